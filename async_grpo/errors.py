@@ -1,0 +1,98 @@
+"""Every error that this project raises on purpose, in one tree.
+
+    AsyncGrpoError
+    ├── ConfigError            a value that breaks a rule; names key, value, rule and fix
+    ├── DataError              a dataset row, file or field that cannot be used
+    ├── WireError              bytes that are not the record that was expected
+    ├── DependencyError        something that is not installed; names the extra to install
+    ├── WaitTimeout            a wait that ended; says for whom and how long
+    ├── BufferFault            the replay buffer
+    │   ├── ServerRefused      the Redis server is too old or may drop data
+    │   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
+    │   ├── Fenced             a message of an older epoch
+    │   └── RunEnded           the run is over: nothing will be admitted or delivered any more
+    ├── WeightsError           the weight plane
+    │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
+    │   └── PublisherLost      the publisher has been silent for too long
+    ├── EngineError            the inference engine failed
+    ├── TrainingError          the trainer cannot go on (non-finite loss, bad checkpoint)
+    └── RoleFailed             a supervised process ended when it should not have
+"""
+
+from __future__ import annotations
+
+
+class AsyncGrpoError(Exception):
+    """Base of all errors raised on purpose; the message says what, where and how to mend it."""
+
+
+class ConfigError(AsyncGrpoError):
+    """A configuration value breaks a rule."""
+
+
+class DataError(AsyncGrpoError):
+    """A dataset file, row or field cannot be used."""
+
+
+class WireError(AsyncGrpoError):
+    """Bytes that are not the record that was expected."""
+
+
+class DependencyError(AsyncGrpoError):
+    """Something that this command needs is not installed."""
+
+
+class WaitTimeout(AsyncGrpoError):
+    """A wait ended without what was waited for.
+
+    >>> raise WaitTimeout("weights of version 3 from the publisher", 30.0)  # doctest: +SKIP
+    """
+
+    def __init__(self, waited_for: str, timeout_s: float, fix: str = "") -> None:
+        super().__init__(f"waited {timeout_s:g} s for {waited_for}. {fix}".rstrip(". ") + ".")
+        self.waited_for = waited_for
+        self.timeout_s = timeout_s
+
+
+class BufferFault(AsyncGrpoError):
+    """The replay buffer refused or failed."""
+
+
+class ServerRefused(BufferFault):
+    """The Redis server cannot hold a run safely."""
+
+
+class LeaseLost(BufferFault):
+    """The ticket is held by somebody else, or its group has already ended."""
+
+
+class Fenced(BufferFault):
+    """The caller belongs to an older epoch: a newer trainer has taken over."""
+
+
+class RunEnded(BufferFault):
+    """The run is over; there is nothing more to admit or to take."""
+
+
+class WeightsError(AsyncGrpoError):
+    """The weight plane failed."""
+
+
+class WeightsCorrupt(WeightsError):
+    """Bytes that do not match their manifest; nothing of them was applied."""
+
+
+class PublisherLost(WeightsError):
+    """The publisher has been silent for longer than its heartbeat allows."""
+
+
+class EngineError(AsyncGrpoError):
+    """The inference engine failed or cannot be started as configured."""
+
+
+class TrainingError(AsyncGrpoError):
+    """The trainer cannot go on."""
+
+
+class RoleFailed(AsyncGrpoError):
+    """A supervised process ended when it should not have."""

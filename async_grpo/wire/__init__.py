@@ -1,0 +1,34 @@
+"""Records that travel between processes, and their encoding."""
+
+from async_grpo.errors import WireError
+from async_grpo.wire.codec import decode, encode
+from async_grpo.wire.records import (
+    FORMAT,
+    Batch,
+    Group,
+    Partial,
+    ReleaseReason,
+    Sample,
+    Task,
+    Ticket,
+    VersionSpan,
+    logprobs_to_bytes,
+    tokens_to_bytes,
+)
+
+__all__ = [
+    "FORMAT",
+    "Batch",
+    "Group",
+    "Partial",
+    "ReleaseReason",
+    "Sample",
+    "Task",
+    "Ticket",
+    "VersionSpan",
+    "WireError",
+    "decode",
+    "encode",
+    "logprobs_to_bytes",
+    "tokens_to_bytes",
+]

@@ -1,0 +1,189 @@
+"""What travels between processes and rests in the buffer, as MessagePack.
+
+The cast:
+
+- `Task`         one prompt with its reference answer
+- `Ticket`       the leased right to generate one group
+- `Sample`       one completion: tokens, behaviour log-probabilities, version spans, rewards
+- `Partial`      what exists so far of a group that is being generated
+- `Group`        a finished group of G samples
+- `Batch`        P groups handed to the trainer for one optimizer step
+
+Structs are tagged and carry named fields, so the plain `msgpack` package can read every byte.
+Arrays travel as raw little-endian bytes (int32 token ids, float32 log-probabilities).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+FORMAT = 1
+"""Raised by one when a record changes in a way that an older reader would misunderstand."""
+
+TOKEN_DTYPE = np.dtype("<i4")
+LOGPROB_DTYPE = np.dtype("<f4")
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ReleaseReason(StrEnum):
+    """Why a group ended. Every admitted group ends exactly once, with one of these."""
+
+    TRAINED = "trained"
+    STALE = "stale"
+    FILTERED = "filtered"
+    UNVERIFIABLE = "unverifiable"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+
+class Record(msgspec.Struct, frozen=True, tag_field="kind"):
+    """Base of all records: immutable, keyword-only, tagged with their kind."""
+
+
+class Task(Record, kw_only=True, tag="task"):
+    """One prompt. `index` is its position in the (shuffled, repeated) data stream of the run."""
+
+    index: NonNegative
+    prompt: str
+    prompt_tokens: bytes
+    answer: str
+    metadata: dict[str, str] = {}
+
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """Token ids of the prompt, int32 [prompt_len]; a read-only view, no copy."""
+        return np.frombuffer(self.prompt_tokens, TOKEN_DTYPE)
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of one completion were sampled from policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Sample(Record, kw_only=True, tag="sample"):
+    """One completion of the policy.
+
+    Guarantees (checked by `validate`): as many log-probabilities as tokens; the spans cover
+    [0, len(tokens)) in order without gap or overlap, with versions that never decrease.
+    `reward` is None where no verifier could judge: such a sample is masked, never scored 0.
+    """
+
+    tokens: bytes
+    logprobs: bytes
+    spans: list[VersionSpan]
+    finish_reason: str = "stop"
+    text: str = ""
+    rewards: dict[str, float] = {}
+    reward: float | None = None
+    unverifiable: str = ""
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """Token ids, int32 [completion_len]; a read-only view."""
+        return np.frombuffer(self.tokens, TOKEN_DTYPE)
+
+    def token_logprobs(self) -> npt.NDArray[np.float32]:
+        """Log-probabilities under the distribution that was sampled from, float32 [completion_len]."""
+        return np.frombuffer(self.logprobs, LOGPROB_DTYPE)
+
+    def token_versions(self) -> npt.NDArray[np.int32]:
+        """Policy version of every token, int32 [completion_len]."""
+        counts = [span.end - span.start for span in self.spans]
+        return np.repeat(np.array([span.version for span in self.spans], TOKEN_DTYPE), counts)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token; age is measured from here."""
+        return min(span.version for span in self.spans)
+
+    def validate(self) -> None:
+        """Raise ValueError if the arrays and the spans do not fit together."""
+        tokens, logprobs = self.token_ids(), self.token_logprobs()
+        if len(tokens) == 0:
+            raise ValueError("a sample has no tokens")
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} tokens but {len(logprobs)} log-probabilities")
+        position, version = 0, -1
+        for span in self.spans:
+            if span.start != position or span.end <= span.start or span.version < version:
+                raise ValueError(f"version spans {self.spans} do not cover [0, {len(tokens)}) in order")
+            position, version = span.end, span.version
+        if position != len(tokens):
+            raise ValueError(f"version spans {self.spans} cover {position} of {len(tokens)} tokens")
+
+
+class Partial(Record, kw_only=True, tag="partial"):
+    """The samples of a group so far; `finish_reason` is "" for those still being generated."""
+
+    seq: NonNegative
+    attempt: NonNegative
+    samples: list[Sample | None]
+
+
+class Ticket(Record, kw_only=True, tag="ticket"):
+    """The leased right to generate the group of `task`.
+
+    `seq` orders groups by admission; `version` is the policy version published at admission: no
+    token of the group may be older. `attempt` counts leases of this group, from 1, and fences
+    late messages of an earlier holder.
+    """
+
+    seq: NonNegative
+    task: Task
+    version: int
+    epoch: int
+    attempt: int
+    holder: str
+    lease_s: float
+    partial: Partial | None = None
+
+
+class Group(Record, kw_only=True, tag="group"):
+    """A finished group: G samples of one task."""
+
+    format: int = FORMAT
+    seq: NonNegative
+    attempt: int
+    task: Task
+    samples: list[Sample]
+    server: str = ""
+    admitted_version: int = 0
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token in the group."""
+        return min(sample.oldest_version for sample in self.samples)
+
+
+class Batch(Record, kw_only=True, tag="batch"):
+    """P groups for the optimizer step that turns `version` into `version + 1`.
+
+    `replayed` batches were delivered before to a trainer that died: they are the same groups in
+    the same order and their release changes no counter twice.
+    """
+
+    epoch: int
+    version: int
+    groups: list[Group]
+    replayed: bool = False
+
+
+def tokens_to_bytes(tokens: npt.ArrayLike) -> bytes:
+    """Token ids -> raw little-endian int32 bytes."""
+    return np.asarray(tokens, TOKEN_DTYPE).tobytes()
+
+
+def logprobs_to_bytes(logprobs: npt.ArrayLike) -> bytes:
+    """Log-probabilities -> raw little-endian float32 bytes."""
+    return np.asarray(logprobs, LOGPROB_DTYPE).tobytes()

@@ -1,0 +1,162 @@
+"""The contract of the replay buffer; `InMemoryBuffer` and `RedisBuffer` both keep it.
+
+    put_tasks --> WAITING --admit--> INFLIGHT --insert--> READY --take--> TAKEN --release--> RELEASED(trained)
+                     ^                  |                    |
+                     +-- lease expired -+                    +-- too old at take --> RELEASED(stale)
+                                        +-- discard ----------------------------->  RELEASED(reason)
+
+Who waits for what:
+
+- `admit` waits for room in the staleness window and for a task; `release`, `discard`, `put_tasks`
+  and a lease that expires unblock it.
+- `take` waits for the P oldest groups (by ticket sequence) to be READY; `insert` and `discard`
+  unblock it.
+
+Guarantees:
+
+- 0 <= active = admitted - released <= (S + 1) * P, at every moment.
+- Every admitted group is released exactly once, with one `ReleaseReason`; every call may be
+  repeated after a lost reply without changing anything twice.
+- `take` delivers groups in ticket order, never one whose age exceeds S.
+- Steps after the last committed checkpoint are kept: a trainer that resumes at version v takes
+  exactly the batches again that were trained after v (`Batch.replayed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from async_grpo.staleness.window import StalenessWindow
+from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStats:
+    """One consistent look at the counters."""
+
+    epoch: int
+    version: int
+    tasks_put: int
+    waiting: int
+    inflight: int
+    ready: int
+    taken: int
+    admitted: int
+    released: dict[str, int] = field(default_factory=dict)
+    max_staleness: int = 0
+    groups_per_step: int = 1
+    horizon: int = 0
+    ended: bool = False
+
+    @property
+    def released_total(self) -> int:
+        """Groups that ended, whatever the reason."""
+        return sum(self.released.values())
+
+    @property
+    def active(self) -> int:
+        """Groups that hold a slot of the staleness window."""
+        return self.admitted - self.released_total
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the counters equal the sizes of the sets they count."""
+        return self.active == self.inflight + self.ready + self.taken
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a trainer that takes over learns: its epoch, and the newest version ever published.
+
+    Between the checkpoint's version and `head_version` the batches are replayed.
+    """
+
+    epoch: int
+    head_version: int
+
+
+class ReplayBuffer(Protocol):
+    """All calls are coroutines; all waits end with `WaitTimeout` or `RunEnded`."""
+
+    async def put_tasks(self, tasks: Sequence[Task]) -> int:
+        """Append tasks whose `index` continues the stream; returns the next index expected.
+
+        Tasks below that index are already there and are skipped, so several feeders may race.
+        Raises ValueError for a gap.
+        """
+        ...
+
+    async def admit(self, limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
+        """Lease 1..limit groups: first those whose lease expired, oldest sequence first (attempt
+        raised, partial attached), then new ones.
+
+        A group leased more than max_attempts times is released as `failed` instead. Raises
+        WaitTimeout (nothing admitted) or RunEnded.
+        """
+        ...
+
+    async def heartbeat(self, tickets: Sequence[Ticket]) -> list[int]:
+        """Renew leases; returns the sequences that are no longer this holder's (stop working on them)."""
+        ...
+
+    async def progress(self, ticket: Ticket, partial: Partial) -> None:
+        """Store what exists so far and renew the lease. Raises LeaseLost."""
+        ...
+
+    async def give_back(self, ticket: Ticket) -> None:
+        """End the lease now, so that another server goes on. Idempotent; a lost lease is no error."""
+        ...
+
+    async def insert(self, ticket: Ticket, group: Group) -> None:
+        """INFLIGHT -> READY. Repeating it is harmless. Raises LeaseLost if another attempt owns it."""
+        ...
+
+    async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
+        """INFLIGHT -> RELEASED(reason), freeing the slot. Repeating it is harmless. Raises LeaseLost."""
+        ...
+
+    async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
+        """The P groups for the step `version` -> `version + 1`, all or nothing, in ticket order.
+
+        Asked again for the same version (a lost reply, or after `rollback`), it returns the same
+        groups. Groups with age > S are released as `stale` on the way. Raises Fenced, WaitTimeout.
+        """
+        ...
+
+    async def release(self, batch: Batch) -> None:
+        """TAKEN -> RELEASED(trained) for all of the batch; payloads stay until `commit_checkpoint`.
+
+        Call it after `publish_version(batch.version + 1)`. Idempotent. Raises Fenced.
+        """
+        ...
+
+    async def publish_version(self, *, epoch: int, version: int) -> None:
+        """State the newest policy version; tickets admitted from now on carry it. Raises Fenced."""
+        ...
+
+    async def commit_checkpoint(self, *, epoch: int, version: int) -> None:
+        """A checkpoint of `version` is safe: forget the payloads of the steps before it. Raises Fenced."""
+        ...
+
+    async def rollback(self, version: int) -> Resume:
+        """A trainer takes over at `version` (0 at the first start): a new epoch begins and fences all
+        older ones; batches taken for steps >= version will be delivered again."""
+        ...
+
+    async def update_admission(self, window: StalenessWindow) -> None:
+        """Retune S, P and the horizon of a live run."""
+        ...
+
+    async def end(self) -> None:
+        """The run is over: every wait ends with RunEnded."""
+        ...
+
+    async def stats(self) -> BufferStats:
+        """A consistent snapshot."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections; the data stay."""
+        ...
