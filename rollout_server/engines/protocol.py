@@ -1,0 +1,93 @@
+"""What the rollout server needs of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.wire import VersionSpan
+
+Interruption = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion to sample.
+
+    `prefix` holds tokens of this completion that exist already (from a partial rollout): they
+    follow the prompt as context and are not part of the answer.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    prefix: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A completion, or with `finish_reason == "abort"` as much of it as there was.
+
+    tokens: int32 [n], stop token included; logprobs: float32 [n], of the distribution that was
+    sampled from (after temperature); spans: cover [0, n) with the policy version of every token.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    spans: list[VersionSpan]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A look at the engine: requests running and waiting, tokens generated since its start."""
+
+    running: int
+    waiting: int
+    generated_tokens: int
+
+
+class Engine(Protocol):
+    """An engine that generates without pause and takes new weights in between."""
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate. Raises EngineError."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one completion; many calls run concurrently, the engine batches them.
+
+        Cancelling the call aborts the request. Raises EngineError if the engine died.
+        """
+        ...
+
+    async def update_weights(
+        self, store: Path, *, epoch: int, version: int, interruption: Interruption
+    ) -> float:
+        """Load `version` from the shared-memory store while requests are in flight; returns the
+        seconds during which no token could be generated.
+
+        Requests continue afterwards: tokens generated before keep their version, later ones get
+        the new one. Raises EngineError; a failed update never leaves a mixture behind unnoticed.
+        """
+        ...
+
+    @property
+    def version(self) -> int:
+        """Policy version that the next token will be sampled from (-1: the weights of the checkpoint)."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Current load."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop the engine and its processes."""
+        ...
