@@ -1,22 +1,22 @@
 """Every error that this project raises on purpose, in one tree.
 
-    AsyncGrpoError
-    ├── ConfigError            a value that breaks a rule; names key, value, rule and fix
-    ├── DataError              a dataset row, file or field that cannot be used
-    ├── WireError              bytes that are not the record that was expected
-    ├── DependencyError        something that is not installed; names the extra to install
-    ├── WaitTimeout            a wait that ended; says for whom and how long
-    ├── BufferFault            the replay buffer
-    │   ├── ServerRefused      the Redis server is too old or may drop data
-    │   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
-    │   ├── Fenced             a message of an older epoch
-    │   └── RunEnded           the run is over: nothing will be admitted or delivered any more
-    ├── WeightsError           the weight plane
-    │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
-    │   └── PublisherLost      the publisher has been silent for too long
-    ├── EngineError            the inference engine failed
-    ├── TrainingError          the trainer cannot go on (non-finite loss, bad checkpoint)
-    └── RoleFailed             a supervised process ended when it should not have
+AsyncGrpoError
+├── ConfigError            a value that breaks a rule; names key, value, rule and fix
+├── DataError              a dataset row, file or field that cannot be used
+├── WireError              bytes that are not the record that was expected
+├── DependencyError        something that is not installed; names the extra to install
+├── WaitTimeout            a wait that ended; says for whom and how long
+├── BufferFault            the replay buffer
+│   ├── ServerRefused      the Redis server is too old or may drop data
+│   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
+│   ├── Fenced             a message of an older epoch
+│   └── RunEnded           the run is over: nothing will be admitted or delivered any more
+├── WeightsError           the weight plane
+│   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
+│   └── PublisherLost      the publisher has been silent for too long
+├── EngineError            the inference engine failed
+├── TrainingError          the trainer cannot go on (non-finite loss, bad checkpoint)
+└── RoleFailed             a supervised process ended when it should not have
 """
 
 from __future__ import annotations

@@ -1,0 +1,6 @@
+"""The configuration: models, loading, errors that teach."""
+
+from async_grpo.config.load import dump, load, validate
+from async_grpo.config.schema import RunConfig
+
+__all__ = ["RunConfig", "dump", "load", "validate"]

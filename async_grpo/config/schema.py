@@ -80,7 +80,9 @@ class DataConfig(StrictModel):
         if self.kind == "jsonl" and self.path is None:
             raise ValueError("kind jsonl needs a file. Set data.path, for example -o data.path=train.jsonl")
         if "{prompt}" not in self.template:
-            raise ValueError(f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes")
+            raise ValueError(
+                f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes"
+            )
         return self
 
 

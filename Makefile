@@ -1,0 +1,39 @@
+# The same commands for people and for CI. Everything installs into .venv.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help quickstart test test-all check format clean
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# The stand-ins are empty distributions in place of torchvision and the like, whose builds on PyPI are for
+# CUDA and break transformers on a CPU; see deploy/stand-ins/README.md.
+$(VENV)/.installed: pyproject.toml $(wildcard deploy/stand-ins/*/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off $(addprefix ./,$(wildcard deploy/stand-ins/t*)) -e '.[cpu,dev]'
+	touch $@
+
+quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: about ten minutes, with a report at the end
+	$(BIN)/async-grpo run configs/quickstart.yaml
+
+test: $(VENV)/.installed  ## The test suite
+	$(BIN)/pytest -m 'not slow and not faults'
+
+test-all: $(VENV)/.installed  ## The test suite with its slow tests and its fault injection
+	$(BIN)/pytest
+
+check: $(VENV)/.installed  ## Lint, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment and the runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,114 @@
+"""The `async-grpo` command."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from async_grpo.errors import AsyncGrpoError
+
+app = typer.Typer(
+    help="Asynchronous GRPO: rollout servers generate without pause, the trainer takes what is ready.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; the shipped ones are in configs/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="For example -o max_staleness=0. Repeat it.")
+]
+
+
+@app.command()
+def run(
+    config: ConfigArgument,
+    override: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved run, start nothing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
+) -> None:
+    """Run everything on this machine: server, trainer, rollout servers, report.
+
+    Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so each
+    experiment has a folder of its own under runs/.
+    """
+    from async_grpo.launch.plan import describe, resolve
+    from async_grpo.launch.run import run as run_all
+
+    def work() -> int:
+        resolved = resolve(config, override or [])
+        if dry_run:
+            Console().print(describe(resolved))
+            return 0
+        return asyncio.run(run_all(resolved, fresh=fresh, command=_command_line()))
+
+    _exit_with(work)
+
+
+@app.command()
+def rollout(
+    config: ConfigArgument,
+    override: Overrides = None,
+    name: Annotated[str, typer.Option(help="Name of this server, unique in the run.")] = "rollout-0",
+) -> None:
+    """Run one rollout server, for containers and clusters (needs redis.url)."""
+    from async_grpo.launch.single import run_rollout
+
+    _exit_with(lambda: run_rollout(config, override or [], name))
+
+
+@app.command()
+def trainer(config: ConfigArgument, override: Overrides = None) -> None:
+    """Run the trainer, for containers and clusters (needs redis.url)."""
+    from async_grpo.launch.single import run_trainer
+
+    _exit_with(lambda: run_trainer(config, override or []))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what is missing and what to type."""
+    from async_grpo.doctor.checks import examine
+
+    findings = examine()
+    table = Table(title="async-grpo doctor (platform: cpu)", show_lines=False)
+    for column in ("", "what", "found", "what to type"):
+        table.add_column(column)
+    for finding in findings:
+        mark = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]optional[/]"}[finding.ok]
+        table.add_row(mark, finding.name, finding.found, "" if finding.ok else finding.fix)
+    Console().print(table)
+    raise typer.Exit(1 if any(finding.ok is False for finding in findings) else 0)
+
+
+def _exit_with(work: Callable[[], int]) -> None:
+    """Run a command; an error raised on purpose is shown as its message, not as a traceback."""
+    try:
+        code = work()
+    except AsyncGrpoError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {_escape(str(error))}", highlight=False)
+        code = 1
+    raise typer.Exit(code)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _command_line() -> str:
+    import shlex
+
+    return shlex.join(["async-grpo", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    app()

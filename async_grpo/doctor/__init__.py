@@ -1,0 +1,1 @@
+"""What is installed, what is missing, what to type."""

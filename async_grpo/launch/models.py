@@ -1,0 +1,102 @@
+"""The folder of the first policy: given, or made once and cached."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError, RoleFailed
+
+RECIPE = 1
+"""Raised when the code that makes a model changes its result, so that old cached ones are not used."""
+
+
+def cache_dir() -> Path:
+    """Where made models are kept: $ASYNC_GRPO_CACHE, else ~/.cache/async_grpo."""
+    return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
+
+
+def check_model(path: Path) -> Path:
+    """A Hugging Face checkpoint folder. Raises ConfigError naming what is missing."""
+    for needed in ("config.json", "tokenizer_config.json"):
+        if not (path / needed).is_file():
+            raise ConfigError(
+                f"model.path: {path} has no {needed}, so it is not a Hugging Face checkpoint with its tokenizer. "
+                "Point model.path at the folder that holds config.json and the safetensors files"
+            )
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {path} holds no *.safetensors file. Convert the weights to safetensors")
+    return path
+
+
+async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
+    """The folder of the first policy; making one reports through `say`. Raises ConfigError, RoleFailed."""
+    if config.model.path is not None:
+        return check_model(config.model.path.absolute())
+    source = "warmup" if config.model.warmup is not None else "random"
+    target = cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
+    if (target / "config.json").exists():
+        say(f"policy: {target} (cached)")
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    say(f"making the first policy ({source}); it is cached afterwards")
+    await _make(_command(config, target), say)
+    return check_model(target)
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Of everything that the made model depends on."""
+    parts = {
+        "recipe": RECIPE,
+        "seed": config.seed,
+        "model": config.model.model_dump(mode="json"),
+        "data": config.data.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _command(config: RunConfig, target: Path) -> list[str]:
+    if config.model.warmup is not None:
+        recipe = config.model.warmup.model_dump_json()
+        module = "trainer.warmup"
+    else:
+        recipe = config.model_dump_json()
+        module = "async_grpo.data.random_model"
+    return [sys.executable, "-m", module, "--config", recipe, "--out", str(target), "--seed", str(config.seed)]
+
+
+async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
+    """Run the maker and pass on its progress, a JSON object a line."""
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
+    try:
+        async for line in process.stdout:
+            say(_progress(line.decode("utf-8", "replace")))
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        tail = (await errors).decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise RoleFailed(f"making the first policy ended with exit code {code}: {''.join(tail)}")
+    await errors
+
+
+def _progress(line: str) -> str:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line.rstrip()
+    if not isinstance(fields, dict):
+        return line.rstrip()
+    return "first policy: " + ", ".join(f"{key} {value}" for key, value in fields.items())

@@ -1,0 +1,104 @@
+"""Looks at a running job twice a second: feeds the live view and holds the roles to their deadlines.
+
+It reads the buffer's counters, the run board and the newest row of metrics.jsonl; it decides
+nothing about training. What it waits for is only the next look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from async_grpo.errors import RoleFailed
+from async_grpo.launch.state_plane import StatePlane
+from async_grpo.launch.supervisor import TRAINER, Supervisor
+from async_grpo.telemetry.jsonl import RowFollower
+from async_grpo.telemetry.state import LiveState
+from buffer import BufferStats
+
+LOOK_EVERY_S = 0.5
+
+
+class Monitor:
+    """One look after another, until cancelled."""
+
+    def __init__(
+        self,
+        plane: StatePlane,
+        supervisor: Supervisor,
+        *,
+        show: Callable[[LiveState], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._plane = plane
+        self._config = plane.config
+        self._supervisor = supervisor
+        self._show = show
+        self._say = say
+        self._metrics = RowFollower(plane.config.run_dir / "metrics.jsonl")
+        self._step: dict[str, Any] | None = None
+        self._started_s = time.monotonic()
+        self._unready_since: dict[str, float] = {}
+        self._stats: BufferStats | None = None
+
+    def trained(self) -> bool:
+        """Whether the last step has been published."""
+        return self._stats is not None and self._stats.version >= self._config.steps
+
+    async def watch(self) -> None:
+        """Look until cancelled. Raises RoleFailed when a role does not become ready in time."""
+        while True:
+            await self._keep_server()
+            await self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """One look: read, check deadlines, show."""
+        stats = self._stats = await self._plane.buffer.stats()
+        beats = await self._plane.board.servers()
+        published = await self._plane.board.publisher() is not None
+        ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
+        self._check_ready(ready)
+        for row in self._metrics.new_rows():
+            if row.get("kind") == "step":
+                self._step = row
+        self._show(
+            LiveState(
+                step=self._step,
+                steps_done=stats.version,
+                evaluations=await self._plane.board.evaluations(),
+                waiting=stats.waiting,
+                inflight=stats.inflight,
+                ready=stats.ready,
+                taken=stats.taken,
+                active=stats.active,
+                capacity=self._config.capacity_groups,
+                servers=beats,
+                counters=await self._plane.board.counters(),
+                roles=list(self._supervisor.states.values()),
+                elapsed_s=time.monotonic() - self._started_s,
+            )
+        )
+
+    def _check_ready(self, ready: set[str]) -> None:
+        """A role that runs and has not been heard of for launch.ready_timeout_s is an error."""
+        limit = self._config.launch.ready_timeout_s
+        for name, role in self._supervisor.states.items():
+            if name in ready or role.state == "finished":
+                self._unready_since.pop(name, None)
+                continue
+            since = self._unready_since.setdefault(name, time.monotonic())
+            if time.monotonic() - since > limit:
+                raise RoleFailed(
+                    f"{name} has not been ready for {limit:g} s. Its log says more: "
+                    f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s"
+                )
+
+    async def _keep_server(self) -> None:
+        """Start the embedded server again, on its append-only file, if it has died."""
+        if self._plane.server is None or self._plane.server.alive():
+            return
+        self._say("the embedded server died; starting it again on its append-only file")
+        await asyncio.to_thread(self._plane.server.start)

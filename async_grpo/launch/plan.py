@@ -1,0 +1,41 @@
+"""From a configuration file to a checked plan, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import ConfigError
+from async_grpo.launch.models import check_model
+from async_grpo.launch.run_folder import run_name
+from async_grpo.rewards import load_verifiers
+
+
+def resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """Load, name and check a run. Raises ConfigError for anything that could only fail later."""
+    config = load(path, overrides)
+    config = config.model_copy(update={"name": run_name(config.name, overrides)})
+    load_verifiers(config.rewards.functions)
+    if config.model.path is not None:
+        check_model(config.model.path)
+    for key, file in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"{key}: there is no file {file}. Point it at a JSON-lines file")
+    return config
+
+
+def describe(config: RunConfig) -> Table:
+    """The run in a table: what starts, how much is in flight, what the bound means."""
+    table = Table(title=f"run {config.name} (dry run: nothing is started)", show_header=False)
+    s, p, g = config.max_staleness, config.groups_per_step, config.group_size
+    table.add_row("writes", str(config.run_dir))
+    table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
+    table.add_row("rollout servers", f"{config.rollout.servers} x vLLM, {config.rollout.max_concurrency} samples in flight")
+    table.add_row("trainer", f"{config.trainer.processes} rank(s) on {config.trainer.platform}, {config.steps} steps")
+    table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
+    table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups, age <= {s} steps")
+    table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
+    return table

@@ -1,0 +1,26 @@
+"""What to do when a role has ended: a pure decision."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Decision(Enum):
+    """What follows the end of a role."""
+
+    DONE = "done"
+    RESTART = "restart"
+    GIVE_UP = "give up"
+
+
+def decide(*, code: int, stopping: bool, needed: bool, restarts: int, limit: int) -> Decision:
+    """The policy.
+
+    stopping: the supervisor asked for this end. needed: the run cannot finish without this role.
+    restarts: how often it has been restarted in this run so far; limit: how often it may be.
+
+    An exit code of 0 is a role that left on purpose; it comes back only if the run needs it.
+    """
+    if stopping or (code == 0 and not needed):
+        return Decision.DONE
+    return Decision.RESTART if restarts < limit else Decision.GIVE_UP

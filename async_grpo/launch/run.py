@@ -1,0 +1,157 @@
+"""`async-grpo run`: everything of one run on this machine.
+
+    folder -> first policy -> server -> trainer and rollout servers -> report
+
+Start: the server first (everyone needs it), then trainer and rollout servers at once: the trainer
+publishes version 0, the rollout servers wait for it, and each is ready when it says so on the run
+board. Stop: trainer and rollout servers, then the report, then the server. Ctrl-C does the same in
+the middle; a second Ctrl-C does not wait. Whatever ends, everything ends: no orphan stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import RoleFailed
+from async_grpo.launch.commands import role_specs
+from async_grpo.launch.models import prepare_model
+from async_grpo.launch.monitor import Monitor
+from async_grpo.launch.results import write_results
+from async_grpo.launch.run_folder import RunFolder, RunState, open_run, write_config
+from async_grpo.launch.state_plane import StatePlane, open_state_plane
+from async_grpo.launch.supervisor import Supervisor
+from async_grpo.process import adopt_orphans
+from async_grpo.telemetry.live import LiveView
+
+INTERRUPTED = 130
+T = TypeVar("T")
+
+
+async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
+    """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError."""
+    adopt_orphans()
+    folder = open_run(config, fresh=fresh)
+    state = folder.read_state()
+    with LiveView(config) as view, _interrupt() as interrupted:
+        if state.steps_done >= config.steps:
+            view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
+            return 0
+        try:
+            model = await _unless(interrupted, prepare_model(config, view.phase))
+            view.phase("starting the server")
+            async with open_state_plane(config, folder, fresh=fresh) as plane:
+                write_config(folder, plane.config)
+                await _LocalRun(plane, folder, model, view, state, command).go(interrupted)
+        except Interrupted:
+            view.say("stopped; the same command resumes")
+            return INTERRUPTED
+    return 0
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; not an error."""
+
+
+class _LocalRun:
+    """The roles of one invocation, from their start to the report."""
+
+    def __init__(
+        self, plane: StatePlane, folder: RunFolder, model: Path, view: LiveView, state: RunState, command: str
+    ) -> None:
+        self._plane, self._folder, self._view, self._state = plane, folder, view, state
+        self._started_s = time.monotonic()
+        self._wall_before_s = state.wall_s
+        self._state.command = command
+        self._supervisor = Supervisor(
+            plane.config.name,
+            role_specs(plane.config, folder, model),
+            restarts=state.restarts,
+            say=view.say,
+            stop_timeout_s=plane.config.launch.stop_timeout_s,
+            trained=lambda: self._monitor.trained(),
+        )
+        self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say)
+
+    async def go(self, interrupted: asyncio.Event) -> None:
+        """See the run to its end, whatever that is, and write what there is to report."""
+        self._view.phase("starting the trainer and the rollout servers")
+        try:
+            await _unless(interrupted, self._watch())
+        finally:
+            interrupted.clear()
+            self._view.phase("stopping")
+            await self._stop(interrupted)
+            await self._report()
+
+    async def _watch(self) -> None:
+        """Until all roles have ended; whichever fails first ends the other."""
+        roles = asyncio.create_task(self._supervisor.watch())
+        looks = asyncio.create_task(self._monitor.watch())
+        try:
+            await asyncio.wait({roles, looks}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            looks.cancel()
+            outcome = await asyncio.gather(looks, return_exceptions=True)
+        if not roles.done():
+            roles.cancel()
+            await asyncio.gather(roles, return_exceptions=True)
+            raise outcome[0] or RoleFailed("the monitor ended")
+        await roles
+        await self._monitor.look()
+        if not self._monitor.trained():
+            raise RoleFailed(f"all roles have left, but the run is not trained to its end. See {self._folder.path}/logs")
+
+    async def _stop(self, again: asyncio.Event) -> None:
+        """SIGTERM and patience; a second Ctrl-C ends the patience."""
+        stopping = asyncio.create_task(self._supervisor.stop())
+        hurry = asyncio.create_task(again.wait())
+        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not stopping.done():
+            self._supervisor.kill()
+        await stopping
+
+    async def _report(self) -> None:
+        """summary.json, report.md and timeline.json of whatever has been trained."""
+        stats = await self._plane.buffer.stats()
+        self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
+        self._state.restarts = self._supervisor.restarts
+        self._state.steps_done = stats.version
+        self._folder.write_state(self._state)
+        self._view.phase("writing the report")
+        summary = await write_results(self._plane, self._folder, self._state, stats)
+        self._view.finish(summary)
+
+
+async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, cancelled (and waited for) when the event comes first. Raises Interrupted."""
+    task, alarm = asyncio.create_task(work), asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Interrupted
+    finally:
+        alarm.cancel()
+        task.cancel()
+        await asyncio.gather(task, alarm, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _interrupt() -> Iterator[asyncio.Event]:
+    """Ctrl-C and SIGTERM set the event, instead of ending this process."""
+    interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    try:
+        yield interrupted
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

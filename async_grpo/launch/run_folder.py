@@ -1,0 +1,128 @@
+"""`runs/<name>/`: one experiment. The same command again resumes it; another experiment is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_grpo.config import RunConfig, dump
+from async_grpo.errors import ConfigError
+
+_FREE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry")
+"""Sections that may change between a run and its resumption: they do not change what is learned."""
+
+_SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
+
+
+@dataclass
+class RunState:
+    """What the supervisor remembers over resumptions."""
+
+    wall_s: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)
+    steps_done: int = 0
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of a run that the supervisor itself reads and writes."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration, which every role reads."""
+        return self.path / "config.yaml"
+
+    @property
+    def state_file(self) -> Path:
+        """Wall time, restarts and steps so far."""
+        return self.path / "run.json"
+
+    def log(self, role: str) -> Path:
+        """Where standard output and errors of a role go."""
+        return self.path / "logs" / f"{role}.log"
+
+    def read_state(self) -> RunState:
+        """The state so far, or a new one."""
+        if not self.state_file.exists():
+            return RunState()
+        return RunState(**json.loads(self.state_file.read_text()))
+
+    def write_state(self, state: RunState) -> None:
+        """Atomically."""
+        draft = self.state_file.with_suffix(".tmp")
+        draft.write_text(json.dumps(asdict(state), indent=2) + "\n")
+        draft.replace(self.state_file)
+
+
+def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
+    """Make the folder, or take up the one that is there. Raises ConfigError if it is another experiment's."""
+    folder = RunFolder(config.run_dir.absolute())
+    if fresh and folder.path.exists():
+        _remove(folder)
+    if folder.config_file.exists():
+        _check_same_experiment(folder, config)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_config(folder: RunFolder, config: RunConfig) -> None:
+    """The resolved copy beside the run; secrets never stand in a configuration."""
+    folder.config_file.write_text(dump(config))
+
+
+def run_name(base: str, overrides: Iterable[str]) -> str:
+    """The name of a run with overrides: each experiment gets a folder of its own.
+
+    >>> run_name("quickstart", ["max_staleness=0", "seed=3"])
+    'quickstart-max_staleness.0-seed.3'
+    """
+    named = [override.partition("=") for override in overrides]
+    if any(key == "name" for key, _, _ in named):
+        return base
+    parts = [f"-{key.split('.')[-1]}.{_short(value)}" for key, _, value in sorted(named) if not _is_free(key)]
+    return (base + "".join(parts))[:64]
+
+
+def _short(value: str) -> str:
+    return value if _SAFE_VALUE.match(value) else hashlib.sha256(value.encode()).hexdigest()[:8]
+
+
+def _is_free(key: str) -> bool:
+    return key.split(".")[0] in _FREE_SECTIONS
+
+
+def _remove(folder: RunFolder) -> None:
+    """Only ever a folder that a run made."""
+    if not folder.config_file.exists() and any(folder.path.iterdir()):
+        raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
+    shutil.rmtree(folder.path)
+
+
+def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
+    before = yaml.safe_load(folder.config_file.read_text())
+    changed = sorted(_differences(before, config.model_dump(mode="json")))
+    changed = [key for key in changed if not _is_free(key) and key != "steps"]
+    if changed:
+        raise ConfigError(
+            f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "
+            "experiments. Give this one a name (-o name=...), or start over with --fresh, which deletes the old one"
+        )
+
+
+def _differences(before: Any, after: Any, prefix: str = "") -> set[str]:
+    """Dotted keys whose values differ."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return set() if before == after else {prefix.rstrip(".")}
+    keys = before.keys() | after.keys()
+    return set().union(*(_differences(before.get(key), after.get(key), f"{prefix}{key}.") for key in keys))

@@ -1,0 +1,45 @@
+"""One role in the foreground: what a container or a cluster job starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.launch.commands import rollout_argv, trainer_argv
+from async_grpo.launch.models import prepare_model
+from async_grpo.launch.plan import resolve
+from async_grpo.launch.run_folder import RunFolder, open_run, write_config
+
+
+def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
+    """Become a rollout server. Raises ConfigError without redis.url."""
+    _, folder, model = _prepare(path, overrides)
+    return _become(rollout_argv(folder, model, name))
+
+
+def run_trainer(path: Path, overrides: Sequence[str]) -> int:
+    """Become the trainer (torchrun). Raises ConfigError without redis.url."""
+    config, folder, model = _prepare(path, overrides)
+    return _become(trainer_argv(config, folder, model))
+
+
+def _prepare(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunFolder, Path]:
+    config = resolve(path, overrides)
+    if config.redis.url is None:
+        raise ConfigError(
+            "redis.url is not set: a role on its own needs a server that the other roles reach too. "
+            "Pass -o redis.url=redis://HOST:6379, or use `async-grpo run`, which brings its own"
+        )
+    model = asyncio.run(prepare_model(config, print))
+    folder = open_run(config)
+    write_config(folder, config)
+    return config, folder, model
+
+
+def _become(argv: Sequence[str]) -> int:
+    """Replace this process, so that signals and the exit code are the role's own."""
+    os.execv(argv[0], list(argv))

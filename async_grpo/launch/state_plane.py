@@ -1,0 +1,82 @@
+"""The server that holds a run's state: embedded and private, or the configured one; checked, connected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.launch.run_folder import RunFolder
+from async_grpo.staleness.window import StalenessWindow
+from async_grpo.weights.store import remove_stores
+from buffer import EmbeddedServer, RedisBoard, RedisBuffer, connect, connect_board, wipe_run
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlane:
+    """Buffer and board of a run; `config` carries the URL under which every role reaches them."""
+
+    config: RunConfig
+    buffer: RedisBuffer
+    board: RedisBoard
+    server: EmbeddedServer | None
+
+
+@asynccontextmanager
+async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool) -> AsyncIterator[StatePlane]:
+    """Start or reach the server, connect, and afterwards leave nothing running and no shared memory behind.
+
+    Raises ServerRefused for a server that is too old or may drop data, ConfigError if a foreign run of this
+    name is on it.
+    """
+    server = EmbeddedServer(folder.path / "server", config.redis) if config.redis.url is None else None
+    try:
+        url = config.redis.url or await asyncio.to_thread(_start, server)
+        config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
+        async with _connected(config, server, fresh=fresh) as plane:
+            if server is None and not folder.config_file.exists():
+                await _refuse_foreign(plane)
+            yield plane
+    finally:
+        if server is not None:
+            await asyncio.to_thread(server.stop)
+        remove_stores(config.name)
+
+
+def _start(server: EmbeddedServer | None) -> str:
+    assert server is not None
+    return server.start()
+
+
+@asynccontextmanager
+async def _connected(config: RunConfig, server: EmbeddedServer | None, *, fresh: bool) -> AsyncIterator[StatePlane]:
+    if fresh:
+        await wipe_run(config.redis, config.name)
+    window = StalenessWindow(config.max_staleness, config.groups_per_step, config.steps * config.groups_per_step)
+    buffer = await connect(
+        config.redis,
+        config.name,
+        window=window,
+        lease_s=config.rollout.lease_s,
+        max_attempts=config.rollout.max_attempts,
+    )
+    try:
+        board = await connect_board(config.redis, config.name)
+        try:
+            yield StatePlane(config, buffer, board, server)
+        finally:
+            await board.aclose()
+    finally:
+        await buffer.aclose()
+
+
+async def _refuse_foreign(plane: StatePlane) -> None:
+    """A new run folder, but the server knows the name: it is somebody's run, or an old one's rest."""
+    if (await plane.buffer.stats()).admitted:
+        raise ConfigError(
+            f"the server at redis.url already holds a run named {plane.config.name}, but {plane.config.run_dir} is "
+            "new. Give this run another name (-o name=...), or delete the old one's data with --fresh"
+        )

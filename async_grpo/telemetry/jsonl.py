@@ -1,0 +1,83 @@
+"""JSON-lines files that survive a crash: one row a line, flushed; a torn last line harms only itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class JsonLines:
+    """Appends rows to `path`, creating it and its folder.
+
+    Guarantees: after `write` returns, the row is with the operating system (it survives the death
+    of this process); a line that an earlier writer left unfinished is closed first, so that the
+    next row starts on a fresh line. Non-finite floats become null. Rows of several threads do not mix.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _ends_torn(path)
+        self._file = path.open("ab")
+        if torn:
+            self._file.write(b"\n")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row."""
+        self._file.write(json.dumps(_plain(row), ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows; lines that are not a JSON object (torn by a crash) are skipped. [] without a file."""
+    if not path.exists():
+        return []
+    rows = []
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+def _ends_torn(path: Path) -> bool:
+    """Whether the last line lacks its end."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: numpy scalars as numbers, non-finite floats as null, lone surrogates replaced."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return _plain(value.item()) if hasattr(value, "item") else str(value)

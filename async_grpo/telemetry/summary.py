@@ -1,0 +1,171 @@
+"""A run in one dictionary (`summary.json`): facts in, facts out, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from async_grpo.config.schema import RunConfig
+from async_grpo.telemetry.rows import (
+    GENERATED_TOKENS,
+    RESTARTS_PREFIX,
+    Row,
+    last_of_each,
+    number,
+    numbers,
+    seconds_by_part,
+)
+from async_grpo.wire.board import Evaluation
+from async_grpo.wire.records import ReleaseReason
+
+Facts = dict[str, Any]
+
+
+def summarize(
+    config: RunConfig,
+    steps: Iterable[Row],
+    probes: Iterable[Row],
+    evaluations: Sequence[Evaluation],
+    stats: Mapping[str, Any],
+    counters: Mapping[str, int],
+    wall_s: float,
+) -> Facts:
+    """What a run did. What is not known is None; nothing that is missing is an error.
+
+    `steps` and `probes` are rows of metrics.jsonl (see `rows`), `stats` the fields of the buffer's
+    BufferStats, `counters` those of the run board.
+    """
+    steps = last_of_each(steps, "step")
+    trained_tokens = int(sum(numbers(steps, "trained_tokens")))
+    generated_tokens = counters.get(GENERATED_TOKENS)
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "max_staleness": config.max_staleness,
+        "groups_per_step": config.groups_per_step,
+        "group_size": config.group_size,
+        "capacity_groups": config.capacity_groups,
+        **_accuracy(evaluations),
+        "steps": len(steps),
+        **_reward(steps),
+        "generated_tokens": generated_tokens,
+        "trained_tokens": trained_tokens,
+        "wall_s": wall_s,
+        "tokens_per_s": _rate(generated_tokens, wall_s),
+        "trained_tokens_per_s": _rate(trained_tokens, wall_s),
+        **_ages(steps),
+        **_logprob_gap([*steps, *last_of_each(probes, "version")]),
+        **_groups(stats),
+        "restarts": _restarts(counters),
+        "time_split_s": _time_split(steps),
+        "evaluations": [_evaluation(evaluation) for evaluation in _by_version(evaluations)],
+    }
+
+
+def _by_version(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    return sorted(evaluations, key=lambda evaluation: evaluation.version)
+
+
+def _accuracy(evaluations: Sequence[Evaluation]) -> Facts:
+    """Of the first and the last policy version measured; "after" needs a second one."""
+    ordered = _by_version(evaluations)
+    before = ordered[0] if ordered else None
+    after = ordered[-1] if len(ordered) > 1 else None
+    return {
+        "accuracy_before": before and before.sampled_accuracy,
+        "accuracy_after": after and after.sampled_accuracy,
+        "greedy_accuracy_before": before and before.greedy_accuracy,
+        "greedy_accuracy_after": after and after.greedy_accuracy,
+    }
+
+
+def _evaluation(evaluation: Evaluation) -> Facts:
+    return {
+        "version": evaluation.version,
+        "prompts": evaluation.prompts,
+        "samples": evaluation.samples,
+        "sampled_accuracy": evaluation.sampled_accuracy,
+        "greedy_accuracy": evaluation.greedy_accuracy,
+        "completion_tokens_mean": evaluation.completion_tokens_mean,
+        "wall_s": evaluation.wall_s,
+    }
+
+
+def _reward(steps: Sequence[Row]) -> Facts:
+    """Mean training reward over the first and over the last tenth of the steps."""
+    rewards = numbers(steps, "reward_mean")
+    tenth = max(1, len(rewards) // 10)
+    return {"reward_first": _mean(rewards[:tenth]), "reward_last": _mean(rewards[-tenth:])}
+
+
+def _ages(steps: Sequence[Row]) -> Facts:
+    """Oldest token, token-weighted mean age, and trained tokens by age."""
+    tokens_by_age: dict[int, float] = {}
+    for row in steps:
+        for age, tokens in (row.get("age_histogram") or {}).items():
+            tokens_by_age[int(age)] = tokens_by_age.get(int(age), 0) + tokens
+    tokens = sum(tokens_by_age.values())
+    weighted = sum(age * count for age, count in tokens_by_age.items())
+    oldest = [*numbers(steps, "age_max"), *(age for age, count in tokens_by_age.items() if count)]
+    return {
+        "max_age": int(max(oldest)) if oldest else None,
+        "mean_age": weighted / tokens if tokens else _mean_age_of_rows(steps),
+        "tokens_by_age": {str(age): int(tokens_by_age[age]) for age in sorted(tokens_by_age)},
+    }
+
+
+def _mean_age_of_rows(steps: Sequence[Row]) -> float | None:
+    """Token-weighted, from the rows' means, where no histogram was written."""
+    return _weighted_mean(steps, "age_mean", "trained_tokens")
+
+
+def _logprob_gap(rows: Sequence[Row]) -> Facts:
+    """Over all tokens that both sides computed with the same weights: age 0 in training, and probes."""
+    largest = numbers(rows, "logprob_gap_max")
+    return {
+        "logprob_gap_mean": _weighted_mean(rows, "logprob_gap_mean", "gap_tokens"),
+        "logprob_gap_max": max(largest, default=None),
+        "gap_tokens": int(sum(numbers(rows, "gap_tokens"))),
+    }
+
+
+def _groups(stats: Mapping[str, Any]) -> Facts:
+    """The counters, and whether admitted == released + active, with `active` counted from the sets."""
+    released = stats.get("released") or {}
+    ended = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
+    active = sum(int(stats.get(place) or 0) for place in ("inflight", "ready", "taken"))
+    admitted = stats.get("admitted")
+    balanced = None if admitted is None else admitted == sum(released.values()) + active
+    return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
+
+
+def _restarts(counters: Mapping[str, int]) -> dict[str, int]:
+    return {
+        name.removeprefix(RESTARTS_PREFIX): count
+        for name, count in sorted(counters.items())
+        if name.startswith(RESTARTS_PREFIX)
+    }
+
+
+def _time_split(steps: Sequence[Row]) -> dict[str, float]:
+    """Part of the trainer's step -> seconds over the whole run."""
+    total: dict[str, float] = {}
+    for row in steps:
+        for part, spent_s in seconds_by_part(row).items():
+            total[part] = total.get(part, 0.0) + spent_s
+    return total
+
+
+def _weighted_mean(rows: Sequence[Row], key: str, weight_key: str) -> float | None:
+    pairs = [(number(row, key), number(row, weight_key)) for row in rows]
+    known = [(value, weight) for value, weight in pairs if value is not None and weight is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rate(tokens: int | None, wall_s: float) -> float | None:
+    return tokens / wall_s if tokens is not None and wall_s > 0 else None

@@ -1,0 +1,128 @@
+"""What every process did when, in a file that Perfetto opens (https://ui.perfetto.dev).
+
+    role --Timeline--> timeline/<role>.jsonl --merge_timelines--> timeline.json
+
+One process of the trace per role, one thread per track. Spans of a track that overlap (groups
+generated side by side) go to further lanes of that track, because a trace viewer would otherwise
+show one as a part of the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from async_grpo.telemetry.jsonl import JsonLines, read_rows
+
+_FIRST_ROLES = ("supervisor", "trainer", "publisher")
+Event = dict[str, Any]
+
+
+class Timeline:
+    """Spans and instants of one role; times are `time.time()` seconds."""
+
+    def __init__(self, path: Path, role: str) -> None:
+        self._lines = JsonLines(path)
+        self._role = role
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """`name` went on from `start_s` to `end_s`."""
+        self._write({"track": track, "name": name, "start_s": start_s, "end_s": end_s}, args)
+
+    def instant(self, track: str, name: str, at_s: float, **args: Any) -> None:
+        """`name` happened at `at_s`."""
+        self._write({"track": track, "name": name, "start_s": at_s}, args)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._lines.close()
+
+    def _write(self, row: Event, args: dict[str, Any]) -> None:
+        self._lines.write({"role": self._role, **row, **({"args": args} if args else {})})
+
+
+def merge_timelines(run_dir: Path) -> Path:
+    """run_dir/timeline/*.jsonl -> run_dir/timeline.json, in Chrome's trace-event format.
+
+    Microseconds count from the first event of the run. The file is replaced whole or not at all.
+    """
+    rows = [row for path in sorted((run_dir / "timeline").glob("*.jsonl")) for row in _usable(path)]
+    origin_s = min((row["start_s"] for row in rows), default=0.0)
+    by_role: dict[str, list[Event]] = {}
+    for row in rows:
+        by_role.setdefault(row["role"], []).append(row)
+    events: list[Event] = []
+    for pid, role in enumerate(sorted(by_role, key=_role_order), start=1):
+        events += [_metadata("process_name", pid, 0, name=role)]
+        events += [_metadata("process_sort_index", pid, 0, sort_index=pid)]
+        events += _role_events(pid, by_role[role], origin_s)
+    path = run_dir / "timeline.json"
+    draft = path.with_suffix(".json.part")
+    draft.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    return draft.replace(path)
+
+
+def _usable(path: Path) -> Iterator[Event]:
+    """Rows with everything that an event needs."""
+    for row in read_rows(path):
+        known = all(isinstance(row.get(key), str) for key in ("role", "track", "name"))
+        timed = isinstance(row.get("start_s"), (int, float))
+        ended = isinstance(row.get("end_s", 0.0), (int, float))
+        if known and timed and ended:
+            yield row
+
+
+def _role_order(role: str) -> tuple[int, str]:
+    rank = _FIRST_ROLES.index(role) if role in _FIRST_ROLES else len(_FIRST_ROLES)
+    return rank, role
+
+
+def _role_events(pid: int, rows: Iterable[Event], origin_s: float) -> list[Event]:
+    """The events of one role, its threads numbered by track (in order of appearance) and lane."""
+    by_track: dict[str, list[Event]] = {}
+    for row in rows:
+        by_track.setdefault(row["track"], []).append(row)
+    events: list[Event] = []
+    tid = 0
+    for track, track_rows in by_track.items():
+        lanes = _lanes([_event(row, origin_s) for row in track_rows])
+        for number, lane in enumerate(lanes, start=1):
+            tid += 1
+            label = track if number == 1 else f"{track} ({number})"
+            events.append(_metadata("thread_name", pid, tid, name=label))
+            events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+            events += [{**event, "pid": pid, "tid": tid} for event in lane]
+    return events
+
+
+def _lanes(events: list[Event]) -> list[list[Event]]:
+    """Events -> as few lanes as hold them without overlap; instants stay in the first."""
+    lanes: list[list[Event]] = [[]]
+    ends = [0]
+    for event in sorted(events, key=lambda event: int(event["ts"])):
+        if event["ph"] == "i":
+            lanes[0].append(event)
+            continue
+        lane = next((i for i, end in enumerate(ends) if end <= event["ts"]), len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+            ends.append(0)
+        lanes[lane].append(event)
+        ends[lane] = event["ts"] + event["dur"]
+    return lanes
+
+
+def _event(row: Event, origin_s: float) -> Event:
+    """One row as a complete ("X") or instant ("i") event, in whole microseconds."""
+    start_us = round((row["start_s"] - origin_s) * 1e6)
+    event: Event = {"name": row["name"], "cat": row["track"], "ts": start_us, "args": row.get("args", {})}
+    if "end_s" not in row:
+        return {**event, "ph": "i", "s": "t"}
+    end_us = round((row["end_s"] - origin_s) * 1e6)
+    return {**event, "ph": "X", "dur": max(0, end_us - start_us)}
+
+
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}

@@ -1,0 +1,55 @@
+"""Who waits for whom, in words: the first question about an asynchronous run that seems slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from async_grpo.telemetry.state import LiveState
+from async_grpo.wire.board import ServerBeat
+
+
+def who_waits(state: LiveState, groups_per_step: int) -> str:
+    """The wait that matters now. A trainer with a batch in hand works; without one it waits."""
+    if starting := [role.name for role in state.roles if role.state in ("starting", "restarting")]:
+        return f"waiting for {_names(starting)} to start"
+    if not state.servers:
+        return "trainer waits for a rollout server: none has reported"
+    if state.taken:
+        return _while_training(state)
+    return _while_trainer_is_idle(state, groups_per_step)
+
+
+def _while_training(state: LiveState) -> str:
+    """The trainer works, so only rollout servers can be waiting."""
+    idle = [server for server in state.servers if server.waiting_for]
+    if not idle:
+        return "nobody: training and generation overlap"
+    if state.active >= state.capacity:
+        return f"{_waits(idle)} for the staleness window (trainer is the bottleneck)"
+    return f"{_waits(idle)} for {idle[0].waiting_for}"
+
+
+def _while_trainer_is_idle(state: LiveState, groups_per_step: int) -> str:
+    """No batch is taken: it is not ready, not in order, or about to be taken."""
+    busy = [server.name for server in state.servers if server.running]
+    if state.ready >= groups_per_step and not state.inflight:
+        return f"rollouts wait for the trainer: {state.ready} groups ready, none taken"
+    if state.ready >= groups_per_step:
+        return f"trainer waits for the oldest groups: {state.ready} ready, taken in ticket order"
+    if busy:
+        return f"trainer waits for {_names(busy)}: {state.ready} of {groups_per_step} groups ready"
+    stuck = [server for server in state.servers if server.waiting_for]
+    if stuck:
+        return f"{_waits(stuck)} for {stuck[0].waiting_for}, and trainer for them"
+    return f"trainer waits: {state.inflight} groups in flight, but no server generates (leases will expire)"
+
+
+def _waits(servers: Sequence[ServerBeat]) -> str:
+    verb = "waits" if len(servers) == 1 else "wait"
+    return f"{_names([server.name for server in servers])} {verb}"
+
+
+def _names(names: Sequence[str]) -> str:
+    """At most three by name."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,97 @@
+"""Real processes are started, killed and cleaned up after."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_grpo.errors import RoleFailed
+from async_grpo.launch.role import RoleProcess, RoleSpec, explain_exit
+from async_grpo.launch.supervisor import Supervisor
+from async_grpo.process import adopt_orphans
+
+SLEEPER = "import time; time.sleep(60)"
+PARENT_OF_A_DETACHED_CHILD = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def spec(folder: Path, program: str, *, name: str = "role", restarts: int = 0) -> RoleSpec:
+    return RoleSpec(name, [sys.executable, "-c", program], folder / f"{name}.log", restarts)
+
+
+async def first_line(log: Path) -> str:
+    async with asyncio.timeout(10):
+        while not log.exists() or not log.read_text().strip():
+            await asyncio.sleep(0.05)
+    return log.read_text().splitlines()[0]
+
+
+async def test_a_killed_role_leaves_no_orphan_even_in_another_session(tmp_path: Path) -> None:
+    adopt_orphans()
+    role = await RoleProcess.start(spec(tmp_path, PARENT_OF_A_DETACHED_CHILD), "run")
+    child = int(await first_line(tmp_path / "role.log"))
+    role.kill()
+    assert await role.wait() == -signal.SIGKILL
+    assert not psutil.pid_exists(child)
+
+
+async def test_the_explanation_names_the_signal(tmp_path: Path) -> None:
+    role = await RoleProcess.start(spec(tmp_path, SLEEPER), "run")
+    role.kill()
+    assert "role was killed by SIGKILL" in explain_exit(role.spec, await role.wait())
+
+
+async def test_the_explanation_quotes_the_last_error_of_the_log(tmp_path: Path) -> None:
+    role = await RoleProcess.start(spec(tmp_path, "raise ValueError('no such chunk')"), "run")
+    assert "exit code 1: ValueError: no such chunk" in explain_exit(role.spec, await role.wait())
+
+
+def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:
+    return Supervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
+
+
+async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp_path: Path) -> None:
+    said: list[str] = []
+    failing = spec(tmp_path, "import sys; sys.exit(3)", name="trainer", restarts=2)
+    with pytest.raises(RoleFailed, match="trainer ended with exit code 3"):
+        await supervisor(tmp_path, failing, said=said).watch()
+    assert len(said) == 2
+
+
+async def test_stop_ends_all_roles_in_time_and_does_not_restart_them(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = supervisor(tmp_path, spec(tmp_path, SLEEPER, name="trainer", restarts=3), said=said)
+    watching = asyncio.create_task(keeper.watch())
+    async with asyncio.timeout(10):
+        while keeper.states["trainer"].state != "running":
+            await asyncio.sleep(0.02)
+        pid = keeper.pid("trainer")
+        assert pid is not None
+        await keeper.stop()
+        await watching
+    assert said == []
+    assert not psutil.pid_exists(pid)
+
+
+async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    keeper = Supervisor(
+        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, say=print, stop_timeout_s=0.5
+    )
+    watching = asyncio.create_task(keeper.watch())
+    await first_line(tmp_path / "trainer.log")
+    pid = keeper.pid("trainer")
+    assert pid is not None
+    async with asyncio.timeout(10):
+        await keeper.stop()
+        await watching
+    assert not psutil.pid_exists(pid)

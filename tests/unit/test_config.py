@@ -1,0 +1,93 @@
+"""The configuration refuses what cannot work and says how to mend it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config import dump, load
+from async_grpo.errors import ConfigError
+
+MINIMAL = "name: test\nmodel: {random: {}}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(folder: Path, text: str = MINIMAL, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(write(folder, text), overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_file_gets_defaults_that_work(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL))
+    assert config.max_staleness == 2
+    assert config.capacity_groups == 3 * config.groups_per_step
+
+
+def test_an_override_wins_over_the_file_and_keeps_its_yaml_type(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL + "seed: 3\n"), ["seed=7", "trainer.optimizer.lr=2e-4"])
+    assert config.seed == 7
+    assert config.trainer.optimizer.lr == pytest.approx(2e-4)
+
+
+def test_a_base_file_is_layered_key_by_key(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL + "sampling: {max_tokens: 32, temperature: 0.7}\n", "base.yaml")
+    config = load(write(tmp_path, "base: base.yaml\nsampling: {max_tokens: 16}\n"))
+    assert (config.sampling.max_tokens, config.sampling.temperature) == (16, 0.7)
+
+
+def test_a_file_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    assert "base" in refusal(tmp_path, "base: run.yaml\n")
+
+
+def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL), ["max_staleness=4"])
+    assert load(write(tmp_path, dump(config), "resolved.yaml")) == config
+
+
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path) -> None:
+    message = refusal(tmp_path, overrides=("rollout.max_concurency=3",))
+    assert "rollout.max_concurency" in message
+    assert "'max_concurrency'" in message
+
+
+def test_a_wrong_type_names_key_value_and_rule(tmp_path: Path) -> None:
+    message = refusal(tmp_path, overrides=("max_staleness=-1",))
+    assert "max_staleness: -1" in message
+    assert "greater than or equal to 0" in message
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, overrides=("max_staleness=-1", "group_size=1"))
+    assert "max_staleness" in message
+    assert "group_size" in message
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    assert "twice" in refusal(tmp_path, MINIMAL + "seed: 1\nseed: 2\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (("model.random=null",), "model.path"),
+        (("data.kind=jsonl",), "data.path"),
+        (("sampling.top_p=0.9",), "top_p to 1.0"),
+        (("trainer.processes=3", "trainer.tensor_parallel=2"), "trainer.processes"),
+        (("sampling.max_tokens=4096",), "max_model_len"),
+    ],
+)
+def test_an_impossible_combination_says_how_to_mend_it(
+    tmp_path: Path, overrides: tuple[str, ...], fix: str
+) -> None:
+    assert fix in refusal(tmp_path, overrides=overrides)
+
+
+def test_a_malformed_override_is_refused(tmp_path: Path) -> None:
+    assert "section.key=value" in refusal(tmp_path, overrides=("seed",))

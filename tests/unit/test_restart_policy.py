@@ -1,0 +1,22 @@
+"""What follows the death of a role."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_grpo.launch.policy import Decision, decide
+
+
+@pytest.mark.parametrize(
+    ("case", "decision"),
+    [
+        ({"code": 0, "stopping": False, "needed": False, "restarts": 0}, Decision.DONE),
+        ({"code": 0, "stopping": False, "needed": True, "restarts": 0}, Decision.RESTART),
+        ({"code": -9, "stopping": False, "needed": True, "restarts": 0}, Decision.RESTART),
+        ({"code": 1, "stopping": False, "needed": False, "restarts": 1}, Decision.RESTART),
+        ({"code": -9, "stopping": False, "needed": True, "restarts": 2}, Decision.GIVE_UP),
+        ({"code": -9, "stopping": True, "needed": True, "restarts": 2}, Decision.DONE),
+    ],
+)
+def test_the_policy(case: dict[str, int], decision: Decision) -> None:
+    assert decide(**case, limit=2) is decision

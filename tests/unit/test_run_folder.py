@@ -1,0 +1,66 @@
+"""A run folder belongs to one experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.launch.run_folder import RunState, open_run, run_name, write_config
+
+
+def config(folder: Path, **changes: object) -> RunConfig:
+    return RunConfig.model_validate({"name": "a", "runs_dir": str(folder), "model": {"random": {}}, **changes})
+
+
+def test_overrides_become_part_of_the_name() -> None:
+    assert run_name("quickstart", ["seed=3", "max_staleness=0"]) == "quickstart-max_staleness.0-seed.3"
+
+
+def test_the_order_of_overrides_does_not_change_the_name() -> None:
+    assert run_name("q", ["a.b=1", "c=2"]) == run_name("q", ["c=2", "a.b=1"])
+
+
+def test_an_override_of_the_name_is_the_name() -> None:
+    assert run_name("mine", ["name=mine", "seed=3"]) == "mine"
+
+
+def test_a_path_in_an_override_is_shortened_to_something_that_a_file_name_may_hold() -> None:
+    name = run_name("gsm8k", ["data.path=../data/train.jsonl"])
+    assert RunConfig.model_validate({"name": name, "model": {"random": {}}}).name.startswith("gsm8k-path.")
+
+
+def test_where_it_runs_does_not_change_the_name() -> None:
+    assert run_name("q", ["redis.url=redis://h:1", "launch.stop_timeout_s=3"]) == "q"
+
+
+def test_the_same_experiment_is_resumed(tmp_path: Path) -> None:
+    folder = open_run(config(tmp_path))
+    write_config(folder, config(tmp_path))
+    folder.write_state(RunState(wall_s=3.0, restarts={"trainer": 1}))
+    again = open_run(config(tmp_path, steps=200))
+    assert again.read_state() == RunState(wall_s=3.0, restarts={"trainer": 1})
+
+
+def test_another_experiment_under_the_same_name_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
+    write_config(open_run(config(tmp_path)), config(tmp_path))
+    with pytest.raises(ConfigError, match="max_staleness"):
+        open_run(config(tmp_path, max_staleness=4))
+
+
+def test_fresh_starts_over(tmp_path: Path) -> None:
+    folder = open_run(config(tmp_path))
+    write_config(folder, config(tmp_path))
+    folder.write_state(RunState(wall_s=3.0))
+    assert open_run(config(tmp_path, max_staleness=4), fresh=True).read_state() == RunState()
+
+
+def test_fresh_never_removes_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
+    precious = tmp_path / "a" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    with pytest.raises(ConfigError, match="not a run"):
+        open_run(config(tmp_path), fresh=True)
+    assert precious.exists()
