@@ -50,7 +50,7 @@ class Monitor:
     async def watch(self) -> None:
         """Look until cancelled. Raises RoleFailed when a role does not become ready in time."""
         while True:
-            await self._keep_server()
+            self._keep_server()
             await self.look()
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -96,9 +96,9 @@ class Monitor:
                     f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s"
                 )
 
-    async def _keep_server(self) -> None:
+    def _keep_server(self) -> None:
         """Start the embedded server again, on its append-only file, if it has died."""
         if self._plane.server is None or self._plane.server.alive():
             return
         self._say("the embedded server died; starting it again on its append-only file")
-        await asyncio.to_thread(self._plane.server.start)
+        self._plane.server.start()  # in this thread: the server dies with the one that starts it

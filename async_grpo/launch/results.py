@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +29,23 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
         {**await plane.board.counters(), **restarts},
         state.wall_s,
     )
-    (folder.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     await asyncio.to_thread(merge_timelines, folder.path)
     await asyncio.to_thread(write_report, folder.path, summary)
     return summary
+
+
+def headline(summary: dict[str, Any], folder: RunFolder) -> str:
+    """The end of a run in a few lines."""
+    groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
+    lines = [
+        f"steps {summary['steps']}, tokens generated {summary['generated_tokens']}, trained {summary['trained_tokens']}",
+        f"held-out accuracy (sampled) {_percent(summary['accuracy_before'])} -> {_percent(summary['accuracy_after'])}",
+        f"age of trained tokens: max {summary['max_age']} (bound {summary['max_staleness']})",
+        f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
+        f"report: {folder.path / 'report.md'}",
+    ]
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1%}"

@@ -18,12 +18,14 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from async_grpo.config import RunConfig
 from async_grpo.errors import RoleFailed
 from async_grpo.launch.commands import role_specs
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.monitor import Monitor
-from async_grpo.launch.results import write_results
+from async_grpo.launch.results import headline, write_results
 from async_grpo.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.launch.state_plane import StatePlane, open_state_plane
 from async_grpo.launch.supervisor import Supervisor
@@ -39,7 +41,7 @@ async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
     adopt_orphans()
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
-    with LiveView(config) as view, _interrupt() as interrupted:
+    with LiveView(config, Console()) as view, _interrupt() as interrupted:
         if state.steps_done >= config.steps:
             view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
             return 0
@@ -127,7 +129,7 @@ class _LocalRun:
         self._folder.write_state(self._state)
         self._view.phase("writing the report")
         summary = await write_results(self._plane, self._folder, self._state, stats)
-        self._view.finish(summary)
+        self._view.say(headline(summary, self._folder))
 
 
 async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:

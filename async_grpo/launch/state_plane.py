@@ -34,7 +34,8 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
     """
     server = EmbeddedServer(folder.path / "server", config.redis) if config.redis.url is None else None
     try:
-        url = config.redis.url or await asyncio.to_thread(_start, server)
+        # Not in a worker thread: the server dies with the thread that starts it.
+        url = server.start() if server is not None else config.redis.url
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
         async with _connected(config, server, fresh=fresh) as plane:
             if server is None and not folder.config_file.exists():
@@ -44,11 +45,6 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
         if server is not None:
             await asyncio.to_thread(server.stop)
         remove_stores(config.name)
-
-
-def _start(server: EmbeddedServer | None) -> str:
-    assert server is not None
-    return server.start()
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,19 +43,42 @@ class JsonLines:
         self.close()
 
 
+class RowFollower:
+    """Reads a file that another process appends to, each row once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Whole rows since the last call; a line that is still being written waits for the next one."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            written = file.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return _parse(whole.splitlines())
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All whole rows; lines that are not a JSON object (torn by a crash) are skipped. [] without a file."""
     if not path.exists():
         return []
-    rows = []
     with path.open("rb") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
+        return _parse(lines)
+
+
+def _parse(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 

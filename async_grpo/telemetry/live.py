@@ -2,8 +2,8 @@
 
     with LiveView(config, console) as view:
         view.phase("preparing the model")
-        view.phase("")
         view.update(state)
+        view.say("rollout-0 was killed; restart 1 of 3")
 
 Whoever owns the view calls `update`, as often as it likes; rich redraws from a thread of its own.
 """
@@ -33,13 +33,15 @@ class LiveView:
         self._config = config
         self._console = console
         self._every_s = every_s
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
         self._lock = threading.Lock()
         self._phase: RenderableType = ""
+        self._phase_step: float | None = None
+        self._last_step: float | None = None
         self._state: LiveState | None = None
         self._rewards: dict[int, float] = {}
         self._step_s: dict[int, float] = {}
         self._printed: LiveState | None = None
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -57,11 +59,16 @@ class LiveView:
             self._print_line(self._state)
 
     def phase(self, text: str) -> None:
-        """What goes on beside the steps (preparing, starting, evaluating); "" ends it."""
+        """What goes on beside the steps (preparing, starting, stopping); "" or the next step ends it."""
         with self._lock:
             self._phase = spinner(text) if text else ""
+            self._phase_step = self._last_step
         if text and not self._console.is_terminal:
             self._print(text)
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the panel."""
+        self._print(text)
 
     def update(self, state: LiveState) -> None:
         """Show `state`."""
@@ -72,11 +79,13 @@ class LiveView:
             self._print_line(state)
 
     def _remember(self, state: LiveState) -> None:
-        """Rewards and durations by step, so that a state shown twice counts once."""
+        """Rewards and durations by step, so that a state shown twice counts once; a new step ends the phase."""
         row = state.step or {}
-        step = number(row, "step")
+        step = self._last_step = number(row, "step")
         if step is None:
             return
+        if step != self._phase_step:
+            self._phase = ""
         for history, key in ((self._rewards, "reward_mean"), (self._step_s, "step_s")):
             if (value := number(row, key)) is not None:
                 history[int(step)] = value

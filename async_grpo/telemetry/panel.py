@@ -17,7 +17,7 @@ from async_grpo.telemetry.state import LiveState, RoleState
 from async_grpo.telemetry.trends import sparkline
 from async_grpo.telemetry.waits import who_waits
 
-_BAR_CELLS = 30
+_BAR_CELLS = 24
 _SPARK_CELLS = 24
 _GOOD, _BAD, _DIM, _KEY = "green", "red", "bright_black", "cyan"
 _STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting": "yellow", "restarting": "yellow"}
@@ -129,8 +129,8 @@ def _progress(done: int, total: int, eta_s: float | None) -> Table:
 
 
 def _buffer(state: LiveState) -> Table:
-    places = f"{state.inflight} in flight, {state.ready} ready, {state.taken} taken; {state.waiting} tasks wait"
-    return _bar(state.active, state.capacity, f"{state.active} of {state.capacity}   {places}", "blue")
+    places = f"{state.inflight} in flight, {state.ready} ready, {state.taken} taken, {state.waiting} tasks left"
+    return _bar(state.active, state.capacity, f"{state.active}/{state.capacity}   {places}", "blue")
 
 
 def _bar(value: int, total: int, text: str, style: str) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ _PART_COLORS = {
     "other": "#b6a7c9",
 }
 Facts = dict[str, Any]
+Point = tuple[float, float]
 
 
 def write_plots(run_dir: Path, rows: Sequence[Row], summary: Facts) -> list[Path]:
@@ -66,7 +66,8 @@ def _accuracy(_steps: Sequence[Row], summary: Facts) -> Figure | None:
     sampled = f"sampled, mean@{evaluations[0].get('samples', 'k')}"
     lines = (("sampled_accuracy", BLUE, sampled), ("greedy_accuracy", ORANGE, "greedy"))
     drawn = [_draw_accuracy(axes, evaluations, key, color, label) for key, color, label in lines]
-    _label_ends(axes, [points for points in drawn if points], [BLUE, ORANGE])
+    _label_points(axes, [(points[0], color) for points, color in drawn if points])
+    _label_points(axes, [(points[-1], color) for points, color in drawn if len(points) > 1])
     axes.set_ylim(0, 1)
     axes.margins(x=0.1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -74,33 +75,21 @@ def _accuracy(_steps: Sequence[Row], summary: Facts) -> Figure | None:
     return figure
 
 
-def _draw_accuracy(
-    axes: Axes, evaluations: Sequence[Row], key: str, color: str, label: str
-) -> list[tuple[float, float]]:
-    points = [(e["version"], value) for e in evaluations if (value := number(e, key)) is not None]
+def _draw_accuracy(axes: Axes, evaluations: Sequence[Row], key: str, color: str, label: str) -> tuple[list[Point], str]:
+    """A line through the versions measured."""
+    points = [(float(e["version"]), value) for e in evaluations if (value := number(e, key)) is not None]
     if points:
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, color=color, marker="o", markersize=5, label=label)
-    return points
+    return points, color
 
 
-def _label_ends(axes: Axes, lines: Sequence[list[tuple[float, float]]], colors: Sequence[str]) -> None:
-    """Before and after, in figures; the higher of two points is labelled above, the lower below."""
-    for end in (0, -1):
-        highest = max((points[end][1] for points in lines), default=0.0)
-        for points, color in zip(lines, colors, strict=False):
-            x, y = points[end]
-            above = y == highest and (points is lines[0] or lines[0][end][1] < highest)
-            offset = (0, 9) if above else (0, -16)
-            axes.annotate(
-                f"{y:.1%}",
-                (x, y),
-                offset,
-                textcoords="offset points",
-                ha="center",
-                color=color,
-                fontweight="bold",
-            )
+def _label_points(axes: Axes, points: Sequence[tuple[Point, str]]) -> None:
+    """Figures beside points of one version: above the highest, below the others."""
+    for rank, ((x, y), color) in enumerate(sorted(points, key=lambda point: -point[0][1])):
+        offset = (0, 9) if rank == 0 else (0, -17)
+        style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
+        axes.annotate(f"{y:.1%}", (x, y), offset, textcoords="offset points", **style)
 
 
 def _loss(steps: Sequence[Row], _summary: Facts) -> Figure | None:
@@ -175,7 +164,7 @@ def _draw_series(axes: Axes, rows: Sequence[Row], key: str, color: str, label: s
     if window > 1:
         axes.plot(xs, ys, color=color, alpha=0.3, linewidth=1)
         label = f"{label} (thick: mean of {window})"
-    marker = "o" if any(b - a > 1 for a, b in pairwise(xs)) or len(xs) == 1 else None
+    marker = "o" if len(xs) == 1 else None
     axes.plot(xs, smooth(ys, window), color=color, linewidth=2, marker=marker, markersize=3, label=label)
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from async_grpo.wire.records import Group, Record
 
 
-class PublisherAddress(Record, kw_only=True, tag="publisher"):
+class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
     """ZMQ endpoints of the publisher of one epoch: PUB announcements and ROUTER chunk requests."""
 
     epoch: int
@@ -13,7 +13,7 @@ class PublisherAddress(Record, kw_only=True, tag="publisher"):
     requests: str
 
 
-class ServerBeat(Record, kw_only=True, tag="server"):
+class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     """How a rollout server is doing. `waiting_for` is "" while it generates at full concurrency."""
 
     name: str
@@ -28,7 +28,7 @@ class ServerBeat(Record, kw_only=True, tag="server"):
     time_s: float = 0.0
 
 
-class Evaluation(Record, kw_only=True, tag="evaluation"):
+class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     """Accuracy on held-out prompts of one policy version, pinned while it was measured."""
 
     version: int
@@ -42,7 +42,7 @@ class Evaluation(Record, kw_only=True, tag="evaluation"):
     server: str = ""
 
 
-class Probe(Record, kw_only=True, tag="probe"):
+class Probe(Record, frozen=True, kw_only=True, tag="probe"):
     """Groups whose every token comes from `version`; the trainer compares log-probabilities."""
 
     version: int

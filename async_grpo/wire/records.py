@@ -46,7 +46,7 @@ class Record(msgspec.Struct, frozen=True, tag_field="kind"):
     """Base of all records: immutable, keyword-only, tagged with their kind."""
 
 
-class Task(Record, kw_only=True, tag="task"):
+class Task(Record, frozen=True, kw_only=True, tag="task"):
     """One prompt. `index` is its position in the (shuffled, repeated) data stream of the run."""
 
     index: NonNegative
@@ -68,7 +68,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Sample(Record, kw_only=True, tag="sample"):
+class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One completion of the policy.
 
     Guarantees (checked by `validate`): as many log-probabilities as tokens; the spans cover
@@ -121,7 +121,7 @@ class Sample(Record, kw_only=True, tag="sample"):
             raise ValueError(f"version spans {self.spans} cover {position} of {len(tokens)} tokens")
 
 
-class Partial(Record, kw_only=True, tag="partial"):
+class Partial(Record, frozen=True, kw_only=True, tag="partial"):
     """The samples of a group so far; `finish_reason` is "" for those still being generated."""
 
     seq: NonNegative
@@ -129,7 +129,7 @@ class Partial(Record, kw_only=True, tag="partial"):
     samples: list[Sample | None]
 
 
-class Ticket(Record, kw_only=True, tag="ticket"):
+class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     """The leased right to generate the group of `task`.
 
     `seq` orders groups by admission; `version` is the policy version published at admission: no
@@ -147,7 +147,7 @@ class Ticket(Record, kw_only=True, tag="ticket"):
     partial: Partial | None = None
 
 
-class Group(Record, kw_only=True, tag="group"):
+class Group(Record, frozen=True, kw_only=True, tag="group"):
     """A finished group: G samples of one task."""
 
     format: int = FORMAT
@@ -166,7 +166,7 @@ class Group(Record, kw_only=True, tag="group"):
         return min(sample.oldest_version for sample in self.samples)
 
 
-class Batch(Record, kw_only=True, tag="batch"):
+class Batch(Record, frozen=True, kw_only=True, tag="batch"):
     """P groups for the optimizer step that turns `version` into `version + 1`.
 
     `replayed` batches were delivered before to a trainer that died: they are the same groups in

@@ -1,0 +1,213 @@
+"""The live view: what it says, where, and how often."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.live import LiveState, LiveView, RoleState
+from async_grpo.telemetry.trends import smooth, sparkline
+from async_grpo.telemetry.waits import who_waits
+from async_grpo.wire.board import Evaluation, ServerBeat
+
+CONFIG = RunConfig.model_validate({"name": "demo", "model": {"random": {}}, "steps": 120})
+
+
+def server(name: str = "rollout-0", **fields: Any) -> ServerBeat:
+    return ServerBeat(**{"name": name, "pid": 1, "version": 48, "running": 64, "tokens_per_s": 1520.0, **fields})
+
+
+def state(**changes: Any) -> LiveState:
+    row = {
+        "step": 48,
+        "reward_mean": 0.512,
+        "reward_std": 0.31,
+        "age_max": 2,
+        "age_mean": 0.8,
+        "trained_tokens": 2600,
+        "step_s": 2.0,
+        "wait_s": 0.5,
+        "train_s": 1.2,
+        "logprob_gap_mean": 2e-6,
+        "logprob_gap_max": 1e-5,
+        "gap_tokens": 1300,
+    }
+    evaluations = [
+        Evaluation(version=0, prompts=256, samples=4, sampled_accuracy=0.125, greedy_accuracy=0.14),
+        Evaluation(version=40, prompts=256, samples=4, sampled_accuracy=0.47, greedy_accuracy=0.51),
+    ]
+    base = LiveState(
+        step=row,
+        steps_done=48,
+        evaluations=evaluations,
+        waiting=120,
+        inflight=28,
+        ready=3,
+        taken=0,
+        active=31,
+        capacity=48,
+        servers=[server()],
+        roles=[RoleState("trainer", "running"), RoleState("rollout-0", "running", restarts=1)],
+        elapsed_s=130.0,
+    )
+    return replace(base, **changes)
+
+
+IDLE = {"running": 0, "waiting_for": "the staleness window"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (state(), "trainer waits for rollout-0: 3 of 16 groups ready"),
+        (
+            state(servers=[server(), server("rollout-1")]),
+            "trainer waits for rollout-0, rollout-1: 3 of 16 groups ready",
+        ),
+        (
+            state(taken=16, active=48, servers=[server(**IDLE)]),
+            "rollout-0 waits for the staleness window (trainer is the bottleneck)",
+        ),
+        (
+            state(taken=16, active=48, servers=[server(**IDLE), server("rollout-1", **IDLE)]),
+            "rollout-0, rollout-1 wait for the staleness window (trainer is the bottleneck)",
+        ),
+        (state(taken=16, servers=[server(waiting_for="tasks")]), "rollout-0 waits for tasks"),
+        (state(taken=16), "nobody: training and generation overlap"),
+        (state(ready=20), "trainer waits for the oldest groups: 20 ready, taken in ticket order"),
+        (state(ready=20, inflight=0), "rollouts wait for the trainer: 20 groups ready, none taken"),
+        (state(servers=[]), "trainer waits for a rollout server: none has reported"),
+        (
+            state(servers=[server(running=0)]),
+            "trainer waits: 28 groups in flight, but no server generates (leases will expire)",
+        ),
+        (
+            state(servers=[server(running=0, waiting_for="weights")]),
+            "rollout-0 waits for weights, and trainer for them",
+        ),
+        (state(roles=[RoleState("trainer", "restarting")]), "waiting for trainer to start"),
+    ],
+)
+def test_who_waits_says_what_holds_the_run_up(seen: LiveState, said: str) -> None:
+    assert who_waits(seen, groups_per_step=16) == said
+
+
+def terminal(width: int = 110) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, record=True)
+
+
+def shown(console: Console) -> str:
+    return console.export_text()
+
+
+def test_a_terminal_shows_every_fact_of_the_run() -> None:
+    console = terminal()
+    with LiveView(CONFIG, console) as view:
+        view.update(state())
+    text = shown(console)
+    for fact in (
+        "48 of 120",
+        "2:24 left",
+        "0.512 ± 0.31",
+        "12.5% -> 47.0% (v40), greedy 51.0%",
+        "max 2 of S = 2",
+        "31/48   28 in flight, 3 ready, 0 taken, 120 tasks left",
+        "generate 1,520 tok/s, train 1,300 tok/s",
+        "mean 2.0e-06, max 1.0e-05 over 1,300 tokens",
+        "train 60%",
+        "trainer waits for rollout-0: 3 of 16",
+        "rollout-0 running v48, 64 running, 1 restart",
+    ):
+        assert fact in text
+
+
+def test_a_run_without_a_step_yet_can_be_shown() -> None:
+    console = terminal()
+    with LiveView(CONFIG, console) as view:
+        view.update(LiveState())
+    text = shown(console)
+    assert "0 of 120" in text and "not measured yet" in text
+
+
+def test_a_broken_staleness_bound_is_red() -> None:
+    console = terminal()
+    with LiveView(CONFIG, console) as view:
+        view.update(state(step={"step": 1, "age_max": 3}))
+    assert "\x1b[31mmax 3 of S = 2" in console.export_text(styles=True)
+
+
+def test_the_phase_is_shown_before_the_first_state() -> None:
+    console = terminal()
+    with LiveView(CONFIG, console) as view:
+        view.phase("preparing the model")
+        assert "preparing the model" in drawn(view)
+
+
+def test_the_next_step_ends_a_phase() -> None:
+    view = LiveView(CONFIG, terminal())
+    view.update(state(step={"step": 1}))
+    view.phase("evaluating")
+    view.update(state(step={"step": 1}))
+    assert "evaluating" in drawn(view)
+    view.update(state(step={"step": 2}))
+    assert "evaluating" not in drawn(view)
+
+
+def drawn(view: LiveView) -> str:
+    console = terminal()
+    console.print(view._render())
+    return shown(console)
+
+
+def test_what_is_said_stays_above_the_panel() -> None:
+    console = terminal()
+    with LiveView(CONFIG, console) as view:
+        view.say("rollout-0 was killed; restart [1] of 3")
+        view.update(state())
+    assert "rollout-0 was killed; restart [1] of 3\n" in shown(console)
+
+
+def piped() -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=False, width=80), file
+
+
+def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
+    console, file = piped()
+    with LiveView(CONFIG, console, every_s=10.0) as view:
+        view.phase("starting [rollout-0]")
+        for second in range(26):
+            view.update(state(elapsed_s=100.0 + second))
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "starting [rollout-0]"
+    assert [line.split()[0] for line in lines[1:]] == ["[1:40]", "[1:50]", "[2:00]", "[2:05]"]
+    assert lines[1] == (
+        "[1:40] step 48/120 | reward 0.512 | accuracy 12.5% -> 47.0% (v40), greedy 51.0% | age 2/2 | buffer 31/48 | "
+        "generate 1,520 tok/s, train 1,300 tok/s | gap 2.0e-06 | trainer waits for rollout-0: 3 of 16 groups ready | "
+        "2:24 left"
+    )
+
+
+def test_the_remaining_time_follows_the_recent_steps() -> None:
+    console, file = piped()
+    with LiveView(CONFIG, console) as view:
+        for step, step_s in ((47, 4.0), (48, 2.0), (48, 2.0)):
+            view.update(state(step={"step": step, "step_s": step_s}))
+    assert "3:36 left" not in file.getvalue().splitlines()[0]
+    assert file.getvalue().splitlines()[-1].endswith("3:36 left")
+
+
+def test_a_sparkline_spans_lowest_to_highest() -> None:
+    assert sparkline([0, 1, 2, 3], 8) == "▁▃▆█"
+    assert sparkline([1.0] * 3, 8) == "▁▁▁"
+    assert sparkline([], 8) == ""
+    assert len(sparkline(list(range(1000)), 24)) == 24
+
+
+def test_smoothing_looks_only_back() -> None:
+    assert smooth([1, 3, 5, 7], 2) == [1, 2, 4, 6]

@@ -1,0 +1,202 @@
+"""A fabricated run folder, from its rows to summary.json, plots, timeline.json and report.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.jsonl import JsonLines, read_rows
+from async_grpo.telemetry.report import write_report
+from async_grpo.telemetry.rows import of_kind
+from async_grpo.telemetry.summary import summarize
+from async_grpo.telemetry.timeline import Timeline, merge_timelines
+from async_grpo.wire.board import Evaluation
+
+STEPS = 120
+PLOTS = ("accuracy", "reward", "loss", "staleness", "time_split", "throughput")
+HOSTILE = "</details><script>alert(1)</script>\n```\n# Not a heading\x1b[31m\u202e\n````\n![x](http://evil/x.png)"
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"name": "made-up", "model": {"random": {}}, "steps": STEPS, **changes})
+
+
+def step_row(step: int, rng: random.Random) -> dict[str, Any]:
+    tokens = 2000 + rng.randrange(400)
+    first, second = int(tokens * 0.5), int(tokens * 0.35)
+    wait_s = max(0.0, rng.gauss(0.6, 0.3))
+    return {
+        "kind": "step",
+        "step": step,
+        "version": step,
+        "epoch": 1,
+        "time_s": 1.7e9 + step * 3.0,
+        "reward_mean": 0.15 + 0.7 / (1 + math.exp(-(step - 50) / 14)) + rng.gauss(0, 0.05),
+        "reward_std": 0.4,
+        "loss": rng.gauss(0.0, 0.02),
+        "grad_norm": 0.6 + rng.random() * 0.3,
+        "lr": 1e-4,
+        "age_mean": 0.65,
+        "age_max": 2,
+        "age_histogram": {"0": first, "1": second, "2": tokens - first - second},
+        "trained_tokens": tokens,
+        "logprob_gap_mean": 2e-6,
+        "logprob_gap_max": 1e-5,
+        "gap_tokens": first,
+        "wait_s": wait_s,
+        "prox_s": 0.4,
+        "train_s": 1.2 + rng.random() * 0.2,
+        "optimizer_s": 0.1,
+        "publish_s": 0.08,
+        "checkpoint_s": 0.5 if step % 10 == 0 else 0.0,
+        "step_s": wait_s + 2.5,
+    }
+
+
+def write_rows(run_dir: Path) -> None:
+    rng = random.Random(1)
+    with JsonLines(run_dir / "metrics.jsonl") as metrics:
+        for step in [*range(1, 61), *range(51, STEPS + 1)]:  # the trainer died at 60 and resumed at 50
+            metrics.write(step_row(step, rng))
+        metrics.write({"kind": "warning", "step": 60, "message": "all rewards of the step are equal"})
+        metrics.write(
+            {
+                "kind": "probe",
+                "version": STEPS,
+                "logprob_gap_mean": 3e-6,
+                "logprob_gap_max": 2e-5,
+                "gap_tokens": 5000,
+            }
+        )
+
+
+def write_samples(run_dir: Path) -> None:
+    with JsonLines(run_dir / "samples" / "rollout-0.jsonl") as samples:
+        for version, text in ((90, "<answer>12</answer>"), (0, HOSTILE), (40, "hm"), (80, "x" * 5000)):
+            completion = {"text": text, "reward": 1.0, "spans": [[version, 0, 5], [version + 1, 5, 9]]}
+            samples.write({"prompt": "5 + 7 = ?", "answer": "12", "completions": [completion]})
+
+
+def write_timeline(run_dir: Path) -> None:
+    trainer = Timeline(run_dir / "timeline" / "trainer.jsonl", "trainer")
+    trainer.span("loop", "wait", 100.0, 101.0, step=1)
+    trainer.span("loop", "train", 101.0, 103.0, step=1)
+    trainer.instant("weights", "publish", 103.0, version=1)
+    rollout = Timeline(run_dir / "timeline" / "rollout-0.jsonl", "rollout-0")
+    rollout.span("groups", "group 0", 99.5, 101.0)
+    rollout.span("groups", "group 1", 100.0, 100.5)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_rows(tmp_path)
+    write_samples(tmp_path)
+    write_timeline(tmp_path)
+    (tmp_path / "config.yaml").write_text("name: made-up\nseed: 1\n")
+    (tmp_path / "run.json").write_text(json.dumps({"command": "async-grpo run configs/made-up.yaml"}))
+    return tmp_path
+
+
+@pytest.fixture
+def summary(run_dir: Path) -> dict[str, Any]:
+    rows = read_rows(run_dir / "metrics.jsonl")
+    evaluations = [
+        Evaluation(version=v, prompts=256, samples=4, sampled_accuracy=a, greedy_accuracy=g, wall_s=2.0)
+        for v, a, g in ((120, 0.83, 0.88), (0, 0.14, 0.13), (40, 0.35, 0.41), (80, 0.71, 0.78))
+    ]
+    released = {"trained": 1920, "stale": 0, "filtered": 7, "failed": 1}
+    stats = {"admitted": 1960, "released": released, "inflight": 20, "ready": 12, "taken": 0}
+    counters = {"generated_tokens": 300_000, "restarts.trainer": 1, "restarts.rollout-0": 2}
+    return summarize(config(), of_kind(rows, "step"), of_kind(rows, "probe"), evaluations, stats, counters, 400.0)
+
+
+def test_a_repeated_step_counts_once(summary: dict[str, Any]) -> None:
+    assert summary["steps"] == STEPS
+    assert sum(summary["tokens_by_age"].values()) == summary["trained_tokens"]
+
+
+def test_accuracy_is_that_of_the_first_and_the_last_version(summary: dict[str, Any]) -> None:
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.14, 0.83)
+    assert (summary["greedy_accuracy_before"], summary["greedy_accuracy_after"]) == (0.13, 0.88)
+
+
+def test_the_gap_covers_age_0_tokens_and_the_probe(summary: dict[str, Any]) -> None:
+    assert summary["gap_tokens"] == summary["tokens_by_age"]["0"] + 5000
+    assert summary["logprob_gap_max"] == 2e-5
+    assert 2e-6 < summary["logprob_gap_mean"] < 3e-6
+
+
+def test_the_mean_age_is_weighted_by_tokens(summary: dict[str, Any]) -> None:
+    tokens = {int(age): count for age, count in summary["tokens_by_age"].items()}
+    assert summary["mean_age"] == pytest.approx((tokens[1] + 2 * tokens[2]) / sum(tokens.values()))
+    assert summary["max_age"] == 2
+
+
+def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -> None:
+    assert summary["balanced"] is True
+    assert summary["groups"]["active"] == 32
+    assert summary["groups"]["expired"] == 0
+    assert summary["restarts"] == {"trainer": 1, "rollout-0": 2}
+
+
+def test_a_lost_group_shows_as_an_imbalance() -> None:
+    stats = {"admitted": 10, "released": {"trained": 8}, "inflight": 1, "ready": 0, "taken": 0}
+    assert summarize(config(), [], [], [], stats, {}, 1.0)["balanced"] is False
+
+
+def test_a_run_that_left_nothing_is_summarized_and_reported(tmp_path: Path) -> None:
+    summary = summarize(config(), [], [], [], {}, {}, 0.0)
+    assert summary["accuracy_before"] is None and summary["max_age"] is None and summary["balanced"] is None
+    assert "# made-up" in write_report(tmp_path, summary).read_text()
+
+
+def test_one_evaluation_is_a_before_without_an_after() -> None:
+    only = [Evaluation(version=0, prompts=8, samples=2, sampled_accuracy=0.5)]
+    summary = summarize(config(), [], [], only, {}, {}, 1.0)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, None)
+
+
+def test_rows_with_nulls_and_missing_keys_are_tolerated(tmp_path: Path) -> None:
+    rows = [{"kind": "step", "step": 1, "loss": None}, {"kind": "step"}, {"kind": "step", "step": 2, "step_s": 1.0}]
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        for row in rows:
+            metrics.write(row)
+    summary = summarize(config(), rows, [{}], [], {"released": None}, {}, 1.0)
+    assert summary["steps"] == 2
+    assert write_report(tmp_path, summary).exists()
+
+
+def test_the_report_has_every_section_and_every_plot(run_dir: Path, summary: dict[str, Any]) -> None:
+    merge_timelines(run_dir)
+    text = write_report(run_dir, summary).read_text()
+    assert "14.0% → 83.0%" in text
+    assert "1,960 admitted = 1,920 trained + 0 stale + 7 filtered" in text
+    assert "`max age <= S`: 2 <= 2, kept" in text
+    assert "async-grpo run configs/made-up.yaml" in text
+    assert "ui.perfetto.dev" in text and "all rewards of the step are equal" in text
+    for name in PLOTS:
+        assert f"plots/{name}.png" in text
+        picture = (run_dir / "plots" / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+
+
+def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, Any]) -> None:
+    lines = write_report(run_dir, summary).read_text().splitlines()
+    opening = max(i for i, line in enumerate(lines) if line == "`````text")
+    closing = lines.index("`````", opening)
+    hostile = "\n".join(lines[opening + 1 : closing])
+    assert "<script>" in hostile and "# Not a heading" in hostile
+    outside = "\n".join(lines[:opening] + lines[closing:])
+    assert "<script>" not in outside and "evil" not in outside
+    assert "\x1b" not in hostile and "\u202e" not in hostile
+
+
+def test_long_completions_are_cut(run_dir: Path, summary: dict[str, Any]) -> None:
+    assert "[... 4400 more characters]" in write_report(run_dir, summary).read_text()
