@@ -7,7 +7,9 @@ AsyncGrpoError
 ├── DependencyError        something that is not installed; names the extra to install
 ├── WaitTimeout            a wait that ended; says for whom and how long
 ├── BufferFault            the replay buffer
-│   ├── ServerRefused      the Redis server is too old or may drop data
+│   ├── ServerRefused      the Redis server is too old, may drop data, or refuses this client
+│   ├── ServerLost         the Redis server cannot be reached (any more)
+│   ├── ServerFull         the Redis server has no memory left, and nothing drains it
 │   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
 │   ├── Fenced             a message of an older epoch
 │   └── RunEnded           the run is over: nothing will be admitted or delivered any more
@@ -60,6 +62,14 @@ class BufferFault(AsyncGrpoError):
 
 class ServerRefused(BufferFault):
     """The Redis server cannot hold a run safely."""
+
+
+class ServerLost(BufferFault):
+    """The Redis server did not answer within its timeout, or could not be started."""
+
+
+class ServerFull(BufferFault):
+    """The Redis server is at its memory limit and stayed there."""
 
 
 class LeaseLost(BufferFault):

@@ -49,6 +49,8 @@ class BufferStats:
     groups_per_step: int = 1
     horizon: int = 0
     ended: bool = False
+    kept: int = 0
+    """Groups whose payload is kept: READY, TAKEN, and trained ones that no committed checkpoint contains."""
 
     @property
     def released_total(self) -> int:
