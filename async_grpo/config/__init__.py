@@ -1,6 +1,6 @@
 """The configuration: models, loading, errors that teach."""
 
 from async_grpo.config.load import dump, load, validate
-from async_grpo.config.schema import RunConfig
+from async_grpo.config.schema import RedisConfig, RunConfig
 
-__all__ = ["RunConfig", "dump", "load", "validate"]
+__all__ = ["RedisConfig", "RunConfig", "dump", "load", "validate"]

@@ -339,4 +339,9 @@ class RunConfig(StrictModel):
                 "model.warmup makes a policy for the arithmetic task, but data.kind is "
                 f"{self.data.kind!r}. Set data.kind to arithmetic, or give model.path or model.random"
             )
+        if self.model.warmup is not None and self.model.warmup.task != self.data.arithmetic:
+            raise ValueError(
+                f"model.warmup.task ({self.model.warmup.task}) and data.arithmetic ({self.data.arithmetic}) differ: "
+                "the policy would be taught one task and trained on another. Give both the same values"
+            )
         return self

@@ -1,0 +1,117 @@
+"""A tiny random Qwen2 checkpoint with a tokenizer trained on the prompts, for tests of the machinery.
+
+    python -m async_grpo.data.random_model --config RUN_CONFIG_JSON --out FOLDER --seed 1
+
+It learns nothing; it is the right shape and costs nothing to make.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_grpo.config import RunConfig
+from async_grpo.config.schema import RandomModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_END, _PAD = "<|im_end|>", "<|endoftext|>"
+_SPECIAL_TOKENS = [_PAD, "<|im_start|>", _END]
+_MAX_TEXTS = 4000
+
+
+def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: Path, seed: int) -> None:
+    """Write the checkpoint to `out_dir`, whole or not at all. The same arguments give the same files."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    try:
+        tokenizer = _train_tokenizer(config, texts)
+        tokenizer.save_pretrained(draft)
+        _save_weights(config, tokenizer, draft, seed)
+        draft.chmod(0o755)
+        if not (out_dir / "config.json").exists():
+            draft.rename(out_dir)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every text can be encoded, and decoding gives it back."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=_SPECIAL_TOKENS,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=_END,
+        pad_token=_PAD,
+        model_max_length=config.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _save_weights(config: RandomModelConfig, tokenizer: PreTrainedTokenizerFast, out_dir: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = Qwen2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.init_std,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(shape).to(torch.float32).save_pretrained(out_dir)
+
+
+def prompt_texts(config: RunConfig) -> Iterator[str]:
+    """The prompts of the run's data, before there is a tokenizer."""
+    if config.data.kind == "jsonl":
+        from async_grpo.data.jsonl import read_pairs
+
+        assert config.data.path is not None
+        return (prompt for _, prompt, _ in read_pairs(config.data.path, config.data, Counter()))
+    from async_grpo.data.arithmetic_source import arithmetic_prompts
+
+    return arithmetic_prompts(config)
+
+
+def main() -> None:
+    """Make the model that a run configuration (JSON) asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True, help="a RunConfig as JSON")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    config = RunConfig.model_validate_json(arguments.config)
+    shape = config.model.random or RandomModelConfig()
+    make_random_model(shape, islice(prompt_texts(config), _MAX_TEXTS), arguments.out, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Where prompts come from: an endless, deterministic stream of tasks, and held-out tasks for evaluation.
+
+- `TaskSource`        the contract
+- `JsonlSource`       rows of a JSON-lines file (`jsonl`)
+- `ArithmeticSource`  generated problems (`arithmetic_source`)
+- `make_source`       the one that a configuration asks for
+
+The stream is a pure function of (configuration, index), so that every server of a run sees the
+same tasks and a restarted one goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+from async_grpo.config import RunConfig
+from async_grpo.wire import Task, tokens_to_bytes
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, with the special tokens that the model expects before a prompt."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids -> text."""
+        ...
+
+
+class TaskSource(Protocol):
+    """Guarantees: `task(i)` is deterministic and defined for every i >= 0; no held-out prompt is in it."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Rows that are not used, counted by reason."""
+        ...
+
+    def task(self, index: int) -> Task:
+        """The task at this position of the stream."""
+        ...
+
+    def held_out(self) -> list[Task]:
+        """The tasks for evaluation, always the same."""
+        ...
+
+
+def make_source(config: RunConfig, tokenizer: Tokenizer) -> TaskSource:
+    """The source that `data` describes. Raises DataError if it holds nothing that can be used."""
+    if config.data.kind == "jsonl":
+        from async_grpo.data.jsonl import JsonlSource
+
+        return JsonlSource(config, tokenizer)
+    from async_grpo.data.arithmetic_source import ArithmeticSource
+
+    return ArithmeticSource(config, tokenizer)
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face checkpoint folder."""
+    from transformers import AutoTokenizer
+
+    return cast(Tokenizer, AutoTokenizer.from_pretrained(str(model)))
+
+
+def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata: dict[str, str] | None = None) -> Task:
+    """A task record."""
+    return Task(
+        index=index,
+        prompt=prompt,
+        prompt_tokens=tokens_to_bytes(tokens),
+        answer=answer,
+        metadata=metadata or {},
+    )
+
+
+def prompt_limit(config: RunConfig) -> int:
+    """The longest prompt that leaves room for a whole completion, in tokens."""
+    room = config.rollout.vllm.max_model_len - config.sampling.max_tokens
+    return min(config.data.max_prompt_tokens, room)

@@ -1,0 +1,53 @@
+"""The character tokenizer: exact both ways, tags as one token each, nothing unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from async_grpo.data.arithmetic import Problem, demonstration
+from async_grpo.data.char_tokenizer import CHARACTERS, EOS, TAGS, build_char_tokenizer
+
+TEXT = "478+356=" + demonstration(Problem(478, 356))
+
+
+@pytest.mark.parametrize("text", [TEXT, CHARACTERS, "".join(TAGS), " 1  2 ", "</think><think>="])
+def test_decoding_gives_back_exactly_what_was_encoded(text: str) -> None:
+    tokenizer = build_char_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_tag_is_one_token_and_so_is_every_other_character() -> None:
+    tokens = build_char_tokenizer().tokenize("<think>8+6=14</think>")
+    assert tokens == ["<think>", "8", "+", "6", "=", "1", "4", "</think>"]
+
+
+def test_skipping_special_tokens_removes_the_end_and_keeps_the_tags() -> None:
+    tokenizer = build_char_tokenizer()
+    tokens = [*tokenizer.encode(TEXT + EOS), tokenizer.pad_token_id]
+    assert tokens[-2] == tokenizer.eos_token_id
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == TEXT
+
+
+def test_nothing_is_put_before_or_after_a_prompt() -> None:
+    assert len(build_char_tokenizer().encode("12+34=")) == 6
+
+
+def test_the_vocabulary_divides_among_eight_ranks() -> None:
+    assert len(build_char_tokenizer()) % 8 == 0
+
+
+def test_a_character_outside_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(Exception, match="Missing"):
+        build_char_tokenizer().encode("12x")
+
+
+def test_a_saved_tokenizer_reads_back_the_same(tmp_path: Path) -> None:
+    tokenizer = build_char_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.encode(TEXT + EOS) == tokenizer.encode(TEXT + EOS)
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert loaded.decode(loaded.encode(TEXT)) == TEXT
