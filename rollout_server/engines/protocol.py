@@ -68,9 +68,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def update_weights(
-        self, store: Path, *, epoch: int, version: int, interruption: Interruption
-    ) -> float:
+    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
         """Load `version` from the shared-memory store while requests are in flight; returns the
         seconds during which no token could be generated.
 

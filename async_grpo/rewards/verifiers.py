@@ -1,0 +1,162 @@
+"""Verifiers: `(completion, reference answer) -> score`, pure, without state or I/O.
+
+A verifier scores; it never guesses. Where it cannot judge (a reference that is not a number, say)
+it raises ValueError, and the sample becomes `unverifiable`, which is not 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from async_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from async_grpo.config.schema import RewardConfig
+
+Verifier = Callable[[str, str], float]
+
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
+_HASHES = re.compile(r"####([^\n]*)")
+_BOXED = re.compile(r"\\boxed\s*\{")
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}])[-−])?(?:\\?\$\s?(?P<inner_sign>[-−])?)?"
+    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?P<decimals>\.[0-9]+)?(?P<under>/[0-9]+)?"
+)
+_MAX_DIGITS = 64
+
+
+def answer_tag(completion: str, answer: str) -> float:
+    """1 if the text of the last well-formed `<answer>..</answer>` equals the reference, else 0.
+
+    Both are stripped of surrounding whitespace. Well-formed: no other answer tag inside.
+
+    >>> answer_tag("<think>1+1</think><answer> 2 </answer>", "2")
+    1.0
+    """
+    found = _ANSWER.findall(completion)
+    return float(bool(found) and found[-1].strip() == answer.strip())
+
+
+def format_tags(completion: str, answer: str) -> float:
+    """1 if the whole completion matches `^<think>.*?</think>\\s*<answer>.*?</answer>$` (DOTALL), else 0."""
+    return float(_FORMAT.match(completion) is not None)
+
+
+def gsm8k(completion: str, answer: str) -> float:
+    """1 if the final answer equals the reference as a number, else 0.
+
+    The final answer is the first of these that the completion has: the last `\\boxed{..}`, the rest
+    of the line after the last `####`, the last `<answer>..</answer>`, the last number anywhere.
+    A marked answer counts only if it holds exactly one number (after its last `=`, if it has one).
+    Numbers: optional sign, `$`, commas between thousands, decimals, `a/b`; units, `%` and a final
+    period are ignored, so "18.", "18.00", "$18" are 18 and "1,800" is 1800. Equality is exact.
+    Raises ValueError if the reference (after `####`, where it has that) is not one number.
+    """
+    gold = _single_number(answer.rpartition("####")[2])
+    if gold is None:
+        raise ValueError(f"the reference answer {answer[:80]!r} is not a number")
+    return float(_final_number(completion) == gold)
+
+
+BUILTIN: dict[str, Verifier] = {"answer_tag": answer_tag, "gsm8k": gsm8k, "format": format_tags}
+
+
+def load_verifiers(functions: Iterable[RewardConfig]) -> dict[str, Verifier]:
+    """The verifier of every reward, by name. Raises ConfigError that says what to change."""
+    verifiers: dict[str, Verifier] = {}
+    for function in functions:
+        if function.name in verifiers:
+            raise ConfigError(
+                f"rewards.functions: {function.name!r} stands twice. Keep one and give it the whole weight"
+            )
+        verifiers[function.name] = resolve_verifier(function.name)
+    return verifiers
+
+
+def resolve_verifier(name: str) -> Verifier:
+    """A built-in verifier, or `module:attribute` (on the Python path or in the working folder).
+
+    Raises ConfigError that says what to change.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(
+            f"rewards.functions: there is no verifier {name!r}. "
+            f"Use one of {', '.join(BUILTIN)}, or module:attribute for your own"
+        )
+    try:
+        found = getattr(_import(module_name), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"rewards.functions: verifier {name!r} cannot be imported ({type(error).__name__}: {error}). "
+            "Is the module in the working folder or on PYTHONPATH, and the name right?"
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function "
+            "(completion: str, answer: str) -> float. Name a callable"
+        )
+    verifier: Verifier = found
+    return verifier
+
+
+def _import(module_name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    return importlib.import_module(module_name)
+
+
+def _final_number(completion: str) -> Fraction | None:
+    """The number that the completion gives as its answer; None if it gives none."""
+    marked = _last_boxed(completion)
+    if marked is None and (lines := _HASHES.findall(completion)):
+        marked = lines[-1]
+    if marked is None and (tags := _ANSWER.findall(completion)):
+        marked = tags[-1]
+    if marked is not None:
+        return _single_number(marked)
+    numbers = _numbers(completion)
+    return numbers[-1] if numbers else None
+
+
+def _last_boxed(text: str) -> str | None:
+    """Content of the last `\\boxed{..}` whose braces balance."""
+    for start in reversed([match.end() for match in _BOXED.finditer(text)]):
+        depth = 1
+        for position in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[start:position]
+    return None
+
+
+def _single_number(text: str) -> Fraction | None:
+    """The only number in the text (after its last `=`), or None."""
+    numbers = _numbers(text.rpartition("=")[2])
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _numbers(text: str) -> list[Fraction | None]:
+    """All numbers in order; None stands for one that has no value (x/0, absurdly long)."""
+    found = (match for match in _NUMBER.finditer(text) if match["whole"] or match["decimals"])
+    return [_value(match) for match in found]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    digits = (match["whole"] or "0").replace(",", "") + (match["decimals"] or "")
+    under = (match["under"] or "/1")[1:]
+    if len(digits) > _MAX_DIGITS or len(under) > _MAX_DIGITS or int(under) == 0:
+        return None
+    value = Fraction(digits) / int(under)
+    return -value if match["sign"] or match["inner_sign"] else value

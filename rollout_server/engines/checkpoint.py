@@ -1,0 +1,63 @@
+"""What a Hugging Face checkpoint folder says about the model, without loading it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from async_grpo.errors import EngineError, WeightsCorrupt
+from async_grpo.weights.manifest import Layout
+
+_HEAD = "lm_head.weight"
+
+
+def stop_tokens(model_dir: Path) -> list[int]:
+    """End-of-sequence ids: of generation_config.json, else of config.json, else none."""
+    for file in ("generation_config.json", "config.json"):
+        ids = _read_json(model_dir / file).get("eos_token_id")
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    return []
+
+
+def tensor_shapes(model_dir: Path) -> dict[str, list[int]]:
+    """Shape of every tensor of the safetensors files, by name. Raises EngineError if there is none."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes.update((name, list(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    if not shapes:
+        raise EngineError(f"{model_dir} holds no *.safetensors. Give a Hugging Face checkpoint folder.")
+    return shapes
+
+
+def has_tied_head(model_dir: Path) -> bool:
+    """Whether the output layer is the embedding."""
+    return bool(_read_json(model_dir / "config.json").get("tie_word_embeddings", False))
+
+
+def check_layout(layout: Layout, shapes: Mapping[str, list[int]], *, tied_head: bool) -> None:
+    """Raise WeightsCorrupt unless `layout` is exactly the checkpoint's tensors.
+
+    A missing tensor would silently keep its old values, a missing part of a fused layer would be
+    garbage. A tied head may be given or left out.
+    """
+    given = {spec.name: spec.shape for spec in layout.tensors}
+    differing = sorted(name for name in given.keys() | shapes.keys() if given.get(name) != shapes.get(name))
+    if tied_head and _HEAD in given.keys() ^ shapes.keys():
+        differing.remove(_HEAD)
+    if differing:
+        name = differing[0]
+        raise WeightsCorrupt(
+            f"the weights do not fit the engine's model: {len(differing)} tensors differ, first {name!r}, which is "
+            f"{given.get(name, 'missing')} in the weights and {shapes.get(name, 'missing')} in the checkpoint. "
+            "Trainer and rollout servers must start from the same model; nothing was applied."
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}

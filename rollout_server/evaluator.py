@@ -1,0 +1,131 @@
+"""Measures the policy on held-out prompts, at milestones, with the version pinned meanwhile.
+
+    weight watcher --version--> Evaluator --pin, claim--> engine --> reward pool --> board
+
+It waits for the next milestone's weights (the watcher unblocks it), for the pin (an update under
+way), and at the final version for whichever server holds the claim: the board tells nobody, so it
+looks once a second, and takes over when that server's claim has run out.
+
+Training generation goes on beside it, at the pinned version. Every server runs one evaluator; the
+claim makes sure that one of them does a milestone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from async_grpo.errors import WaitTimeout
+from async_grpo.wire.board import Evaluation, Probe
+from rollout_server.cast import Cast
+from rollout_server.exam import Exam
+from rollout_server.milestones import milestone_of, next_milestone
+from rollout_server.weight_watcher import WeightWatcher
+
+CLAIM_TTL_S = 20.0
+LOOK_EVERY_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Evaluator:
+    """`first` before the first ticket, then `run` until the final evaluation is on the board."""
+
+    def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
+        self._cast = cast
+        self._watcher = watcher
+        self._exam = Exam(cast)
+        self._final = cast.config.steps
+        self._handled = -1
+        self.busy = False
+        """An evaluation is generating now."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated for evaluations and probes so far."""
+        return self._exam.tokens
+
+    async def first(self) -> None:
+        """Evaluate what the engine has at the start, if it is due and nobody else does it."""
+        await self._attend()
+
+    async def run(self) -> None:
+        """Until the final evaluation is on the board. Raises EngineError, WaitTimeout."""
+        while not await self._is_done(self._final):
+            await self._watcher.wait_for_version(self._next)
+            await self._attend()
+            if self._handled == self._final and not await self._is_done(self._final):
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _attend(self) -> None:
+        """Evaluate the milestone that the pinned version belongs to, unless it is done or claimed."""
+        async with self._watcher.pin() as version:
+            milestone = self._milestone(version)
+            fresh = version == 0 or milestone > 0
+            if fresh and not await self._is_done(milestone) and await self._claim(milestone):
+                await self._evaluate(version, milestone)
+            self._handled = milestone
+
+    async def _evaluate(self, version: int, milestone: int) -> None:
+        started_s, tokens_before = time.time(), self._exam.tokens
+        claim = asyncio.create_task(self._keep_claim(milestone))
+        self.busy = True
+        try:
+            with self._cast.diary.span("evaluation", f"version {version}"):
+                async with asyncio.timeout(self._cast.config.eval.timeout_s):
+                    await self._probe_and_grade(version, started_s)
+        except TimeoutError as error:
+            raise WaitTimeout(
+                f"the evaluation of version {version}",
+                self._cast.config.eval.timeout_s,
+                "Lower eval.prompts or eval.samples, or raise eval.timeout_s",
+            ) from error
+        finally:
+            self.busy = False
+            claim.cancel()
+            await self._cast.board.count("eval_tokens", self._exam.tokens - tokens_before)
+
+    async def _probe_and_grade(self, version: int, started_s: float) -> None:
+        """The probe first: the trainer waits for it."""
+        if version >= self._final:
+            await self._cast.board.put_probe(Probe(version=version, groups=await self._exam.probe(version)))
+        grades = await self._exam.grade()
+        evaluation = Evaluation(
+            version=version,
+            prompts=grades.prompts,
+            samples=self._cast.config.eval.samples,
+            sampled_accuracy=grades.sampled_accuracy,
+            greedy_accuracy=grades.greedy_accuracy,
+            completion_tokens_mean=grades.completion_tokens_mean,
+            wall_s=time.time() - started_s,
+            server=self._cast.name,
+        )
+        await self._cast.board.put_evaluation(evaluation)
+        log.info(
+            "evaluated",
+            version=version,
+            sampled=grades.sampled_accuracy,
+            greedy=grades.greedy_accuracy,
+            wall_s=evaluation.wall_s,
+        )
+
+    async def _is_done(self, milestone: int) -> bool:
+        evaluations = await self._cast.board.evaluations()
+        return any(self._milestone(evaluation.version) == milestone for evaluation in evaluations)
+
+    async def _claim(self, milestone: int) -> bool:
+        return await self._cast.board.claim(f"evaluation {milestone}", self._cast.name, ttl_s=CLAIM_TTL_S)
+
+    async def _keep_claim(self, milestone: int) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_TTL_S / 3)
+            await self._claim(milestone)
+
+    def _milestone(self, version: int) -> int:
+        return milestone_of(version, every_steps=self._cast.config.eval.every_steps, final=self._final)
+
+    @property
+    def _next(self) -> int:
+        return next_milestone(max(0, self._handled), every_steps=self._cast.config.eval.every_steps, final=self._final)

@@ -1,0 +1,108 @@
+"""The rollout server process.
+
+    python -m rollout_server.main --config runs/NAME/config.yaml --model MODEL_DIR --name rollout-0
+
+It ends by itself, with code 0, when the run has ended and its final evaluation is on the board.
+SIGTERM or SIGINT: work in flight is stored and given back, then it ends with code 0. If the engine
+dies the code is 3, for any other fault it is 1, and the last line of the log says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import AsyncGrpoError, EngineError
+from async_grpo.telemetry.log import configure_logging, redact_secrets
+from rollout_server.failures import first_cause
+
+EXIT_FAULT, EXIT_ENGINE = 1, 3
+STOP_SHARE = 0.8
+"""Of the time that the supervisor gives; after it the process ends whatever still hangs."""
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    """Parse the command line and serve; never returns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, type=Path, help="a resolved run configuration")
+    parser.add_argument("--model", required=True, type=Path, help="a Hugging Face checkpoint folder")
+    parser.add_argument("--name", required=True, help="unique among the rollout servers of the run")
+    arguments = parser.parse_args()
+    configure_logging(arguments.name)
+    structlog.contextvars.bind_contextvars(role=arguments.name)
+    code = run(arguments.config, arguments.model, arguments.name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of the engine that have not ended must not hold the process
+
+
+def run(config_file: Path, model: Path, name: str) -> int:
+    """Serve; returns the exit code."""
+    try:
+        uvloop.run(_serve_until_told(load(config_file), model, name))
+    except Exception as error:
+        return _explain(first_cause(error))
+    return 0
+
+
+async def _serve_until_told(config: RunConfig, model: Path, name: str) -> None:
+    told = asyncio.Event()
+    this = asyncio.current_task()
+    assert this is not None
+
+    def stop() -> None:
+        if not told.is_set():
+            told.set()
+            log.info("stopping: storing work in flight")
+            _exit_at_deadline(STOP_SHARE * config.launch.stop_timeout_s)
+            this.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await _serve(config, model, name)
+    except asyncio.CancelledError:
+        if not told.is_set():
+            raise
+    log.info("stopped")
+
+
+async def _serve(config: RunConfig, model: Path, name: str) -> None:
+    from rollout_server.setup import open_server  # the engine and its dependencies, after the arguments are checked
+
+    async with open_server(config, model, name) as server:
+        if server is None:
+            log.info("the run is over: nothing to do")
+        else:
+            await server.serve()
+
+
+def _exit_at_deadline(deadline_s: float) -> None:
+    """What was asked for is stored long before; an engine that does not close must not hold the process."""
+    timer = threading.Timer(deadline_s, os._exit, [0])
+    timer.daemon = True
+    timer.start()
+
+
+def _explain(error: BaseException) -> int:
+    """Say what happened: in one line if it was raised on purpose, else with its traceback."""
+    if not isinstance(error, AsyncGrpoError):
+        traceback.print_exception(error)
+    print(f"{type(error).__name__}: {redact_secrets(str(error))}", file=sys.stderr)
+    return EXIT_ENGINE if isinstance(error, EngineError) else EXIT_FAULT
+
+
+if __name__ == "__main__":
+    main()

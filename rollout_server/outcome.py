@@ -1,0 +1,32 @@
+"""What becomes of a group whose samples have been judged: pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from async_grpo.rewards.verdict import Verdict
+from async_grpo.wire import ReleaseReason, Sample
+
+MIN_JUDGED = 2
+"""A group needs that many rewards: an advantage is a comparison."""
+
+
+def with_verdict(sample: Sample, verdict: Verdict) -> Sample:
+    """The sample with its rewards, or with the reason why there are none."""
+    return msgspec.structs.replace(sample, rewards=verdict.scores, reward=verdict.reward, unverifiable=verdict.reason)
+
+
+def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:
+    """Why the group cannot be trained, or None.
+
+    `unverifiable`: fewer than 2 samples were judged. `filtered`: with dynamic sampling, all rewards
+    are equal, so every advantage would be 0.
+    """
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) < MIN_JUDGED:
+        return ReleaseReason.UNVERIFIABLE
+    if dynamic_sampling and len(set(rewards)) == 1:
+        return ReleaseReason.FILTERED
+    return None

@@ -1,0 +1,70 @@
+"""A rollout server: generates without pause, takes new weights in between.
+
+    buffer --ticket--> Dispatcher --> engine --> RewardPool --group--> buffer
+       ^                   |             ^
+       +-- tasks -- Feeder +     WeightWatcher <-- receiver <-- publisher
+                                         ^
+                        Evaluator --pin--+--> board <-- Pulse
+
+The cast:
+
+- `Dispatcher`     keeps the engine full; tickets in, groups out
+- `Feeder`         keeps tasks waiting in the buffer
+- `WeightWatcher`  new weights into the engine
+- `Evaluator`      held-out prompts at pinned versions
+- `Pulse`          a heartbeat every second
+
+Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher (until
+the buffer says that the run has ended) and for the evaluator (until the final evaluation is on the
+board). If one of the cast fails, all are stopped and the failure surfaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from async_grpo.errors import WaitTimeout
+from rollout_server.cast import Cast
+from rollout_server.dispatcher import Dispatcher
+from rollout_server.evaluator import Evaluator
+from rollout_server.feeder import Feeder
+from rollout_server.pulse import Pulse
+from rollout_server.weight_watcher import WeightWatcher
+
+
+class RolloutServer:
+    """One engine's server; the engine has started and has its first weights."""
+
+    def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
+        self._cast = cast
+        self._watcher = watcher
+        self._feeder = Feeder(cast.buffer, cast.source, target=2 * cast.config.capacity_groups)
+        self._dispatcher = Dispatcher(cast, watcher, self._feeder)
+        self._evaluator = Evaluator(cast, watcher)
+        self._pulse = Pulse(cast, watcher, self._dispatcher, self._evaluator)
+
+    async def serve(self) -> None:
+        """Until the run has ended and its final evaluation is there. Cancel it to stop early: work
+        in flight is stored and given back."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                loops = (self._watcher.run(), self._feeder.run(), self._pulse.run())
+                background = [group.create_task(loop) for loop in loops]
+                await self._evaluator.first()
+                async with asyncio.TaskGroup() as work:
+                    evaluation = work.create_task(self._evaluator.run())
+                    await self._dispatcher.run()
+                    await self._finish(evaluation)
+                for task in background:
+                    task.cancel()
+        finally:
+            await self._pulse.count_tokens()
+
+    async def _finish(self, evaluation: asyncio.Task[None]) -> None:
+        """After the run has ended: the final weights are on their way, or here."""
+        timeout_s = self._cast.config.weights.update_timeout_s + 2 * self._cast.config.eval.timeout_s
+        done, _ = await asyncio.wait([evaluation], timeout=timeout_s)
+        if not done:
+            raise WaitTimeout(
+                f"the evaluation of the final version {self._cast.config.steps}", timeout_s, "Did the trainer end early"
+            )

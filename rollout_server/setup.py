@@ -1,0 +1,109 @@
+"""Puts a rollout server together, in the order in which its parts need each other.
+
+    buffer, board -> verifiers -> prompts -> engine -> receiver, first weights
+
+Everything is closed in the reverse order, also when a later part cannot be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import structlog
+
+import buffer
+from async_grpo.config import RunConfig
+from async_grpo.data.source import load_tokenizer, make_source
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.staleness.window import StalenessWindow
+from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.weights.store import store_path
+from buffer.board import RunBoard
+from buffer.protocol import ReplayBuffer
+from rollout_server.cast import Cast
+from rollout_server.diary import Diary
+from rollout_server.engines.vllm_engine import VllmEngine
+from rollout_server.seeds import sample_seed
+from rollout_server.server import RolloutServer
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import SingleTurn
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterator[RolloutServer | None]:
+    """A server with its first weights, ready to serve; None if the run is over already.
+
+    Raises what any part raises: ConfigError, DataError, EngineError, BufferFault, WaitTimeout.
+    """
+    async with AsyncExitStack() as stack:
+        state, board = await _connect(stack, config)
+        if await _is_over(config, state, board):
+            yield None
+            return
+        cast = await _assemble(stack, config, model, name, state, board)
+        yield RolloutServer(cast, await _follow_weights(stack, cast))
+
+
+async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
+    window = StalenessWindow(config.max_staleness, config.groups_per_step, config.steps * config.groups_per_step)
+    state = await buffer.connect(
+        config.redis,
+        config.name,
+        window=window,
+        lease_s=config.rollout.lease_s,
+        max_attempts=config.rollout.max_attempts,
+    )
+    stack.push_async_callback(state.aclose)
+    board = await buffer.connect_board(config.redis, config.name)
+    stack.push_async_callback(board.aclose)
+    return state, board
+
+
+async def _is_over(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> bool:
+    evaluated = any(evaluation.version >= config.steps for evaluation in await board.evaluations())
+    return (await state.stats()).ended and evaluated
+
+
+async def _assemble(
+    stack: AsyncExitStack, config: RunConfig, model: Path, name: str, state: ReplayBuffer, board: RunBoard
+) -> Cast:
+    rewards = config.rewards
+    pool = RewardPool(rewards.functions, rewards.workers, rewards.deadline_s)
+    await stack.enter_async_context(pool)
+    tokenizer = load_tokenizer(model)
+    source = make_source(config, tokenizer)
+    if source.dropped:
+        log.warning("rows of the data are not used", **source.dropped)
+    diary = Diary(config.run_dir, name, samples_every=config.telemetry.samples_every)
+    stack.callback(diary.close)
+    engine = VllmEngine(
+        model,
+        config.rollout.vllm,
+        precision=config.model.precision,
+        seed=sample_seed(config.seed, name) % 2**31,
+        name=name,
+    )
+    stack.push_async_callback(engine.aclose)
+    await engine.start()
+    return Cast(config, name, engine, state, board, pool, SingleTurn(tokenizer), source, diary)
+
+
+async def _follow_weights(stack: AsyncExitStack, cast: Cast) -> WeightWatcher:
+    config = cast.config
+    path = store_path(config.name, cast.name)
+    receiver = WeightReceiver(cast.board.publisher, path, config.weights)
+    stack.push_async_callback(receiver.close)
+    watcher = WeightWatcher(
+        receiver,
+        cast.engine,
+        store=path,
+        interruption=config.rollout.interruption,
+        update_timeout_s=config.weights.update_timeout_s,
+        diary=cast.diary,
+    )
+    await watcher.first(config.launch.ready_timeout_s)
+    return watcher

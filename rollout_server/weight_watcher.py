@@ -1,0 +1,158 @@
+"""Brings new weights into the engine as they arrive.
+
+    receiver process --(epoch, version)--> WeightWatcher --update_weights--> engine
+                                               |
+                                               +--> wait_for_version (dispatcher), pin (evaluator)
+
+- `run` waits for the receiver; the next publication of the trainer unblocks it. Then it waits for
+  the pin, if somebody holds it; the end of that evaluation unblocks it.
+- `wait_for_version` waits for `run` to apply that version or a newer one.
+
+Versions never go back: a trainer that resumes at an earlier version replays the steps up to the
+one that the engine already has, so the engine keeps its weights until then, and the spans of
+samples in flight never decrease. An older epoch is never applied over a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from async_grpo.errors import EngineError, PublisherLost, WaitTimeout
+from async_grpo.weights.manifest import Identity
+from rollout_server.diary import Diary
+from rollout_server.engines.protocol import Engine, Interruption
+
+NOTHING = Identity(-1, -1)
+
+log = structlog.get_logger()
+
+
+class Receiver(Protocol):
+    """Where new weights come from (`async_grpo.weights.receiver.WeightReceiver`)."""
+
+    async def next_version(self, after: Identity, timeout_s: float) -> Identity:
+        """The newest weights, once they are newer than `after`; they stay in the store until the next call.
+
+        Raises WaitTimeout, or PublisherLost if the publisher is silent.
+        """
+        ...
+
+
+class WeightWatcher:
+    """One engine's weights. `updates` and `last_pause_s` are for the heartbeat."""
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        engine: Engine,
+        *,
+        store: Path,
+        interruption: Interruption,
+        update_timeout_s: float,
+        diary: Diary,
+    ) -> None:
+        self._receiver = receiver
+        self._engine = engine
+        self._store = store
+        self._interruption: Interruption = interruption
+        self._update_timeout_s = update_timeout_s
+        self._diary = diary
+        self._seen = NOTHING
+        self._engine_lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self.updates = 0
+        self.last_pause_s = 0.0
+
+    async def first(self, timeout_s: float) -> None:
+        """Wait for the trainer's first publication and apply it. Raises WaitTimeout."""
+        try:
+            await self._apply(await self._receiver.next_version(self._seen, timeout_s))
+        except WaitTimeout as error:
+            raise WaitTimeout(
+                "the trainer's first publication of weights",
+                timeout_s,
+                "Is the trainer running, and is weights.bind reachable from here",
+            ) from error
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self._apply(await self._receiver.next_version(self._seen, self._update_timeout_s))
+            except WaitTimeout:
+                continue  # a long step is no fault; whoever needs the version has a timeout of its own
+            except PublisherLost as error:
+                log.warning("the publisher is silent; waiting for a trainer", error=str(error))
+
+    async def wait_for_version(self, version: int, timeout_s: float | None = None) -> None:
+        """Return once the engine generates with `version` or a newer one. Raises WaitTimeout.
+
+        Without a timeout for versions that training has yet to reach.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._engine.version >= version)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"weights of version {version}, which are published (the engine has {self._engine.version})",
+                timeout_s or 0.0,
+                "Is the publisher reachable from here",
+            ) from None
+
+    @asynccontextmanager
+    async def pin(self) -> AsyncIterator[int]:
+        """Hold the engine's version for the length of the block; yields it."""
+        async with self._engine_lock:
+            yield self._engine.version
+
+    async def _apply(self, identity: Identity) -> None:
+        """Apply the newest weights there are, unless they would take the engine's version back."""
+        async with self._engine_lock:
+            self._seen = await self._newest(identity)
+            if self._seen.version >= self._engine.version:
+                await self._update(self._seen)
+
+    async def _newest(self, identity: Identity) -> Identity:
+        """What the receiver has by now: more may have come while the version was pinned."""
+        try:
+            return await self._receiver.next_version(identity, 0.0)
+        except (WaitTimeout, PublisherLost):
+            return identity
+
+    async def _update(self, identity: Identity) -> None:
+        started_s = time.time()
+        with self._diary.span("weights", f"version {identity.version}"):
+            self.last_pause_s = await self._load(identity)
+        self.updates += 1
+        log.info(
+            "weights applied",
+            version=identity.version,
+            epoch=identity.epoch,
+            pause_s=self.last_pause_s,
+            took_s=time.time() - started_s,
+        )
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _load(self, identity: Identity) -> float:
+        """Raises EngineError also for an engine that never answers: it may have died during the update."""
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                return await self._engine.update_weights(
+                    self._store,
+                    epoch=identity.epoch,
+                    version=identity.version,
+                    interruption=self._interruption,
+                )
+        except TimeoutError:
+            raise EngineError(
+                f"the engine did not load {identity} within {self._update_timeout_s:g} s. Is its process alive? "
+                "Raise weights.update_timeout_s if the model is that large"
+            ) from None

@@ -1,0 +1,368 @@
+"""The real vLLM against a plain Hugging Face forward pass, across weight updates.
+
+Every log-probability that the engine reports must be that of the policy version in its span. What
+vLLM may keep from older weights (KV cache of requests in flight) is rebuilt token by token by the
+reference, so that all comparisons are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.config.schema import VllmConfig
+from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
+from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.store import WeightStore, remove_stores, store_path
+from async_grpo.wire import VersionSpan
+from rollout_server.engines import vllm_engine
+from rollout_server.engines.protocol import Generation, GenerationRequest, Interruption
+from rollout_server.engines.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+RUN = "test-vllm-engine"
+VOCABULARY = 512
+STOP_TOKENS = list(range(16))
+PREFIX_BLOCK = 128
+EXACT = 1e-4
+FAR = 1e-3
+
+
+class Lab:
+    """An engine, its checkpoint folder, its weight store, and the reference model of every version."""
+
+    def __init__(self, model_dir: Path, *, tied: bool, stop_tokens: list[int] | None) -> None:
+        self.tied = tied
+        self.models = {-1: random_model(tied, stop_tokens)}
+        self.models[-1].save_pretrained(model_dir)
+        config = VllmConfig(max_model_len=1024, kv_cache_bytes=128 << 20, multiprocessing=False)
+        self.engine = VllmEngine(model_dir, config, precision="float32", seed=1, name=model_dir.name)
+        tensors = self._tensors(-1)
+        layout = layout_of([(name, "float32", array.shape) for name, array in tensors.items()])
+        self.store = WeightStore.create(store_path(RUN, model_dir.name), layout)
+        self._requests = 0
+
+    async def update(self, interruption: Interruption) -> int:
+        """Make a new version, publish it and load it."""
+        version = len(self.models) - 1
+        self.models[version] = perturbed(self.models[version - 1], seed=version)
+        block = np.frombuffer(self.store.begin(), np.uint8)
+        tensors = self._tensors(version)
+        for spec in self.store.layout.tensors:
+            block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].reshape(-1).view(np.uint8)
+        self.store.commit(Identity(0, version))
+        await self.engine.update_weights(self.store.path, epoch=0, version=version, interruption=interruption)
+        return version
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 1.0, prefix: Sequence[int] = ()
+    ) -> Generation:
+        self._requests += 1
+        return await self.engine.generate(
+            GenerationRequest(f"r{self._requests}", prompt, max_tokens, temperature, prefix=prefix)
+        )
+
+    def reference(
+        self, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0, keep: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the tokens: the model of each span goes on with the KV cache that the
+        models before it left (`keep`), or encodes everything anew."""
+        parts, cache = [], DynamicCache()
+        sequence = [*prompt, *generation.tokens.tolist()]
+        for span in generation.spans:
+            if not keep:
+                cache = DynamicCache()
+            inputs = sequence[cache.get_seq_length() : len(prompt) + span.end - 1]
+            logprobs = log_softmax(self.models[span.version], inputs, cache, temperature)[-(span.end - span.start) :]
+            tokens = torch.tensor(generation.tokens[span.start : span.end], dtype=torch.long)
+            parts.append(logprobs.gather(1, tokens[:, None])[:, 0])
+        return torch.cat(parts).numpy()
+
+    def error(self, prompt: Sequence[int], generation: Generation, **options: Any) -> float:
+        """Largest difference from the reference."""
+        return float(np.abs(generation.logprobs - self.reference(prompt, generation, **options)).max())
+
+    def _tensors(self, version: int) -> dict[str, npt.NDArray[np.float32]]:
+        state = self.models[version].state_dict()
+        return {name: tensor.numpy() for name, tensor in state.items() if not (self.tied and name == "lm_head.weight")}
+
+
+def random_model(tied: bool, stop_tokens: list[int] | None) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # head_dim 32, the smallest that vLLM has on CPU
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=stop_tokens,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def perturbed(model: Qwen2ForCausalLM, seed: int) -> Qwen2ForCausalLM:
+    """A policy some optimizer steps further: every tensor differs."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = Qwen2ForCausalLM(model.config).eval()
+    moved.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+    return moved
+
+
+@torch.no_grad()
+def log_softmax(model: Qwen2ForCausalLM, inputs: Sequence[int], cache: DynamicCache, temperature: float) -> Any:
+    """Log-probabilities [len(inputs), vocabulary] after each input; the cache grows by the inputs."""
+    logits = model(torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True).logits[0]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(len(STOP_TOKENS), VOCABULARY, length).tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_and_shared_memory_are_left_as_found() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    remove_stores(RUN)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    """Tied embeddings, and stop tokens."""
+    lab = Lab(tmp_path_factory.mktemp("tied"), tied=True, stop_tokens=STOP_TOKENS)
+    await lab.engine.start()
+    yield lab
+    await lab.engine.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def untied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    """An output layer of its own, and no stop token: generations are as long as asked for."""
+    lab = Lab(tmp_path_factory.mktemp("untied"), tied=False, stop_tokens=None)
+    await lab.engine.start()
+    yield lab
+    await lab.engine.aclose()
+
+
+@pytest.fixture(params=["tied", "untied"])
+def lab(request: pytest.FixtureRequest, tied: Lab, untied: Lab) -> Lab:
+    return {"tied": tied, "untied": untied}[request.param]
+
+
+async def test_the_first_prompt_may_be_a_short_one_and_its_weights_are_the_checkpoints(tied: Lab) -> None:
+    assert tied.engine.version == -1
+    generation = await tied.generate([40, 41, 42], 24)
+    assert {span.version for span in generation.spans} == {-1}
+    assert tied.error([40, 41, 42], generation) < EXACT
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(lab: Lab, temperature: float) -> None:
+    prompts = [prompt_of(3 + 5 * index, index) for index in range(8)]
+    generations = await asyncio.gather(*(lab.generate(prompt, 40, temperature=temperature) for prompt in prompts))
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert lab.error(prompt, generation, temperature=temperature) < EXACT
+        assert lab.error(prompt, generation, temperature=1.5 * temperature) > FAR
+
+
+async def test_the_stop_token_is_part_of_the_completion(tied: Lab) -> None:
+    generations = await asyncio.gather(*(tied.generate(prompt_of(6, index), 200) for index in range(16)))
+    stopped = [generation for generation in generations if generation.finish_reason == "stop"]
+    assert stopped
+    for generation in stopped:
+        assert generation.tokens[-1] in STOP_TOKENS
+        assert not set(generation.tokens[:-1].tolist()) & set(STOP_TOKENS)
+
+
+async def test_a_prefix_is_context_and_not_part_of_the_answer(untied: Lab) -> None:
+    prompt, prefix = prompt_of(5, 1), prompt_of(9, 2)
+    generation = await untied.generate(prompt, 12, prefix=prefix)
+    assert len(generation.tokens) == 12
+    assert generation.finish_reason == "length"
+    assert untied.error([*prompt, *prefix], generation) < EXACT
+
+
+@pytest.mark.parametrize("interruption", ["keep", "recompute"])
+async def test_tokens_after_an_update_come_from_the_new_weights(lab: Lab, interruption: Interruption) -> None:
+    for index in range(3):
+        version = await lab.update(interruption)
+        prompt = prompt_of(10, index)
+        generation = await lab.generate(prompt, 40)
+        assert generation.spans == [VersionSpan(version, 0, len(generation.tokens))]
+        assert lab.error(prompt, generation) < EXACT
+
+
+async def test_an_output_layer_that_stayed_old_would_be_seen(tied: Lab) -> None:
+    version = await tied.update("keep")
+    prompt = prompt_of(10, 3)
+    generation = await tied.generate(prompt, 40)
+    stale = Qwen2ForCausalLM(tied.models[version].config).eval()
+    stale.load_state_dict(tied.models[version].state_dict())
+    stale.lm_head.weight = torch.nn.Parameter(tied.models[version - 1].lm_head.weight.clone())
+    new, tied.models[version] = tied.models[version], stale
+    assert tied.error(prompt, generation) > FAR
+    tied.models[version] = new
+    assert tied.error(prompt, generation) < EXACT
+
+
+@pytest.mark.parametrize("interruption", ["keep", "recompute"])
+async def test_requests_in_flight_go_on_and_every_segment_is_of_its_version(
+    untied: Lab, interruption: Interruption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_spans = record_own_spans(monkeypatch)
+    prompts = [prompt_of(4 + index, index) for index in range(6)]
+    running = [asyncio.create_task(untied.generate(prompt, 400)) for prompt in prompts]
+    for _ in range(3):
+        await more_tokens(untied, 60 * len(prompts))
+        await untied.update(interruption)
+    generations = await asyncio.gather(*running)
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert len(generation.tokens) == 400
+        assert len(generation.spans) == 4
+        assert untied.error(prompt, generation, keep=interruption == "keep") < EXACT
+        assert untied.error(prompt, generation, keep=interruption != "keep") > FAR
+    assert own_spans == [generation.spans for generation in generations]
+
+
+async def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
+    untied: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = record_cached_tokens(monkeypatch)
+    prompt = prompt_of(2 * PREFIX_BLOCK + 20, 9)
+    await untied.generate(prompt, 4)
+    await untied.generate(prompt, 4)
+    old = untied.engine.version
+    new = await untied.update("keep")
+    generation = await untied.generate(prompt, 40)
+    assert cached == [0, 2 * PREFIX_BLOCK, 0]
+    assert untied.error(prompt, generation) < EXACT
+
+    cache = DynamicCache()
+    log_softmax(untied.models[old], prompt[: 2 * PREFIX_BLOCK], cache, 1.0)
+    rest = [*prompt[2 * PREFIX_BLOCK :], *generation.tokens.tolist()]
+    mixed = log_softmax(untied.models[new], rest[:-1], cache, 1.0)[-40:]
+    mixed_logprobs = mixed.gather(1, torch.tensor(generation.tokens, dtype=torch.long)[:, None])[:, 0].numpy()
+    assert np.abs(mixed_logprobs - generation.logprobs).max() > FAR
+
+
+async def test_requests_submitted_around_updates_are_exact_prompt_included(untied: Lab) -> None:
+    prompt = prompt_of(PREFIX_BLOCK + 30, 11)
+    running = []
+    for _ in range(3):
+        running += [asyncio.create_task(untied.generate(prompt, 30)) for _ in range(8)]
+        await asyncio.sleep(0.01)
+        await untied.update("keep")
+    generations = await asyncio.gather(*running)
+    assert untied.engine.load().running == untied.engine.load().waiting == 0
+    for generation in generations:
+        assert untied.error(prompt, generation) < EXACT
+
+
+async def test_a_cancelled_request_leaves_the_engine(untied: Lab) -> None:
+    running = asyncio.create_task(untied.generate(prompt_of(4, 1), 900))
+    await more_tokens(untied, 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert untied.engine.load().running == 0
+    assert len((await untied.generate(prompt_of(4, 2), 5)).tokens) == 5
+
+
+async def test_weights_that_are_not_there_or_do_not_fit_are_refused_and_generation_goes_on(untied: Lab) -> None:
+    version = untied.engine.version
+    with pytest.raises(WeightsError, match="does not hold version 99"):
+        await untied.engine.update_weights(untied.store.path, epoch=0, version=99, interruption="keep")
+    other = WeightStore.create(store_path(RUN, "other"), layout_of([("model.norm.weight", "float32", [64])]))
+    other.begin()
+    other.commit(Identity(0, 99))
+    with pytest.raises(WeightsCorrupt, match="missing in the weights"):
+        await untied.engine.update_weights(other.path, epoch=0, version=99, interruption="keep")
+    generation = await untied.generate(prompt_of(10, 5), 10)
+    assert untied.engine.version == version
+    assert untied.error(prompt_of(10, 5), generation) < EXACT
+
+
+async def test_a_request_that_does_not_fit_the_context_is_refused(untied: Lab) -> None:
+    with pytest.raises(EngineError, match="request r"):
+        await untied.generate(prompt_of(1100, 5), 10)
+
+
+async def test_an_engine_with_half_loaded_weights_never_generates_again(
+    tied: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = asyncio.create_task(tied.generate(prompt_of(4, 1), 900))
+
+    async def half_load(*_: object) -> None:
+        raise WeightsCorrupt("overwritten while it was read")
+
+    monkeypatch.setattr(tied.engine, "_load", half_load)
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="did not finish: WeightsCorrupt: overwritten"):
+        await tied.update("keep")
+    with pytest.raises(EngineError, match="stays paused"):
+        await running
+    with pytest.raises(EngineError, match="stays paused"):
+        await tied.generate(prompt_of(4, 1), 5)
+
+
+async def test_the_death_of_the_engine_is_an_engine_error(untied: Lab) -> None:
+    running = asyncio.create_task(untied.generate(prompt_of(4, 1), 900))
+    await more_tokens(untied, 10)
+    for process in untied.engine._llm.engine_core.resources.engine_manager.processes:
+        process.kill()
+    with pytest.raises(EngineError, match="EngineDeadError"):
+        await running
+
+
+async def more_tokens(lab: Lab, count: int) -> None:
+    target = lab.engine.load().generated_tokens + count
+    async with asyncio.timeout(30):
+        while lab.engine.load().generated_tokens < target:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def record_own_spans(monkeypatch: pytest.MonkeyPatch) -> list[list[VersionSpan]]:
+    """What an engine without `weight_versions` would report, in the order of completion."""
+    recorded: list[list[VersionSpan]] = []
+    original = vllm_engine._generation
+
+    def spy(output: Any, flight: vllm_engine.Flight) -> Generation:
+        recorded.append(flight.spans.spans(len(output.outputs[0].token_ids)))
+        return original(output, flight)
+
+    monkeypatch.setattr(vllm_engine, "_generation", spy)
+    return recorded
+
+
+def record_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompt tokens that each request took from the prefix cache."""
+    recorded: list[int] = []
+    original = vllm_engine._generation
+
+    def spy(output: Any, flight: vllm_engine.Flight) -> Generation:
+        recorded.append(output.num_cached_tokens)
+        return original(output, flight)
+
+    monkeypatch.setattr(vllm_engine, "_generation", spy)
+    return recorded

@@ -1,0 +1,50 @@
+"""A rollout server that is killed leaves no engine behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout_server.engines.kinship import OWNER
+
+OWNER_PROGRAM = """
+import os, subprocess, sys
+from rollout_server.engines.kinship import claim_ownership
+claim_ownership()
+engine = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(engine.pid, flush=True)
+engine.wait()
+"""
+MERGED = "from rollout_server.engines.kinship import end_with_owner; import time; end_with_owner(); time.sleep(60)"
+WITH_WORKER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {MERGED!r}])"
+
+
+@pytest.mark.parametrize("engine_program", [MERGED, WITH_WORKER], ids=["merged", "with-worker"])
+def test_the_engine_ends_with_its_killed_owner(engine_program: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, engine_program], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    engine = psutil.Process(int(owner.stdout.readline()))
+    wait_until_watched(engine)
+    owner.kill()
+    owner.wait()
+    assert psutil.wait_procs([engine], timeout=10)[1] == []
+
+
+def wait_until_watched(engine: psutil.Process) -> None:
+    """Until the engine, or its worker, runs the thread that watches the owner."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        family = [engine, *engine.children()]
+        if any(str(link.readlink()) == "anon_inode:[pidfd]" for process in family for link in descriptors(process)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nobody watches the owner ({OWNER})")
+
+
+def descriptors(process: psutil.Process) -> list[Path]:
+    return list(Path(f"/proc/{process.pid}/fd").iterdir())

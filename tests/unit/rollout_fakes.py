@@ -1,0 +1,219 @@
+"""A rollout server's surroundings, in memory and under the test's control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from async_grpo.config import RunConfig
+from async_grpo.data.source import make_task
+from async_grpo.errors import WaitTimeout
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.rewards.verdict import Verdict, unverifiable
+from async_grpo.staleness.window import StalenessWindow
+from async_grpo.weights.manifest import Identity
+from async_grpo.wire import Task, VersionSpan
+from buffer import InMemoryBoard, InMemoryBuffer
+from rollout_server.cast import Cast
+from rollout_server.diary import Diary
+from rollout_server.engines.protocol import EngineLoad, Generation, GenerationRequest
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import SingleTurn
+
+
+class Bytes:
+    """A tokenizer with a token a byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(token_ids).decode()
+
+
+class FakeEngine:
+    """Answers `answer(request)` at once, or, if it is held, when the test says so."""
+
+    def __init__(self, answer: Callable[[GenerationRequest], str] = lambda request: "yes") -> None:
+        self.answer = answer
+        self.version = 0
+        self.requests: list[GenerationRequest] = []
+        self.versions: list[int] = []
+        self.held: dict[str, asyncio.Future[None]] = {}
+        self.hold = False
+        self.stuck = False
+        self.error: Exception | None = None
+        self.running = 0
+        self.peak = 0
+        self.tokens = 0
+        self.updates: list[int] = []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.requests.append(request)
+        self.versions.append(self.version)
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        version = self.version
+        try:
+            await self._wait(request.request_id)
+        finally:
+            self.running -= 1
+        if self.error is not None:
+            raise self.error
+        tokens = np.frombuffer(self.answer(request).encode(), np.uint8).astype(np.int32)[: request.max_tokens]
+        self.tokens += len(tokens)
+        logprobs = np.full(len(tokens), -0.5, np.float32)
+        return Generation(tokens, logprobs, [VersionSpan(version, 0, len(tokens))], "stop")
+
+    async def _wait(self, request_id: str) -> None:
+        if not self.hold:
+            await asyncio.sleep(0)
+            return
+        self.held[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.held[request_id]
+        finally:
+            self.held.pop(request_id, None)
+
+    def let_go(self, *request_ids: str) -> None:
+        for request_id in request_ids or list(self.held):
+            self.held.pop(request_id).set_result(None)
+
+    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: str) -> float:
+        await asyncio.sleep(3600.0 if self.stuck else 0)
+        self.version = version
+        self.updates.append(version)
+        return 0.01
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.running, 0, self.tokens)
+
+    async def start(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+class FakeReceiver:
+    """Weights that the test publishes."""
+
+    def __init__(self, *identities: Identity) -> None:
+        self.newest = max(identities, default=None)
+        self._changed = asyncio.Condition()
+
+    async def publish(self, epoch: int, version: int) -> None:
+        async with self._changed:
+            self.newest = Identity(epoch, version)
+            self._changed.notify_all()
+
+    async def next_version(self, after: Identity, timeout_s: float) -> Identity:
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.newest is not None and self.newest > after)
+        except TimeoutError:
+            raise WaitTimeout("weights", timeout_s) from None
+        assert self.newest is not None
+        return self.newest
+
+
+class FakePool:
+    """1 if the completion is the reference, 0 if not, unverifiable if it is "?"."""
+
+    def __init__(self) -> None:
+        self.gate: asyncio.Event | None = None
+
+    async def judge(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+        if self.gate is not None:
+            await self.gate.wait()
+        return [self._verdict(*item) for item in items]
+
+    def _verdict(self, completion: str, answer: str) -> Verdict:
+        if completion == "?":
+            return unverifiable("error", "cannot say")
+        score = float(completion == answer)
+        return Verdict(scores={"answer_tag": score}, reward=score)
+
+
+class Yes:
+    """Tasks whose answer is yes."""
+
+    dropped: dict[str, int] = {}
+
+    def task(self, index: int) -> Task:
+        return make_task(index, f"p{index}", [1, 2, 3], "yes")
+
+    def held_out(self) -> list[Task]:
+        return [make_task(index, f"held{index}", [4, 5, 6], "yes") for index in range(4)]
+
+
+def config_of(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "model": {"random": {}},
+            "steps": 4,
+            "max_staleness": 1,
+            "group_size": 4,
+            "groups_per_step": 2,
+            "sampling": {"max_tokens": 8},
+            "rollout": {"max_concurrency": 8},
+            "eval": {"prompts": 4, "samples": 2},
+            **changes,
+        }
+    )
+
+
+def buffer_of(config: RunConfig) -> InMemoryBuffer:
+    window = StalenessWindow(config.max_staleness, config.groups_per_step, config.steps * config.groups_per_step)
+    return InMemoryBuffer(window=window, lease_s=config.rollout.lease_s, max_attempts=config.rollout.max_attempts)
+
+
+def cast_of(
+    tmp_path: Path,
+    config: RunConfig,
+    engine: FakeEngine,
+    buffer: InMemoryBuffer | None = None,
+    board: InMemoryBoard | None = None,
+    name: str = "rollout-0",
+) -> Cast:
+    return Cast(
+        config=config,
+        name=name,
+        engine=cast(Any, engine),
+        buffer=buffer or buffer_of(config),
+        board=board or InMemoryBoard(),
+        pool=cast(RewardPool, FakePool()),
+        workflow=SingleTurn(Bytes()),
+        source=Yes(),
+        diary=Diary(tmp_path, name, samples_every=1),
+    )
+
+
+def watcher_of(cast_: Cast, receiver: FakeReceiver, update_timeout_s: float = 5.0) -> WeightWatcher:
+    return WeightWatcher(
+        receiver,
+        cast_.engine,
+        store=Path("/dev/shm/unused"),
+        interruption="keep",
+        update_timeout_s=update_timeout_s,
+        diary=cast_.diary,
+    )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Let the event loop run until the condition holds."""
+
+    async def holds() -> bool:
+        return condition()
+
+    await until_async(holds, timeout_s)
+
+
+async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 5.0) -> None:
+    """Let the event loop run until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 (a test looks from outside: nobody would set an event)
+            await asyncio.sleep(0.001)

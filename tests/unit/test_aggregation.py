@@ -1,0 +1,52 @@
+"""The loss of a batch equals its definition, however its sequences fall into micro-batches and ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from async_grpo.algorithms import AGGREGATIONS
+
+LENGTHS = [3, 0, 5, 1, 8, 2, 0, 7]
+"""Trained tokens of each sequence; 0: masked out."""
+
+
+def losses() -> list[list[float]]:
+    generator = random.Random(4)
+    return [[generator.uniform(-2, 2) for _ in range(length)] for length in LENGTHS]
+
+
+def definition(rule: str, values: list[list[float]]) -> float:
+    kept = [sequence for sequence in values if sequence]
+    if rule == "token_mean":
+        return sum(map(sum, kept)) / sum(map(len, kept))
+    return sum(sum(sequence) / len(sequence) for sequence in kept) / len(kept)
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+def test_weighted_sum_equals_the_definition(rule: str) -> None:
+    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS)).tolist()
+    total = sum(weight * sum(sequence) for weight, sequence in zip(weights, losses(), strict=True))
+    assert total == pytest.approx(definition(rule, losses()), rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_value_and_gradient_do_not_depend_on_the_split(rule: str, parts: int) -> None:
+    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS))
+    scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in range(parts):
+        for index in range(part, len(LENGTHS), parts):
+            total = total + (weights[index] * scale * torch.tensor(losses()[index], dtype=torch.float64)).sum()
+    total.backward()
+    assert total.item() == pytest.approx(1.7 * definition(rule, losses()), rel=1e-12)
+    assert scale.grad is not None
+    assert scale.grad.item() == pytest.approx(definition(rule, losses()), rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+def test_a_batch_with_nothing_to_train_has_weight_zero_everywhere(rule: str) -> None:
+    assert AGGREGATIONS[rule](torch.zeros(3, dtype=torch.int64)).tolist() == [0.0, 0.0, 0.0]

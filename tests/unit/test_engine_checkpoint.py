@@ -1,0 +1,65 @@
+"""What the engine reads from a checkpoint folder, and the weights that it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from async_grpo.errors import EngineError, WeightsCorrupt
+from async_grpo.weights.manifest import Layout, layout_of
+from rollout_server.engines.checkpoint import check_layout, stop_tokens, tensor_shapes
+
+SHAPES = {"embed.weight": [4, 2], "norm.weight": [2]}
+
+
+def layout(shapes: dict[str, list[int]]) -> Layout:
+    return layout_of([(name, "float32", shape) for name, shape in shapes.items()])
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"), [(7, 3, [7]), ([7, 8], 3, [7, 8]), (None, 3, [3]), (None, None, [])]
+)
+def test_stop_tokens_come_from_the_generation_config_first(
+    tmp_path: Path, generation: object, model: object, expected: list[int]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": model}))
+    assert stop_tokens(tmp_path) == expected
+
+
+def test_shapes_are_read_from_every_file(tmp_path: Path) -> None:
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        save_file({name: np.zeros(shape, np.float32)}, tmp_path / f"model-{number}.safetensors")
+    assert tensor_shapes(tmp_path) == SHAPES
+    with pytest.raises(EngineError, match=r"no \*.safetensors"):
+        tensor_shapes(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_the_same_tensors_fit(tied_head: bool) -> None:
+    check_layout(layout(SHAPES), SHAPES, tied_head=tied_head)
+
+
+def test_a_tied_head_may_be_left_out_on_either_side_and_any_other_may_not() -> None:
+    with_head = SHAPES | {"lm_head.weight": [4, 2]}
+    check_layout(layout(with_head), SHAPES, tied_head=True)
+    check_layout(layout(SHAPES), with_head, tied_head=True)
+    with pytest.raises(WeightsCorrupt, match=r"'lm_head\.weight', which is missing in the weights"):
+        check_layout(layout(SHAPES), with_head, tied_head=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"embed.weight": [4, 2]}, "'norm.weight', which is missing in the weights"),
+        (SHAPES | {"extra": [1]}, r"'extra', which is \[1\] in the weights and missing"),
+        (SHAPES | {"norm.weight": [3]}, r"'norm.weight', which is \[3\] in the weights and \[2\]"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(given: dict[str, list[int]], named: str) -> None:
+    with pytest.raises(WeightsCorrupt, match=named):
+        check_layout(layout(given), SHAPES, tied_head=False)

@@ -1,0 +1,147 @@
+"""The evaluator: which versions, by whom, and what stands on the board."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_fakes import FakeEngine, FakeReceiver, cast_of, config_of, until, until_async, watcher_of
+
+from async_grpo.errors import WaitTimeout
+from async_grpo.weights.manifest import Identity
+from buffer import InMemoryBoard
+from rollout_server.cast import Cast
+from rollout_server.dispatcher import Dispatcher
+from rollout_server.evaluator import Evaluator
+from rollout_server.feeder import Feeder
+from rollout_server.milestones import milestone_of, next_milestone
+from rollout_server.pulse import Pulse
+from rollout_server.weight_watcher import WeightWatcher
+
+
+async def evaluator_at(cast: Cast, version: int) -> tuple[Evaluator, WeightWatcher, FakeReceiver]:
+    receiver = FakeReceiver(Identity(1, version))
+    watcher = watcher_of(cast, receiver)
+    await watcher.first(1.0)
+    return Evaluator(cast, watcher), watcher, receiver
+
+
+async def versions_on(board: Any) -> list[int]:
+    return [evaluation.version for evaluation in await board.evaluations()]
+
+
+async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
+    engine = FakeEngine(lambda request: "yes" if request.temperature == 0 or "-0-0-" in request.request_id else "no")
+    cast = cast_of(tmp_path, config_of(), engine)
+    evaluator, watcher, receiver = await evaluator_at(cast, 0)
+    await evaluator.first()
+    (before,) = await cast.board.evaluations()
+    assert (before.version, before.prompts, before.samples, before.server) == (0, 4, 2, "rollout-0")
+    assert (before.sampled_accuracy, before.greedy_accuracy) == (1 / 8, 1.0)
+    assert before.completion_tokens_mean == pytest.approx((3 + 7 * 2) / 8)
+
+    loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
+    for version in (1, 2, 3, 4):
+        await receiver.publish(1, version)
+    await asyncio.wait_for(loops[1], 5.0)
+    loops[0].cancel()
+    assert await versions_on(cast.board) == [0, 4]
+
+
+async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:
+    cast = cast_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(cast, 4)
+    await evaluator.run()
+    probe = await cast.board.probe(4, timeout_s=1.0)
+    assert [len(group.samples) for group in probe.groups] == [4] * 16
+    for sample in (sample for group in probe.groups for sample in group.samples):
+        sample.validate()
+        assert {span.version for span in sample.spans} == {4}
+
+
+async def test_milestones_are_evaluated_even_if_versions_are_skipped(tmp_path: Path) -> None:
+    cast = cast_of(tmp_path, config_of(steps=10, eval={"prompts": 2, "samples": 1, "every_steps": 3}), FakeEngine())
+    evaluator, watcher, receiver = await evaluator_at(cast, 0)
+    await evaluator.first()
+    loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
+    for version in (1, 4, 5, 9, 10):
+        await receiver.publish(1, version)
+        done_up_to = {1: 0, 4: 4, 5: 4, 9: 9, 10: 10}[version]
+
+        async def caught_up(expected: int = done_up_to) -> bool:
+            return (await versions_on(cast.board))[-1] == expected
+
+        await until_async(caught_up)
+    await asyncio.gather(loops[1])
+    loops[0].cancel()
+    assert await versions_on(cast.board) == [0, 4, 9, 10]
+
+
+async def test_only_one_of_several_servers_evaluates_a_version(tmp_path: Path) -> None:
+    board, engines = InMemoryBoard(), [FakeEngine(), FakeEngine()]
+    casts = [cast_of(tmp_path, config_of(), engine, board=board, name=f"r{n}") for n, engine in enumerate(engines)]
+    evaluators = [(await evaluator_at(cast, 0))[0] for cast in casts]
+    await asyncio.gather(*(evaluator.first() for evaluator in evaluators))
+    assert sorted(len(engine.requests) > 0 for engine in engines) == [False, True]
+    assert await versions_on(board) == [0]
+
+
+async def test_a_server_that_joins_late_does_not_measure_a_later_version_as_the_first(tmp_path: Path) -> None:
+    cast = cast_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(cast, 2)
+    await evaluator.first()
+    assert await versions_on(cast.board) == []
+
+
+async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    cast = cast_of(tmp_path, config_of(), engine)
+    evaluator, watcher, receiver = await evaluator_at(cast, 0)
+    watching = asyncio.create_task(watcher.run())
+    evaluating = asyncio.create_task(evaluator.first())
+    await until(lambda: len(engine.held) > 0)
+    await receiver.publish(1, 1)
+    while not evaluating.done():
+        assert engine.version == 0
+        engine.let_go()
+        await asyncio.sleep(0.001)
+    await watcher.wait_for_version(1)
+    watching.cancel()
+
+
+async def test_an_evaluation_that_takes_too_long_is_an_error_with_the_fix(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    cast = cast_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.05}), engine)
+    evaluator, _, _ = await evaluator_at(cast, 0)
+    with pytest.raises(WaitTimeout, match=r"evaluation of version 0.*Lower eval\.prompts"):
+        await evaluator.first()
+    assert engine.held == {}
+
+
+async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    cast = cast_of(tmp_path, config_of(), engine)
+    evaluator, watcher, _ = await evaluator_at(cast, 0)
+    feeder = Feeder(cast.buffer, cast.source, target=4)
+    pulse = Pulse(cast, watcher, Dispatcher(cast, watcher, feeder), evaluator)
+    await evaluator.first()
+    engine.tokens += 100
+    await pulse.beat()
+    counters = await cast.board.counters()
+    assert counters == {"eval_tokens": (4 * 2 + 4) * 3, "generated_tokens": 100}
+    (beat,) = await cast.board.servers()
+    assert (beat.name, beat.version, beat.updates) == ("rollout-0", 0, 1)
+
+
+def test_milestones_are_the_start_the_multiples_and_the_end() -> None:
+    walk = [0]
+    while walk[-1] < 25:
+        walk.append(next_milestone(walk[-1], every_steps=10, final=25))
+    assert walk == [0, 10, 20, 25]
+    assert [milestone_of(v, every_steps=10, final=25) for v in (0, 9, 10, 24, 25, 30)] == [0, 0, 10, 20, 25, 25]
+    assert next_milestone(0, every_steps=0, final=25) == 25
+    assert [milestone_of(v, every_steps=0, final=25) for v in (0, 24, 25)] == [0, 0, 25]

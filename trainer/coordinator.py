@@ -1,0 +1,191 @@
+"""How the ranks of the trainer take part in the run. One interface, two roles:
+
+- `Leader`    rank 0: talks to the buffer and the board, and passes on what comes to the others
+- `Follower`  every other rank: waits for rank 0
+
+What waits for whom: `take` for P finished groups (the rollout servers), `probe` for a server that
+has the final weights; followers wait for the leader in a broadcast, which ends with the process
+group's timeout. SIGTERM ends the leader's wait in `take` and nothing else: a step once begun is
+finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import WaitTimeout
+from async_grpo.staleness.window import StalenessWindow
+from async_grpo.wire import Batch, decode, encode
+from async_grpo.wire.board import PublisherAddress
+from buffer import connect, connect_board
+from buffer.board import RunBoard
+from buffer.protocol import ReplayBuffer, Resume
+from trainer.parallel import is_leader, share_bytes, share_ints
+
+R = TypeVar("R")
+
+
+class Coordinator(Protocol):
+    """All calls are made by every rank, in the same order."""
+
+    def resume(self, version: int) -> Resume:
+        """Take over the run at `version`: a new epoch begins."""
+        ...
+
+    def take(self, version: int) -> Batch | None:
+        """The batch of the step `version` -> `version + 1`; None if the run is to stop now."""
+        ...
+
+    def set_publisher(self, address: PublisherAddress) -> None:
+        """Tell the servers where weights come from."""
+        ...
+
+    def publish_version(self, version: int) -> None:
+        """Let new tickets carry `version`."""
+        ...
+
+    def release(self, batch: Batch) -> None:
+        """The batch has been trained and its weights are out."""
+        ...
+
+    def commit_checkpoint(self, version: int) -> None:
+        """Forget what came before `version`."""
+        ...
+
+    def end(self) -> None:
+        """Every step is trained."""
+        ...
+
+    def probe(self, version: int, timeout_s: float) -> Batch | None:
+        """Groups that the final version sampled; None if none came in time."""
+        ...
+
+    def close(self) -> None:
+        """Close connections."""
+        ...
+
+
+def join_run(config: RunConfig) -> Coordinator:
+    """The role of this rank."""
+    return Leader(config) if is_leader() else Follower()
+
+
+class Leader:
+    """Rank 0. asyncio runs only inside its calls; the trainer itself is synchronous."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._epoch = 0
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
+        self._stop = asyncio.Event()
+        self._buffer: ReplayBuffer
+        self._board: RunBoard
+        self._buffer, self._board = self._run(self._connect())
+        # Wakes the loop if it is waiting; else the event is set when it next runs.
+        signal.signal(signal.SIGTERM, lambda *_: self._loop.call_soon_threadsafe(self._stop.set))
+
+    def resume(self, version: int) -> Resume:
+        resume = self._run(self._buffer.rollback(version))
+        self._epoch = resume.epoch
+        share_ints([resume.epoch, resume.head_version], 2)
+        return resume
+
+    def take(self, version: int) -> Batch | None:
+        batch = self._run(self._take_or_stop(version))
+        share_bytes(encode(batch) if batch is not None else b"")
+        return batch
+
+    def set_publisher(self, address: PublisherAddress) -> None:
+        self._run(self._board.set_publisher(address))
+
+    def publish_version(self, version: int) -> None:
+        self._run(self._buffer.publish_version(epoch=self._epoch, version=version))
+
+    def release(self, batch: Batch) -> None:
+        self._run(self._buffer.release(batch))
+
+    def commit_checkpoint(self, version: int) -> None:
+        self._run(self._buffer.commit_checkpoint(epoch=self._epoch, version=version))
+
+    def end(self) -> None:
+        self._run(self._buffer.end())
+
+    def probe(self, version: int, timeout_s: float) -> Batch | None:
+        try:
+            groups = self._run(self._board.probe(version, timeout_s=timeout_s)).groups
+        except WaitTimeout:
+            groups = []
+        batch = Batch(epoch=self._epoch, version=version, groups=groups) if groups else None
+        share_bytes(encode(batch) if batch is not None else b"")
+        return batch
+
+    def close(self) -> None:
+        self._run(self._buffer.aclose())
+        self._run(self._board.aclose())
+        self._runner.close()
+
+    async def _connect(self) -> tuple[ReplayBuffer, RunBoard]:
+        config = self._config
+        horizon = config.steps * config.groups_per_step
+        buffer = await connect(
+            config.redis,
+            config.name,
+            window=StalenessWindow(config.max_staleness, config.groups_per_step, horizon),
+            lease_s=config.rollout.lease_s,
+            max_attempts=config.rollout.max_attempts,
+        )
+        return buffer, await connect_board(config.redis, config.name)
+
+    async def _take_or_stop(self, version: int) -> Batch | None:
+        """A take that is given up is no loss: the same groups are delivered when it is asked again."""
+        timeout_s = self._config.trainer.take_timeout_s
+        take = asyncio.create_task(self._buffer.take(epoch=self._epoch, version=version, timeout_s=timeout_s))
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stopped = self._stop.is_set()
+        unfinished = take if stopped else stop
+        unfinished.cancel()
+        await asyncio.gather(unfinished, return_exceptions=True)
+        return None if stopped else take.result()
+
+    def _run(self, call: Coroutine[Any, Any, R]) -> R:
+        return self._runner.run(call)
+
+
+class Follower:
+    """Ranks other than 0. SIGTERM reaches them too, but the leader decides."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def resume(self, version: int) -> Resume:
+        epoch, head_version = share_ints(None, 2)
+        return Resume(epoch, head_version)
+
+    def take(self, version: int) -> Batch | None:
+        return self._shared_batch()
+
+    def set_publisher(self, address: PublisherAddress) -> None: ...
+
+    def publish_version(self, version: int) -> None: ...
+
+    def release(self, batch: Batch) -> None: ...
+
+    def commit_checkpoint(self, version: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def probe(self, version: int, timeout_s: float) -> Batch | None:
+        return self._shared_batch()
+
+    def close(self) -> None: ...
+
+    @staticmethod
+    def _shared_batch() -> Batch | None:
+        payload = share_bytes(None)
+        return decode(payload, Batch) if payload else None

@@ -1,0 +1,62 @@
+"""What the trainer writes about itself: metrics.jsonl, TensorBoard scalars, log lines, timeline."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.jsonl import JsonLines
+from async_grpo.telemetry.log import configure_logging
+from async_grpo.telemetry.scalars import ScalarWriter
+from async_grpo.telemetry.timeline import Timeline
+from trainer.parallel import is_leader
+from trainer.phases import Phases
+
+ROLE = "trainer"
+
+
+class Diary:
+    """Rank 0 writes; on the other ranks every call does nothing, and only phases are timed."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._leads = is_leader()
+        self._timeline: Timeline | None = None
+        if self._leads:
+            self._log = configure_logging(ROLE)
+            self._rows = JsonLines(config.run_dir / "metrics.jsonl")
+            self._scalars = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
+            self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
+        self.phases = Phases(self._timeline)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """A finished step."""
+        if self._leads:
+            self._rows.write(row)
+            self._scalars.write_step(row)
+            shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
+            self._log.info("step trained", **{key: row[key] for key in shown if key in row})
+
+    def note(self, event: str, **facts: Any) -> None:
+        """A log line."""
+        if self._leads:
+            self._log.info(event, **facts)
+
+    def probe(self, version: int, gap: dict[str, float]) -> None:
+        """The log-probability gap of the final version."""
+        if self._leads:
+            self._rows.write({"kind": "probe", "version": version, "time_s": time.time(), **gap})
+            self._log.info("probe compared", version=version, **gap)
+
+    def warn(self, step: int, message: str) -> None:
+        """Something that a person should look at."""
+        if self._leads:
+            self._rows.write({"kind": "warning", "step": step, "time_s": time.time(), "message": message})
+            self._log.warning(message, step=step)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._leads and self._timeline is not None:
+            self._rows.close()
+            self._scalars.close()
+            self._timeline.close()

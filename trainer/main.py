@@ -1,0 +1,63 @@
+"""One rank of the trainer.
+
+    python -m torch.distributed.run --nproc-per-node N -m trainer.main --config runs/NAME/config.yaml --model FOLDER
+
+With one rank, plain `python -m trainer.main ...` does too. Exit code 0: the run is trained to its
+end, or SIGTERM was obeyed and a checkpoint written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+
+from async_grpo.config import RunConfig, load
+from async_grpo.process import die_with_parent
+from trainer.platform import Platform, select_platform
+
+
+def main() -> None:
+    """Entry point; see the module."""
+    arguments = _arguments()
+    die_with_parent()
+    config = load(arguments.config)
+    platform = select_platform(config.trainer.platform)
+    platform.activate(config.trainer.threads)
+    _train(config, arguments.model, platform)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="trainer.main", description="One rank of the trainer.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration of the run")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of the first policy")
+    return parser.parse_args()
+
+
+def _train(config: RunConfig, model: Path, platform: Platform) -> None:
+    """Imports come late: the platform must be active before anything imports megatron."""
+    from trainer.checkpoint import CheckpointFolder
+    from trainer.coordinator import join_run
+    from trainer.diary import Diary
+    from trainer.loop import TrainingLoop
+    from trainer.parallel import start_ranks, stop_ranks
+    from trainer.start import load_policy
+
+    longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s)
+    start_ranks(config.trainer, platform, config.seed, longest_wait_s)
+    diary = Diary(config)
+    policy = load_policy(config, model, platform)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint.keep)
+    version = checkpoints.newest()
+    if version is not None:
+        checkpoints.load(policy, version)
+    gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
+    coordinator = join_run(config)
+    TrainingLoop(config, model, policy, coordinator, checkpoints, diary, version or 0).run()
+    coordinator.close()
+    diary.close()
+    stop_ranks()
+
+
+if __name__ == "__main__":
+    main()

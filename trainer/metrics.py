@@ -1,0 +1,69 @@
+"""The row of a training step: what its batch was like, what the step did, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from async_grpo.staleness.window import age
+from async_grpo.wire import Batch, Group
+from trainer.step import StepResult
+
+PHASES = ("wait", "pack", "train", "optimizer", "publish", "checkpoint")
+
+
+def step_row(batch: Batch, result: StepResult, *, lr: float, seconds: dict[str, float]) -> dict[str, Any]:
+    """For metrics.jsonl; `step` is the version that the step made; what was not measured is left out."""
+    outcome = {key: value for key, value in asdict(result).items() if value is not None}
+    return {
+        "kind": "step",
+        "step": batch.version + 1,
+        "version": batch.version,
+        "epoch": batch.epoch,
+        "time_s": time.time(),
+        "replayed": batch.replayed,
+        "groups": len(batch.groups),
+        "lr": lr,
+        **_rewards(batch.groups),
+        **_ages(batch),
+        **outcome,
+        **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
+        "step_s": sum(seconds.values()),
+    }
+
+
+def _rewards(groups: list[Group]) -> dict[str, Any]:
+    """Over verifiable samples; `informative_groups` is the share of groups whose rewards differ."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    return {
+        **({"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if rewards else {}),
+        "unverifiable_samples": len(samples) - len(rewards),
+        "informative_groups": sum(_informative(group) for group in groups) / len(groups),
+        "completion_tokens_mean": float(np.mean([len(sample.token_ids()) for sample in samples])),
+    }
+
+
+def _informative(group: Group) -> bool:
+    """Whether the rewards of the group differ, so that it has a gradient."""
+    return len({sample.reward for sample in group.samples if sample.reward is not None}) > 1
+
+
+def _ages(batch: Batch) -> dict[str, Any]:
+    """Ages of the trained tokens, in optimizer steps."""
+    tokens: Counter[int] = Counter()
+    for group in batch.groups:
+        for sample in group.samples:
+            if sample.reward is not None:
+                for span in sample.spans:
+                    tokens[age(batch.version, span.version)] += span.end - span.start
+    total = max(1, tokens.total())
+    return {
+        "age_mean": sum(steps * count for steps, count in tokens.items()) / total,
+        "age_max": max(tokens, default=0),
+        "age_histogram": {str(steps): tokens[steps] for steps in sorted(tokens)},
+    }

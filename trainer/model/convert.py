@@ -1,0 +1,139 @@
+"""Hugging Face tensors into this rank's Megatron parameters, and back.
+
+Both directions go tensor by tensor: no rank ever holds two copies of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from async_grpo.errors import DataError
+from trainer.model.build import head_dim
+from trainer.model.plan import Cut, Weight, stage_weights
+
+
+@torch.no_grad()
+def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the parameters of this rank. Raises DataError for a tensor that is missing or misshapen."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    parameters = dict(model.named_parameters())
+    for weight in _own_weights(hf):
+        full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
+        parameters.pop(weight.megatron).copy_(shard(weight.cut, full, hf.num_key_value_heads, rank, ranks))
+    if parameters:
+        raise DataError(f"no Hugging Face tensor is known for {', '.join(parameters)}: the model was not filled")
+
+
+@torch.no_grad()
+def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the whole model, on global rank 0; nothing on the other ranks.
+
+    All ranks of data-parallel rank 0 must iterate to the end: a tensor is gathered over its
+    tensor-parallel group, then sent to rank 0 by the pipeline stage that has it.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    own = parallel_state.get_pipeline_model_parallel_rank()
+    leads = parallel_state.get_tensor_model_parallel_rank() == 0
+    parameters = dict(model.named_parameters())
+    for stage in range(stages):
+        for weight in stage_weights(hf, stage, stages):
+            if not weight.exported:
+                continue
+            full = _gather(parameters[weight.megatron], weight, hf) if stage == own else None
+            if stage and leads:
+                full = _to_first_stage(full, weight, stage, own, model.config.params_dtype)
+            if own == 0 and leads:
+                assert full is not None
+                yield from zip(weight.hf, full, strict=True)
+
+
+def shard(cut: Cut, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
+    """Rank `rank`'s part of a parameter, from the full Hugging Face tensors."""
+    if cut is Cut.WHOLE:
+        return full[0]
+    if cut is Cut.ROWS:
+        return full[0].chunk(ranks, 0)[rank]
+    if cut is Cut.COLUMNS:
+        return full[0].chunk(ranks, 1)[rank]
+    if cut is Cut.GATE_UP:
+        return torch.cat([tensor.chunk(ranks, 0)[rank] for tensor in full])
+    return _interleave(full, groups).chunk(ranks, 0)[rank]
+
+
+def unshard(cut: Cut, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
+    """The full Hugging Face tensors, from the parts of all ranks: the inverse of `shard`."""
+    if cut is Cut.WHOLE:
+        return [parts[0]]
+    if cut is Cut.ROWS:
+        return [torch.cat(list(parts))]
+    if cut is Cut.COLUMNS:
+        return [torch.cat(list(parts), 1)]
+    if cut is Cut.GATE_UP:
+        gates, ups = zip(*(part.chunk(2, 0) for part in parts), strict=True)
+        return [torch.cat(gates), torch.cat(ups)]
+    return _separate(torch.cat(list(parts)), groups, head_dim)
+
+
+def _interleave(qkv: Sequence[Tensor], groups: int) -> Tensor:
+    """q [heads * d, ...], k and v [groups * d, ...] -> [groups * (heads per group + 2) * d, ...]"""
+    dim, tail = qkv[1].shape[0] // groups, qkv[1].shape[1:]
+    return torch.cat([part.reshape(groups, -1, dim, *tail) for part in qkv], 1).reshape(-1, *tail)
+
+
+def _separate(merged: Tensor, groups: int, head_dim: int) -> list[Tensor]:
+    """The inverse of `_interleave`: query, key, value."""
+    tail = merged.shape[1:]
+    by_group = merged.reshape(groups, -1, head_dim, *tail)
+    heads = by_group.shape[1] - 2
+    return [part.reshape(-1, *tail) for part in by_group.split([heads, 1, 1], 1)]
+
+
+def _own_weights(hf: PretrainedConfig) -> list[Weight]:
+    return stage_weights(
+        hf,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in tensors:
+        raise DataError(f"the checkpoint has no tensor {name}. Is it whole, and of this architecture?")
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape:
+        raise DataError(f"tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {shape}")
+    return tensor
+
+
+def _gather(parameter: Tensor, weight: Weight, hf: PretrainedConfig) -> list[Tensor]:
+    """Full tensors, on every rank of the tensor-parallel group."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [parameter.data]
+    if weight.cut is not Cut.WHOLE and group.size() > 1:
+        parts = [torch.empty_like(parameter.data) for _ in range(group.size())]
+        dist.all_gather(parts, parameter.data.contiguous(), group=group)
+    return unshard(weight.cut, parts, hf.num_key_value_heads, head_dim(hf))
+
+
+def _to_first_stage(
+    full: list[Tensor] | None, weight: Weight, stage: int, own: int, dtype: torch.dtype
+) -> list[Tensor] | None:
+    """Send from `stage` to stage 0; the received tensors there, what was given elsewhere."""
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    if own == stage:
+        assert full is not None
+        for tensor in full:
+            dist.send(tensor.contiguous(), ranks[0])
+    if own == 0:
+        full = [torch.empty(shape, dtype=dtype) for shape in weight.shapes]
+        for tensor in full:
+            dist.recv(tensor, ranks[stage])
+    return full

@@ -1,0 +1,99 @@
+"""The ranks of the trainer: process groups, and the few exchanges outside of Megatron."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_grpo.config.schema import TrainerConfig
+from async_grpo.errors import ConfigError
+from trainer.platform import Platform
+
+_SLACK_S = 120.0
+"""Ranks wait for rank 0 this much longer than rank 0 waits for anybody."""
+
+
+def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float) -> None:
+    """Join torchrun's ranks (or be the only one) and lay them out.
+
+    Raises ConfigError if torchrun started another number of ranks than `config.processes`.
+    """
+    _stand_alone_defaults()
+    started = int(os.environ["WORLD_SIZE"])
+    if started != config.processes:
+        raise ConfigError(
+            f"trainer.processes is {config.processes}, but {started} ranks were started. "
+            f"Start torchrun with --nproc-per-node {config.processes}"
+        )
+    dist.init_process_group(platform.backend, timeout=timedelta(seconds=longest_wait_s + _SLACK_S))
+    lay_out(config, seed)
+
+
+def lay_out(config: TrainerConfig, seed: int) -> None:
+    """Cut the ranks that have joined into tensor-, pipeline- and data-parallel groups."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        config.tensor_parallel, config.pipeline_parallel, create_gloo_process_groups=True
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop_ranks() -> None:
+    """Leave together."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def is_leader() -> bool:
+    """Whether this is rank 0, which alone talks to the buffer and writes files."""
+    return dist.get_rank() == 0
+
+
+def share_bytes(payload: bytes | None) -> bytes:
+    """Rank 0's bytes, on every rank (raw, never pickled)."""
+    if dist.get_world_size() == 1:
+        assert payload is not None
+        return payload
+    (size,) = share_ints([len(payload)] if payload is not None else None, 1)
+    if payload is not None:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    else:
+        data = torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    return data.numpy().tobytes()
+
+
+def share_ints(values: list[int] | None, count: int) -> list[int]:
+    """Rank 0's `count` integers, on every rank."""
+    data = torch.tensor(values if values is not None else [0] * count, dtype=torch.int64)
+    dist.broadcast(data, 0)
+    shared: list[int] = data.tolist()
+    return shared
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise sum of a small tensor over all ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise maximum of a small tensor over all ranks, in place."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def _stand_alone_defaults() -> None:
+    """Without torchrun, be a world of one."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
