@@ -21,6 +21,8 @@ from async_grpo.config.schema import ObjectiveConfig
 from async_grpo.wire import Group, Sample
 from trainer.model.spec import PackedSequences, pack
 
+MIXED = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
@@ -29,7 +31,8 @@ class Sequence:
     tokens: npt.NDArray[np.int32]
     prompt_tokens: int
     behaviour_C: npt.NDArray[np.float32]
-    versions_C: npt.NDArray[np.int32]
+    version: int
+    """Of the policy that sampled all of it; MIXED if several did."""
     trained: bool
     advantage: float
     weight: float
@@ -56,6 +59,7 @@ class MicroBatch:
     advantages_N: Tensor
     weights_N: Tensor
     versions_N: Tensor
+    """int64: version of the policy that sampled the whole completion of this token, or MIXED."""
 
 
 def sequences_of(groups: Many[Group], objective: ObjectiveConfig) -> list[Sequence]:
@@ -97,7 +101,7 @@ def _tensors(inputs: Many[npt.NDArray[np.int32]], trained: Many[Sequence], start
         behaviour_N=_join([member.behaviour_C for member in trained], np.float32),
         advantages_N=_join([np.repeat(m.advantage, n) for m, n in zip(trained, counts, strict=True)], np.float32),
         weights_N=_join([np.repeat(m.weight, n) for m, n in zip(trained, counts, strict=True)], np.float32),
-        versions_N=_join([member.versions_C for member in trained], np.int64),
+        versions_N=_join([np.repeat(m.version, n) for m, n in zip(trained, counts, strict=True)], np.int64),
     )
 
 
@@ -118,7 +122,7 @@ def _sequence(prompt: npt.NDArray[np.int32], sample: Sample, advantage: float, w
         tokens=np.concatenate([prompt, sample.token_ids()]),
         prompt_tokens=len(prompt),
         behaviour_C=sample.token_logprobs(),
-        versions_C=sample.token_versions(),
+        version=sample.spans[0].version if len(sample.spans) == 1 else MIXED,
         trained=sample.reward is not None,
         advantage=advantage,
         weight=weight,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from msgspec.structs import replace
 from torch import Tensor
 
 from async_grpo.algorithms import TokenLoss, decoupled, importance_weight, ppo_clip
@@ -51,7 +52,8 @@ class StepResult:
     """-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy."""
     trained_tokens: int
     logprob_gap_mean: float | None
-    """|behaviour - trainer| over tokens that this very version sampled; None if there are none."""
+    """|behaviour - trainer| over completions that this very version sampled from first token to last; None if
+    there are none. Others cannot be compared: where the KV cache is kept, part of it is of older weights."""
     logprob_gap_max: float | None
     gap_tokens: int
     micro_batches: int
@@ -83,8 +85,9 @@ def train_step(policy: Policy, batch: Batch, config: TrainerConfig, *, lr: float
 
 
 def measure_gap(policy: Policy, batch: Batch, config: TrainerConfig) -> dict[str, float]:
-    """|behaviour - trainer| of tokens that `batch.version`, the present weights, sampled."""
-    packed, _ = pack_for_rank(batch, config)
+    """|behaviour - trainer| of tokens that `batch.version`, the present weights, sampled; rewards do not matter."""
+    groups = [replace(group, samples=[replace(one, reward=0.0) for one in group.samples]) for group in batch.groups]
+    packed, _ = pack_for_rank(replace(batch, groups=groups), config)
     found = policy.run(packed, _Objective(config.objective, batch.version), train=False)
     sums, maxima = _reduce(found)
     return {

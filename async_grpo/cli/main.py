@@ -21,9 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file; the shipped ones are in configs/.")]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("-o", "--override", metavar="KEY=VALUE", help="For example -o max_staleness=0. Repeat it.")
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="For example -o max_staleness=0; may be repeated."),
 ]
 
 
@@ -31,7 +32,7 @@ Overrides = Annotated[
 def run(
     config: ConfigArgument,
     override: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved run, start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
 ) -> None:
     """Run everything on this machine: server, trainer, rollout servers, report.

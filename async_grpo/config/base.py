@@ -8,6 +8,4 @@ from pydantic import BaseModel, ConfigDict
 class StrictModel(BaseModel):
     """A section of the configuration."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)

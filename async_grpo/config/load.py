@@ -25,9 +25,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = str(self.construct_object(key_node, deep=True))
             if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -49,9 +47,7 @@ def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         lines = [_explain(detail) for detail in error.errors()]
-        raise ConfigError(
-            f"{source} cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)
-        ) from None
+        raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)) from None
 
 
 def dump(config: RunConfig) -> str:
@@ -62,9 +58,7 @@ def dump(config: RunConfig) -> str:
 def _read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
     """The file's mapping over that of its `base`, key by key."""
     if depth > _MAX_LAYERS:
-        raise ConfigError(
-            f"{path}: more than {_MAX_LAYERS} layers of `base:`. Does a file name itself as its base?"
-        )
+        raise ConfigError(f"{path}: more than {_MAX_LAYERS} layers of `base:`. Does a file name itself as its base?")
     raw = _read_yaml(path)
     base = raw.pop("base", None)
     if base is None:
@@ -74,15 +68,13 @@ def _read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}. The shipped ones are in configs/") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{path} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}"
-        )
+        raise ConfigError(f"{path} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}")
     return raw
 
 

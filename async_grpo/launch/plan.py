@@ -33,7 +33,8 @@ def describe(config: RunConfig) -> Table:
     s, p, g = config.max_staleness, config.groups_per_step, config.group_size
     table.add_row("writes", str(config.run_dir))
     table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
-    table.add_row("rollout servers", f"{config.rollout.servers} x vLLM, {config.rollout.max_concurrency} samples in flight")
+    rollout = config.rollout
+    table.add_row("rollout servers", f"{rollout.servers} x vLLM, {rollout.max_concurrency} samples in flight")
     table.add_row("trainer", f"{config.trainer.processes} rank(s) on {config.trainer.platform}, {config.steps} steps")
     table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
     table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups, age <= {s} steps")

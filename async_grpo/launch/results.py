@@ -38,7 +38,7 @@ def headline(summary: dict[str, Any], folder: RunFolder) -> str:
     """The end of a run in a few lines."""
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
     lines = [
-        f"steps {summary['steps']}, tokens generated {summary['generated_tokens']}, trained {summary['trained_tokens']}",
+        f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
         f"held-out accuracy (sampled) {_percent(summary['accuracy_before'])} -> {_percent(summary['accuracy_after'])}",
         f"age of trained tokens: max {summary['max_age']} (bound {summary['max_staleness']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",

@@ -14,7 +14,9 @@ from async_grpo.launch import family
 from async_grpo.process import die_with_parent
 
 _LOG_TAIL_BYTES = 64 << 10
-_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Refused|Lost|Corrupt|Fenced|Killed)\b.*", re.MULTILINE)
+_ERROR_LINE = re.compile(
+    r"^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Refused|Lost|Full|Corrupt|Failed|Fenced|Killed)\b.*", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,7 @@ class RoleProcess:
 
 def explain_exit(spec: RoleSpec, code: int) -> str:
     """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
-    if code < 0:
-        how = f"was killed by {_signal_name(-code)}"
-    else:
-        how = f"ended with exit code {code}"
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     reason = _last_error(spec.log) if code > 0 else ""
     return f"{spec.name} {how}{': ' + reason if reason else ''} (log: {spec.log})"
 

@@ -108,7 +108,7 @@ class _LocalRun:
         await roles
         await self._monitor.look()
         if not self._monitor.trained():
-            raise RoleFailed(f"all roles have left, but the run is not trained to its end. See {self._folder.path}/logs")
+            raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
 
     async def _stop(self, again: asyncio.Event) -> None:
         """SIGTERM and patience; a second Ctrl-C ends the patience."""

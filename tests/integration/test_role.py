@@ -84,9 +84,7 @@ async def test_stop_ends_all_roles_in_time_and_does_not_restart_them(tmp_path: P
 
 async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    keeper = Supervisor(
-        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, say=print, stop_timeout_s=0.5
-    )
+    keeper = Supervisor("run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, say=print, stop_timeout_s=0.5)
     watching = asyncio.create_task(keeper.watch())
     await first_line(tmp_path / "trainer.log")
     pid = keeper.pid("trainer")

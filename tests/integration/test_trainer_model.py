@@ -39,6 +39,7 @@ class Outcome:
     logprobs: list[float]
     untouched: Tensors
     trained: Tensors
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Case:
     run: str = ""
     save_at: int | None = None
     resume: bool = False
+    poisoned: bool = False
 
     def prepare(self, folder: Path, ranks: int) -> dict[str, Any]:
         config = run_config(folder, self.run or self.name, tensor=self.tensor, pipeline=self.pipeline, ranks=ranks)
         (folder / f"{self.name}.yaml").write_text(dump(config))
         files = {"config": f"{folder / self.name}.yaml", "model": str(self.model), "out": f"{folder / self.name}.json"}
-        return {**files, "save_at": self.save_at, "resume": self.resume}
+        return {**files, "save_at": self.save_at, "resume": self.resume, "poisoned": self.poisoned}
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +96,12 @@ def make_model(folder: Path) -> Callable[[bool], Path]:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path, make_model: Callable[[bool], Path]) -> dict[str, Outcome]:
-    """tied, untied, and tied again from the checkpoint that the first one left at version 2."""
+    """tied, untied; tied again from the checkpoint that the first one left at version 2; a NaN reward."""
     cases = [
         Case("tied", make_model(True), save_at=2),
         Case("untied", make_model(False)),
         Case("resumed", make_model(True), run="tied", resume=True),
+        Case("poisoned", make_model(True), poisoned=True),
     ]
     return train(folder, cases, ranks=1)
 
@@ -152,7 +155,7 @@ def launch(program: str, ranks: int, *arguments: object) -> None:
 def read_outcome(path: Path) -> Outcome:
     found = json.loads(path.read_text())
     untouched, trained = (load_file(path.with_suffix(f".{name}.safetensors")) for name in ("untouched", "trained"))
-    return Outcome(found["steps"], found["logprobs"], untouched, trained)
+    return Outcome(found["steps"], found["logprobs"], untouched, trained, found.get("refused", ""))
 
 
 def reference(model_folder: Path) -> Outcome:
@@ -260,3 +263,9 @@ def test_a_checkpoint_of_one_rank_is_resumed_by_two(
 ) -> None:
     assert len(two_ranks["resharded"].steps) == VERSIONS - 2
     assert_same_training(two_ranks["resharded"], one_rank["tied"], 1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_any_weight_changes(one_rank: dict[str, Outcome]) -> None:
+    poisoned = one_rank["poisoned"]
+    assert "loss of the step 0 -> 1 is nan" in poisoned.refused
+    assert all(torch.equal(poisoned.trained[name], tensor) for name, tensor in poisoned.untouched.items())

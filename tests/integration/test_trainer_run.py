@@ -130,7 +130,7 @@ def trained(config: RunConfig) -> int:
 
 async def until(done: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not done():  # noqa: ASYNC110 (what it looks at is another process's file)
+        while not done():
             await asyncio.sleep(0.02)
 
 

@@ -338,7 +338,7 @@ async def test_the_death_of_the_engine_is_an_engine_error(untied: Lab) -> None:
 async def more_tokens(lab: Lab, count: int) -> None:
     target = lab.engine.load().generated_tokens + count
     async with asyncio.timeout(30):
-        while lab.engine.load().generated_tokens < target:  # noqa: ASYNC110
+        while lab.engine.load().generated_tokens < target:
             await asyncio.sleep(0.005)
 
 

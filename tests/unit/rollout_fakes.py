@@ -215,5 +215,5 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 5.0) -> None:
     """Let the event loop run until the condition holds."""
     async with asyncio.timeout(timeout_s):
-        while not await condition():  # noqa: ASYNC110 (a test looks from outside: nobody would set an event)
+        while not await condition():
             await asyncio.sleep(0.001)

@@ -83,9 +83,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         (("sampling.max_tokens=4096",), "max_model_len"),
     ],
 )
-def test_an_impossible_combination_says_how_to_mend_it(
-    tmp_path: Path, overrides: tuple[str, ...], fix: str
-) -> None:
+def test_an_impossible_combination_says_how_to_mend_it(tmp_path: Path, overrides: tuple[str, ...], fix: str) -> None:
     assert fix in refusal(tmp_path, overrides=overrides)
 
 

@@ -64,7 +64,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_version() -> None:
     await engine.start()
     await engine.update_weights(NO_STORE, epoch=0, version=0, interruption="keep")
     running = asyncio.create_task(engine.generate(request()))
-    while engine.load().generated_tokens < 5:  # noqa: ASYNC110
+    while engine.load().generated_tokens < 5:
         await asyncio.sleep(0.005)
     await engine.update_weights(NO_STORE, epoch=0, version=1, interruption="keep")
     spans = (await running).spans

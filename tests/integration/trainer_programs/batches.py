@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
@@ -10,10 +11,13 @@ VOCAB = 96
 GROUPS, SAMPLES = 4, 4
 
 
-def make_batch(version: int, *, prompt_tokens: int = 5) -> Batch:
-    """4 groups of 4 samples of 2-20 tokens; one sample in ten is unverifiable."""
+def make_batch(version: int, *, poisoned: bool = False) -> Batch:
+    """4 groups of 4 samples of 2-20 tokens; one sample in ten is unverifiable. `poisoned`: a reward is NaN."""
     generator = np.random.default_rng(version)
-    groups = [_group(generator, version * GROUPS + index, version, prompt_tokens + index) for index in range(GROUPS)]
+    groups = [_group(generator, version * GROUPS + index, version, 5 + index) for index in range(GROUPS)]
+    if poisoned:
+        samples = [msgspec.structs.replace(groups[0].samples[0], reward=float("nan")), *groups[0].samples[1:]]
+        groups[0] = msgspec.structs.replace(groups[0], samples=samples)
     return Batch(epoch=1, version=version, groups=groups)
 
 
@@ -26,11 +30,11 @@ def make_sample(generator: np.random.Generator, version: int, *, mixed: bool = T
     """All tokens from `version`; if `mixed`, the first half from the one before."""
     length = int(generator.integers(2, 21))
     half = length // 2
-    old = max(0, version - 1) if mixed else version
+    old_half = [VersionSpan(version - 1, 0, half), VersionSpan(version, half, length)]
     return Sample(
         tokens=tokens_to_bytes(generator.integers(0, VOCAB, length)),
         logprobs=logprobs_to_bytes(-np.log(VOCAB) + generator.normal(0, 0.8, length)),
-        spans=[VersionSpan(old, 0, half), VersionSpan(version, half, length)],
+        spans=old_half if mixed and version > 0 else [VersionSpan(version, 0, length)],
         reward=None if generator.random() < 0.1 else float(generator.random() < 0.5),
     )
 

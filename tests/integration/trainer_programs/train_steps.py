@@ -2,8 +2,9 @@
 
     python -m trainer_programs.train_steps CASES.json      (under torchrun for several ranks)
 
-A case: {"config": FILE, "model": FOLDER, "out": FILE, "save_at": V | null, "resume": bool}. `out`
-gets losses, gradient norms and log-probabilities as JSON; the weights lie beside it.
+A case: {"config": FILE, "model": FOLDER, "out": FILE, "save_at": V | null, "resume": bool,
+"poisoned": bool}. `out` gets losses, gradient norms, log-probabilities and the error that ended the
+steps, if any, as JSON; the weights lie beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import RunConfig, load
+from async_grpo.errors import TrainingError
 from trainer.platform import Platform, select_platform
 
 VERSIONS = 4
@@ -57,8 +59,12 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
         first = newest
     found: dict[str, Any] = {"first": first, "logprobs": logprobs(policy, config), "steps": []}
     for version in range(first, VERSIONS):
-        batch = make_batch(version)
-        result = train_step(policy, batch, config.trainer, lr=config.trainer.optimizer.lr, phases=Phases())
+        batch = make_batch(version, poisoned=case["poisoned"])
+        try:
+            result = train_step(policy, batch, config.trainer, lr=config.trainer.optimizer.lr, phases=Phases())
+        except TrainingError as error:
+            found["refused"] = str(error)
+            break
         found["steps"].append({"loss": result.loss, "grad_norm": result.grad_norm, "tokens": result.trained_tokens})
         if version + 1 == case["save_at"]:
             checkpoints.save(policy, version + 1, epoch=1)

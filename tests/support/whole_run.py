@@ -1,0 +1,127 @@
+"""`async-grpo run` as a user starts it: a process, its printed lines, its folder, its roles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CONFIG = """\
+name: small
+steps: {steps}
+max_staleness: 1
+group_size: 4
+groups_per_step: 4
+model: {{random: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 128, vocab_size: 300}}}}
+data: {{kind: arithmetic}}
+sampling: {{max_tokens: {max_tokens}}}
+rollout: {{max_concurrency: 16, lease_s: 5, vllm: {{max_model_len: 256, kv_cache_bytes: 67108864}}}}
+trainer: {{optimizer: {{lr: 1.0e-3}}, checkpoint: {{every_steps: 2}}}}
+eval: {{prompts: 16, samples: 1}}
+"""
+
+
+class WholeRun:
+    """One `async-grpo run` in `folder`; start it again to resume."""
+
+    def __init__(self, folder: Path, *, steps: int, max_tokens: int = 24, overrides: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self._config = folder / "small.yaml"
+        self._config.write_text(CONFIG.format(steps=steps, max_tokens=max_tokens))
+        self._overrides = [argument for override in ("name=small", *overrides) for argument in ("-o", override)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed = folder / "printed.log"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / "small"
+
+    @property
+    def printed(self) -> str:
+        return self._printed.read_text()
+
+    def start(self) -> None:
+        with self._printed.open("ab") as printed:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.cli.main", "run", str(self._config), *self._overrides],
+                cwd=self.folder,
+                stdout=printed,
+                stderr=printed,
+                env={**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache")},
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float = 240.0) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
+        self._until(lambda: max([row["step"] for row in self.steps()], default=0) >= step, f"step {step}", timeout_s)
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        if not path.exists():
+            return []
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return [row for row in rows if row["kind"] == "step"]
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return found
+
+    def role(self, module: str) -> psutil.Process:
+        """The process that runs `-m module` (for torchrun's, the rank itself)."""
+        found = [process for process in self.family() if _runs(process, module)]
+        assert found, f"no process runs {module}"
+        return found[-1]
+
+    def family(self) -> list[psutil.Process]:
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def _until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert self._process is not None
+            code = self._process.poll()
+            assert code is None, f"the run ended with {code} before {what}:\n{self.printed[-3000:]}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.printed[-3000:]}"
+            time.sleep(0.1)
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    try:
+        arguments = process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    return any(a == "-m" and b == module for a, b in zip(arguments, arguments[1:], strict=False))
+
+
+def check_books(summary: dict[str, Any], *, steps: int, groups_per_step: int = 4) -> None:
+    """Every admitted group is accounted for, and none was trained twice or too late."""
+    groups = dict(summary["groups"])
+    admitted = groups.pop("admitted")
+    assert admitted == sum(groups.values())
+    assert summary["balanced"]
+    assert groups["trained"] == steps * groups_per_step
+    assert groups["active"] == 0
+    assert summary["steps"] == steps
+    assert summary["max_age"] <= summary["max_staleness"]
