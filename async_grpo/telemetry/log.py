@@ -30,8 +30,8 @@ def configure_logging(role: str) -> FilteringBoundLogger:
             _render_line,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whatever sys.stderr is by then
+        cache_logger_on_first_use=False,
     )
     logger: FilteringBoundLogger = structlog.get_logger().bind(role=role)
     return logger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -112,7 +113,7 @@ def _runs(process: psutil.Process, module: str) -> bool:
         arguments = process.cmdline()
     except psutil.NoSuchProcess:
         return False
-    return any(a == "-m" and b == module for a, b in zip(arguments, arguments[1:], strict=False))
+    return any(a == "-m" and b == module for a, b in itertools.pairwise(arguments))
 
 
 def check_books(summary: dict[str, Any], *, steps: int, groups_per_step: int = 4) -> None:
