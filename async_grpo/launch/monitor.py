@@ -85,7 +85,9 @@ class Monitor:
     def _check_ready(self, ready: set[str]) -> None:
         """A role that runs and has not been heard of for launch.ready_timeout_s is an error."""
         limit = self._config.launch.ready_timeout_s
-        for name, role in self._supervisor.states.items():
+        for name, role in list(self._supervisor.states.items()):
+            if name in ready:
+                self._supervisor.heard_of(name)
             if name in ready or role.state == "finished":
                 self._unready_since.pop(name, None)
                 continue

@@ -79,6 +79,12 @@ class Supervisor:
         role = self._running.get(name)
         return role.pid if role else None
 
+    def heard_of(self, name: str) -> None:
+        """The role has shown that it is ready."""
+        role = self.states[name]
+        if role.state == "starting":
+            self.states[name] = replace(role, state="running")
+
     @property
     def restarts(self) -> dict[str, int]:
         """Restarts by role, those of earlier invocations of this run included."""
@@ -112,7 +118,7 @@ class Supervisor:
     async def _run_once(self, spec: RoleSpec) -> int:
         role = await RoleProcess.start(spec, self._run)
         self._running[spec.name] = role
-        self._mark(spec, "running")
+        self._mark(spec, "starting")
         code = await asyncio.shield(role.wait())
         self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role
         return code
@@ -122,7 +128,7 @@ class Supervisor:
         if spec.name == TRAINER:
             return not self._trained()
         others = [role for name, role in self.states.items() if name not in (TRAINER, spec.name)]
-        alone = not any(role.state == "running" for role in others)
+        alone = not any(role.state in ("starting", "running", "restarting") for role in others)
         return alone and self.states[TRAINER].state != "finished"
 
     def _mark(self, spec: RoleSpec, state: str) -> None:

@@ -12,6 +12,8 @@ def who_waits(state: LiveState, groups_per_step: int) -> str:
     """The wait that matters now. A trainer with a batch in hand works; without one it waits."""
     if starting := [role.name for role in state.roles if role.state in ("starting", "restarting")]:
         return f"waiting for {_names(starting)} to start"
+    if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
+        return "nobody: every role has left"
     if not state.servers:
         return "trainer waits for a rollout server: none has reported"
     if state.taken:

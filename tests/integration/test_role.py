@@ -72,10 +72,8 @@ async def test_stop_ends_all_roles_in_time_and_does_not_restart_them(tmp_path: P
     keeper = supervisor(tmp_path, spec(tmp_path, SLEEPER, name="trainer", restarts=3), said=said)
     watching = asyncio.create_task(keeper.watch())
     async with asyncio.timeout(10):
-        while keeper.states["trainer"].state != "running":
+        while (pid := keeper.pid("trainer")) is None:
             await asyncio.sleep(0.02)
-        pid = keeper.pid("trainer")
-        assert pid is not None
         await keeper.stop()
         await watching
     assert said == []
@@ -93,3 +91,16 @@ async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: P
         await keeper.stop()
         await watching
     assert not psutil.pid_exists(pid)
+
+
+async def test_a_role_counts_as_running_once_it_has_been_heard_of(tmp_path: Path) -> None:
+    keeper = supervisor(tmp_path, spec(tmp_path, SLEEPER, name="trainer"), said=[])
+    watching = asyncio.create_task(keeper.watch())
+    async with asyncio.timeout(10):
+        while keeper.pid("trainer") is None:
+            await asyncio.sleep(0.02)
+        assert keeper.states["trainer"].state == "starting"
+        keeper.heard_of("trainer")
+        assert keeper.states["trainer"].state == "running"
+        await keeper.stop()
+        await watching
