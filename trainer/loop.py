@@ -23,6 +23,7 @@ from trainer.coordinator import Coordinator
 from trainer.diary import Diary
 from trainer.metrics import step_row
 from trainer.outlet import WeightOutlet
+from trainer.phases import START, WAIT
 from trainer.policy import Policy
 from trainer.schedule import learning_rate
 from trainer.step import StepResult, measure_gap, train_step
@@ -43,13 +44,15 @@ class TrainingLoop:
     head_version: int = field(init=False)
     outlet: WeightOutlet = field(init=False)
     saved: int = field(init=False)
+    stepped: bool = False
+    """Whether this process has made a step; before it, waiting is for engines to start."""
 
     def run(self) -> None:
         """Train until version `steps`, or until SIGTERM; either way a checkpoint holds what was trained."""
         self._take_over()
         try:
             while self.version < self.config.steps:
-                with self.diary.phases.span("wait", version=self.version):
+                with self.diary.phases.span(WAIT if self.stepped else START, version=self.version):
                     batch = self.coordinator.take(self.version)
                 if batch is None:
                     self.diary.note("stopping: SIGTERM", version=self.version)
@@ -74,6 +77,7 @@ class TrainingLoop:
         phases = self.diary.phases
         result = train_step(self.policy, batch, self.config.trainer, lr=lr, phases=phases)
         self.version += 1
+        self.stepped = True
         self._publish()
         self.coordinator.release(batch)
         if self.version % self.config.trainer.checkpoint.every_steps == 0:

@@ -11,9 +11,10 @@ import numpy as np
 
 from async_grpo.staleness.window import age
 from async_grpo.wire import Batch, Group
+from trainer.phases import START, WAIT
 from trainer.step import StepResult
 
-PHASES = ("wait", "pack", "train", "optimizer", "publish", "checkpoint")
+PHASES = (WAIT, "pack", "train", "optimizer", "publish", "checkpoint")
 
 
 def step_row(batch: Batch, result: StepResult, *, lr: float, seconds: dict[str, float]) -> dict[str, Any]:
@@ -32,7 +33,8 @@ def step_row(batch: Batch, result: StepResult, *, lr: float, seconds: dict[str, 
         **_ages(batch),
         **outcome,
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
-        "step_s": sum(seconds.values()),
+        "start_s": seconds.get(START, 0.0),
+        "step_s": sum(taken_s for name, taken_s in seconds.items() if name != START),
     }
 
 

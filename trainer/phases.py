@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from async_grpo.telemetry.timeline import Timeline
 
 TRACK = "trainer"
+START, WAIT = "start", "wait"
+"""Waiting for a batch: the first one of a process, while engines load; and every later one."""
 
 
 class Phases:

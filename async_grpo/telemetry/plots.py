@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6db5", "#e08a1e", "#3a9a5b", "#c4443c", "#8a8f98"
 _PART_COLORS = {
     "wait": "#d9dce1",
-    "prox": "#8fb8de",
+    "pack": "#8fb8de",
     "train": BLUE,
     "optimizer": "#1d3f6e",
     "publish": ORANGE,

@@ -20,7 +20,7 @@ Facts = dict[str, Any]
 
 _PART_MEANINGS = {
     "wait": "the trainer waited for a batch from the rollout servers",
-    "prox": "log-probabilities of the proximal policy",
+    "pack": "packing sequences into micro-batches",
     "train": "forward and backward",
     "optimizer": "optimizer step",
     "publish": "snapshot and announcement of the new weights",
@@ -121,7 +121,7 @@ def _gap(summary: Facts) -> str:
         "## Log-probability gap\n\n"
         "Absolute difference between engine and trainer, for the same tokens under the same weights: mean "
         f"{_figure(summary, 'logprob_gap_mean', '.2e')}, max {_figure(summary, 'logprob_gap_max', '.2e')} "
-        f"over {_figure(summary, 'gap_tokens', ',')} tokens (age 0 during training, and probes)."
+        f"over {_figure(summary, 'gap_tokens', ',')} tokens (completions sampled whole by the trainer's own version, and the final probe)."
     )
 
 

@@ -19,7 +19,7 @@ GENERATED_TOKENS = "generated_tokens"
 RESTARTS_PREFIX = "restarts."
 """Counters of the run board: `restarts.<role>`."""
 
-TIME_KEYS = ("wait_s", "prox_s", "train_s", "optimizer_s", "publish_s", "checkpoint_s")
+TIME_KEYS = ("wait_s", "pack_s", "train_s", "optimizer_s", "publish_s", "checkpoint_s")
 """The parts of a step, in order; what they leave of `step_s` is "other"."""
 
 
@@ -47,14 +47,16 @@ class StepRow(TypedDict, total=False):
     trained_tokens: int
     completion_tokens_mean: float
     logprob_gap_mean: float
-    """Mean |trainer - engine| log-probability over the tokens of age 0 (same weights on both sides)."""
+    """Mean |trainer - engine| log-probability over completions that the trainer's present version sampled whole."""
     logprob_gap_max: float
     gap_tokens: int
     packing_efficiency: float
     groups: int
     replayed: bool
     wait_s: float
-    prox_s: float
+    start_s: float
+    """Until the first batch of this process, while engines load; not part of step_s."""
+    pack_s: float
     train_s: float
     optimizer_s: float
     publish_s: float

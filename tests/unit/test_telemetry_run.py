@@ -50,7 +50,7 @@ def step_row(step: int, rng: random.Random) -> dict[str, Any]:
         "logprob_gap_max": 1e-5,
         "gap_tokens": first,
         "wait_s": wait_s,
-        "prox_s": 0.4,
+        "pack_s": 0.4,
         "train_s": 1.2 + rng.random() * 0.2,
         "optimizer_s": 0.1,
         "publish_s": 0.08,
