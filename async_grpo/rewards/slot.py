@@ -30,7 +30,8 @@ class WorkerSlot:
         argv = [sys.executable, "-m", "async_grpo.rewards.worker", *self._names]
         self._process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE)
         try:
-            hello = await asyncio.wait_for(read_frame(self._stdout, Hello), _START_TIMEOUT_S)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                hello = await read_frame(self._stdout, Hello)
         except (asyncio.IncompleteReadError, TimeoutError) as error:
             await self.kill()
             raise ConfigError(
@@ -83,7 +84,8 @@ class WorkerSlot:
         if process is None:
             return None
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                return await process.wait()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         return await process.wait()

@@ -121,7 +121,7 @@ def _gap(summary: Facts) -> str:
         "## Log-probability gap\n\n"
         "Absolute difference between engine and trainer, for the same tokens under the same weights: mean "
         f"{_figure(summary, 'logprob_gap_mean', '.2e')}, max {_figure(summary, 'logprob_gap_max', '.2e')} "
-        f"over {_figure(summary, 'gap_tokens', ',')} tokens (completions sampled whole by the trainer's own version, and the final probe)."
+        f"over {_figure(summary, 'gap_tokens', ',')} tokens (those that one version sampled whole)."
     )
 
 

@@ -1,106 +1,97 @@
-"""`RunBoard` on Redis: one hash for what is kept, one key with a time to live for what must be renewed."""
+"""The run board on Redis, under the same hash tag as the buffer of the run."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import uuid
 
 from redis.asyncio import Redis
 
-from async_grpo.config.schema import RedisConfig
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
-from buffer.redis.client import make_client
 from buffer.redis.keys import Keys
+from buffer.redis.link import Link, NotYet, Payload
+from buffer.redis.scripts import script
 
-_LONGEST_SLEEP_S = 2.0
-
-_SET_IF_NEWER = """
-local epoch = tonumber(redis.call('HGET', KEYS[1], 'publisher_epoch') or '-1')
-if tonumber(ARGV[1]) < epoch then return 0 end
-redis.call('HSET', KEYS[1], 'publisher_epoch', ARGV[1], 'publisher', ARGV[2])
-return 1
-"""
-_CLAIM = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
+REMEMBER_COUNT_MS = 120_000
+"""A repeated `count` is recognised for this long."""
 
 
 class RedisBoard:
-    """See `buffer.board.RunBoard`. Made by `buffer.connect_board`."""
+    """`RunBoard` shared by all processes of a run. Made by `buffer.connect_board`."""
 
-    def __init__(self, client: Redis, sleeper: Redis, run: str) -> None:
-        self._client: Any = client  # typed by redis-py as bytes | str; these clients never decode, so bytes
-        self._sleeper = sleeper
-        self._keys = Keys(run)
-
-    @classmethod
-    def over(cls, config: RedisConfig, run: str) -> RedisBoard:
-        """The board of `run`."""
-        return cls(make_client(config), make_client(config, blocking_s=_LONGEST_SLEEP_S), run)
+    def __init__(self, client: Redis, run: str, *, timeout_s: float = 30.0) -> None:
+        """`client` is closed by `aclose`."""
+        self._link = Link(client, timeout_s)
+        self._client = self._link.client
+        self._prefix = Keys(run).of("board:")
 
     async def set_publisher(self, address: PublisherAddress) -> None:
-        await self._client.eval(_SET_IF_NEWER, 1, self._name("facts"), str(address.epoch), encode(address))
+        keys = [self._of("publisher"), self._of("publisher:epoch")]
+        await self._link.run(script("board_publisher", prelude=None), keys, address.epoch, encode(address))
 
     async def publisher(self) -> PublisherAddress | None:
-        payload = await self._client.hget(self._name("facts"), "publisher")
-        return decode(payload, PublisherAddress) if payload else None
+        (payload,) = await self._link.fetch([self._of("publisher")])
+        return decode(payload, PublisherAddress) if payload is not None else None
 
     async def beat(self, beat: ServerBeat, *, ttl_s: float) -> None:
-        async with self._client.pipeline(transaction=False) as pipe:
-            pipe.sadd(self._name("servers"), beat.name)
-            pipe.set(self._name("server", beat.name), encode(beat), px=int(ttl_s * 1000))
-            await pipe.execute()
+        await self._link.call(lambda: self._beat(beat, _ms(ttl_s)))
 
     async def servers(self) -> list[ServerBeat]:
-        names = sorted(name.decode() for name in await self._client.smembers(self._name("servers")))
-        if not names:
-            return []
-        payloads = await self._client.mget([self._name("server", name) for name in names])
-        return [decode(payload, ServerBeat) for payload in payloads if payload]
+        known = await self._link.call(lambda: self._client.smembers(self._of("servers")))
+        payloads = await self._link.fetch([self._of(f"server:{name.decode()}") for name in sorted(known)])
+        return [decode(payload, ServerBeat) for payload in payloads if payload is not None]
 
     async def count(self, name: str, amount: int) -> None:
-        await self._client.hincrby(self._name("counters"), name, amount)
+        keys = [self._of("counters"), self._of(f"counted:{uuid.uuid4().hex}")]
+        await self._link.run(script("board_count", prelude=None), keys, name, amount, REMEMBER_COUNT_MS)
 
     async def counters(self) -> dict[str, int]:
-        found = await self._client.hgetall(self._name("counters"))
-        return {name.decode(): int(value) for name, value in found.items()}
+        counters = await self._link.call(lambda: self._client.hgetall(self._of("counters")))
+        return {name.decode(): int(value) for name, value in counters.items()}
 
     async def claim(self, what: str, holder: str, *, ttl_s: float) -> bool:
-        return bool(await self._client.eval(_CLAIM, 1, self._name("claim", what), holder, str(int(ttl_s * 1000))))
+        keys = [self._of(f"claim:{what}")]
+        return bool(await self._link.run(script("board_claim", prelude=None), keys, holder, _ms(ttl_s)))
 
     async def put_evaluation(self, evaluation: Evaluation) -> None:
-        await self._client.hsetnx(self._name("evaluations"), str(evaluation.version), encode(evaluation))
+        version, payload = str(evaluation.version), encode(evaluation)
+        await self._link.call(lambda: self._client.hsetnx(self._of("evaluations"), version, payload))
 
     async def evaluations(self) -> list[Evaluation]:
-        found = await self._client.hvals(self._name("evaluations"))
-        return sorted((decode(payload, Evaluation) for payload in found), key=lambda one: one.version)
+        found = await self._link.call(lambda: self._client.hvals(self._of("evaluations")))
+        return sorted((decode(payload, Evaluation) for payload in found), key=lambda each: each.version)
 
     async def put_probe(self, probe: Probe) -> None:
-        async with self._client.pipeline(transaction=True) as pipe:
-            pipe.set(self._name("probe"), encode(probe))
-            pipe.delete(self._name("wake", "probe"))
-            pipe.lpush(self._name("wake", "probe"), 1)
-            await pipe.execute()
+        keys = [self._of(name) for name in ("stage", "probe", "probe:version", "wake:probe")]
+        staged = [Payload(keys[0], encode(probe))]
+        await self._link.run(script("board_probe", prelude=None), keys, probe.version, payloads=staged)
 
     async def probe(self, version: int, *, timeout_s: float) -> Probe:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            payload = await self._client.get(self._name("probe"))
-            if payload and (found := decode(payload, Probe)).version == version:
-                return found
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise WaitTimeout(f"probe samples of version {version} from a rollout server", timeout_s)
-            await self._sleeper.blpop([self._name("wake", "probe")], timeout=min(left_s, _LONGEST_SLEEP_S))
+        waited_for = f"the probe of version {version} from a rollout server"
+
+        async def look() -> Probe | NotYet:
+            (payload,) = await self._link.fetch([self._of("probe")])
+            if payload is None or (probe := decode(payload, Probe)).version < version:
+                return NotYet()
+            if probe.version > version:
+                raise WaitTimeout(waited_for, 0, f"The probe of version {probe.version} has already replaced it")
+            return probe
+
+        return await self._link.until(self._of("wake:probe"), look, waited_for=waited_for, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
-        await self._client.aclose()
-        await self._sleeper.aclose()
+        await self._link.aclose()
 
-    def _name(self, *parts: object) -> str:
-        return self._keys("board", *parts)
+    async def _beat(self, beat: ServerBeat, ttl_ms: int) -> None:
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.set(self._of(f"server:{beat.name}"), encode(beat), px=ttl_ms)
+            pipe.sadd(self._of("servers"), beat.name)
+            await pipe.execute()
+
+    def _of(self, name: str) -> str:
+        return self._prefix + name
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(1000 * seconds))

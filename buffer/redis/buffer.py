@@ -1,241 +1,224 @@
-"""`ReplayBuffer` on Redis or Valkey: payloads by plain SET and MGET, every transition one Lua script.
+"""The replay buffer on Redis: payloads by SET and MGET, one Lua script a transition.
 
-A call that may wait asks its script first; only when there is nothing does it sleep in BLPOP on a
-wake list, which the transitions of others fill. It looks again at the latest when the next lease
-expires or after `_LONGEST_SLEEP_S`, so a wake token lost with its receiver delays and loses nothing.
+    caller --payload and script in one transaction--> server
+    caller --script--> 'wait' --BLPOP wake list--> script again
+
+Every script is idempotent by (sequence, attempt), `admit` by its request, and fenced by epoch where
+the trainer calls it; so each call may be repeated after a lost reply. Deadlines are the server's time.
 """
 
 from __future__ import annotations
 
-import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError, TimeoutError
 
-from async_grpo.config.schema import RedisConfig
-from async_grpo.errors import Fenced, LeaseLost, RunEnded, ServerLost, WaitTimeout
+from async_grpo.errors import BufferFault
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
+from buffer.faults import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
 from buffer.protocol import BufferStats, Resume
-from buffer.redis import scripts
-from buffer.redis.client import make_client, where
 from buffer.redis.keys import Keys
-
-_LONGEST_SLEEP_S = 2.0
+from buffer.redis.link import Link, NotYet, Payload
+from buffer.redis.scripts import script
 
 
 class RedisBuffer:
-    """See `buffer.protocol.ReplayBuffer`. Made by `buffer.connect`."""
+    """`ReplayBuffer` shared by all processes of a run. Made by `open`, or by `buffer.connect`."""
 
-    def __init__(self, client: Redis, sleeper: Redis, run: str, address: str) -> None:
-        """`sleeper` is a client of its own, for the calls that block."""
-        self._client: Any = client  # typed by redis-py as bytes | str; these clients never decode, so bytes
-        self._sleeper = sleeper
+    def __init__(self, link: Link, run: str) -> None:
+        self._link = link
+        self._run_name = run
         self._keys = Keys(run)
-        self._address = address
 
     @classmethod
-    def over(cls, config: RedisConfig, run: str) -> RedisBuffer:
-        """A buffer that is not yet attached to its run; see `attach`."""
-        sleeper = make_client(config, blocking_s=_LONGEST_SLEEP_S)
-        return cls(make_client(config), sleeper, run, where(config.url))
+    async def open(
+        cls,
+        client: Redis,
+        run: str,
+        *,
+        window: StalenessWindow,
+        lease_s: float,
+        max_attempts: int,
+        timeout_s: float = 30.0,
+    ) -> RedisBuffer:
+        """Begin the run, or attach to what is stored of it. `client` is closed by `aclose`.
 
-    async def attach(self, window: StalenessWindow, *, lease_s: float, max_attempts: int) -> None:
-        """Open the run, new or old, and state its admission parameters."""
-        await self._script("open", *_parameters(window), "lease_ms", int(lease_s * 1000), "max_attempts", max_attempts)
+        The admission parameters are written where they differ from those of the last `open`: a process that
+        joins with the same configuration does not undo a live retuning.
+        """
+        buffer = cls(Link(client, timeout_s), run)
+        await buffer._script("open", *_dials(window), round(1000 * lease_s), max_attempts)
+        return buffer
 
     async def put_tasks(self, tasks: Sequence[Task]) -> int:
-        if not tasks:
-            return (await self.stats()).tasks_put
-        first = tasks[0].index
-        if [task.index for task in tasks] != list(range(first, first + len(tasks))):
-            raise ValueError(f"task indexes must follow each other without a gap, from {first}")
-        await self._store({self._keys("task", task.index): encode(task) for task in tasks}, keep=True)
-        outcome, put = await self._script("put_tasks", first, len(tasks))
-        if outcome == b"GAP":
-            raise ValueError(f"tasks from {first} would leave a gap: the stream ends before {put}")
-        return int(put)
+        checked_stream([task.index for task in tasks])
+        known = int(await self._link.call(lambda: self._link.client.hget(self._keys.of("meta"), "tasks_put")) or 0)
+        fresh = [task for task in tasks if task.index >= known]
+        if not fresh:
+            return known
+        keys = self._keys.payloads("task", [task.index for task in fresh])
+        payloads = [Payload(key, encode(task), only_new=True) for key, task in zip(keys, fresh, strict=True)]
+        status, following = await self._script("put_tasks", fresh[0].index, len(fresh), payloads=payloads)
+        if status == b"gap":
+            raise gap(fresh[0].index, following)
+        return int(following)
 
     async def admit(self, limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            outcome, *rest = await self._script("admit", limit)
-            if outcome == b"ENDED":
-                raise RunEnded("the run is over: no more groups are admitted")
-            if outcome == b"OK":
-                return await self._tickets(holder, *rest)
-            next_lease_s = rest[0] / 1000 if rest[0] >= 0 else _LONGEST_SLEEP_S
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise WaitTimeout(rest[1].decode(), timeout_s)
-            await self._sleep("admit", min(left_s, next_lease_s))
+        request = uuid.uuid4().hex
+        return await self._link.until(
+            self._keys.of("wake:admit"),
+            lambda: self._try_admit(limit, holder, request),
+            waited_for="room in the staleness window and a task",
+            timeout_s=timeout_s,
+        )
 
     async def heartbeat(self, tickets: Sequence[Ticket]) -> list[int]:
-        pairs = [value for ticket in tickets for value in (ticket.seq, ticket.attempt)]
-        return [int(seq) for seq in await self._script("heartbeat", *pairs)]
+        held = [value for ticket in tickets for value in (ticket.seq, ticket.attempt)]
+        return [int(seq) for seq in await self._script("heartbeat", *held)]
 
     async def progress(self, ticket: Ticket, partial: Partial) -> None:
-        await self._store({self._keys("partial", ticket.seq, ticket.attempt): encode(partial)})
-        if await self._script("progress", ticket.seq, ticket.attempt) == b"LOST":
-            raise _lost(ticket)
+        staged = [Payload(self._keys.of("stage"), encode(partial))]
+        _check_lease(await self._script("progress", ticket.seq, ticket.attempt, payloads=staged), ticket)
 
     async def give_back(self, ticket: Ticket) -> None:
         await self._script("give_back", ticket.seq, ticket.attempt)
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
-        await self._store({self._keys("group", ticket.seq, ticket.attempt): encode(group)})
-        if await self._script("insert", ticket.seq, ticket.attempt, group.oldest_version) == b"LOST":
-            raise _lost(ticket)
+        staged = [Payload(self._keys.of("stage"), encode(group))]
+        reply = await self._script("insert", ticket.seq, ticket.attempt, group.oldest_version, payloads=staged)
+        _check_lease(reply, ticket)
 
     async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
-        if await self._script("discard", ticket.seq, ticket.attempt, reason.value) == b"LOST":
-            raise _lost(ticket)
+        reply = await self._script("discard", ticket.seq, ticket.attempt, checked_reason(reason).value)
+        _check_lease(reply, ticket)
 
     async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            outcome, *rest = await self._script("take", epoch, version)
-            if outcome == b"FENCED":
-                raise _fenced(epoch, rest[0])
-            if outcome == b"ENDED":
-                raise RunEnded("the run is over: no more groups are delivered")
-            if outcome == b"OK":
-                replayed, *groups = rest
-                return Batch(epoch=epoch, version=version, groups=await self._groups(groups), replayed=bool(replayed))
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                ready, wanted = rest
-                raise WaitTimeout(
-                    f"the {wanted} oldest groups for step {version} ({ready} groups are ready)",
-                    timeout_s,
-                    "Are the rollout servers running",
-                )
-            await self._sleep("take", left_s)
+        return await self._link.until(
+            self._keys.of("wake:take"),
+            lambda: self._try_take(epoch, version),
+            waited_for=f"the groups of the step after version {version} from the rollout servers",
+            timeout_s=timeout_s,
+        )
 
     async def release(self, batch: Batch) -> None:
-        self._unfenced(batch.epoch, await self._script("release", batch.epoch, batch.version))
+        _check_epoch(await self._script("release", batch.epoch, batch.version), batch.epoch)
 
     async def publish_version(self, *, epoch: int, version: int) -> None:
-        self._unfenced(epoch, await self._script("publish_version", epoch, version))
+        _check_epoch(await self._script("publish_version", epoch, version), epoch)
 
     async def commit_checkpoint(self, *, epoch: int, version: int) -> None:
-        self._unfenced(epoch, await self._script("commit_checkpoint", epoch, version))
+        _check_epoch(await self._script("commit_checkpoint", epoch, version), epoch)
 
     async def rollback(self, version: int) -> Resume:
-        epoch, head_version = await self._script("rollback", version)
-        return Resume(int(epoch), int(head_version))
+        status, *rest = await self._script("rollback", version)
+        if status == b"forgotten":
+            raise forgotten(version, rest[0])
+        return Resume(epoch=rest[0], head_version=rest[1])
 
     async def update_admission(self, window: StalenessWindow) -> None:
-        await self._script("open", *_parameters(window))
+        await self._script("update_admission", *_dials(window))
 
     async def end(self) -> None:
         await self._script("end")
 
     async def stats(self) -> BufferStats:
-        flat, (inflight, ready, taken) = await self._script("stats")
-        meta = {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
-        count = {name: int(value) for name, value in meta.items()}
-        admitted = count.get("admitted", 0)
-        return BufferStats(
-            epoch=count.get("epoch", 0),
-            version=count.get("version", 0),
-            tasks_put=count.get("tasks_put", 0),
-            waiting=count.get("tasks_put", 0) - admitted,
-            inflight=inflight,
-            ready=ready,
-            taken=taken,
-            admitted=admitted,
-            released={reason.value: count.get(f"released:{reason.value}", 0) for reason in ReleaseReason},
-            max_staleness=count["max_staleness"],
-            groups_per_step=count["groups_per_step"],
-            horizon=count["horizon"],
-            ended=bool(count.get("ended", 0)),
-        )
+        stats: BufferStats = await self._link.call(self._stats)
+        return stats
 
     async def aclose(self) -> None:
-        await self._client.aclose()
-        await self._sleeper.aclose()
+        await self._link.aclose()
 
-    async def _tickets(self, holder: str, epoch: int, lease_ms: int, *rows: list[bytes | int]) -> list[Ticket]:
-        """Attach tasks and partials, fetched in one go, to what the script decided."""
-        numbers = [[int(value) for value in row] for row in rows]
-        names = [self._keys("task", seq) for seq, *_ in numbers]
-        names += [self._keys("partial", seq, partial) for seq, _, _, partial in numbers if partial >= 0]
-        payloads = dict(zip(names, await self._fetch(names), strict=True))
-        return [
+    async def _try_admit(self, limit: int, holder: str, request: str) -> list[Ticket] | NotYet:
+        status, *rest = await self._script("admit", limit, request)
+        if status != b"ok":
+            return _not_yet(status, rest)
+        epoch, lease_ms, *leases = rest
+        seqs = leases[0::3]
+        tasks = await self._link.fetch(self._keys.payloads("task", seqs))
+        partials = await self._link.fetch(self._keys.payloads("partial", seqs))
+        tickets = [
             Ticket(
                 seq=seq,
-                task=decode(payloads[self._keys("task", seq)], Task),
+                task=decode(task, Task),
                 version=version,
                 epoch=epoch,
                 attempt=attempt,
                 holder=holder,
                 lease_s=lease_ms / 1000,
-                partial=decode(payloads[self._keys("partial", seq, partial)], Partial) if partial >= 0 else None,
+                partial=decode(partial, Partial) if partial is not None else None,
             )
-            for seq, attempt, version, partial in numbers
+            for seq, attempt, version, task, partial in zip(
+                seqs, leases[1::3], leases[2::3], tasks, partials, strict=True
+            )
+            if task is not None  # gone: this lease has expired meanwhile, and another holder has finished
         ]
+        return tickets or NotYet(0.0)
 
-    async def _groups(self, rows: list[list[bytes]]) -> list[Group]:
-        names = [self._keys("group", int(seq), int(attempt)) for seq, attempt in rows]
-        return [decode(payload, Group) for payload in await self._fetch(names)]
+    async def _try_take(self, epoch: int, version: int) -> Batch | NotYet:
+        status, *rest = reply = await self._script("take", epoch, version)
+        _check_epoch(reply, epoch)
+        if status != b"ok":
+            return _not_yet(status, rest)
+        replayed, *seqs = rest
+        payloads = await self._link.fetch(self._keys.payloads("group", seqs))
+        groups = [decode(payload, Group) for payload in payloads if payload is not None]
+        if len(groups) < len(seqs):
+            raise BufferFault(
+                f"{len(seqs) - len(groups)} of the {len(seqs)} groups taken for version {version} are no longer "
+                f"stored: something else deletes keys of the run {self._run_name}. Give the run a server of its own"
+            )
+        return Batch(epoch=epoch, version=version, groups=groups, replayed=bool(replayed))
 
-    async def _fetch(self, names: list[str]) -> list[bytes]:
-        """All payloads, in order; one that is missing means that somebody deleted keys of the run."""
-        try:
-            payloads = await self._client.mget(names)
-        except (ConnectionError, TimeoutError, OSError) as error:
-            raise self._server_lost(error) from error
-        missing = [name for name, payload in zip(names, payloads, strict=True) if payload is None]
-        if missing:
-            raise ServerLost(f"the server at {self._address} no longer has {missing[0]}: was data of the run deleted?")
-        return list(payloads)
+    async def _stats(self) -> BufferStats:
+        of = self._keys.of
+        async with self._link.client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(of("meta")).hgetall(of("released"))
+            pipe.zcard(of("leases")).hlen(of("oldest")).scard(of("taken")).scard(of("stored"))
+            meta, released, inflight, ready, taken, kept = await pipe.execute()
+        number = {name.decode(): int(value) for name, value in meta.items() if name != b"configured"}
+        tasks_put, admitted = number.get("tasks_put", 0), number.get("admitted", 0)
+        return BufferStats(
+            epoch=number.get("epoch", 0),
+            version=number.get("version", 0),
+            tasks_put=tasks_put,
+            waiting=tasks_put - admitted,
+            inflight=inflight,
+            ready=ready,
+            taken=taken,
+            admitted=admitted,
+            released={reason.value: int(released.get(reason.value.encode(), 0)) for reason in ReleaseReason},
+            max_staleness=number["max_staleness"],
+            groups_per_step=number["groups_per_step"],
+            horizon=number["horizon"],
+            ended=bool(number.get("ended", 0)),
+            kept=kept,
+        )
 
-    async def _store(self, payloads: dict[str, bytes], *, keep: bool = False) -> None:
-        """SET all; `keep`: those that are not there yet."""
-        try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                for name, payload in payloads.items():
-                    pipe.set(name, payload, nx=keep)
-                await pipe.execute()
-        except (ConnectionError, TimeoutError, OSError) as error:
-            raise self._server_lost(error) from error
-
-    async def _script(self, name: str, *arguments: object) -> Any:
-        try:
-            return await scripts.call(self._client, name, self._keys("meta"), *arguments)
-        except (ConnectionError, TimeoutError, OSError) as error:
-            raise self._server_lost(error) from error
-
-    async def _sleep(self, name: str, longest_s: float) -> None:
-        """Until a token comes, or for longest_s."""
-        try:
-            await self._sleeper.blpop([self._keys("wake", name)], timeout=min(longest_s, _LONGEST_SLEEP_S))
-        except (ConnectionError, TimeoutError, OSError) as error:
-            raise self._server_lost(error) from error
-
-    def _server_lost(self, error: Exception) -> ServerLost:
-        return ServerLost(f"the server at {self._address} does not answer: {error}")
-
-    @staticmethod
-    def _unfenced(epoch: int, reply: list[Any]) -> None:
-        if reply[0] == b"FENCED":
-            raise _fenced(epoch, reply[1])
-
-
-def _parameters(window: StalenessWindow) -> list[object]:
-    return [
-        *("max_staleness", window.max_staleness),
-        *("groups_per_step", window.groups_per_step),
-        *("horizon", window.horizon),
-    ]
+    async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = ()) -> Any:
+        """The reply of the script `name`, run on this run's keys."""
+        return await self._link.run(script(name), self._keys.books, self._keys.prefix, *args, payloads=payloads)
 
 
-def _lost(ticket: Ticket) -> LeaseLost:
-    return LeaseLost(f"group {ticket.seq}: attempt {ticket.attempt} of {ticket.holder} no longer holds the lease")
+def _dials(window: StalenessWindow) -> tuple[int, int, int]:
+    return window.max_staleness, window.groups_per_step, window.horizon
 
 
-def _fenced(epoch: int, newest: int) -> Fenced:
-    return Fenced(f"epoch {epoch} is over: a newer trainer has taken over in epoch {newest}. This one must end")
+def _check_lease(reply: list[Any], ticket: Ticket) -> None:
+    if reply[0] == b"lost":
+        raise lease_lost(ticket)
+
+
+def _check_epoch(reply: list[Any], epoch: int) -> None:
+    if reply[0] == b"fenced":
+        raise fenced(epoch, reply[1])
+
+
+def _not_yet(status: bytes, rest: list[Any]) -> NotYet:
+    """How long to wait at most. Raises RunEnded where waiting is in vain."""
+    if status == b"ended":
+        raise run_ended()
+    next_lease_ms = rest[0]
+    return NotYet(next_lease_ms / 1000) if next_lease_ms >= 0 else NotYet()

@@ -1,30 +1,54 @@
-"""Names of the keys of one run. They share a hash tag, so on a cluster they live on one node.
+"""Every key of a run, under one hash tag, so that a cluster keeps them on one node.
 
-    {run}:meta                hash    epoch, version, counters, parameters
-    {run}:inflight            zset    seq -> lease deadline (ms; 0: given back)
-    {run}:ready, taken        zset    seq -> seq
-    {run}:order               zset    INFLIGHT and READY by seq: the order in which groups are taken
-    {run}:attempt, partial, admitted_version, oldest, strikes     hash    seq -> number
-    {run}:log                 hash    version -> "epoch:seq,seq,..." of the batch of that step
-    {run}:task:<seq>, group:<seq>:<attempt>, partial:<seq>:<attempt>      payloads (MessagePack)
-    {run}:discarded:<seq>:<attempt>                                       so that a repeated discard is harmless
-    {run}:wake:admit, wake:take                                           wake lists for BLPOP
-    {run}:board:...                                                       the run board
+Bookkeeping, passed to every script in this order (KEYS):
 
-A task's index is the sequence number of its ticket: tasks are admitted in order.
+- `meta`        hash    epoch, head version, counters, admission parameters
+- `released`    hash    reason -> groups that ended with it
+- `open`        zset    INFLIGHT and READY groups, scored by sequence
+- `leases`      zset    INFLIGHT groups, scored by deadline in ms (0: given back, nobody holds it)
+- `attempts`    hash    sequence -> leases so far, of every active group
+- `strikes`     hash    sequence -> leases that expired, of the INFLIGHT groups that have any
+- `versions`    hash    sequence -> policy version at admission, of every INFLIGHT group
+- `oldest`      hash    sequence -> version of the oldest token, of every READY group
+- `taken`       set     TAKEN groups
+- `log`         hash    version -> epoch and sequences of the batch of that step, until it is committed
+- `endings`     zset    the newest endings, so that a repeated insert or discard is recognised
+- `stored`      set     sequences whose group payload exists
+- `wake:admit`  list    at most one element: somebody should look whether groups can be admitted
+- `wake:take`   list    at most one element: somebody should look whether a batch can be taken
+- `stage`       string  a payload on its way in; exists only within one transaction
+
+Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>`; and `grant:<request>`,
+the answer to an `admit` whose reply may have been lost. The index of a task is the sequence of its
+ticket: both count from 0, and tasks are admitted in order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+
+_BOOKS = (
+    *("meta", "released", "open", "leases", "attempts", "strikes", "versions", "oldest"),
+    *("taken", "log", "endings", "stored", "wake:admit", "wake:take", "stage"),
+)
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of `run`."""
+    """Names of the keys of `run`."""
 
-    run: str
+    def __init__(self, run: str) -> None:
+        self.prefix = f"agrpo:{{{run}}}:"
+        self.books = [self.of(name) for name in _BOOKS]
 
-    def __call__(self, *parts: object) -> str:
-        """`keys("task", 3)` is `{run}:task:3`."""
-        return f"{{{self.run}}}:" + ":".join(str(part) for part in parts)
+    def of(self, name: str) -> str:
+        """The key called `name`."""
+        return self.prefix + name
+
+    def payloads(self, kind: str, seqs: Iterable[int]) -> list[str]:
+        """The keys of the payloads of one kind (task, partial, group)."""
+        return [f"{self.prefix}{kind}:{seq}" for seq in seqs]
+
+    @property
+    def pattern(self) -> str:
+        """Glob pattern of everything that the run has stored."""
+        return self.prefix + "*"

@@ -1,32 +1,31 @@
-"""The Lua scripts: loaded from lua/*.lua, called by digest, sent again when the server has forgotten them."""
+"""The Lua scripts in lua/: one a transition, called by digest, loaded where the server does not know them."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
+PRELUDE = "prelude"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script and the SHA-1 under which a server knows it once it is loaded."""
+
+    name: str
+    source: str
+    digest: str
 
 
 @cache
-def source(name: str) -> str:
-    """The text of a script with the prelude in front of it."""
-    folder = files("buffer.redis") / "lua"
-    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+def script(name: str, *, prelude: str | None = PRELUDE) -> Script:
+    """`lua/<name>.lua`, with the prelude put between its flags (the first line) and its body."""
+    flags, body = _read(name).split("\n", 1)
+    source = "\n".join([flags, _read(prelude) if prelude else "", body])
+    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-@cache
-def _digest(name: str) -> str:
-    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
-
-
-async def call(client: Redis, name: str, meta_key: str, *arguments: object) -> Any:
-    """Run a script atomically; it touches only keys of the run that `meta_key` belongs to."""
-    encoded = [str(argument) for argument in arguments]
-    try:
-        return await client.evalsha(_digest(name), 1, meta_key, *encoded)
-    except NoScriptError:
-        return await client.eval(source(name), 1, meta_key, *encoded)
+def _read(name: str) -> str:
+    return (files("buffer.redis") / "lua" / f"{name}.lua").read_text()

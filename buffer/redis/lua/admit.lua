@@ -1,42 +1,54 @@
--- WAITING -> INFLIGHT, and expired leases to a new holder. ARGV: limit.
--- Returns {'OK', epoch, lease_ms, {seq, attempt, version, partial's attempt or -1}, ...},
--- {'ENDED'}, or {'WAIT', milliseconds until the next lease expires (-1: none), cause}.
-if number('ended') == 1 then return {'ENDED'} end
-local limit, now, lease = tonumber(ARGV[1]), now_ms(), number('lease_ms')
-local tickets = {}
+#!lua
+-- WAITING -> INFLIGHT, and groups that nobody holds to their next holder. ARGV[2], ARGV[3]: limit, request.
+-- Returns {'ok', epoch, lease_ms, seq, attempt, version, ...}, {'wait', ms} or {'ended'}. The same
+-- request gets the same leases again, as far as they still hold.
+local limit, now, lease_ms = tonumber(ARGV[2]), now_ms(), meta('lease_ms')
+local grant, answer, granted = payload('grant', ARGV[3]), {'ok', meta('epoch'), lease_ms}, 0
 
-local function lease_out(seq, attempt)
-  redis.call('HSET', key('attempt'), seq, attempt)
-  redis.call('ZADD', key('inflight'), now + lease, seq)
-  local partial = redis.call('HGET', key('partial'), seq) or '-1'
-  tickets[#tickets + 1] = {seq, attempt, redis.call('HGET', key('admitted_version'), seq), partial}
-end
-
-local expired = redis.call('ZRANGEBYSCORE', key('inflight'), '-inf', now)
-table.sort(expired, function(a, b) return tonumber(a) < tonumber(b) end)
-for _, seq in ipairs(expired) do
-  -- A deadline of 0 is a ticket that was given back: no fault of the group's.
-  local died = tonumber(redis.call('ZSCORE', key('inflight'), seq)) > 0
-  local strikes = tonumber(redis.call('HGET', key('strikes'), seq) or '0') + (died and 1 or 0)
-  if strikes >= number('max_attempts') then
-    discard(seq, 'failed')
-  elseif #tickets < limit then
-    redis.call('HSET', key('strikes'), seq, strikes)
-    lease_out(seq, tonumber(redis.call('HGET', key('attempt'), seq)) + 1)
+local function add(seq, attempt)
+  for _, value in ipairs({seq, attempt, redis.call('HGET', VERSIONS, seq)}) do
+    answer[#answer + 1] = tonumber(value)
   end
 end
 
-while #tickets < limit and room() > 0 do
-  local seq = redis.call('HINCRBY', meta_key, 'admitted', 1) - 1
-  redis.call('HSET', key('admitted_version'), seq, number('version'))
-  redis.call('ZADD', key('order'), seq, seq)
-  lease_out(seq, 1)
+local function lease(seq)
+  local before = redis.call('ZSCORE', LEASES, seq)
+  if before and tonumber(before) > 0 then redis.call('HINCRBY', STRIKES, seq, 1) end
+  local attempt = redis.call('HINCRBY', ATTEMPTS, seq, 1)
+  redis.call('ZADD', LEASES, now + lease_ms, seq)
+  redis.call('APPEND', grant, seq .. ':' .. attempt .. ',')
+  add(seq, attempt)
+  granted = granted + 1
 end
 
-if #tickets > 0 then
-  if room() > 0 then wake('admit') end -- the next one who waits
-  return {'OK', number('epoch'), lease, unpack(tickets)}
+for seq, attempt in (redis.call('GET', grant) or ''):gmatch('(%d+):(%d+)') do
+  if holds(seq, attempt) then add(seq, attempt) end
 end
-local next_lease = redis.call('ZRANGE', key('inflight'), 0, 0, 'WITHSCORES')
-local cause = number('tasks_put') > number('admitted') and 'the staleness window' or 'tasks'
-return {'WAIT', next_lease[2] and math.max(1, next_lease[2] - now) or -1, cause}
+if #answer > 3 then return answer end
+if meta('ended') == 1 then
+  wake(WAKE_ADMIT) -- the next one who waits
+  return {'ended'}
+end
+
+local again = expired(now)
+for i = 1, math.min(limit, #again) do lease(again[i]) end
+
+-- As can_admit in staleness/window.py: admitted - discarded = active + trained.
+local active = redis.call('ZCARD', OPEN) + redis.call('SCARD', TAKEN)
+local trained = tonumber(redis.call('HGET', RELEASED, 'trained')) or 0
+local free = (meta('max_staleness') + 1) * meta('groups_per_step') - active
+local left = meta('horizon') - (active + trained)
+local admitted = meta('admitted')
+local possible = math.max(0, math.min(free, left, meta('tasks_put') - admitted))
+local fresh = math.min(possible, limit - granted)
+for seq = admitted, admitted + fresh - 1 do
+  redis.call('HSET', VERSIONS, seq, meta('version'))
+  redis.call('ZADD', OPEN, seq, seq)
+  redis.call('HINCRBY', META, 'admitted', 1)
+  lease(seq)
+end
+
+if granted == 0 then return wait(now) end
+redis.call('PEXPIRE', grant, lease_ms)
+if #again > limit or possible > fresh then wake(WAKE_ADMIT) end
+return answer

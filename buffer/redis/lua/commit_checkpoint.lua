@@ -1,12 +1,9 @@
--- Forget the steps before `version`. ARGV: epoch, version.
-if fenced(ARGV[1]) then return {'FENCED', number('epoch')} end
-for _, version in ipairs(redis.call('HKEYS', key('log'))) do
-  if tonumber(version) < tonumber(ARGV[2]) then
-    local epoch = nil
-    for part in string.gmatch(redis.call('HGET', key('log'), version), '%d+') do
-      if epoch then forget_payloads(part) else epoch = part end
-    end
-    redis.call('HDEL', key('log'), version)
-  end
+#!lua flags=allow-oom
+-- Forget the steps before `version`, and their payloads. ARGV[2], ARGV[3]: epoch, version.
+if fenced(ARGV[2]) then return {'fenced', meta('epoch')} end
+for _, version in ipairs(steps_below(ARGV[3])) do
+  for _, seq in ipairs(settle(version)) do forget_payloads(seq) end
+  redis.call('HDEL', LOG, version)
 end
-return {'OK', 0}
+redis.call('HSET', META, 'committed', math.max(meta('committed'), tonumber(ARGV[3])))
+return {'ok'}

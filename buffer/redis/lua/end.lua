@@ -1,5 +1,6 @@
--- The run is over: everyone who waits finds out.
-redis.call('HSET', meta_key, 'ended', 1)
-for _ = 1, 16 do wake('admit') end
-wake('take')
-return 'OK'
+#!lua flags=allow-oom
+-- The run is over; whoever wakes finds out, and wakes the next.
+redis.call('HSET', META, 'ended', 1)
+wake(WAKE_ADMIT)
+wake(WAKE_TAKE)
+return {'ok'}

@@ -1,7 +1,7 @@
--- End a lease now. ARGV: seq, attempt.
-local seq, attempt = ARGV[1], ARGV[2]
-if holds(seq, attempt) and redis.call('ZSCORE', key('inflight'), seq) then
-  redis.call('ZADD', key('inflight'), 0, seq)
-  wake('admit')
+#!lua flags=allow-oom
+-- End a lease now: nobody holds the group until the next admit. ARGV[2], ARGV[3]: seq, attempt.
+if holds(ARGV[2], ARGV[3]) then
+  redis.call('ZADD', LEASES, 0, ARGV[2])
+  wake(WAKE_ADMIT)
 end
-return 'OK'
+return {'ok'}

@@ -1,11 +1,11 @@
--- Renew leases. ARGV: seq, attempt, ... Returns the sequences that are no longer this holder's.
-local deadline, lost = now_ms() + number('lease_ms'), {}
-for i = 1, #ARGV, 2 do
-  local seq, attempt = ARGV[i], ARGV[i + 1]
-  if holds(seq, attempt) and redis.call('ZSCORE', key('inflight'), seq) then
-    redis.call('ZADD', key('inflight'), deadline, seq)
+#!lua flags=allow-oom
+-- Renew leases. ARGV[2..]: seq, attempt, ... Returns the sequences that are not this holder's.
+local lost, deadline = {}, now_ms() + meta('lease_ms')
+for i = 2, #ARGV, 2 do
+  if holds(ARGV[i], ARGV[i + 1]) then
+    redis.call('ZADD', LEASES, deadline, ARGV[i])
   else
-    lost[#lost + 1] = seq
+    lost[#lost + 1] = tonumber(ARGV[i])
   end
 end
 return lost

@@ -1,17 +1,17 @@
--- INFLIGHT -> READY. ARGV: seq, attempt, version of the oldest token.
-local seq, attempt = ARGV[1], ARGV[2]
-if not holds(seq, attempt) then
-  redis.call('UNLINK', key('group:' .. seq .. ':' .. attempt))
-  return 'LOST'
+#!lua flags=allow-oom
+-- INFLIGHT -> READY with the staged payload. ARGV[2..4]: seq, attempt, version of the oldest token.
+local seq, attempt = ARGV[2], ARGV[3]
+if holds(seq, attempt) then
+  redis.call('RENAME', STAGE, payload('group', seq))
+  redis.call('SADD', STORED, seq)
+  redis.call('UNLINK', payload('task', seq), payload('partial', seq))
+  redis.call('ZREM', LEASES, seq)
+  for _, book in ipairs({STRIKES, VERSIONS}) do redis.call('HDEL', book, seq) end
+  redis.call('HSET', OLDEST, seq, ARGV[4])
+  wake_take_if_ready()
+  return {'ok'}
 end
-if redis.call('ZREM', key('inflight'), seq) == 1 then
-  redis.call('ZADD', key('ready'), seq, seq)
-  redis.call('HSET', key('oldest'), seq, ARGV[3])
-  local partial = redis.call('HGET', key('partial'), seq)
-  if partial then
-    redis.call('UNLINK', key('partial:' .. seq .. ':' .. partial))
-    redis.call('HDEL', key('partial'), seq)
-  end
-  wake('take')
-end
-return 'OK' -- also for a repetition: the group is READY or beyond
+redis.call('UNLINK', STAGE)
+local past_inflight = not redis.call('ZSCORE', LEASES, seq)
+if past_inflight and redis.call('HGET', ATTEMPTS, seq) == attempt then return {'ok'} end
+return {ended_by('insert', seq, attempt) and 'ok' or 'lost'}

@@ -1,4 +1,5 @@
--- The newest policy version; it never goes back. ARGV: epoch, version.
-if fenced(ARGV[1]) then return {'FENCED', number('epoch')} end
-if tonumber(ARGV[2]) > number('version') then redis.call('HSET', meta_key, 'version', ARGV[2]) end
-return {'OK', number('version')}
+#!lua flags=allow-oom
+-- Raise the head version; it never goes back. ARGV[2], ARGV[3]: epoch, version.
+if fenced(ARGV[2]) then return {'fenced', meta('epoch')} end
+redis.call('HSET', META, 'version', math.max(meta('version'), tonumber(ARGV[3])))
+return {'ok'}

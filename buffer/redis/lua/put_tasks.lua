@@ -1,8 +1,16 @@
--- Append to the stream. ARGV: first index, count. The payloads are there already; what the stream has is kept.
-local first, count, put = tonumber(ARGV[1]), tonumber(ARGV[2]), number('tasks_put')
-if first > put then return {'GAP', put} end
-if first + count > put then
-  redis.call('HSET', meta_key, 'tasks_put', first + count)
-  wake('admit')
+#!lua
+-- Append tasks that this transaction has SET (where they were not there). ARGV[2], ARGV[3]: first, count.
+-- Payloads that are not wanted (beyond a gap, or of groups that have gone on) are removed again.
+local first, put, admitted = tonumber(ARGV[2]), meta('tasks_put'), meta('admitted')
+local last = first + ARGV[3] - 1
+for index = first, last do
+  local gone = index < admitted and not redis.call('ZSCORE', LEASES, index)
+  if first > put or gone then redis.call('UNLINK', payload('task', index)) end
 end
-return {'OK', number('tasks_put')}
+if first > put then return {'gap', put} end
+if last >= put then
+  put = last + 1
+  redis.call('HSET', META, 'tasks_put', put)
+  wake(WAKE_ADMIT)
+end
+return {'ok', put}

@@ -1,40 +1,46 @@
--- READY -> TAKEN: the P oldest groups for one step, all or nothing. ARGV: epoch, version.
--- Returns {'OK', replayed, {seq, attempt}, ...}, {'WAIT', ready, P}, {'FENCED', epoch} or {'ENDED'}.
-if fenced(ARGV[1]) then return {'FENCED', number('epoch')} end
+#!lua flags=allow-oom
+-- READY -> TAKEN for the P lowest open sequences, all or nothing. ARGV[2], ARGV[3]: epoch, version.
+-- Returns {'ok', replayed, seq, ...}, {'wait', ms}, {'fenced', epoch} or {'ended'}. A step that is in
+-- the log is delivered again as it was.
+local epoch, version, now = tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms()
+if fenced(epoch) then
+  wake(WAKE_TAKE) -- the trainer that has taken over
+  return {'fenced', meta('epoch')}
+end
 
 local function deliver(seqs, replayed)
-  local batch = {'OK', replayed}
-  for _, seq in ipairs(seqs) do batch[#batch + 1] = {seq, redis.call('HGET', key('attempt'), seq)} end
-  return batch
+  local answer = {'ok', replayed and 1 or 0}
+  for _, seq in ipairs(seqs) do answer[#answer + 1] = tonumber(seq) end
+  return answer
 end
 
-local logged = redis.call('HGET', key('log'), ARGV[2])
-if logged then
-  local seqs, epoch = {}, nil
-  for part in string.gmatch(logged, '%d+') do
-    if epoch then seqs[#seqs + 1] = part else epoch = part end
-  end
-  return deliver(seqs, tonumber(epoch) < tonumber(ARGV[1]) and 1 or 0)
+local first_epoch, seqs = logged(version)
+if seqs then return deliver(seqs, first_epoch < epoch) end
+if meta('ended') == 1 then
+  wake(WAKE_TAKE)
+  return {'ended'}
 end
-if number('ended') == 1 then return {'ENDED'} end
+expired(now)
 
-local wanted, version, bound = number('groups_per_step'), tonumber(ARGV[2]), number('max_staleness')
-local picked = {}
-while #picked < wanted do
-  local seq = redis.call('ZRANGE', key('order'), #picked, #picked)[1]
-  if not seq or not redis.call('ZSCORE', key('ready'), seq) then
-    return {'WAIT', redis.call('ZCARD', key('ready')), wanted}
-  end
-  if version - tonumber(redis.call('HGET', key('oldest'), seq)) > bound then
-    discard(seq, 'stale')
-  else
-    picked[#picked + 1] = seq
+local size, staleness, chosen = meta('groups_per_step'), meta('max_staleness'), {}
+while #chosen < size do
+  local page = redis.call('ZRANGE', OPEN, #chosen, size - 1)
+  if #page == 0 then return wait(now) end
+  for _, seq in ipairs(page) do
+    local oldest = redis.call('HGET', OLDEST, seq)
+    if not oldest then return wait(now) end
+    if version - oldest > staleness then
+      release(seq, 'stale', 'insert')
+    else
+      chosen[#chosen + 1] = seq
+    end
   end
 end
-for _, seq in ipairs(picked) do
-  redis.call('ZREM', key('order'), seq)
-  redis.call('ZREM', key('ready'), seq)
-  redis.call('ZADD', key('taken'), seq, seq)
+
+for _, seq in ipairs(chosen) do
+  redis.call('ZREM', OPEN, seq)
+  redis.call('HDEL', OLDEST, seq)
+  redis.call('SADD', TAKEN, seq)
 end
-redis.call('HSET', key('log'), version, ARGV[1] .. ':' .. table.concat(picked, ','))
-return deliver(picked, 0)
+redis.call('HSET', LOG, version, epoch .. '|' .. table.concat(chosen, ','))
+return deliver(chosen, false)

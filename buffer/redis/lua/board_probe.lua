@@ -1,0 +1,9 @@
+#!lua flags=allow-oom
+-- Keep the staged probe unless a newer one is there. KEYS: stage, probe, its version, wake list. ARGV: version.
+if tonumber(ARGV[1]) < (tonumber(redis.call('GET', KEYS[3])) or 0) then
+  redis.call('UNLINK', KEYS[1])
+  return
+end
+redis.call('RENAME', KEYS[1], KEYS[2])
+redis.call('SET', KEYS[3], ARGV[1])
+if redis.call('LLEN', KEYS[4]) == 0 then redis.call('RPUSH', KEYS[4], 1) end

@@ -1,0 +1,174 @@
+"""Tasks go in, tickets come out, and the staleness bound holds at every moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from async_grpo.errors import RunEnded, WaitTimeout
+from async_grpo.wire import ReleaseReason
+from tests.support.buffer_cases import (
+    LONG_S,
+    NO_WAIT_S,
+    Open,
+    admit,
+    finish,
+    generate_and_train,
+    group_of,
+    publish,
+    released,
+    take,
+    tasks,
+    train,
+    window,
+)
+
+
+async def test_a_group_lives_from_waiting_to_trained(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=0, P=1), put=3)
+    assert ((await buffer.stats()).waiting, (await buffer.stats()).active) == (3, 0)
+    (ticket,) = await admit(buffer, 1)
+    assert (await buffer.stats()).inflight == 1
+    await buffer.insert(ticket, group_of(ticket))
+    assert (await buffer.stats()).ready == 1
+    batch = await take(buffer, 0)
+    assert (await buffer.stats()).taken == 1
+    await publish(buffer, 1)
+    await buffer.release(batch)
+    stats = await buffer.stats()
+    assert (stats.active, released(stats), stats.version, stats.balanced) == (0, {"trained": 1}, 1, True)
+
+
+async def test_a_ticket_carries_its_task_its_version_and_its_lease(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=3, P=1), lease_s=12.5)
+    await generate_and_train(buffer, 0)
+    (ticket,) = await admit(buffer, 1, holder="server-7")
+    assert (ticket.seq, ticket.task, ticket.version, ticket.epoch) == (1, tasks(1, 1)[0], 1, 1)
+    assert (ticket.attempt, ticket.holder, ticket.lease_s, ticket.partial) == (1, "server-7", 12.5, None)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_active_groups_never_exceed_the_window(open_buffer: Open, staleness: int) -> None:
+    dials = window(S=staleness, P=2)
+    buffer = await open_buffer(dials)
+    assert len(await admit(buffer, 100)) == dials.capacity
+    with pytest.raises(WaitTimeout, match="room in the staleness window"):
+        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+    assert (await buffer.stats()).active == dials.capacity
+
+
+async def test_a_slot_is_freed_by_release_and_not_by_take(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=0, P=2))
+    await finish(buffer, *await admit(buffer, 2))
+    batch = await take(buffer, 0)
+    with pytest.raises(WaitTimeout):
+        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+    await publish(buffer, 1)
+    await buffer.release(batch)
+    assert [ticket.seq for ticket in await admit(buffer, 100)] == [2, 3]
+
+
+async def test_no_more_groups_are_admitted_than_the_run_can_train(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=5, P=2, steps=2))
+    tickets = await admit(buffer, 100)
+    assert len(tickets) == 4
+    await buffer.discard(tickets[0], ReleaseReason.FILTERED)
+    assert [ticket.seq for ticket in await admit(buffer, 100)] == [4]
+
+
+@pytest.mark.parametrize(
+    "reason", [ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE, ReleaseReason.FAILED, ReleaseReason.EXPIRED]
+)
+async def test_a_discarded_group_frees_its_slot_and_is_counted_by_reason(
+    open_buffer: Open, reason: ReleaseReason
+) -> None:
+    buffer = await open_buffer(window(S=0, P=1))
+    (ticket,) = await admit(buffer, 1)
+    await buffer.discard(ticket, reason)
+    assert released(await buffer.stats()) == {reason.value: 1}
+    assert [ticket.seq for ticket in await admit(buffer, 1)] == [1]
+
+
+async def test_nothing_can_be_discarded_as_trained(open_buffer: Open) -> None:
+    buffer = await open_buffer()
+    (ticket,) = await admit(buffer, 1)
+    with pytest.raises(ValueError, match="trained"):
+        await buffer.discard(ticket, ReleaseReason.TRAINED)
+
+
+async def test_two_feeders_may_race(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=9, P=2), put=0)
+    assert await buffer.put_tasks(tasks(0, 3)) == 3
+    await asyncio.gather(*(buffer.put_tasks(tasks(first, 5)) for first in (0, 1, 2, 3)))
+    assert (await buffer.stats()).tasks_put == 8
+    assert [ticket.task.index for ticket in await admit(buffer, 100)] == list(range(8))
+
+
+async def test_a_gap_in_the_stream_is_refused(open_buffer: Open) -> None:
+    buffer = await open_buffer(put=3)
+    with pytest.raises(ValueError, match="task 3 is next"):
+        await buffer.put_tasks(tasks(4, 1))
+    with pytest.raises(ValueError, match="gap"):
+        await buffer.put_tasks([*tasks(3, 1), *tasks(5, 1)])
+    assert (await buffer.stats()).tasks_put == 3
+
+
+async def test_tasks_that_were_finished_long_ago_are_not_put_again(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=0, P=2), put=4)
+    await generate_and_train(buffer, 0)
+    assert await buffer.put_tasks(tasks(0, 5)) == 5
+    assert [ticket.seq for ticket in await admit(buffer, 100)] == [2, 3]
+
+
+async def test_the_window_can_be_retuned_while_the_run_goes_on(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=0, P=2))
+    assert len(await admit(buffer, 100)) == 2
+    await buffer.update_admission(window(S=1, P=2))
+    assert len(await admit(buffer, 100)) == 2
+    await buffer.update_admission(window(S=0, P=2))
+    with pytest.raises(WaitTimeout):
+        await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+    assert (await buffer.stats()).max_staleness == 0
+
+
+async def test_admission_waits_for_a_task(open_buffer: Open) -> None:
+    buffer = await open_buffer(put=0)
+    waiting = asyncio.create_task(admit(buffer, 1))
+    await asyncio.sleep(0.05)
+    await buffer.put_tasks(tasks(0, 1))
+    async with asyncio.timeout(1):
+        assert [ticket.seq for ticket in await waiting] == [0]
+
+
+async def test_admission_waits_for_a_slot(open_buffer: Open) -> None:
+    buffer = await open_buffer(window(S=0, P=2))
+    await finish(buffer, *await admit(buffer, 2))
+    waiting = [asyncio.create_task(admit(buffer, 1, f"server-{i}")) for i in range(2)]
+    await asyncio.sleep(0.05)
+    assert not any(one.done() for one in waiting)
+    await train(buffer, 0)
+    async with asyncio.timeout(1):  # one release wakes as many servers as there is room for
+        assert sorted(tickets[0].seq for tickets in await asyncio.gather(*waiting)) == [2, 3]
+
+
+async def test_the_end_of_the_run_ends_every_wait(open_buffer: Open) -> None:
+    buffer = await open_buffer(put=0)
+    waiting = [asyncio.create_task(admit(buffer, 1, f"server-{i}")) for i in range(3)]
+    waiting.append(asyncio.create_task(take(buffer, 0)))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    await buffer.end()
+    async with asyncio.timeout(1):
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RunEnded] * 4
+
+
+async def test_work_in_flight_can_still_be_handed_in_after_the_end(open_buffer: Open) -> None:
+    buffer = await open_buffer()
+    first, second = await admit(buffer, 2)
+    await buffer.end()
+    await buffer.insert(first, group_of(first))
+    await buffer.discard(second, ReleaseReason.FILTERED)
+    assert ((await buffer.stats()).ready, (await buffer.stats()).ended) == (1, True)
+    with pytest.raises(RunEnded):
+        await buffer.admit(1, holder="server-0", timeout_s=LONG_S)

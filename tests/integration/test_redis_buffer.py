@@ -1,0 +1,323 @@
+"""What only the Redis implementation can get wrong: lost replies, lost scripts, full memory, litter."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
+
+from async_grpo.config.schema import RedisConfig
+from async_grpo.errors import ConfigError, ServerFull, ServerLost, ServerRefused
+from async_grpo.staleness.window import StalenessWindow
+from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire.records import VersionSpan
+from buffer import EmbeddedServer, RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
+from buffer.redis.link import Link
+from tests.support.buffer_cases import (
+    admit,
+    finish,
+    generate_and_train,
+    group_of,
+    partial_of,
+    publish,
+    released,
+    seqs,
+    take,
+    tasks,
+    train,
+    window,
+)
+
+
+@pytest.fixture
+def run() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def client(redis_config: RedisConfig) -> AsyncIterator[Redis]:
+    client = make_client(redis_config)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def buffer(redis_config: RedisConfig, run: str) -> AsyncIterator[RedisBuffer]:
+    buffer = await attach(redis_config, run, window(S=1, P=2))
+    await buffer.put_tasks(tasks(0, 20))
+    await buffer.rollback(0)
+    yield buffer
+    await buffer.aclose()
+
+
+async def attach(config: RedisConfig, run: str, dials: StalenessWindow) -> RedisBuffer:
+    return await connect(config, run, window=dials, lease_s=30.0, max_attempts=3)
+
+
+async def keys(client: Redis, run: str) -> dict[str, object]:
+    """Name (without the prefix of the run) -> type of every key of the run."""
+    names = [name async for name in client.scan_iter(match=f"*{run}*")]
+    return {name.decode().split("}:")[1]: await client.type(name) for name in names}
+
+
+class LosesReplies(Link):
+    """Every command reaches the server, and every first answer to a script is lost."""
+
+    async def _run(self, *args: Any) -> Any:
+        reply = await super()._run(*args)
+        if args not in self.__dict__.setdefault("lost", []):
+            self.__dict__["lost"].append(args)
+            raise ConnectionError("the reply was lost")
+        return reply
+
+
+async def test_no_lost_reply_changes_anything_twice(redis_config: RedisConfig, run: str) -> None:
+    await (await attach(redis_config, run, window(S=1, P=2))).aclose()
+    buffer = RedisBuffer(LosesReplies(make_client(redis_config), 5.0), run)
+    await buffer.put_tasks(tasks(0, 20))
+    epoch = (await buffer.rollback(0)).epoch
+    first, second, third, fourth = await admit(buffer, 4)
+    assert (await buffer.stats()).inflight == 4
+    await buffer.progress(first, partial_of(first))
+    await finish(buffer, first, second)
+    await buffer.discard(third, ReleaseReason.FILTERED)
+    await buffer.give_back(fourth)
+    assert (await train(buffer, 0, epoch)).groups == [group_of(first), group_of(second)]
+    await buffer.commit_checkpoint(epoch=epoch, version=1)
+    stats = await buffer.stats()
+    assert (released(stats), stats.inflight, stats.active, stats.kept) == ({"trained": 2, "filtered": 1}, 1, 1, 0)
+    await buffer.aclose()
+
+
+async def test_scripts_that_the_server_forgot_are_loaded_again(buffer: RedisBuffer, client: Redis) -> None:
+    tickets = await admit(buffer, 2)
+    await client.script_flush()
+    await finish(buffer, *tickets)
+    await client.script_flush()
+    assert seqs(await take(buffer, 0)) == [0, 1]
+
+
+async def test_a_finished_run_leaves_no_payloads_behind(buffer: RedisBuffer, client: Redis, run: str) -> None:
+    tickets = await admit(buffer, 4)
+    for ticket in tickets:
+        await buffer.progress(ticket, partial_of(ticket))
+    await buffer.give_back(tickets[0])
+    tickets[:1] = await admit(buffer, 1)
+    await buffer.discard(tickets[3], ReleaseReason.FAILED)
+    await finish(buffer, *tickets[:3])
+    await train(buffer, 0)
+    for ticket in tickets[:3]:
+        await buffer.insert(ticket, group_of(ticket))
+    await finish(buffer, *await admit(buffer, 1))
+    await train(buffer, 1)
+    await buffer.put_tasks(tasks(0, 20))
+    await buffer.commit_checkpoint(epoch=1, version=2)
+    left = {name for name in await keys(client, run) if not name.startswith(("grant:", "wake:"))}
+    waiting = {f"task:{index}" for index in range(5, 20)}
+    assert left == {"meta", "released", "endings", *waiting}
+
+
+async def test_the_wake_lists_stay_short(buffer: RedisBuffer, client: Redis, run: str) -> None:
+    for version in range(4):
+        await generate_and_train(buffer, version)
+    lists = [name for name, kind in (await keys(client, run)).items() if kind == b"list"]
+    assert [await client.llen(f"agrpo:{{{run}}}:{name}") for name in lists] == [1] * len(lists)
+
+
+async def scripts_run(client: Redis) -> int:
+    return int((await client.info("commandstats"))["cmdstat_evalsha"]["calls"])
+
+
+async def test_waiting_sends_the_server_next_to_nothing(buffer: RedisBuffer, client: Redis) -> None:
+    await admit(buffer, 4)
+    before = await scripts_run(client)
+    waiting = [asyncio.create_task(admit(buffer, 1)), asyncio.create_task(take(buffer, 0))]
+    await asyncio.sleep(1.0)
+    assert await scripts_run(client) - before <= 6
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_two_processes_share_one_run(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
+    other = await attach(redis_config, run, window(S=1, P=2))
+    waiting = asyncio.create_task(take(buffer, 0))
+    await finish(other, *await admit(other, 2))
+    async with asyncio.timeout(1):
+        assert seqs(await waiting) == [0, 1]
+    await other.aclose()
+
+
+async def test_joining_does_not_undo_a_live_retuning(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
+    await buffer.update_admission(window(S=4, P=2))
+    await (await attach(redis_config, run, window(S=1, P=2))).aclose()
+    assert (await buffer.stats()).max_staleness == 4
+    await (await attach(redis_config, run, window(S=2, P=2))).aclose()
+    assert (await buffer.stats()).max_staleness == 2
+
+
+async def test_an_ended_run_goes_on_with_more_steps(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
+    await buffer.end()
+    await (await attach(redis_config, run, window(S=1, P=2))).aclose()
+    assert (await buffer.stats()).ended
+    await (await attach(redis_config, run, window(S=1, P=2, steps=200))).aclose()
+    assert not (await buffer.stats()).ended
+
+
+async def test_every_stored_value_is_plain_messagepack(
+    buffer: RedisBuffer, redis_config: RedisConfig, client: Redis, run: str
+) -> None:
+    first, second = await admit(buffer, 2)
+    await finish(buffer, first)
+    await buffer.progress(second, partial_of(second))
+    names = [name async for name in client.scan_iter(match=f"*{run}*", _type="string") if b"grant:" not in name]
+    records = [msgpack.unpackb(await client.get(name)) for name in names]
+    assert {record["kind"] for record in records} == {"task", "group", "partial"}
+    group = next(record for record in records if record["kind"] == "group")
+    assert group["samples"][0]["tokens"] == tokens_to_bytes([0, 1, 2])
+
+
+async def test_wiping_a_run_leaves_its_neighbours_alone(
+    buffer: RedisBuffer, redis_config: RedisConfig, client: Redis, run: str
+) -> None:
+    neighbour = await attach(redis_config, run + "-2", window())
+    assert await wipe_run(redis_config, run) > 20
+    assert await wipe(client, run) == 0
+    assert (await neighbour.stats()).groups_per_step == 2
+    await neighbour.aclose()
+
+
+def bulky(ticket: Ticket, tokens: int) -> Group:
+    ids = range(tokens)
+    sample = Sample(
+        tokens=tokens_to_bytes(ids),
+        logprobs=logprobs_to_bytes([0.0] * tokens),
+        spans=[VersionSpan(ticket.version, 0, tokens)],
+    )
+    return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=[sample])
+
+
+async def test_a_full_server_is_named_and_can_be_drained(tmp_path: Path, run: str) -> None:
+    server = EmbeddedServer(tmp_path, RedisConfig(max_memory_bytes=16 << 20))
+    config = RedisConfig(url=server.start(), timeout_s=2.0)
+    buffer = await attach(config, run, window(S=9, P=2))
+    await buffer.put_tasks(tasks(0, 20))
+    await buffer.rollback(0)
+    tickets = await admit(buffer, 20)
+    with pytest.raises(ServerFull, match="memory limit"):
+        for ticket in tickets:
+            await buffer.insert(ticket, bulky(ticket, 250_000))
+    ready = (await buffer.stats()).ready
+    assert ready >= 2
+    batch = await take(buffer, 0)
+    await publish(buffer, 1)
+    await buffer.release(batch)
+    await buffer.commit_checkpoint(epoch=1, version=1)
+    await buffer.insert(tickets[ready], bulky(tickets[ready], 250_000))
+    await buffer.aclose()
+    server.stop()
+
+
+async def test_calls_outlive_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
+    server = EmbeddedServer(tmp_path, RedisConfig())
+    config = RedisConfig(url=server.start(), timeout_s=10.0)
+    buffer = await attach(config, run, window(S=1, P=2))
+    await buffer.put_tasks(tasks(0, 20))
+    await buffer.rollback(0)
+    tickets = await admit(buffer, 2)
+    waiting = asyncio.create_task(take(buffer, 0))
+    await asyncio.sleep(0.05)
+    server.stop()
+    inserts = [asyncio.create_task(finish(buffer, ticket)) for ticket in tickets]
+    await asyncio.sleep(0.2)
+    assert not any(one.done() for one in [waiting, *inserts])
+    server.start()
+    await asyncio.gather(*inserts)
+    assert seqs(await waiting) == [0, 1]
+    await buffer.aclose()
+    server.stop()
+
+
+async def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
+    config = RedisConfig(url=f"unix://{tmp_path}/none.sock", timeout_s=0.2)
+    with pytest.raises(ServerLost, match=r"none\.sock"):
+        await attach(config, "run", window())
+    with pytest.raises(ServerLost):
+        await connect_board(config, "run")
+
+
+async def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url"):
+        make_client(RedisConfig())
+    with pytest.raises(ConfigError, match="rediss://"):
+        make_client(RedisConfig(url="http://somewhere"))
+
+
+async def test_a_wrong_password_is_named_and_not_shown(
+    tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedServer(tmp_path, RedisConfig())
+    config = RedisConfig(url=server.start(), timeout_s=2.0)
+    admin = make_client(config)
+    await admin.config_set("requirepass", "open-sesame")
+    monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "tahini")
+    with pytest.raises(ServerRefused, match="ASYNC_GRPO_REDIS_PASSWORD") as refusal:
+        await attach(config, run, window())
+    assert "tahini" not in str(refusal.value)
+    monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "open-sesame")
+    await (await attach(config, run, window())).aclose()
+    await admin.aclose()
+    server.stop()
+
+
+class Stub:
+    """A server that says of itself what it is told to."""
+
+    class connection_pool:
+        connection_kwargs = {"path": "/stub.sock"}
+
+    def __init__(self, server: dict[str, str], policy: str = "noeviction") -> None:
+        self._answers = {"server": server, "memory": {"maxmemory_policy": policy}}
+
+    async def info(self, section: str) -> dict[str, str]:
+        return self._answers[section]
+
+    async def config_get(self, _name: str) -> dict[str, str]:
+        from redis.exceptions import NoPermissionError
+
+        raise NoPermissionError("this user has no permissions to run the 'config|get' command")
+
+
+@pytest.mark.parametrize("about", [{"redis_version": "7.0.15"}, {"redis_version": "7.2.4", "valkey_version": "9.1.2"}])
+async def test_a_server_whose_configuration_is_forbidden_is_judged_by_its_info(about: dict[str, str]) -> None:
+    await check_server(Stub(about))  # type: ignore[arg-type]
+    with pytest.raises(ServerRefused, match="allkeys-lru"):
+        await check_server(Stub(about, policy="allkeys-lru"))  # type: ignore[arg-type]
+
+
+async def test_a_server_that_is_too_old_is_refused() -> None:
+    with pytest.raises(ServerRefused, match=r"version 6\.2\.14"):
+        await check_server(Stub({"redis_version": "6.2.14"}))  # type: ignore[arg-type]
+
+
+async def test_a_cancelled_task_ends_wherever_its_call_is(buffer: RedisBuffer) -> None:
+    """Every loop of a server is stopped by cancelling it: a call that swallowed that would keep it alive."""
+
+    async def beat_for_ever() -> None:
+        while True:
+            await buffer.heartbeat([])
+
+    for attempt in range(400):
+        task = asyncio.create_task(beat_for_ever())
+        for _ in range(attempt % 40):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=1.0)
+        assert done, f"attempt {attempt}: the cancellation was swallowed"
