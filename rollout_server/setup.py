@@ -94,7 +94,7 @@ async def _assemble(
 
 async def _follow_weights(stack: AsyncExitStack, cast: Cast) -> WeightWatcher:
     config = cast.config
-    path = store_path(config.name, cast.name)
+    path = store_path(config.local_name, cast.name)
     receiver = WeightReceiver(cast.board.publisher, path, config.weights)
     stack.push_async_callback(receiver.close)
     watcher = WeightWatcher(

@@ -31,7 +31,7 @@ class WeightOutlet:
         self._publisher: WeightPublisher | None = None
         if is_leader():
             layout = layout_of(_tensor_kinds(policy.hf, policy.dtype))
-            self._publisher = WeightPublisher(layout, config.name, epoch, config.weights)
+            self._publisher = WeightPublisher(layout, config.local_name, epoch, config.weights)
 
     def publish(self, version: int) -> None:
         """Weights first, then the version that tickets carry: no ticket asks for weights that are not there."""

@@ -6,8 +6,10 @@ used in the YAML file, in `-o key=value` overrides, in the code and in the docs.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -260,6 +262,15 @@ class RedisConfig(StrictModel):
     """Of the embedded server's append-only file."""
     timeout_s: Seconds = 30.0
 
+    @model_validator(mode="after")
+    def _no_secret(self) -> RedisConfig:
+        if self.url is not None and urlsplit(self.url).password is not None:
+            raise ValueError(
+                "url holds a password, and the configuration is written beside the run for everyone to read. "
+                "Take it out of redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
+            )
+        return self
+
 
 class EvalConfig(StrictModel):
     """Evaluation on held-out prompts, before, after and every `every_steps` versions."""
@@ -327,6 +338,13 @@ class RunConfig(StrictModel):
     def run_dir(self) -> Path:
         """Where this run writes."""
         return self.runs_dir / self.name
+
+    @property
+    def local_name(self) -> str:
+        """The run on this machine: its name and a digest of its folder, so that equal names do not meet in
+        shared memory."""
+        digest = hashlib.sha256(str(self.run_dir.absolute()).encode()).hexdigest()[:8]
+        return f"{self.name}-{digest}"
 
     @property
     def capacity_groups(self) -> int:

@@ -26,7 +26,7 @@ from async_grpo.launch.commands import role_specs
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.monitor import Monitor
 from async_grpo.launch.results import headline, write_results
-from async_grpo.launch.run_folder import RunFolder, RunState, open_run, write_config
+from async_grpo.launch.run_folder import RunFolder, RunState, claimed, open_run, write_config
 from async_grpo.launch.state_plane import StatePlane, open_state_plane
 from async_grpo.launch.supervisor import Supervisor
 from async_grpo.process import adopt_orphans
@@ -41,7 +41,7 @@ async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
     adopt_orphans()
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
-    with LiveView(config, Console()) as view, _interrupt() as interrupted:
+    with claimed(folder), LiveView(config, Console()) as view, _interrupt() as interrupted:
         if state.steps_done >= config.steps:
             view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
             return 0

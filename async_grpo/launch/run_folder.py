@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,8 @@ class RunFolder:
 
 
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
-    """Make the folder, or take up the one that is there. Raises ConfigError if it is another experiment's."""
+    """Make the folder, or take up the one that is there. Raises ConfigError if it is another experiment's, or if
+    another process is at work in it and it should be removed."""
     folder = RunFolder(config.run_dir.absolute())
     if fresh and folder.path.exists():
         _remove(folder)
@@ -74,6 +77,20 @@ def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
         _check_same_experiment(folder, config)
     folder.path.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def claimed(folder: RunFolder) -> Iterator[None]:
+    """Hold the run for this process; the kernel gives it back however the process ends. Raises ConfigError."""
+    with (folder.path / "run.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `async-grpo run` is at work in {folder.path}. Wait for it, stop it, or give this run "
+                "another name (-o name=...)"
+            ) from None
+        yield
 
 
 def write_config(folder: RunFolder, config: RunConfig) -> None:
@@ -106,7 +123,8 @@ def _remove(folder: RunFolder) -> None:
     """Only ever a folder that a run made."""
     if not folder.config_file.exists() and any(folder.path.iterdir()):
         raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
-    shutil.rmtree(folder.path)
+    with claimed(folder):
+        shutil.rmtree(folder.path)
 
 
 def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:

@@ -78,6 +78,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     [
         (("model.random=null",), "model.path"),
         (("data.kind=jsonl",), "data.path"),
+        (("redis.url=redis://:secret@host:6379",), "ASYNC_GRPO_REDIS_PASSWORD"),
         (("sampling.top_p=0.9",), "top_p to 1.0"),
         (("trainer.processes=3", "trainer.tensor_parallel=2"), "trainer.processes"),
         (("sampling.max_tokens=4096",), "max_model_len"),
@@ -85,6 +86,10 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
 )
 def test_an_impossible_combination_says_how_to_mend_it(tmp_path: Path, overrides: tuple[str, ...], fix: str) -> None:
     assert fix in refusal(tmp_path, overrides=overrides)
+
+
+def test_a_password_in_the_url_is_not_repeated_in_the_refusal(tmp_path: Path) -> None:
+    assert "hunter2" not in refusal(tmp_path, overrides=("redis.url=redis://:hunter2@host:6379",))
 
 
 def test_a_malformed_override_is_refused(tmp_path: Path) -> None:

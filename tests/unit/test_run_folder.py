@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from async_grpo.launch.run_folder import RunState, open_run, run_name, write_config
+from async_grpo.launch.run_folder import RunState, claimed, open_run, run_name, write_config
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
@@ -55,6 +55,18 @@ def test_fresh_starts_over(tmp_path: Path) -> None:
     write_config(folder, config(tmp_path))
     folder.write_state(RunState(wall_s=3.0))
     assert open_run(config(tmp_path, max_staleness=4), fresh=True).read_state() == RunState()
+
+
+def test_two_processes_never_work_in_one_run(tmp_path: Path) -> None:
+    folder = open_run(config(tmp_path))
+    write_config(folder, config(tmp_path))
+    with claimed(folder):
+        with pytest.raises(ConfigError, match="another `async-grpo run`"), claimed(folder):
+            pass
+        with pytest.raises(ConfigError, match="another `async-grpo run`"):
+            open_run(config(tmp_path), fresh=True)
+    with claimed(folder):
+        pass
 
 
 def test_fresh_never_removes_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
