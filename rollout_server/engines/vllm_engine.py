@@ -32,6 +32,8 @@ from rollout_server.engines.kinship import claim_ownership
 from rollout_server.engines.protocol import EngineLoad, Generation, GenerationRequest, Interruption
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm_worker.WorkerExtension"
+_CPU_STEP_TOKENS = 2048
+"""Prompt tokens that one step of the CPU engine reads at most (or one whole prompt, if that is longer)."""
 _BEFORE_ANY_UPDATE = Identity(spans.CHECKPOINT_VERSION, spans.CHECKPOINT_VERSION)
 
 
@@ -259,6 +261,10 @@ class VllmEngine:
         }
         if current_platform.is_cpu():
             arguments["kv_cache_memory_bytes"] = self._config.kv_cache_bytes
+            # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
+            # cannot do ("CPU Generator does not use offset"), and the engine dies: so prompts are read whole.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, self._config.max_model_len)
         else:
             arguments["gpu_memory_utilization"] = self._config.gpu_memory_utilization
         return arguments | self._config.extra

@@ -186,6 +186,14 @@ async def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(l
         assert lab.error(prompt, generation, temperature=1.5 * temperature) > FAR
 
 
+async def test_more_long_prompts_than_one_step_reads_keep_their_seeds(untied: Lab) -> None:
+    prompts = [prompt_of(300, index) for index in range(24)]
+    requests = [GenerationRequest(f"long{index}", prompt, 4, seed=index) for index, prompt in enumerate(prompts)]
+    generations = await asyncio.gather(*(untied.engine.generate(request) for request in requests))
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert untied.error(prompt, generation) < EXACT
+
+
 async def test_the_stop_token_is_part_of_the_completion(tied: Lab) -> None:
     generations = await asyncio.gather(*(tied.generate(prompt_of(6, index), 200) for index in range(16)))
     stopped = [generation for generation in generations if generation.finish_reason == "stop"]
