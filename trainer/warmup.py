@@ -223,7 +223,7 @@ def _choose(logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Qwen2 in float32 with tied embeddings, initialised by seed; the global generator is left as it was."""
+    """Qwen2 in float32, initialised by seed; the global generator is left as it was."""
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -232,7 +232,7 @@ def _build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast, seed:
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         max_position_embeddings=config.max_positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=config.tie_embeddings,
         initializer_range=config.init_std,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

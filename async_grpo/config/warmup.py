@@ -43,6 +43,7 @@ class WarmupConfig(StrictModel):
     """hidden_size / heads is the size of a head; the CPU engine knows 32 and 64."""
     kv_heads: PositiveInt = 2
     intermediate_size: PositiveInt = 384
+    tie_embeddings: bool = True
     max_positions: PositiveInt = 128
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Of all matrices. At the customary 0.02 the same accuracy takes twice as many steps."""

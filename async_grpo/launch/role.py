@@ -15,7 +15,9 @@ from async_grpo.process import die_with_parent
 
 _LOG_TAIL_BYTES = 64 << 10
 _ERROR_LINE = re.compile(
-    r"^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Refused|Lost|Full|Corrupt|Failed|Fenced|Killed)\b.*", re.MULTILINE
+    r"^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Refused|Lost|Full|Corrupt|Failed|Fenced|Killed)\b.*"
+    r"|(?<=traceback : )Signal \d+ \(SIG\w+\) received by PID \d+",  # torchrun, of a rank
+    re.MULTILINE,
 )
 
 

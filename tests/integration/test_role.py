@@ -55,6 +55,14 @@ async def test_the_explanation_quotes_the_last_error_of_the_log(tmp_path: Path) 
     assert "exit code 1: ValueError: no such chunk" in explain_exit(role.spec, await role.wait())
 
 
+async def test_the_explanation_says_which_signal_killed_a_rank_under_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
+    role = await RoleProcess.start(RoleSpec("trainer", argv, tmp_path / "trainer.log", 0), "run")
+    assert "Signal 9 (SIGKILL) received" in explain_exit(role.spec, await role.wait())
+
+
 def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:
     return Supervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
 
