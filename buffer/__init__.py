@@ -1,15 +1,16 @@
 """The replay buffer and the run board: contracts, in-memory references, Redis, and a server of our own."""
 
 from buffer.board import RunBoard
-from buffer.connect import connect, connect_board, wipe, wipe_run
+from buffer.connect import connect, connect_board, knows_run, wipe, wipe_run
 from buffer.memory import InMemoryBuffer
 from buffer.memory_board import InMemoryBoard
 from buffer.protocol import BufferStats, ReplayBuffer, Resume
 from buffer.redis import RedisBoard, RedisBuffer
-from buffer.redis.client import check_server, make_client
+from buffer.redis.client import PASSWORD_VARIABLE, check_server, make_client
 from buffer.server import EmbeddedServer
 
 __all__ = [
+    "PASSWORD_VARIABLE",
     "BufferStats",
     "EmbeddedServer",
     "InMemoryBoard",
@@ -22,6 +23,7 @@ __all__ = [
     "check_server",
     "connect",
     "connect_board",
+    "knows_run",
     "make_client",
     "wipe",
     "wipe_run",

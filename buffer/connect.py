@@ -30,6 +30,16 @@ async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
     return RedisBoard(await _checked_client(redis), run, timeout_s=redis.timeout_s)
 
 
+async def knows_run(redis: RedisConfig, run: str) -> bool:
+    """Whether the server holds anything of `run`; nothing is changed."""
+    client = await _checked_client(redis)
+    try:
+        known: int = await Link(client, redis.timeout_s).call(lambda: client.exists(Keys(run).of("meta")))
+        return bool(known)
+    finally:
+        await client.aclose()
+
+
 async def wipe_run(redis: RedisConfig, run: str) -> int:
     """Delete everything that `run` has on the configured server; returns how many keys that was."""
     client = await _checked_client(redis)

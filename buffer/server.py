@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from async_grpo.config.schema import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
@@ -42,7 +43,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Where it listens; the same at every start."""
-        return f"unix://{self._socket}"
+        return f"unix://{quote(str(self._socket))}"
 
     @property
     def pid(self) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -105,13 +105,13 @@ class RewardConfig(StrictModel):
 
     name: str
     """`answer_tag` (text in <answer> equals the reference), `gsm8k`, `format`, or `module:attribute`."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
 
 
 class RewardsConfig(StrictModel):
     """Verifiers run outside the event loop, in processes that can be killed."""
 
-    functions: list[RewardConfig] = [RewardConfig(name="answer_tag")]
+    functions: Annotated[list[RewardConfig], Field(min_length=1)] = [RewardConfig(name="answer_tag")]
     workers: PositiveInt = 1
     deadline_s: Seconds = 10.0
     """A verifier that takes longer is killed; its sample is `unverifiable`, which is not 0."""
@@ -143,7 +143,8 @@ class VllmConfig(StrictModel):
     max_model_len: PositiveInt = 256
     kv_cache_bytes: PositiveInt = 256 << 20
     """Memory for the KV cache on CPU."""
-    gpu_memory_utilization: Fraction = 0.8
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Of an accelerator; unused on CPU."""
     tensor_parallel: PositiveInt = 1
     enforce_eager: bool = True
     multiprocessing: bool = True
@@ -166,7 +167,7 @@ class RolloutConfig(StrictModel):
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal (`filtered`) and admit as many new ones."""
     max_attempts: PositiveInt = 5
-    """A group that was started this many times and never finished is `failed`."""
+    """A group whose holders died this many times (their lease expired) is `failed`."""
     lease_s: Seconds = 15.0
     """A ticket whose holder is silent for longer goes to another server."""
     vllm: VllmConfig = VllmConfig()
@@ -177,13 +178,20 @@ class OptimizerConfig(StrictModel):
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where linear and cosine end."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _floor_below_peak(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g}): the rate would rise. Lower min_lr")
+        return self
 
 
 class ObjectiveConfig(StrictModel):
@@ -208,7 +216,8 @@ class CheckpointConfig(StrictModel):
 class TrainerConfig(StrictModel):
     """The Megatron-core trainer."""
 
-    platform: Literal["cpu", "cuda", "npu"] = "cpu"
+    platform: Literal["cpu"] = "cpu"
+    """What the trainer computes on; this version knows the CPU only."""
     processes: PositiveInt = 1
     """Ranks that torchrun starts: tensor_parallel * pipeline_parallel * data-parallel size."""
     tensor_parallel: PositiveInt = 1
@@ -238,8 +247,8 @@ class TrainerConfig(StrictModel):
 class WeightsConfig(StrictModel):
     """Weights from the trainer to the rollout servers, over ZMQ."""
 
-    bind: str = "tcp://127.0.0.1:0"
-    """Where the publisher listens (port 0: any free one; announced through the buffer)."""
+    bind: Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$")] = "tcp://127.0.0.1:0"
+    """Where the publisher listens (port 0: two free ones; port N: N announces, N + 1 serves)."""
     chunk_bytes: PositiveInt = 1 << 20
     credits: PositiveInt = 4
     """Chunk requests in flight of one receiver."""
@@ -264,7 +273,8 @@ class RedisConfig(StrictModel):
 
     @model_validator(mode="after")
     def _no_secret(self) -> RedisConfig:
-        if self.url is not None and urlsplit(self.url).password is not None:
+        parts = urlsplit(self.url or "")
+        if parts.password is not None or "password" in parse_qs(parts.query):
             raise ValueError(
                 "url holds a password, and the configuration is written beside the run for everyone to read. "
                 "Take it out of redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
@@ -359,6 +369,32 @@ class RunConfig(StrictModel):
                 f"rollout.vllm.max_model_len ({self.rollout.vllm.max_model_len}) leaves no room for a prompt "
                 f"beside sampling.max_tokens ({self.sampling.max_tokens}). "
                 "Raise rollout.vllm.max_model_len or lower sampling.max_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_sequences_fit(self) -> RunConfig:
+        longest = self.rollout.vllm.max_model_len
+        if self.trainer.micro_batch_tokens < longest:
+            raise ValueError(
+                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below rollout.vllm.max_model_len "
+                f"({longest}): a long sequence would fit no micro-batch. Raise trainer.micro_batch_tokens"
+            )
+        made = self.model.warmup or self.model.random
+        if made is not None and made.max_positions < longest:
+            raise ValueError(
+                f"rollout.vllm.max_model_len ({longest}) is above the {made.max_positions} positions of the model that "
+                "is made. Lower it, or raise max_positions of model.warmup or model.random"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _enough_held_out(self) -> RunConfig:
+        kept = self.data.arithmetic.held_out
+        if self.data.kind == "arithmetic" and self.eval.prompts > kept:
+            raise ValueError(
+                f"eval.prompts ({self.eval.prompts}) is above data.arithmetic.held_out ({kept}). "
+                "Lower eval.prompts or hold out more"
             )
         return self
 

@@ -12,14 +12,14 @@ from async_grpo.launch.run_folder import RunFolder
 
 def rollout_argv(folder: RunFolder, model: Path, name: str) -> list[str]:
     """One rollout server."""
-    files = ["--config", str(folder.config_file), "--model", str(model)]
+    files = ["--config", str(folder.roles_file), "--model", str(model)]
     return [sys.executable, "-m", "rollout_server.main", *files, "--name", name]
 
 
 def trainer_argv(config: RunConfig, folder: RunFolder, model: Path) -> list[str]:
-    """All ranks of the trainer on this machine, under torchrun, on a free port of the loopback."""
+    """All ranks of the trainer on this machine, under torchrun, which meets them on a free port."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.processes)]
-    files = ["--config", str(folder.config_file), "--model", str(model)]
+    files = ["--config", str(folder.roles_file), "--model", str(model)]
     return [sys.executable, *torchrun, "-m", "trainer.main", *files]
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, RoleFailed
 
+KNOWN_MODELS = ("qwen2",)
+"""`model_type` of the checkpoints that the trainer can load."""
 RECIPE = 1
 """Raised when the code that makes a model changes its result, so that old cached ones are not used."""
 
@@ -30,6 +32,12 @@ def check_model(path: Path) -> Path:
                 f"model.path: {path} has no {needed}, so it is not a Hugging Face checkpoint with its tokenizer. "
                 "Point model.path at the folder that holds config.json and the safetensors files"
             )
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if kind not in KNOWN_MODELS:
+        raise ConfigError(
+            f"model.path: {path} is a {kind!r} model; this version trains {', '.join(KNOWN_MODELS)} (Qwen2, Qwen2.5). "
+            "Choose a checkpoint of that family"
+        )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file. Convert the weights to safetensors")
     return path

@@ -50,7 +50,6 @@ class Monitor:
     async def watch(self) -> None:
         """Look until cancelled. Raises RoleFailed when a role does not become ready in time."""
         while True:
-            self._keep_server()
             await self.look()
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -98,9 +97,14 @@ class Monitor:
                     f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s"
                 )
 
-    def _keep_server(self) -> None:
-        """Start the embedded server again, on its append-only file, if it has died."""
-        if self._plane.server is None or self._plane.server.alive():
-            return
-        self._say("the embedded server died; starting it again on its append-only file")
-        self._plane.server.start()  # in this thread: the server dies with the one that starts it
+    async def keep_server(self) -> None:
+        """Until cancelled: start the embedded server again, on its append-only file, when it has died.
+
+        A task of its own, because `look` waits for the server.
+        """
+        server = self._plane.server
+        while True:
+            if server is not None and not server.alive():
+                self._say("the embedded server died; starting it again on its append-only file")
+                server.start()  # in this thread: the server dies with the one that starts it
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -15,7 +15,7 @@ from async_grpo.rewards import load_verifiers
 
 
 def resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load, name and check a run. Raises ConfigError for anything that could only fail later."""
+    """Load, name and check a run: configuration, reward functions, files. Raises ConfigError."""
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     load_verifiers(config.rewards.functions)

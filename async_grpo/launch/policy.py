@@ -17,7 +17,7 @@ def decide(*, code: int, stopping: bool, needed: bool, restarts: int, limit: int
     """The policy.
 
     stopping: the supervisor asked for this end. needed: the run cannot finish without this role.
-    restarts: how often it has been restarted in this run so far; limit: how often it may be.
+    restarts: how often this invocation has restarted it; limit: how often it may be.
 
     An exit code of 0 is a role that left on purpose; it comes back only if the run needs it.
     """

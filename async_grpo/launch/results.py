@@ -6,13 +6,16 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
+from async_grpo.config import RunConfig
 from async_grpo.launch.run_folder import RunFolder, RunState
 from async_grpo.launch.state_plane import StatePlane
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.report import write_report
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
+from async_grpo.telemetry.scalars import ScalarWriter
 from async_grpo.telemetry.summary import summarize
 from async_grpo.telemetry.timeline import merge_timelines
+from async_grpo.wire.board import Evaluation
 from buffer import BufferStats
 
 
@@ -20,18 +23,28 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
     """Write all three; returns the summary. Safe to repeat."""
     rows = read_rows(folder.path / "metrics.jsonl")
     restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
+    evaluations = await plane.board.evaluations()
     summary = summarize(
         plane.config,
         of_kind(rows, "step"),
         of_kind(rows, "probe"),
-        await plane.board.evaluations(),
+        evaluations,
         {**asdict(stats), "active": stats.active},
         {**await plane.board.counters(), **restarts},
         state.wall_s,
     )
+    _write_scalars(plane.config, evaluations)
     await asyncio.to_thread(merge_timelines, folder.path)
     await asyncio.to_thread(write_report, folder.path, summary)
     return summary
+
+
+def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
+    """The accuracies for TensorBoard, beside the trainer's own events."""
+    writer = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
+    for evaluation in evaluations:
+        writer.write_evaluation(evaluation)
+    writer.close()
 
 
 def headline(summary: dict[str, Any], folder: RunFolder) -> str:

@@ -42,14 +42,14 @@ async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
     with claimed(folder), LiveView(config, Console()) as view, _interrupt() as interrupted:
-        if state.steps_done >= config.steps:
+        if state.finished_steps >= config.steps:
             view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
             return 0
         try:
             model = await _unless(interrupted, prepare_model(config, view.phase))
             view.phase("starting the server")
             async with open_state_plane(config, folder, fresh=fresh) as plane:
-                write_config(folder, plane.config)
+                write_config(folder, config, for_roles=plane.config)
                 await _LocalRun(plane, folder, model, view, state, command).go(interrupted)
         except Interrupted:
             view.say("stopped; the same command resumes")
@@ -80,12 +80,14 @@ class _LocalRun:
             trained=lambda: self._monitor.trained(),
         )
         self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say)
+        self._roles: asyncio.Task[None] | None = None
 
     async def go(self, interrupted: asyncio.Event) -> None:
         """See the run to its end, whatever that is, and write what there is to report."""
         self._view.phase("starting the trainer and the rollout servers")
         try:
             await _unless(interrupted, self._watch())
+            self._state.finished_steps = self._plane.config.steps
         finally:
             interrupted.clear()
             self._view.phase("stopping")
@@ -93,25 +95,23 @@ class _LocalRun:
             await self._report()
 
     async def _watch(self) -> None:
-        """Until all roles have ended; whichever fails first ends the other."""
-        roles = asyncio.create_task(self._supervisor.watch())
-        looks = asyncio.create_task(self._monitor.watch())
+        """Until all roles have ended. Raises what goes wrong first, in a role or in looking at them."""
+        self._roles = asyncio.create_task(self._supervisor.watch())
+        looks = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server())]
         try:
-            await asyncio.wait({roles, looks}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({self._roles, *looks}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
         finally:
-            looks.cancel()
-            outcome = await asyncio.gather(looks, return_exceptions=True)
-        if not roles.done():
-            roles.cancel()
-            await asyncio.gather(roles, return_exceptions=True)
-            raise outcome[0] or RoleFailed("the monitor ended")
-        await roles
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
         await self._monitor.look()
         if not self._monitor.trained():
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
 
     async def _stop(self, again: asyncio.Event) -> None:
-        """SIGTERM and patience; a second Ctrl-C ends the patience."""
+        """SIGTERM and patience; a second Ctrl-C ends the patience. No role is left then, nor one about to start."""
         stopping = asyncio.create_task(self._supervisor.stop())
         hurry = asyncio.create_task(again.wait())
         await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,13 +119,14 @@ class _LocalRun:
         if not stopping.done():
             self._supervisor.kill()
         await stopping
+        if self._roles is not None:
+            await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is on its way already
 
     async def _report(self) -> None:
         """summary.json, report.md and timeline.json of whatever has been trained."""
         stats = await self._plane.buffer.stats()
         self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
         self._state.restarts = self._supervisor.restarts
-        self._state.steps_done = stats.version
         self._folder.write_state(self._state)
         self._view.phase("writing the report")
         summary = await write_results(self._plane, self._folder, self._state, stats)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,8 @@ class RunState:
 
     wall_s: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)
-    steps_done: int = 0
+    finished_steps: int = 0
+    """The run was trained, evaluated and reported to this step; 0: not yet to its end."""
     command: str = ""
 
 
@@ -42,12 +44,22 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration, which every role reads."""
+        """The resolved configuration: the same command with it makes the same run."""
         return self.path / "config.yaml"
 
     @property
+    def roles_file(self) -> Path:
+        """What the roles of this invocation read: the configuration, with the server's address."""
+        return self.path / "roles.yaml"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the process that works here."""
+        return self.path / "run.lock"
+
+    @property
     def state_file(self) -> Path:
-        """Wall time, restarts and steps so far."""
+        """Wall time, restarts and whether it is finished."""
         return self.path / "run.json"
 
     def log(self, role: str) -> Path:
@@ -62,9 +74,7 @@ class RunFolder:
 
     def write_state(self, state: RunState) -> None:
         """Atomically."""
-        draft = self.state_file.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(state), indent=2) + "\n")
-        draft.replace(self.state_file)
+        _write(self.state_file, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
@@ -82,7 +92,7 @@ def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
 @contextlib.contextmanager
 def claimed(folder: RunFolder) -> Iterator[None]:
     """Hold the run for this process; the kernel gives it back however the process ends. Raises ConfigError."""
-    with (folder.path / "run.lock").open("w") as lock:
+    with folder.lock_file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,9 +103,17 @@ def claimed(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def write_config(folder: RunFolder, config: RunConfig) -> None:
-    """The resolved copy beside the run; secrets never stand in a configuration."""
-    folder.config_file.write_text(dump(config))
+def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) -> None:
+    """The resolved copies beside the run; secrets never stand in a configuration."""
+    _write(folder.config_file, dump(config))
+    _write(folder.roles_file, dump(for_roles))
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, also for somebody who reads at this moment."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def run_name(base: str, overrides: Iterable[str]) -> str:
@@ -121,7 +139,8 @@ def _is_free(key: str) -> bool:
 
 def _remove(folder: RunFolder) -> None:
     """Only ever a folder that a run made."""
-    if not folder.config_file.exists() and any(folder.path.iterdir()):
+    known = folder.config_file.exists() or folder.lock_file.exists()
+    if not known and any(folder.path.iterdir()):
         raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
     with claimed(folder):
         shutil.rmtree(folder.path)

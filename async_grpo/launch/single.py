@@ -36,7 +36,7 @@ def _prepare(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunFolder
         )
     model = asyncio.run(prepare_model(config, print))
     folder = open_run(config)
-    write_config(folder, config)
+    write_config(folder, config, for_roles=config)
     return config, folder, model
 
 

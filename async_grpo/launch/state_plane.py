@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,16 @@ from async_grpo.errors import ConfigError
 from async_grpo.launch.run_folder import RunFolder
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.weights.store import remove_stores
-from buffer import EmbeddedServer, RedisBoard, RedisBuffer, connect, connect_board, wipe_run
+from buffer import (
+    PASSWORD_VARIABLE,
+    EmbeddedServer,
+    RedisBoard,
+    RedisBuffer,
+    connect,
+    connect_board,
+    knows_run,
+    wipe_run,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +43,15 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
     name is on it.
     """
     server = EmbeddedServer(folder.path / "server", config.redis) if config.redis.url is None else None
+    if server is not None:
+        os.environ.pop(PASSWORD_VARIABLE, None)  # it is another server's; ours has none and would refuse it
+    elif not fresh and not folder.config_file.exists():
+        await _refuse_foreign(config)
     try:
         # Not in a worker thread: the server dies with the thread that starts it.
         url = server.start() if server is not None else config.redis.url
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
         async with _connected(config, server, fresh=fresh) as plane:
-            if server is None and not folder.config_file.exists():
-                await _refuse_foreign(plane)
             yield plane
     finally:
         if server is not None:
@@ -69,10 +81,11 @@ async def _connected(config: RunConfig, server: EmbeddedServer | None, *, fresh:
         await buffer.aclose()
 
 
-async def _refuse_foreign(plane: StatePlane) -> None:
-    """A new run folder, but the server knows the name: it is somebody's run, or an old one's rest."""
-    if (await plane.buffer.stats()).admitted:
+async def _refuse_foreign(config: RunConfig) -> None:
+    """A new run folder, but the server knows the name: it is somebody's run, or an old one's rest. Nothing of it
+    is touched."""
+    if await knows_run(config.redis, config.name):
         raise ConfigError(
-            f"the server at redis.url already holds a run named {plane.config.name}, but {plane.config.run_dir} is "
+            f"the server at redis.url already holds a run named {config.name}, but {config.run_dir} is "
             "new. Give this run another name (-o name=...), or delete the old one's data with --fresh"
         )

@@ -93,7 +93,7 @@ class Supervisor:
     async def _keep(self, spec: RoleSpec) -> None:
         """Run the role, again after every death that the policy forgives."""
         used = 0
-        while True:
+        while not self._stopping:
             code = await self._run_once(spec)
             decision = decide(
                 code=code,
@@ -119,6 +119,8 @@ class Supervisor:
         role = await RoleProcess.start(spec, self._run)
         self._running[spec.name] = role
         self._mark(spec, "starting")
+        if self._stopping:  # asked for while it was being started
+            role.ask_to_stop()
         code = await asyncio.shield(role.wait())
         self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role
         return code

@@ -82,6 +82,11 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         (("sampling.top_p=0.9",), "top_p to 1.0"),
         (("trainer.processes=3", "trainer.tensor_parallel=2"), "trainer.processes"),
         (("sampling.max_tokens=4096",), "max_model_len"),
+        (("trainer.micro_batch_tokens=100",), "Raise trainer.micro_batch_tokens"),
+        (("model.random.max_positions=64",), "max_positions"),
+        (("eval.prompts=300",), "hold out more"),
+        (("trainer.optimizer.min_lr=1",), "Lower min_lr"),
+        (("redis.url=redis://host:6379?password=x",), "ASYNC_GRPO_REDIS_PASSWORD"),
     ],
 )
 def test_an_impossible_combination_says_how_to_mend_it(tmp_path: Path, overrides: tuple[str, ...], fix: str) -> None:
@@ -90,6 +95,14 @@ def test_an_impossible_combination_says_how_to_mend_it(tmp_path: Path, overrides
 
 def test_a_password_in_the_url_is_not_repeated_in_the_refusal(tmp_path: Path) -> None:
     assert "hunter2" not in refusal(tmp_path, overrides=("redis.url=redis://:hunter2@host:6379",))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["rewards.functions=[]", "trainer.optimizer.beta1=1.0", "weights.bind=here", "trainer.platform=abacus"],
+)
+def test_a_value_that_could_only_fail_later_is_refused_by_its_key(tmp_path: Path, override: str) -> None:
+    assert override.partition("=")[0] in refusal(tmp_path, overrides=(override,))
 
 
 def test_a_malformed_override_is_refused(tmp_path: Path) -> None:

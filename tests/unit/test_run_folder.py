@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config import RunConfig
+from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
-from async_grpo.launch.run_folder import RunState, claimed, open_run, run_name, write_config
+from async_grpo.launch.run_folder import RunFolder, RunState, claimed, open_run, run_name, write_config
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
     return RunConfig.model_validate({"name": "a", "runs_dir": str(folder), "model": {"random": {}}, **changes})
+
+
+def write(folder: RunFolder, made: RunConfig) -> None:
+    write_config(folder, made, for_roles=made)
 
 
 def test_overrides_become_part_of_the_name() -> None:
@@ -38,28 +42,28 @@ def test_where_it_runs_does_not_change_the_name() -> None:
 
 def test_the_same_experiment_is_resumed(tmp_path: Path) -> None:
     folder = open_run(config(tmp_path))
-    write_config(folder, config(tmp_path))
+    write(folder, config(tmp_path))
     folder.write_state(RunState(wall_s=3.0, restarts={"trainer": 1}))
     again = open_run(config(tmp_path, steps=200))
     assert again.read_state() == RunState(wall_s=3.0, restarts={"trainer": 1})
 
 
 def test_another_experiment_under_the_same_name_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
-    write_config(open_run(config(tmp_path)), config(tmp_path))
+    write(open_run(config(tmp_path)), config(tmp_path))
     with pytest.raises(ConfigError, match="max_staleness"):
         open_run(config(tmp_path, max_staleness=4))
 
 
 def test_fresh_starts_over(tmp_path: Path) -> None:
     folder = open_run(config(tmp_path))
-    write_config(folder, config(tmp_path))
+    write(folder, config(tmp_path))
     folder.write_state(RunState(wall_s=3.0))
     assert open_run(config(tmp_path, max_staleness=4), fresh=True).read_state() == RunState()
 
 
 def test_two_processes_never_work_in_one_run(tmp_path: Path) -> None:
     folder = open_run(config(tmp_path))
-    write_config(folder, config(tmp_path))
+    write(folder, config(tmp_path))
     with claimed(folder):
         with pytest.raises(ConfigError, match="another `async-grpo run`"), claimed(folder):
             pass
@@ -67,6 +71,20 @@ def test_two_processes_never_work_in_one_run(tmp_path: Path) -> None:
             open_run(config(tmp_path), fresh=True)
     with claimed(folder):
         pass
+
+
+def test_a_run_that_was_stopped_before_it_had_a_configuration_can_be_started_over(tmp_path: Path) -> None:
+    with claimed(open_run(config(tmp_path))):
+        pass
+    assert open_run(config(tmp_path), fresh=True).path.exists()
+
+
+def test_the_copy_beside_the_run_does_not_name_its_embedded_server(tmp_path: Path) -> None:
+    folder = open_run(config(tmp_path))
+    with_server = config(tmp_path, redis={"url": "unix:///tmp/s.sock"})
+    write_config(folder, config(tmp_path), for_roles=with_server)
+    assert load(folder.config_file).redis.url is None
+    assert load(folder.roles_file) == with_server
 
 
 def test_fresh_never_removes_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
