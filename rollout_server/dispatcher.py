@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import structlog
 
@@ -30,7 +31,7 @@ from rollout_server.failures import first_cause
 from rollout_server.feeder import Feeder
 from rollout_server.group_work import GroupWork
 from rollout_server.leases import Leases
-from rollout_server.outcome import reason_to_discard, with_verdict
+from rollout_server.outcome import reason_to_discard, what_is_broken, with_verdict
 from rollout_server.seeds import sample_seed
 from rollout_server.session import Session
 from rollout_server.slots import SampleSlots
@@ -72,8 +73,15 @@ class Dispatcher:
                     if work.doing is not None:
                         work.doing.cancel()
         finally:
+            await self._hand_back_all()
+
+    async def _hand_back_all(self) -> None:
+        """As far as time allows: a lease that is not given back runs out by itself."""
+        try:
             async with asyncio.timeout(HAND_BACK_TIMEOUT_S):
                 await asyncio.gather(*(self.leases.hand_back(work) for work in self.leases))
+        except TimeoutError:
+            log.warning("the buffer did not take all groups back; their leases run out", waited_s=HAND_BACK_TIMEOUT_S)
 
     async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
         while True:
@@ -160,7 +168,11 @@ class Dispatcher:
         if work.missing:
             await self.leases.hand_back(work)
             return
-        samples = await self._judge(work)
+        samples = [sample for sample in work.samples if sample is not None]
+        if broken := what_is_broken(samples):
+            await self._discard(work, ReleaseReason.FAILED, broken)
+            return
+        samples = await self._judge(work, samples)
         reason = reason_to_discard(samples, dynamic_sampling=self._cast.config.rollout.dynamic_sampling)
         if reason is not None:
             await self._discard(work, reason, samples[0].unverifiable)
@@ -172,9 +184,8 @@ class Dispatcher:
         self._failures_in_a_row = 0
         self._cast.diary.group(group, version=self._cast.engine.version)
 
-    async def _judge(self, work: GroupWork) -> list[Sample]:
+    async def _judge(self, work: GroupWork, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards; failures of verifiers are counted by kind."""
-        samples = [sample for sample in work.samples if sample is not None]
         verdicts = await self._cast.pool.judge([(sample.text, work.ticket.task.answer) for sample in samples])
         for kind, count in Counter(verdict.failure for verdict in verdicts if verdict.failure).items():
             await self._cast.board.count(f"reward_failures.{kind}", count)

@@ -2,9 +2,10 @@
 
     weight watcher --version--> Evaluator --pin, claim--> engine --> reward pool --> board
 
-It waits for the next milestone's weights (the watcher unblocks it), for the pin (an update under
-way), and at the final version for whichever server holds the claim: the board tells nobody, so it
-looks once a second, and takes over when that server's claim has run out.
+It waits for the next milestone's weights (the watcher unblocks it, or the final evaluation on the
+board: then nobody needs those weights any more), for the pin (an update under way), and at the final
+version for whichever server holds the claim. The board tells nobody, so it looks once a second, and
+takes over when that server's claim has run out.
 
 Training generation goes on beside it, at the pinned version. Every server runs one evaluator; the
 claim makes sure that one of them does a milestone.
@@ -54,10 +55,19 @@ class Evaluator:
     async def run(self) -> None:
         """Until the final evaluation is on the board. Raises EngineError, WaitTimeout."""
         while not await self._is_done(self._final):
-            await self._watcher.wait_for_version(self._next)
+            if not await self._has_next():
+                continue
             await self._attend()
             if self._handled == self._final and not await self._is_done(self._final):
                 await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _has_next(self) -> bool:
+        """Whether the next milestone's weights came before it is time to look at the board again."""
+        try:
+            await self._watcher.wait_for_version(self._next, LOOK_EVERY_S)
+        except WaitTimeout:
+            return False
+        return True
 
     async def _attend(self) -> None:
         """Evaluate the milestone that the pinned version belongs to, unless it is done or claimed."""

@@ -1,4 +1,4 @@
-"""What becomes of a group whose samples have been judged: pure decisions."""
+"""What becomes of a group whose samples are there: pure decisions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from async_grpo.wire import ReleaseReason, Sample
 
 MIN_JUDGED = 2
 """A group needs that many rewards: an advantage is a comparison."""
+
+
+def what_is_broken(samples: Sequence[Sample]) -> str:
+    """Why a sample of the group is none that can be trained (`Sample.validate`), or ""."""
+    for index, sample in enumerate(samples):
+        try:
+            sample.validate()
+        except ValueError as error:
+            return f"sample {index}: {error}"
+    return ""
 
 
 def with_verdict(sample: Sample, verdict: Verdict) -> Sample:

@@ -30,6 +30,7 @@ from async_grpo.errors import TrainingError
 from trainer.model.hf_folder import write_folder
 from trainer.parallel import is_leader, share_ints
 from trainer.policy import Policy
+from trainer.retention import superfluous
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _LATEST = "latest"
@@ -50,7 +51,7 @@ class CheckpointFolder:
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int) -> None:
-        """Write the checkpoint of `version`; older ones than the newest `keep` are deleted after it."""
+        """Write the checkpoint of `version`; then only it and the `keep` - 1 before it stay."""
         draft, target = self.path / f"draft-{version:08d}", self._folder(version)
         if is_leader():
             shutil.rmtree(draft, ignore_errors=True)
@@ -63,7 +64,7 @@ class CheckpointFolder:
             shutil.rmtree(target, ignore_errors=True)
             draft.rename(target)
             self._mark(version)
-            self._prune()
+            self._prune(version)
 
     def load(self, policy: Policy, version: int) -> None:
         """Bring back weights, optimizer and random state of `version`. Raises TrainingError."""
@@ -96,10 +97,10 @@ class CheckpointFolder:
         draft.write_text(f"{version}\n")
         draft.replace(self.path / _LATEST)
 
-    def _prune(self) -> None:
-        whole = sorted(path for path in self.path.iterdir() if path.name.isdigit())
-        for old in whole[: -self.keep]:
-            shutil.rmtree(old)
+    def _prune(self, saved: int) -> None:
+        versions = [int(path.name) for path in self.path.iterdir() if path.name.isdigit()]
+        for version in superfluous(versions, saved=saved, keep=self.keep):
+            shutil.rmtree(self._folder(version))
 
 
 class _InProcessSave(megatron_strategies.TorchDistSaveShardedStrategy):

@@ -4,9 +4,9 @@
 - `Follower`  every other rank: waits for rank 0
 
 What waits for whom: `take` for P finished groups (the rollout servers), `probe` for a server that
-has the final weights; followers wait for the leader in a broadcast, which ends with the process
-group's timeout. SIGTERM ends the leader's wait in `take` and nothing else: a step once begun is
-finished.
+has the final weights, `wait_for_evaluation` for one that has measured them; followers wait for the
+leader in a broadcast, which ends with the process group's timeout. SIGTERM ends these waits of the
+leader and nothing else: a step once begun is finished.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import WaitTimeout
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.wire import Batch, decode, encode
-from async_grpo.wire.board import PublisherAddress
+from async_grpo.wire.board import Evaluation, PublisherAddress
 from buffer import connect, connect_board
 from buffer.board import RunBoard
 from buffer.protocol import ReplayBuffer, Resume
 from trainer.parallel import is_leader, share_bytes, share_ints
 
 R = TypeVar("R")
+
+LOOK_EVERY_S = 1.0
 
 
 class Coordinator(Protocol):
@@ -61,7 +63,11 @@ class Coordinator(Protocol):
         ...
 
     def probe(self, version: int, timeout_s: float) -> Batch | None:
-        """Groups that the final version sampled; None if none came in time."""
+        """Groups that the final version sampled; None if none came in time, or before SIGTERM."""
+        ...
+
+    def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
+        """Whether the evaluation of `version` was on the board in time, and before SIGTERM."""
         ...
 
     def close(self) -> None:
@@ -96,7 +102,9 @@ class Leader:
         return resume
 
     def take(self, version: int) -> Batch | None:
-        batch = self._run(self._take_or_stop(version))
+        timeout_s = self._config.trainer.take_timeout_s
+        # A take that is given up is no loss: the same groups are delivered when it is asked again.
+        batch = self._run(self._or_stop(self._buffer.take(epoch=self._epoch, version=version, timeout_s=timeout_s)))
         share_bytes(encode(batch) if batch is not None else b"")
         return batch
 
@@ -117,12 +125,20 @@ class Leader:
 
     def probe(self, version: int, timeout_s: float) -> Batch | None:
         try:
-            groups = self._run(self._board.probe(version, timeout_s=timeout_s)).groups
+            probe = self._run(self._or_stop(self._board.probe(version, timeout_s=timeout_s)))
         except WaitTimeout:
-            groups = []
-        batch = Batch(epoch=self._epoch, version=version, groups=groups) if groups else None
+            probe = None
+        batch = Batch(epoch=self._epoch, version=version, groups=probe.groups) if probe and probe.groups else None
         share_bytes(encode(batch) if batch is not None else b"")
         return batch
+
+    def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
+        try:
+            found = self._run(self._or_stop(self._look_for_evaluation(version, timeout_s))) is not None
+        except TimeoutError:
+            found = False
+        share_ints([int(found)], 1)
+        return found
 
     def close(self) -> None:
         self._run(self._buffer.aclose())
@@ -141,17 +157,25 @@ class Leader:
         )
         return buffer, await connect_board(config.redis, config.name)
 
-    async def _take_or_stop(self, version: int) -> Batch | None:
-        """A take that is given up is no loss: the same groups are delivered when it is asked again."""
-        timeout_s = self._config.trainer.take_timeout_s
-        take = asyncio.create_task(self._buffer.take(epoch=self._epoch, version=version, timeout_s=timeout_s))
+    async def _look_for_evaluation(self, version: int, timeout_s: float) -> Evaluation:
+        """The board tells nobody, so look once a second. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                for evaluation in await self._board.evaluations():
+                    if evaluation.version >= version:
+                        return evaluation
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _or_stop(self, call: Coroutine[Any, Any, R]) -> R | None:
+        """What the call returns; None after SIGTERM, and then the call is cancelled."""
+        calling = asyncio.create_task(call)
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({calling, stop}, return_when=asyncio.FIRST_COMPLETED)
         stopped = self._stop.is_set()
-        unfinished = take if stopped else stop
+        unfinished = calling if stopped else stop
         unfinished.cancel()
         await asyncio.gather(unfinished, return_exceptions=True)
-        return None if stopped else take.result()
+        return None if stopped else calling.result()
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:
         return self._runner.run(call)
@@ -182,6 +206,10 @@ class Follower:
 
     def probe(self, version: int, timeout_s: float) -> Batch | None:
         return self._shared_batch()
+
+    def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
+        (found,) = share_ints(None, 1)
+        return bool(found)
 
     def close(self) -> None: ...
 

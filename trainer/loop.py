@@ -80,9 +80,9 @@ class TrainingLoop:
         self.stepped = True
         self._publish()
         self.coordinator.release(batch)
+        self._write(batch, result, lr)  # before the commit, after which the step is never replayed
         if self.version % self.config.trainer.checkpoint.every_steps == 0:
             self._checkpoint()
-        self._write(batch, result, lr)
 
     def _publish(self) -> None:
         if self.version >= self.head_version:
@@ -102,13 +102,20 @@ class TrainingLoop:
         self.diary.phases.reset()
 
     def _finish(self) -> None:
-        """The publisher stays until a server has shown, by its probe, that it has the final weights."""
+        """The publisher stays until the final evaluation is on the board: a server that is started
+        again before that needs the final weights once more."""
         self.coordinator.end()
         timeout_s = self.config.eval.timeout_s
         probe = self.coordinator.probe(self.version, timeout_s)
         if probe is None:
-            self.diary.warn(self.version, f"no probe of version {self.version} came within {timeout_s:g} s")
+            self.diary.warn(self.version, self._missing("probe"))
         else:
             self.diary.probe(self.version, measure_gap(self.policy, probe, self.config.trainer))
         folder = self.checkpoints.export(self.policy, self.model_folder)
+        if not self.coordinator.wait_for_evaluation(self.version, timeout_s):
+            self.diary.warn(self.version, self._missing("evaluation"))
         self.diary.note("run finished", version=self.version, exported=str(folder))
+
+    def _missing(self, result: str) -> str:
+        timeout_s = self.config.eval.timeout_s
+        return f"no {result} of version {self.version} came before SIGTERM or within eval.timeout_s ({timeout_s:g} s)"

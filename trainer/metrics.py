@@ -18,7 +18,10 @@ PHASES = (WAIT, "pack", "train", "optimizer", "publish", "checkpoint")
 
 
 def step_row(batch: Batch, result: StepResult, *, lr: float, seconds: dict[str, float]) -> dict[str, Any]:
-    """For metrics.jsonl; `step` is the version that the step made; what was not measured is left out."""
+    """For metrics.jsonl; `step` is the version that the step made; what was not measured is left out.
+
+    It is written before the step's own checkpoint: `checkpoint_s` and `step_s` have the one before.
+    """
     outcome = {key: value for key, value in asdict(result).items() if value is not None}
     return {
         "kind": "step",

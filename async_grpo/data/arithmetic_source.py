@@ -7,7 +7,7 @@ from itertools import count
 
 from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet
-from async_grpo.data.source import Tokenizer, make_task
+from async_grpo.data.source import Tokenizer, make_task, prompt_limit
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
 
@@ -16,9 +16,14 @@ STREAM = "train"
 
 
 class ArithmeticSource:
-    """Problem i of the stream is task i. Raises DataError if fewer problems are held out than wanted."""
+    """Problem i of the stream is task i.
+
+    Raises DataError if fewer problems are held out than wanted, and for a prompt without room for a
+    whole completion behind it: every problem has as many digits, so the first one tells.
+    """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
         self._tokenizer = tokenizer
         self._template = config.data.template
         self._problems = ProblemSet(config.data.arithmetic, config.seed)
@@ -45,7 +50,20 @@ class ArithmeticSource:
 
     def _task(self, index: int, problem: Problem) -> Task:
         prompt = self._template.replace("{prompt}", problem.prompt)
-        return make_task(index, prompt, self._tokenizer.encode(prompt), problem.answer)
+        tokens = self._tokenizer.encode(prompt)
+        self._check_fits(prompt, len(tokens))
+        return make_task(index, prompt, tokens, problem.answer)
+
+    def _check_fits(self, prompt: str, tokens: int) -> None:
+        if tokens <= (limit := prompt_limit(self._config)):
+            return
+        data, vllm = self._config.data, self._config.rollout.vllm
+        raise DataError(
+            f"the prompt {prompt[:80]!r} takes {tokens} tokens, but {limit} is the most: data.max_prompt_tokens is "
+            f"{data.max_prompt_tokens}, and rollout.vllm.max_model_len ({vllm.max_model_len}) less "
+            f"sampling.max_tokens ({self._config.sampling.max_tokens}) must hold it. "
+            "Shorten data.template, or raise data.max_prompt_tokens or rollout.vllm.max_model_len"
+        )
 
 
 def arithmetic_prompts(config: RunConfig) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from async_grpo.errors import WireError
+
 M = TypeVar("M", bound=msgspec.Struct)
 
 _LENGTH = struct.Struct(">I")
@@ -42,15 +44,32 @@ def pack(message: msgspec.Struct) -> bytes:
 
 
 async def read_frame(stream: asyncio.StreamReader, kind: type[M]) -> M:
-    """The next message of the pipe. Raises IncompleteReadError when the other side has ended."""
-    (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
-    return msgspec.msgpack.decode(await stream.readexactly(length), type=kind)
+    """The next message of the pipe.
+
+    Raises IncompleteReadError when the other side has ended, and WireError if what it wrote is no frame.
+    """
+    length = _length(await stream.readexactly(_LENGTH.size))
+    return _decode(await stream.readexactly(length), kind)
 
 
 def read_frame_blocking(stream: BinaryIO, kind: type[M]) -> M | None:
-    """The next message of the pipe, or None at its end."""
+    """The next message of the pipe, or None at its end. Raises WireError if it is no frame."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    (length,) = _LENGTH.unpack(head)
-    return msgspec.msgpack.decode(stream.read(length), type=kind)
+    return _decode(stream.read(_length(head)), kind)
+
+
+def _length(head: bytes) -> int:
+    """Bounded, so that a few stray bytes in a pipe cannot claim gigabytes."""
+    length: int = _LENGTH.unpack(head)[0]
+    if length > MAX_FRAME_BYTES:
+        raise WireError(f"a frame claims {length} bytes, above the limit of {MAX_FRAME_BYTES}: something else wrote it")
+    return length
+
+
+def _decode(body: bytes, kind: type[M]) -> M:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"a frame is not a {kind.__name__}: {error}") from error

@@ -14,7 +14,6 @@ Workers are started by fork and exec of a fresh interpreter, so they share nothi
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 
 from async_grpo.config.schema import RewardConfig
@@ -30,8 +29,6 @@ class RewardPool:
         self._weights = {function.name: function.weight for function in functions}
         self._slots = [WorkerSlot(list(self._weights), deadline_s) for _ in range(workers)]
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
-        self.failures: Counter[str] = Counter()
-        """Unverifiable items so far, by kind: deadline, crash, error."""
 
     async def start(self) -> None:
         """Start every worker. Raises ConfigError if a verifier cannot be imported or called."""
@@ -48,14 +45,12 @@ class RewardPool:
         """A verdict per (completion, reference answer), in order. Never raises for what a verifier does."""
         slot = await self._free.get()
         try:
-            verdicts = [self._verdict(answer) async for answer in slot.judge(items)]
+            return [self._verdict(answer) async for answer in slot.judge(items)]
         except BaseException:
             await asyncio.shield(slot.kill())  # answers may still be in its pipe: never reuse it
             raise
         finally:
             self._free.put_nowait(slot)
-        self.failures.update(verdict.failure for verdict in verdicts if verdict.failure)
-        return verdicts
 
     async def aclose(self) -> None:
         """End all workers."""

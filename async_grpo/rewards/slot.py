@@ -8,7 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, WireError
 from async_grpo.rewards.frames import Assignment, Hello, Score, pack, read_frame
 from async_grpo.rewards.verdict import Verdict, unverifiable
 
@@ -32,7 +32,7 @@ class WorkerSlot:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 hello = await read_frame(self._stdout, Hello)
-        except (asyncio.IncompleteReadError, TimeoutError) as error:
+        except (asyncio.IncompleteReadError, TimeoutError, WireError) as error:
             await self.kill()
             raise ConfigError(
                 f"a verifier process for {', '.join(self._names)} did not start within {_START_TIMEOUT_S:g} s "
@@ -75,6 +75,10 @@ class WorkerSlot:
             except (asyncio.IncompleteReadError, ConnectionError):
                 code = await self.kill(grace_s=1.0)
                 yield unverifiable("crash", f"the verifier process ended with code {code}")
+                return
+            except WireError as error:
+                await self.kill()
+                yield unverifiable("crash", f"the verifier process wrote to the pool's pipe: {error}")
                 return
             yield score
 

@@ -31,6 +31,9 @@ MAX_ATTEMPTS = 4
 HEARTBEATS_OF_SILENCE = 4
 """A publisher that was not heard for this many heartbeats is taken for lost; it is looked up as often."""
 
+MAX_MANIFEST_BYTES = 64 << 20
+"""Room for the hashes of a million chunks; a frame above this and a chunk ends the connection."""
+
 _ZMQ_HEARTBEAT_MS = 500
 _replies = msgspec.msgpack.Decoder(Reply)
 
@@ -56,6 +59,7 @@ class PublisherLink:
         for connection, endpoint in ((self._announcements, address.announce), (self._requests, address.requests)):
             connection.setsockopt(zmq.LINGER, 0)
             connection.setsockopt(zmq.HEARTBEAT_IVL, _ZMQ_HEARTBEAT_MS)
+            connection.setsockopt(zmq.MAXMSGSIZE, config.chunk_bytes + MAX_MANIFEST_BYTES)
             connection.connect(endpoint)
 
     async def announcement(self, timeout_s: float) -> Identity | None:

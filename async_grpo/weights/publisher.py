@@ -39,6 +39,9 @@ from async_grpo.weights.messages import (
 from async_grpo.weights.store import Snapshot, WeightStore
 from async_grpo.wire import decode, encode
 
+MAX_REQUEST_BYTES = 4096
+"""Requests are three integers; a peer that sends more is none of ours and is disconnected."""
+
 _WILDCARDS = ("0.0.0.0", "*", "[::]")
 _requests = msgspec.msgpack.Decoder(Request)
 
@@ -101,6 +104,7 @@ class Publisher:
         self._announce = context.socket(zmq.PUB)
         self._requests = context.socket(zmq.ROUTER)
         self._requests.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._requests.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         announce = _bind(self._announce, bind, 0)
         requests = _bind(self._requests, bind, 1)
         self._control.connect(control)

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import structlog
+
 from async_grpo.config.schema import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt
 from async_grpo.weights.link import HEARTBEATS_OF_SILENCE, FetchInterrupted, PublisherLink
@@ -26,6 +28,8 @@ from async_grpo.wire.board import PublisherAddress
 
 Resolve = Callable[[], Awaitable[PublisherAddress | None]]
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStats:
@@ -33,7 +37,7 @@ class ReceiverStats:
 
     versions: int = 0
     interrupted: int = 0
-    """Fetches given up because a newer version came or the publisher fell silent."""
+    """Fetches given up: a newer version came, the publisher fell silent, or the time was up."""
     rerequests: int = 0
     """Chunks and manifests asked for more than once."""
     received_bytes: int = 0
@@ -148,7 +152,11 @@ class WeightReceiver:
         return self._fetched is None or identity > self._fetched
 
     async def _fetch(self, link: PublisherLink) -> None:
-        """Fetch the newest version into the back slot, if it is news and stays available."""
+        """Fetch the newest version into the back slot, if it is news and comes whole in time.
+
+        What does not is given up: the next announcement, or the next look-up, starts over with the
+        newest manifest.
+        """
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._config.update_timeout_s):
@@ -158,15 +166,25 @@ class WeightReceiver:
                 manifest.validate()
                 self._staged = False
                 await link.fetch(manifest, self._writable(manifest.layout))
-        except FetchInterrupted:  # the next announcement, or the next look-up, starts over
-            self._fetched = self._active
-            self.stats = replace(self.stats, interrupted=self.stats.interrupted + 1)
+        except FetchInterrupted:
+            self._give_up()
         except TimeoutError:
-            raise WaitTimeout(f"a whole version from {link.address.requests}", self._config.update_timeout_s) from None
+            self._give_up()
+            log.warning(
+                "no whole version came in time; fetching the newest one. Raise weights.update_timeout_s if this repeats",
+                publisher=link.address.requests,
+                timeout_s=self._config.update_timeout_s,
+            )
         else:
             await self._stage(manifest, time.monotonic() - started)
         finally:
             self.stats = replace(self.stats, rerequests=self.stats.rerequests + link.take_rerequests())
+
+    def _give_up(self) -> None:
+        """What was fetched in part is forgotten; what was staged whole before stays."""
+        if not self._staged:
+            self._fetched = self._active
+        self.stats = replace(self.stats, interrupted=self.stats.interrupted + 1)
 
     async def _stage(self, manifest: Manifest, seconds: float) -> None:
         self._fetched, self._staged = manifest.identity, True

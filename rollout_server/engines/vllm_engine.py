@@ -187,12 +187,18 @@ class VllmEngine:
         )
 
     async def _mark_flights(self, version: int) -> None:
-        """Note which tokens are old, and send requests without any back to the gate."""
+        """Note which tokens are old, and send requests without any back to the gate.
+
+        A request that vLLM's front end does not know is on its way in, with the old salt, or on its
+        way out, with tokens whose versions can no longer be told: it is made again too.
+        """
         counts = self._token_counts()
         for flight_id, flight in self._flights.items():
-            flight.spans.update(counts.get(flight_id, 0), version)
-            flight.resubmit = counts.get(flight_id) == 0
-        await self._llm.abort([flight_id for flight_id, flight in self._flights.items() if flight.resubmit])
+            tokens = counts.get(flight_id, 0)
+            flight.spans.update(tokens, version)
+            flight.resubmit = tokens == 0
+        known = [flight_id for flight_id, flight in self._flights.items() if flight.resubmit and flight_id in counts]
+        await self._llm.abort(known)
 
     async def _load(self, store: Path, identity: Identity) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

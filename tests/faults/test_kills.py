@@ -23,6 +23,14 @@ def run(tmp_path: Path) -> Iterator[WholeRun]:
     whole.close()
 
 
+def runs(process: psutil.Process) -> bool:
+    """Not gone, and not merely waiting for init to take note of its end."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize(("module", "role"), [("rollout_server.main", "rollout-0"), ("trainer.main", "trainer")])
 def test_a_killed_role_is_named_and_restarted_and_the_run_finishes(run: WholeRun, module: str, role: str) -> None:
     run.wait_for_step(3)
@@ -57,7 +65,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_resumes(run: WholeRun) -> None
     family = run.family()
     run.interrupt()
     assert run.wait(90) == 130, run.printed[-3000:]
-    assert not [process for process in family if psutil.pid_exists(process.pid)]
+    assert not [process for process in family if runs(process)]
     assert (run.run_dir / "report.md").exists()
     run.start()
     assert run.wait(400) == 0, run.printed[-3000:]
