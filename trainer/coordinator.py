@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import WaitTimeout
+from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
@@ -96,6 +96,12 @@ class Leader:
         signal.signal(signal.SIGTERM, lambda *_: self._loop.call_soon_threadsafe(self._stop.set))
 
     def resume(self, version: int) -> Resume:
+        if version > 0 and self._run(self._buffer.stats()).epoch == 0:
+            raise TrainingError(
+                f"there is a checkpoint of version {version}, but the server knows nothing of run {self._config.name}: "
+                "its data were lost, or redis.url names another server. Point redis.url at the old one, or start over "
+                "with --fresh"
+            )
         resume = self._run(self._buffer.rollback(version))
         self._epoch = resume.epoch
         share_ints([resume.epoch, resume.head_version], 2)

@@ -18,8 +18,8 @@ STREAM = "train"
 class ArithmeticSource:
     """Problem i of the stream is task i.
 
-    Raises DataError if fewer problems are held out than wanted, and for a prompt without room for a
-    whole completion behind it: every problem has as many digits, so the first one tells.
+    Raises DataError for a prompt without room for a whole completion behind it. The held-out ones
+    tell at construction: every problem has as many digits.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -27,11 +27,6 @@ class ArithmeticSource:
         self._tokenizer = tokenizer
         self._template = config.data.template
         self._problems = ProblemSet(config.data.arithmetic, config.seed)
-        if config.eval.prompts > len(self._problems.held_out):
-            raise DataError(
-                f"eval.prompts ({config.eval.prompts}) exceeds data.arithmetic.held_out "
-                f"({len(self._problems.held_out)}). Raise data.arithmetic.held_out or lower eval.prompts"
-            )
         held_out = self._problems.held_out[: config.eval.prompts]
         self._held_out = [self._task(index, problem) for index, problem in enumerate(held_out)]
 

@@ -171,7 +171,7 @@ class WeightReceiver:
         except TimeoutError:
             self._give_up()
             log.warning(
-                "no whole version came in time; fetching the newest one. Raise weights.update_timeout_s if this repeats",
+                "no whole version came in time; fetching the newest. Raise weights.update_timeout_s if this repeats",
                 publisher=link.address.requests,
                 timeout_s=self._config.update_timeout_s,
             )

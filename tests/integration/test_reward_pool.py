@@ -60,7 +60,6 @@ async def test_a_verifier_that_hangs_is_killed_and_the_items_behind_it_are_judge
     assert (before.reward, hung.reward, after.reward) == (1.0, None, 0.0)
     assert hung.failure == "deadline"
     assert "longer than 0.5 s" in hung.reason
-    assert pool.failures == {"deadline": 1}
 
 
 async def test_a_verifier_that_crashes_costs_its_own_item_only() -> None:

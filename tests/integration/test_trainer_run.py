@@ -23,12 +23,15 @@ from async_grpo.config import RunConfig, dump, validate
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.wire import Group, Task
-from async_grpo.wire.board import Probe
-from buffer import BufferStats, EmbeddedServer, RedisBuffer, connect, connect_board
+from async_grpo.wire.board import Evaluation, Probe
+from buffer import BufferStats, EmbeddedServer, RedisBuffer, connect, connect_board, wipe_run
 
 STEPS, GROUPS, SAMPLES = 8, 3, 4
 KILL_AT, STOP_AT = 3, 5
 """Versions at which the trainer gets SIGKILL and, once started again, SIGTERM. Checkpoints: 2, 4, 6, 8."""
+
+LINGER_S = 2.0
+"""So long the trainer is seen to stay before the final evaluation is on the board."""
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Story:
     stats: BufferStats
     exit_codes: list[int] = field(default_factory=list)
     saved_at_stop: str = ""
+    stays_for_the_evaluation: bool = False
+    code_without_data: int | None = None
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -86,12 +91,19 @@ async def lives(config: RunConfig, model: Path) -> Story:
     the_rest = asyncio.create_task(serve(buffer, (STEPS - STOP_AT) * GROUPS))
     await board.put_probe(Probe(version=STEPS, groups=[make_group(tasks[0], seq=0, attempt=1, version=STEPS)]))
     async with trainer(config, model) as process:
+        await until(lambda: (config.run_dir / "checkpoints" / "hf").exists())
+        await asyncio.sleep(LINGER_S)
+        stays = process.returncode is None
+        await board.put_evaluation(Evaluation(version=STEPS, prompts=1, samples=1, sampled_accuracy=0.0))
         codes.append(await process.wait())
     await the_rest
     stats = await buffer.stats()
     await buffer.aclose()
     await board.aclose()
-    return Story(config.run_dir, model, stats, codes, saved_at_stop)
+    await wipe_run(config.redis, config.name)
+    async with trainer(config, model) as process:
+        code_without_data = await process.wait()
+    return Story(config.run_dir, model, stats, codes, saved_at_stop, stays, code_without_data)
 
 
 async def serve(buffer: RedisBuffer, groups: int) -> None:
@@ -161,6 +173,8 @@ def run_config(folder: Path) -> RunConfig:
         "group_size": SAMPLES,
         "groups_per_step": GROUPS,
         "model": {"random": {}},
+        "sampling": {"max_tokens": 64},
+        "rollout": {"vllm": {"max_model_len": 128}},
         "trainer": {
             "micro_batch_tokens": 128,
             "take_timeout_s": 60,
@@ -174,6 +188,11 @@ def run_config(folder: Path) -> RunConfig:
 
 def test_sigkill_kills_and_sigterm_and_the_end_exit_with_zero(story: Story) -> None:
     assert story.exit_codes == [-signal.SIGKILL, 0, 0]
+
+
+def test_a_checkpoint_whose_buffer_is_gone_is_refused_with_a_way_out(story: Story) -> None:
+    assert story.code_without_data == 1
+    assert "knows nothing of run" in (story.run_dir / "trainer.log").read_text()
 
 
 def test_sigterm_leaves_a_checkpoint_of_the_version_reached(story: Story) -> None:
@@ -206,6 +225,11 @@ def test_the_probe_of_the_final_version_is_compared(story: Story) -> None:
     (probe,) = [row for row in read_rows(story.run_dir / "metrics.jsonl") if row["kind"] == "probe"]
     assert probe["version"] == STEPS
     assert 0 < probe["logprob_gap_mean"] <= probe["logprob_gap_max"]
+
+
+def test_the_trainer_serves_the_final_weights_until_they_are_evaluated(story: Story) -> None:
+    assert story.stays_for_the_evaluation
+    assert [row for row in read_rows(story.run_dir / "metrics.jsonl") if row["kind"] == "warning"] == []
 
 
 def test_the_export_is_a_hugging_face_folder_with_the_trained_weights(story: Story) -> None:

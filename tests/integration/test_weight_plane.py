@@ -202,7 +202,7 @@ async def test_closing_ends_the_process_and_removes_the_store(publisher: WeightP
 
 
 class Corruptor:
-    """Between receiver and publisher; spoils the first `spoiled` chunks that pass and drops `dropped`."""
+    """Between receiver and publisher; spoils the next `spoiled` chunks that pass and drops `dropped`."""
 
     def __init__(self, address: PublisherAddress, *, spoiled: int = 0, dropped: int = 0) -> None:
         context = zmq.asyncio.Context.instance()
@@ -210,7 +210,7 @@ class Corruptor:
         port = self._front.bind_to_random_port("tcp://127.0.0.1")
         self._back = context.socket(zmq.DEALER)
         self._back.connect(address.requests)
-        self._spoiled, self._dropped = spoiled, dropped
+        self._spoiled, self.dropped = spoiled, dropped
         self.address = PublisherAddress(
             epoch=address.epoch, announce=address.announce, requests=f"tcp://127.0.0.1:{port}"
         )
@@ -225,8 +225,8 @@ class Corruptor:
         while True:
             frames = await self._back.recv_multipart()
             is_chunk = len(frames) == 2
-            if is_chunk and self._dropped:
-                self._dropped -= 1
+            if is_chunk and self.dropped:
+                self.dropped -= 1
                 continue
             if is_chunk and self._spoiled:
                 self._spoiled -= 1
@@ -250,6 +250,31 @@ async def test_a_spoiled_or_lost_chunk_is_asked_for_again(fault: str, publisher:
         assert receiver.stats.rerequests >= 2
 
 
+async def test_a_fetch_that_takes_too_long_is_given_up_and_the_newest_version_fetched_instead(
+    publisher: WeightPublisher, board: Board
+) -> None:
+    publish(publisher, 0)
+    hasty = CONFIG.model_copy(update={"update_timeout_s": 0.2})
+    corruptor = Corruptor(publisher.address, dropped=1_000_000)
+    async with receiving_through(corruptor, board, hasty) as receiver:
+        await until(lambda: receiver.stats.interrupted >= 2)
+        with pytest.raises(WaitTimeout, match="which is alive"):
+            await receiver.next_version(None, 0.3)
+        publish(publisher, 1)
+        corruptor.dropped = 0
+        assert_holds(receiver.store_path, await receiver.next_version(Identity(0, 0), 10))
+
+
+async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_publisher(
+    publisher: WeightPublisher, receiver: WeightReceiver
+) -> None:
+    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.connect(publisher.address.requests)
+        await stranger.send(b"x" * 100_000)
+        publish(publisher, 0)
+        assert await receiver.next_version(None, 10) == (0, 0)
+
+
 async def test_a_chunk_that_stays_corrupt_is_refused_and_nothing_is_applied(
     publisher: WeightPublisher, board: Board
 ) -> None:
@@ -261,9 +286,11 @@ async def test_a_chunk_that_stays_corrupt_is_refused_and_nothing_is_applied(
 
 
 @asynccontextmanager
-async def receiving_through(corruptor: Corruptor, board: Board) -> AsyncIterator[WeightReceiver]:
+async def receiving_through(
+    corruptor: Corruptor, board: Board, config: WeightsConfig = CONFIG
+) -> AsyncIterator[WeightReceiver]:
     board.address = corruptor.address
-    receiver = WeightReceiver(board.publisher, store_path(RUN, "receiver"), CONFIG)
+    receiver = WeightReceiver(board.publisher, store_path(RUN, "receiver"), config)
     yield receiver
     await receiver.close()
     await corruptor.close()

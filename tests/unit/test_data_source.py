@@ -18,6 +18,8 @@ GSM8K = Path(
     os.environ.get("ASYNC_GRPO_GSM8K") or Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 )
 
+TWO = {"digits": 2, "held_out": 8}
+
 
 class Bytes:
     """A tokenizer with a token a byte."""
@@ -136,9 +138,12 @@ def test_arithmetic_tasks_are_deterministic_and_not_held_out() -> None:
     assert stream[0].answer == str(int(left) + int(right))
 
 
-def test_more_held_out_problems_than_there_are_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"eval\.prompts \(999\) exceeds data\.arithmetic\.held_out \(256\)"):
-        ArithmeticSource(config_of(prompts=999), Bytes())
+def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fix() -> None:
+    with pytest.raises(DataError, match=r"takes 1006 tokens, but 992.*max_model_len \(1024\).*data\.template"):
+        ArithmeticSource(config_of(template="x" * 1000 + "{prompt}", max_prompt_tokens=2000, arithmetic=TWO), Bytes())
+    with pytest.raises(DataError, match=r"but 5 is the most: data\.max_prompt_tokens is 5,"):
+        ArithmeticSource(config_of(max_prompt_tokens=5, arithmetic=TWO), Bytes())
+    assert ArithmeticSource(config_of(max_prompt_tokens=6, arithmetic=TWO), Bytes()).task(7).prompt
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"no GSM8K at {GSM8K}; set ASYNC_GRPO_GSM8K to its train.jsonl")

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 from rollout_fakes import (
     FakeEngine,
     FakePool,
@@ -246,6 +247,38 @@ async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path
     async with dispatching(cast_of(tmp_path, config, engine, buffer)):
         await ready(buffer, 2)
     assert (await buffer.stats()).released["failed"] == 1
+
+
+async def test_a_sample_that_breaks_its_guarantees_makes_the_group_failed_and_is_never_inserted(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    engine = FakeEngine(lambda request: "" if request.request_id.startswith("0-") else "yes")
+    with structlog.testing.capture_logs() as logs:
+        async with dispatching(cast_of(tmp_path, config, engine, buffer)):
+            await ready(buffer, 2)
+    assert (await buffer.stats()).released["failed"] == 1
+    (why,) = [entry["why"] for entry in logs if entry["event"] == "group discarded"]
+    assert why == "sample 0: a sample has no tokens"
+
+
+async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    buffer, engine = buffer_of(config), FakeEngine()
+    engine.hold = True
+    monkeypatch.setattr("rollout_server.dispatcher.HAND_BACK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
+    cast = cast_of(tmp_path, config, engine, buffer)
+    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    await watcher.first(1.0)
+    feeder = Feeder(buffer, cast.source, target=16)
+    await feeder.top_up()
+    running = asyncio.create_task(Dispatcher(cast, watcher, feeder).run())
+    await until(lambda: len(engine.held) > 0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path: Path) -> None:

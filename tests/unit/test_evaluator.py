@@ -11,6 +11,7 @@ from rollout_fakes import FakeEngine, FakeReceiver, cast_of, config_of, until, u
 
 from async_grpo.errors import WaitTimeout
 from async_grpo.weights.manifest import Identity
+from async_grpo.wire.board import Evaluation
 from buffer import InMemoryBoard
 from rollout_server.cast import Cast
 from rollout_server.dispatcher import Dispatcher
@@ -59,6 +60,20 @@ async def test_the_final_probe_holds_groups_of_that_version_with_log_probabiliti
     for sample in (sample for group in probe.groups for sample in group.samples):
         sample.validate()
         assert {span.version for span in sample.spans} == {4}
+
+
+async def test_a_server_without_the_final_weights_leaves_once_another_has_measured_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.evaluator.LOOK_EVERY_S", 0.01)
+    cast = cast_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(cast, 3)
+    running = asyncio.create_task(evaluator.run())
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    await cast.board.put_evaluation(Evaluation(version=4, prompts=4, samples=2, sampled_accuracy=0.5, server="other"))
+    await asyncio.wait_for(running, 1.0)
+    assert await versions_on(cast.board) == [4]
 
 
 async def test_milestones_are_evaluated_even_if_versions_are_skipped(tmp_path: Path) -> None:
