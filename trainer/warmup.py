@@ -18,8 +18,6 @@ import copy
 import dataclasses
 import json
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,12 +26,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from async_grpo.config.warmup import WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
 from async_grpo.data.char_tokenizer import build_char_tokenizer
+from async_grpo.data.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 from async_grpo.errors import TrainingError
 from async_grpo.rewards.verifiers import answer_tag
 
@@ -103,7 +102,7 @@ class WarmupStage:
         self._problems = ProblemSet(config.task, seed)
         self._generator = torch.Generator().manual_seed(seed)
         self.tokenizer = build_char_tokenizer()
-        self.model = _build_model(config, self.tokenizer, seed)
+        self.model = build_tiny_qwen2(config, self.tokenizer, vocab_size=len(self.tokenizer), seed=seed)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def run(self, on_progress: Callable[[WarmupProgress], None]) -> WarmupReport:
@@ -222,27 +221,6 @@ def _choose(logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
-def _build_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Qwen2 in float32, initialised by seed; the global generator is left as it was."""
-    shape = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=config.init_std,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Qwen2ForCausalLM(shape).to(torch.float32)
-
-
 def _check(config: WarmupConfig, report: WarmupReport) -> None:
     """Raises TrainingError for a policy that GRPO should not start from."""
     accuracy = report.sampled_accuracy
@@ -257,18 +235,10 @@ def _check(config: WarmupConfig, report: WarmupReport) -> None:
 
 
 def _write(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: WarmupReport, out_dir: Path) -> None:
-    """The checkpoint folder, complete before it gets its name; a finished one by that name is kept."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
+    with whole_checkpoint(out_dir) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         (draft / "warmup.json").write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
-        draft.chmod(0o755)
-        if not (out_dir / "config.json").exists():
-            draft.rename(out_dir)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def main() -> None:

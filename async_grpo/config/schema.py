@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, model_validator
 
 from async_grpo.config.base import StrictModel
+from async_grpo.config.tiny_qwen2 import TinyQwen2Config
 from async_grpo.config.warmup import ArithmeticTaskConfig, WarmupConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -22,33 +23,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
 
 
-class RandomModelConfig(StrictModel):
+class RandomModelConfig(TinyQwen2Config):
     """A randomly initialised tiny Qwen2, for tests of the machinery: it learns nothing."""
 
-    hidden_size: PositiveInt = 128
-    layers: PositiveInt = 2
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    intermediate_size: PositiveInt = 256
     vocab_size: Annotated[int, Field(ge=300)] = 1024
     """Size of the byte-level BPE vocabulary trained on the prompts."""
-    tie_embeddings: bool = True
-    max_positions: PositiveInt = 2048
-    init_std: Annotated[float, Field(gt=0)] = 0.05
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> RandomModelConfig:
-        if self.hidden_size % self.heads or self.hidden_size // self.heads not in (32, 64, 128):
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) / heads ({self.heads}) is the size of a head and must be 32, 64 "
-                "or 128: the CPU engine has no attention kernel for others. Set heads to hidden_size / 32"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads ({self.heads}) is not a multiple of kv_heads ({self.kv_heads}). "
-                "Set kv_heads to a divisor of heads"
-            )
-        return self
 
 
 class ModelConfig(StrictModel):

@@ -7,8 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from async_grpo.config.base import StrictModel
+from async_grpo.config.tiny_qwen2 import PositiveInt, TinyQwen2Config
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -26,7 +26,7 @@ class ArithmeticTaskConfig(StrictModel):
         return 10 * self.digits + 5
 
 
-class WarmupConfig(StrictModel):
+class WarmupConfig(TinyQwen2Config):
     """A tiny Qwen2 that has been taught both to reason and to guess, and does either by chance.
 
     Every demonstration is correct. A share of them reasons first; the others answer at once, which a
@@ -36,14 +36,9 @@ class WarmupConfig(StrictModel):
 
     task: ArithmeticTaskConfig = ArithmeticTaskConfig()
 
-    hidden_size: PositiveInt = 128
     layers: PositiveInt = 2
     """Two are enough to reason digit by digit, and too few to add three digits in one go."""
-    heads: PositiveInt = 4
-    """hidden_size / heads is the size of a head; the CPU engine knows 32 and 64."""
-    kv_heads: PositiveInt = 2
     intermediate_size: PositiveInt = 384
-    tie_embeddings: bool = True
     max_positions: PositiveInt = 128
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Of all matrices. At the customary 0.02 the same accuracy takes twice as many steps."""
@@ -67,20 +62,6 @@ class WarmupConfig(StrictModel):
     """Held-out accuracy that the result must have: below it, GRPO has too little to build on."""
     threads: PositiveInt = 1
     """torch threads when run as a program."""
-
-    @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
-        if self.hidden_size % self.heads or self.hidden_size // self.heads not in (32, 64):
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) / heads ({self.heads}) is the size of a head and must be "
-                "32 or 64: the CPU engine has no attention kernel for others. Set heads to hidden_size / 32"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads ({self.heads}) is not a multiple of kv_heads ({self.kv_heads}), so query heads cannot "
-                "share key heads evenly. Set kv_heads to a divisor of heads"
-            )
-        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:

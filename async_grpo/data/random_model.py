@@ -8,8 +8,6 @@ It learns nothing; it is the right shape and costs nothing to make.
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.config import RunConfig
 from async_grpo.config.schema import RandomModelConfig
+from async_grpo.data.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,17 +28,10 @@ _MAX_TEXTS = 4000
 
 def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: Path, seed: int) -> None:
     """Write the checkpoint to `out_dir`, whole or not at all. The same arguments give the same files."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
+    with whole_checkpoint(out_dir) as draft:
         tokenizer = _train_tokenizer(config, texts)
         tokenizer.save_pretrained(draft)
-        _save_weights(config, tokenizer, draft, seed)
-        draft.chmod(0o755)
-        if not (out_dir / "config.json").exists():
-            draft.rename(out_dir)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        build_tiny_qwen2(config, tokenizer, vocab_size=config.vocab_size, seed=seed).save_pretrained(draft)
 
 
 def _train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -64,29 +56,6 @@ def _train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrai
         model_max_length=config.max_positions,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _save_weights(config: RandomModelConfig, tokenizer: PreTrainedTokenizerFast, out_dir: Path, seed: int) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    shape = Qwen2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=config.init_std,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        Qwen2ForCausalLM(shape).to(torch.float32).save_pretrained(out_dir)
 
 
 def prompt_texts(config: RunConfig) -> Iterator[str]:

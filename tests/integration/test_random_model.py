@@ -8,7 +8,7 @@ from async_grpo.config.schema import RandomModelConfig
 from async_grpo.data.random_model import make_random_model
 from async_grpo.data.source import load_tokenizer
 
-SHAPE = RandomModelConfig(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=64, vocab_size=320)
+SHAPE = RandomModelConfig(hidden_size=64, layers=1, heads=2, kv_heads=1, intermediate_size=64, vocab_size=320)
 TEXTS = [f"Question: what is {number} plus {number}?" for number in range(50)]
 
 
