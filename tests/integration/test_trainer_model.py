@@ -132,6 +132,7 @@ def run_config(folder: Path, name: str, *, tensor: int, pipeline: int, ranks: in
         "runs_dir": str(folder),
         "model": {"random": {}},
         "sampling": {"temperature": TEMPERATURE},
+        "rollout": {"vllm": {"max_model_len": 110}},
         "trainer": {
             "processes": ranks,
             "tensor_parallel": tensor,
