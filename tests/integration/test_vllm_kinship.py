@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -39,12 +40,16 @@ def wait_until_watched(engine: psutil.Process) -> None:
     """Until the engine, or its worker, runs the thread that watches the owner."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        family = [engine, *engine.children()]
-        if any(str(link.readlink()) == "anon_inode:[pidfd]" for process in family for link in descriptors(process)):
+        if any(watches(process) for process in [engine, *engine.children()]):
             return
         time.sleep(0.05)
     raise AssertionError(f"nobody watches the owner ({OWNER})")
 
 
-def descriptors(process: psutil.Process) -> list[Path]:
-    return list(Path(f"/proc/{process.pid}/fd").iterdir())
+def watches(process: psutil.Process) -> bool:
+    """Whether it holds a pidfd; a process that is just starting opens and closes files while we look."""
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if str(link.readlink()) == "anon_inode:[pidfd]":
+                return True
+    return False
