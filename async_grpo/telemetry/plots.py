@@ -68,7 +68,8 @@ def _accuracy(_steps: Sequence[Row], summary: Facts) -> Figure | None:
     drawn = [_draw_accuracy(axes, evaluations, key, color, label) for key, color, label in lines]
     _label_points(axes, [(points[0], color) for points, color in drawn if points])
     _label_points(axes, [(points[-1], color) for points, color in drawn if len(points) > 1])
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.09, 1.11)  # room for the labels of 0% and 100%
+    axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.margins(x=0.1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend(loc="best")
