@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.weights.store import remove_stores
 from async_grpo.wire import Group, Task
 from async_grpo.wire.board import Evaluation, Probe
 from buffer import BufferStats, EmbeddedServer, RedisBuffer, connect, connect_board, wipe_run
@@ -67,6 +68,7 @@ async def live_through(folder: Path) -> Story:
         return await lives(config, model)
     finally:
         server.stop()
+        remove_stores(config.local_name)  # of the trainer that was killed
 
 
 async def lives(config: RunConfig, model: Path) -> Story:
