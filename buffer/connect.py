@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.staleness.window import StalenessWindow
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
 from async_grpo.process import die_with_parent
 

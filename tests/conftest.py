@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from buffer import EmbeddedServer
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, model_validator
 
-from async_grpo.config.base import StrictModel
+from async_grpo.config.base import PositiveInt, Seconds, StrictModel
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.tiny_qwen2 import TinyQwen2Config
 from async_grpo.config.warmup import ArithmeticTaskConfig, WarmupConfig
+from async_grpo.config.weights import WeightsConfig
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
 
 
@@ -219,44 +217,6 @@ class TrainerConfig(StrictModel):
                 f"processes ({self.processes}) is not a multiple of tensor_parallel * pipeline_parallel "
                 f"({self.tensor_parallel} * {self.pipeline_parallel} = {block}). "
                 f"Set trainer.processes to {block} times the data-parallel size"
-            )
-        return self
-
-
-class WeightsConfig(StrictModel):
-    """Weights from the trainer to the rollout servers, over ZMQ."""
-
-    bind: Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$")] = "tcp://127.0.0.1:0"
-    """Where the publisher listens (port 0: two free ones; port N: N announces, N + 1 serves)."""
-    chunk_bytes: PositiveInt = 1 << 20
-    credits: PositiveInt = 4
-    """Chunk requests in flight of one receiver."""
-    heartbeat_s: Seconds = 0.5
-    request_timeout_s: Seconds = 5.0
-    """A chunk that has not come by then is asked for again."""
-    update_timeout_s: Seconds = 300.0
-    """A whole update that has not come by then is an error."""
-
-
-class RedisConfig(StrictModel):
-    """The server that holds the buffer."""
-
-    url: str | None = None
-    """redis://, rediss:// or unix://. None: an embedded Valkey, private to the run. A password
-    comes from the environment variable ASYNC_GRPO_REDIS_PASSWORD."""
-    max_memory_bytes: PositiveInt = 1 << 30
-    """Of the embedded server."""
-    fsync: Literal["everysec", "always"] = "everysec"
-    """Of the embedded server's append-only file."""
-    timeout_s: Seconds = 30.0
-
-    @model_validator(mode="after")
-    def _no_secret(self) -> RedisConfig:
-        parts = urlsplit(self.url or "")
-        if parts.password is not None or "password" in parse_qs(parts.query):
-            raise ValueError(
-                "url holds a password, and the configuration is written beside the run for everyone to read. "
-                "Take it out of redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
             )
         return self
 

@@ -6,9 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from async_grpo.config.base import StrictModel
+from async_grpo.config.base import PositiveInt, StrictModel
 
-PositiveInt = Annotated[int, Field(gt=0)]
 HEAD_SIZES = (32, 64, 128)
 """For which the CPU engine has an attention kernel."""
 

@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from async_grpo.config.base import StrictModel
-from async_grpo.config.tiny_qwen2 import PositiveInt, TinyQwen2Config
+from async_grpo.config.base import PositiveInt, StrictModel
+from async_grpo.config.tiny_qwen2 import TinyQwen2Config
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 

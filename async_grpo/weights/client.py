@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from async_grpo.config.schema import WeightsConfig
+from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
 from async_grpo.weights.manifest import Identity, Layout, TensorSpec
 from async_grpo.weights.messages import Publish, Published, Ready

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from async_grpo.config.schema import WeightsConfig
+from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights.manifest import Identity, Manifest, hash_chunk
 from async_grpo.weights.messages import (

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from async_grpo.config.schema import WeightsConfig
+from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt
 from async_grpo.weights.link import HEARTBEATS_OF_SILENCE, FetchInterrupted, PublisherLink
 from async_grpo.weights.manifest import Identity, Layout, Manifest

@@ -10,7 +10,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
 
 PASSWORD_VARIABLE = "ASYNC_GRPO_REDIS_PASSWORD"

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.staleness.window import StalenessWindow
 from buffer import InMemoryBoard, InMemoryBuffer, ReplayBuffer, RunBoard, connect, connect_board
 from tests.support.buffer_cases import Open, tasks, window

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import redis
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost, ServerRefused
 from buffer import EmbeddedServer, check_server, make_client
 from buffer import server as server_module
@@ -22,7 +22,7 @@ from buffer import server as server_module
 PARENT = """
 import sys, time
 from pathlib import Path
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from buffer import EmbeddedServer
 server = EmbeddedServer(Path(sys.argv[1]), RedisConfig())
 server.start()

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerFull, ServerLost, ServerRefused
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes

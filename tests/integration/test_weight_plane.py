@@ -16,7 +16,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from async_grpo.config.schema import WeightsConfig
+from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
 from async_grpo.weights.client import WeightPublisher
 from async_grpo.weights.manifest import Identity, layout_of

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from async_grpo.config.schema import RedisConfig
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import AsyncGrpoError, Fenced
 from async_grpo.staleness.window import age
 from async_grpo.wire import Batch, ReleaseReason, Ticket
