@@ -5,64 +5,88 @@ from __future__ import annotations
 from redis.asyncio import Redis
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness.policy import ReplayPolicy
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
 from buffer.redis.keys import Keys
-from buffer.redis.link import Link
+from buffer.redis.link import Link, close
 
-_DELETE_AT_ONCE = 1000
+_LOOK_AT_ONCE = 1000
 
 
 async def connect(
-    redis: RedisConfig, run: str, *, window: StalenessWindow, lease_s: float, max_attempts: int
+    redis: RedisConfig, run: str, *, policy: ReplayPolicy, lease_s: float, max_attempts: int
 ) -> RedisBuffer:
     """The buffer of `run`, new or as it was left. Raises ServerLost, ServerRefused."""
-    client = await _checked_client(redis)
+    client = await _checked_client(redis, run)
     return await RedisBuffer.open(
-        client, run, window=window, lease_s=lease_s, max_attempts=max_attempts, timeout_s=redis.timeout_s
+        client, run, policy=policy, lease_s=lease_s, max_attempts=max_attempts, timeout_s=redis.timeout_s
     )
 
 
 async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
     """The board of `run`. Raises ServerLost, ServerRefused."""
-    return RedisBoard(await _checked_client(redis), run, timeout_s=redis.timeout_s)
+    return RedisBoard(await _checked_client(redis, run), run, timeout_s=redis.timeout_s)
+
+
+async def memory_limit(redis: RedisConfig, run: str) -> int:
+    """The server's maxmemory in bytes, or else the memory of its machine; 0 if it tells neither."""
+    client = await _checked_client(redis, run)
+    try:
+        about = await Link(client, redis.timeout_s).call(lambda: client.info("memory"))
+        return int(about.get("maxmemory") or about.get("total_system_memory") or 0)
+    finally:
+        await close(client)
 
 
 async def knows_run(redis: RedisConfig, run: str) -> bool:
     """Whether the server holds anything of `run`; nothing is changed."""
-    client = await _checked_client(redis)
+    client = await _checked_client(redis, run)
     try:
         known: int = await Link(client, redis.timeout_s).call(lambda: client.exists(Keys(run).of("meta")))
         return bool(known)
     finally:
-        await client.aclose()
+        await close(client)
 
 
 async def wipe_run(redis: RedisConfig, run: str) -> int:
     """Delete everything that `run` has on the configured server; returns how many keys that was."""
-    client = await _checked_client(redis)
+    client = await _checked_client(redis, run)
     try:
-        deleted: int = await Link(client, redis.timeout_s).call(lambda: wipe(client, run))
-        return deleted
+        return await wipe(client, run, timeout_s=redis.timeout_s)
     finally:
-        await client.aclose()
+        await close(client)
 
 
-async def wipe(client: Redis, run: str) -> int:
-    """Delete every key of `run`; returns how many there were."""
-    names, deleted = [name async for name in client.scan_iter(match=Keys(run).pattern, count=_DELETE_AT_ONCE)], 0
-    for start in range(0, len(names), _DELETE_AT_ONCE):
-        deleted += await client.unlink(*names[start : start + _DELETE_AT_ONCE])
+async def wipe(client: Redis, run: str, *, timeout_s: float = 30.0) -> int:
+    """Delete every key of `run`; returns how many there were. `timeout_s`: for one page of keys.
+
+    It ends with a pass that finds nothing: a failover in the middle of a pass may hide keys from it.
+    """
+    link, deleted = Link(client, timeout_s), 0
+    while found := await _wipe_once(link, run):
+        deleted += found
     return deleted
 
 
-async def _checked_client(redis: RedisConfig) -> Redis:
-    client = make_client(redis)
+async def _wipe_once(link: Link, run: str) -> int:
+    cursor, deleted = 0, 0
+    while True:
+        cursor, names = await link.call(
+            lambda at=cursor: link.client.scan(at, match=Keys(run).pattern, count=_LOOK_AT_ONCE)  # type: ignore[misc]
+        )
+        if names:
+            deleted += await link.call(lambda page=names: link.client.unlink(*page))  # type: ignore[misc]
+        if cursor == 0:
+            return deleted
+
+
+async def _checked_client(redis: RedisConfig, run: str) -> Redis:
+    client = make_client(redis, run)
     try:
         await Link(client, redis.timeout_s).call(lambda: check_server(client))
     except BaseException:
-        await client.aclose()
+        await close(client)
         raise
     return client

@@ -9,11 +9,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from async_grpo.staleness.window import StalenessWindow, can_admit
+from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 from buffer.faults import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
 from buffer.protocol import BufferStats, Resume
-from buffer.selection import select_fifo
+from buffer.selection import select, too_old_to_finish, too_old_to_train
 
 ENDINGS_KEPT = 4096
 """A repeated insert or discard is recognised for this many endings."""
@@ -24,27 +24,34 @@ class Slot:
     """An active group: INFLIGHT while `group` is None. `deadline_s` 0: given back, nobody holds it."""
 
     task: Task
-    version: int
+    begun: int
+    """While INFLIGHT: no token is older than this version, as far as was reported."""
     attempt: int = 0
     strikes: int = 0
     deadline_s: float = 0.0
     partial: Partial | None = None
     group: Group | None = None
+    longest: int = 0
+    """Tokens of the longest completion, as far as was reported."""
+    uses: int = 0
+    """How often it was taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A batch that was taken, until a checkpoint contains it."""
 
     epoch: int
+    mask_below: int
     groups: dict[int, Group]
+    settled: bool = False
 
 
 @dataclass(slots=True)
 class Ledger:
     """All state of a run's buffer; the methods are those of `ReplayBuffer`."""
 
-    window: StalenessWindow
+    policy: ReplayPolicy
     lease_s: float
     max_attempts: int
     epoch: int = 0
@@ -54,17 +61,26 @@ class Ledger:
     tasks: list[Task] = field(default_factory=list)
     """WAITING."""
     admitted: int = 0
+    inserted: int = 0
+    used: int = 0
+    """Groups taken, each as often as it was."""
     open: dict[int, Slot] = field(default_factory=dict)
-    """INFLIGHT and READY, in order of sequence: sequences are only ever appended."""
+    """INFLIGHT and READY."""
     taken: dict[int, Slot] = field(default_factory=dict)
     steps: dict[int, Step] = field(default_factory=dict)
     released: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[tuple[str, int]] = field(default_factory=Counter)
     endings: OrderedDict[tuple[str, int, int], None] = field(default_factory=OrderedDict)
 
     @property
     def tasks_put(self) -> int:
         """Length of the stream so far."""
         return self.admitted + len(self.tasks)
+
+    @property
+    def ready(self) -> dict[int, Group]:
+        """READY groups, by sequence."""
+        return {seq: slot.group for seq, slot in sorted(self.open.items()) if slot.group is not None}
 
     def put_tasks(self, tasks: Sequence[Task]) -> int:
         checked_stream([task.index for task in tasks])
@@ -78,9 +94,10 @@ class Ledger:
         """Tickets, or none if there is no room or no task."""
         if self.ended:
             raise run_ended()
-        again = self.expired(now_s)[:limit]
-        fresh = [self._admit_one() for _ in range(min(limit - len(again), self._admissible()))]
-        return [self._lease(seq, holder, now_s) for seq in again + fresh]
+        granted = self.unheld(now_s)[:limit]
+        while len(granted) < limit and self._make_room():
+            granted.append(self._admit_one())
+        return [self._lease(seq, holder, now_s) for seq in granted]
 
     def heartbeat(self, tickets: Sequence[Ticket], now_s: float) -> list[int]:
         held = [ticket.seq for ticket in tickets if self._holds(ticket)]
@@ -91,8 +108,10 @@ class Ledger:
     def progress(self, ticket: Ticket, partial: Partial, now_s: float) -> None:
         if not self._holds(ticket):
             raise lease_lost(ticket)
-        self.open[ticket.seq].partial = partial
-        self.open[ticket.seq].deadline_s = now_s + self.lease_s
+        slot = self.open[ticket.seq]
+        slot.partial, slot.longest = partial, partial.longest
+        slot.begun = max(slot.begun, partial.oldest_version or 0)
+        slot.deadline_s = now_s + self.lease_s
 
     def give_back(self, ticket: Ticket) -> None:
         if self._holds(ticket):
@@ -101,7 +120,8 @@ class Ledger:
     def insert(self, ticket: Ticket, group: Group) -> None:
         if self._holds(ticket):
             slot = self.open[ticket.seq]
-            slot.group, slot.partial = group, None
+            slot.group, slot.partial, slot.longest = group, None, group.longest
+            self.inserted += 1
         elif not self._inserted_before(ticket):
             raise lease_lost(ticket)
 
@@ -116,18 +136,16 @@ class Ledger:
         """The batch, or None if it is not complete yet."""
         self._fence(epoch)
         if step := self.steps.get(version):
-            groups = list(step.groups.values())
-            return Batch(epoch=epoch, version=version, groups=groups, replayed=step.epoch < epoch)
+            return _batch(step, epoch, version)
         if self.ended:
             raise run_ended()
-        self.expired(now_s)
-        facts = [(seq, slot.group.oldest_version if slot.group else None) for seq, slot in self.open.items()]
-        selection = select_fifo(self.window, trainer_version=version, open_groups=facts)
-        for seq in selection.stale:
-            self._release(seq, ReleaseReason.STALE, how="insert")
-        if not selection.chosen:
+        self.unheld(now_s)
+        self._end_what_is_too_old(version)
+        if not self._may_sample():
             return None
-        return self._deliver(epoch, version, selection.chosen)
+        open_groups = [(seq, slot.group is not None) for seq, slot in sorted(self.open.items())]
+        chosen = select(self.policy, version, open_groups)
+        return self._deliver(epoch, version, chosen) if chosen else None
 
     def release(self, batch: Batch) -> None:
         self._fence(batch.epoch)
@@ -149,54 +167,77 @@ class Ledger:
             raise forgotten(version, self.committed)
         for past in self._steps_below(version):
             self._settle(past)
-        if version * self.window.groups_per_step < self.window.horizon:
+        if version * self.policy.window.groups_per_step < self.policy.window.horizon:
             self.ended = False
         self.version = max(self.version, version)
         self.epoch += 1
         return Resume(self.epoch, self.version)
 
     def stats(self) -> BufferStats:
-        ready = sum(slot.group is not None for slot in self.open.values())
+        ready, window = self.ready, self.policy.window
         return BufferStats(
             epoch=self.epoch,
             version=self.version,
             tasks_put=self.tasks_put,
             waiting=len(self.tasks),
-            inflight=len(self.open) - ready,
-            ready=ready,
+            inflight=len(self.open) - len(ready),
+            ready=len(ready),
             taken=len(self.taken),
             admitted=self.admitted,
             released={reason.value: self.released[reason.value] for reason in ReleaseReason},
-            max_staleness=self.window.max_staleness,
-            groups_per_step=self.window.groups_per_step,
-            horizon=self.window.horizon,
+            released_by_length={f"{reason}:{longest}": count for (reason, longest), count in self.lengths.items()},
+            max_staleness=window.max_staleness,
+            groups_per_step=window.groups_per_step,
+            horizon=window.horizon,
+            selector=self.policy.selector.value,
+            selector_window=self.policy.selector_window,
+            inserted=self.inserted,
+            used=self.used,
             ended=self.ended,
-            kept=ready + sum(len(step.groups) for step in self.steps.values()),
+            kept=len(set(ready).union(*(step.groups for step in self.steps.values()))),
         )
 
-    def expired(self, now_s: float) -> list[int]:
-        """Sequences that nobody holds, lowest first; those without attempts left are released as failed."""
+    def unheld(self, now_s: float) -> list[int]:
+        """Sequences that nobody holds, lowest first. Those without attempts left end as failed, and those whose
+        partial is too old to go on with as expired."""
         over = [seq for seq, slot in self.open.items() if slot.group is None and slot.deadline_s <= now_s]
         for seq in over:
             slot = self.open[seq]
             if slot.strikes + (slot.deadline_s > 0) >= self.max_attempts:
                 self._release(seq, ReleaseReason.FAILED, how=None)
-        return [seq for seq in over if seq in self.open]
+            elif slot.partial is not None and too_old_to_finish(self.policy, self.version, slot.begun):
+                self._release(seq, ReleaseReason.EXPIRED, how=None)
+        return sorted(seq for seq in over if seq in self.open)
 
     def next_deadline_s(self, now_s: float) -> float | None:
         """When the next lease expires."""
         running = [slot.deadline_s for slot in self.open.values() if slot.group is None and slot.deadline_s > now_s]
         return min(running, default=None)
 
-    def _admissible(self) -> int:
-        released = self.released.total()
-        discarded = released - self.released[ReleaseReason.TRAINED.value]
-        room = can_admit(self.window, admitted=self.admitted, released=released, discarded=discarded)
-        return min(room, len(self.tasks))
+    def _make_room(self) -> bool:
+        """Whether one more group may be admitted. Where the ratio of uses to inserts rules, a full buffer
+        evicts its oldest READY group for it."""
+        window, rate = self.policy.window, self.policy.rate
+        active = len(self.open) + len(self.taken)
+        inserts = self.inserted + len(self.open) - len(self.ready)
+        if not self.tasks or not rate.insertable(
+            inserts=inserts, uses=self.used, size=active, needed_size=self.policy.size_to_take
+        ):
+            return False
+        if rate.limits:
+            return active < window.capacity or self._evict_oldest()
+        unused = sum(slot.uses == 0 for slot in (self.open | self.taken).values())
+        return active < window.capacity and self.used + unused < window.horizon
+
+    def _evict_oldest(self) -> bool:
+        oldest = min(self.ready, default=None)
+        if oldest is not None:
+            self._end_as_stale(oldest)
+        return oldest is not None
 
     def _admit_one(self) -> int:
         seq = self.admitted
-        self.open[seq] = Slot(task=self.tasks.pop(0), version=self.version)
+        self.open[seq] = Slot(task=self.tasks.pop(0), begun=self.version)
         self.admitted += 1
         return seq
 
@@ -205,10 +246,12 @@ class Ledger:
         slot.strikes += slot.deadline_s > 0
         slot.attempt += 1
         slot.deadline_s = now_s + self.lease_s
+        if slot.partial is None:
+            slot.begun = self.version  # nothing is left of earlier attempts
         return Ticket(
             seq=seq,
             task=slot.task,
-            version=slot.version,
+            version=slot.begun,
             epoch=self.epoch,
             attempt=slot.attempt,
             holder=holder,
@@ -216,12 +259,22 @@ class Ledger:
             partial=slot.partial,
         )
 
+    def _may_sample(self) -> bool:
+        window, policy = self.policy.window, self.policy
+        size = max(window.groups_per_step, min(policy.size_to_take, window.horizon - self.used))
+        balanced = policy.rate.may_sample(window.groups_per_step, inserts=self.inserted, uses=self.used)
+        return len(self.ready) >= size and balanced
+
     def _deliver(self, epoch: int, version: int, seqs: list[int]) -> Batch:
-        slots = {seq: self.open.pop(seq) for seq in seqs}
-        self.taken |= slots
-        groups = {seq: slot.group for seq, slot in slots.items() if slot.group is not None}
-        self.steps[version] = Step(epoch, groups)
-        return Batch(epoch=epoch, version=version, groups=list(groups.values()))
+        groups: dict[int, Group] = {}
+        for seq in seqs:
+            slot = self.taken[seq] = self.open.pop(seq)
+            slot.uses += 1
+            assert slot.group is not None
+            groups[seq] = slot.group
+        self.used += len(seqs)
+        self.steps[version] = Step(epoch, self.policy.mask_below(version), groups)
+        return _batch(self.steps[version], epoch, version)
 
     def _holds(self, ticket: Ticket) -> bool:
         """An expired lease that nobody has taken over yet still belongs to its holder."""
@@ -238,16 +291,36 @@ class Ledger:
         return [step for step in self.steps if step < version]
 
     def _settle(self, version: int) -> None:
-        """TAKEN -> RELEASED(trained) for the groups of a step, once a group."""
+        """The groups of a step were trained, which counts once: TAKEN -> RELEASED(trained), or READY again."""
         step = self.steps.get(version)
-        for seq in step.groups if step else ():
-            if seq in self.taken:
+        if step is None or step.settled:
+            return
+        step.settled = True
+        for seq in step.groups:
+            if self.taken[seq].uses >= self.policy.max_uses:
                 self._release(seq, ReleaseReason.TRAINED, how="insert")
+            else:
+                self.open[seq] = self.taken.pop(seq)
+
+    def _end_what_is_too_old(self, version: int) -> None:
+        for seq, slot in list(self.open.items()):
+            if slot.group is None:
+                if too_old_to_finish(self.policy, version, slot.begun):
+                    self._release(seq, ReleaseReason.EXPIRED, how=None)
+            elif too_old_to_train(self.policy, version, slot.group):
+                self._end_as_stale(seq)
+
+    def _end_as_stale(self, seq: int) -> None:
+        """A READY group that was trained before has not been in vain."""
+        used = self.open[seq].uses > 0
+        self._release(seq, ReleaseReason.TRAINED if used else ReleaseReason.STALE, how="insert")
 
     def _release(self, seq: int, reason: ReleaseReason, *, how: str | None) -> None:
         """The one place where a group is released; a repetition of the call `how` is recognised from now on."""
         slot = self.open.pop(seq, None) or self.taken.pop(seq)
         self.released[reason.value] += 1
+        if slot.longest:
+            self.lengths[reason.value, length_bucket(slot.longest)] += 1
         if how is not None:
             self.endings[how, seq, slot.attempt] = None
             if len(self.endings) > ENDINGS_KEPT:
@@ -256,3 +329,14 @@ class Ledger:
     def _fence(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise fenced(epoch, self.epoch)
+
+
+def length_bucket(tokens: int) -> int:
+    """The power of two that `tokens` (at least 1) does not exceed."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def _batch(step: Step, epoch: int, version: int) -> Batch:
+    replayed = step.epoch < epoch
+    groups = list(step.groups.values())
+    return Batch(epoch=epoch, version=version, groups=groups, replayed=replayed, mask_below=step.mask_below)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from async_grpo.errors import WaitTimeout
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 from buffer.ledger import Ledger
 from buffer.protocol import BufferStats, Resume
@@ -25,9 +25,9 @@ class InMemoryBuffer:
     """`ReplayBuffer` of one event loop. `clock` gives the seconds that leases are measured in."""
 
     def __init__(
-        self, window: StalenessWindow, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time
+        self, policy: ReplayPolicy, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time
     ) -> None:
-        self._ledger = Ledger(window, lease_s, max_attempts)
+        self._ledger = Ledger(policy, lease_s, max_attempts)
         self._clock = clock
         self._changed = asyncio.Event()
 
@@ -83,9 +83,9 @@ class InMemoryBuffer:
         with self._change() as ledger:
             return ledger.rollback(version)
 
-    async def update_admission(self, window: StalenessWindow) -> None:
+    async def update_admission(self, policy: ReplayPolicy) -> None:
         with self._change() as ledger:
-            ledger.window = window
+            ledger.policy = policy
 
     async def end(self) -> None:
         with self._change() as ledger:

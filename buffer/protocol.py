@@ -1,23 +1,24 @@
 """The contract of the replay buffer; `InMemoryBuffer` and `RedisBuffer` both keep it.
 
     put_tasks --> WAITING --admit--> INFLIGHT --insert--> READY --take--> TAKEN --release--> RELEASED(trained)
-                     ^                  |                    |
-                     +-- lease expired -+                    +-- too old at take --> RELEASED(stale)
-                                        +-- discard ----------------------------->  RELEASED(reason)
+                                      |    ^               ^  |             |
+                       lease expired  +----+               |  |             +-- uses left: READY again
+                       discard        +--> RELEASED(reason)|  +-- too old --> RELEASED(stale)
+                       too old        +--> RELEASED(expired)
 
 Who waits for what:
 
-- `admit` waits for room in the staleness window and for a task; `release`, `discard`, `put_tasks`
-  and a lease that expires unblock it.
-- `take` waits for the P oldest groups (by ticket sequence) to be READY; `insert` and `discard`
-  unblock it.
+- `admit` waits for room in the staleness window, for a task and, where the ratio of uses to inserts is
+  limited, for the trainer; `release`, `discard`, `put_tasks`, `take` and a lease that expires unblock it.
+- `take` waits until the groups that its selector wants are READY; `insert` and `discard` unblock it.
 
-Guarantees:
+Guarantees (S, P, selector, on_stale, max_uses: `ReplayPolicy`):
 
 - 0 <= active = admitted - released <= (S + 1) * P, at every moment.
 - Every admitted group is released exactly once, with one `ReleaseReason`; every call may be
   repeated after a lost reply without changing anything twice.
-- `take` delivers groups in ticket order, never one whose age exceeds S.
+- No token that gets a gradient is older than `ReplayPolicy.age_bound` when its batch is taken.
+- A batch comes in ticket order.
 - Steps after the last committed checkpoint are kept: a trainer that resumes at version v takes
   exactly the batches again that were trained after v (`Batch.replayed`).
 """
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 
 
@@ -46,12 +47,20 @@ class BufferStats:
     admitted: int
     released: dict[str, int] = field(default_factory=dict)
     """Groups that ended, by reason; every `ReleaseReason` is there."""
+    released_by_length: dict[str, int] = field(default_factory=dict)
+    """"<reason>:<n>": groups whose longest completion had at most n tokens and more than n / 2."""
     max_staleness: int = 0
     groups_per_step: int = 1
     horizon: int = 0
+    selector: str = "fifo"
+    selector_window: int = 1
+    inserted: int = 0
+    """Groups that ever became READY."""
+    used: int = 0
+    """Groups taken, each as often as it was."""
     ended: bool = False
     kept: int = 0
-    """Groups whose payload is kept: READY, TAKEN, and trained ones that no committed checkpoint contains."""
+    """Groups whose payload is kept: READY, TAKEN, and those that no committed checkpoint contains."""
 
     @property
     def released_total(self) -> int:
@@ -96,7 +105,8 @@ class ReplayBuffer(Protocol):
         raised, partial attached), then new ones.
 
         A group whose lease has expired max_attempts times is released as `failed` instead (giving back
-        uses up no attempt). Raises WaitTimeout (nothing admitted) or RunEnded.
+        uses up no attempt), and one whose partial is older than S, under on_stale drop, as `expired`. Without a
+        partial it begins anew, at the newest version. Raises WaitTimeout (nothing admitted) or RunEnded.
         """
         ...
 
@@ -125,16 +135,18 @@ class ReplayBuffer(Protocol):
         ...
 
     async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
-        """The P groups for the step `version` -> `version + 1`, all or nothing, in ticket order.
+        """P groups for the step `version` -> `version + 1`, all or nothing, in ticket order.
 
         Asked again for the same version (a lost reply, or after `rollback`), it returns the same
-        groups, even after `end`. Groups with age > S are released as `stale` on the way. Raises
-        Fenced, WaitTimeout, RunEnded.
+        groups, even after `end`. What is too old by then ends on the way: READY groups as `stale` (as
+        `trained`, if they were trained before), unfinished ones as `expired`. Raises Fenced, WaitTimeout,
+        RunEnded.
         """
         ...
 
     async def release(self, batch: Batch) -> None:
-        """TAKEN -> RELEASED(trained) for all of the batch; payloads stay until `commit_checkpoint`.
+        """TAKEN -> RELEASED(trained) for all of the batch, or READY again for those with uses left;
+        payloads stay until `commit_checkpoint`.
 
         Call it after `publish_version(batch.version + 1)`. Idempotent. Raises Fenced.
         """
@@ -159,8 +171,9 @@ class ReplayBuffer(Protocol):
         """
         ...
 
-    async def update_admission(self, window: StalenessWindow) -> None:
-        """Retune S, P and the horizon of a live run."""
+    async def update_admission(self, policy: ReplayPolicy) -> None:
+        """Retune a live run: S, P, the horizon, the selector, all of the policy. What is taken already stays
+        as it was taken; a smaller window admits nothing until enough is released."""
         ...
 
     async def end(self) -> None:

@@ -1,35 +1,82 @@
-"""Which groups make the next batch, decided from facts alone.
+"""Which groups make the next batch, and which are too old for one: decided from facts alone.
 
-fifo: walk the open groups (INFLIGHT or READY) in ticket order; a group that is too old is dropped, and
-the first one still in flight ends the walk. The batch is complete when P groups were passed.
+All selectors look at ticket sequences, never at the order in which groups were finished.
+
+    fifo, windowed_fifo   walk the open groups upwards; one in flight at sequence h ends the walk at h + W
+    freshest              the P highest READY sequences
+    uniform               P ranks among the READY sequences, drawn without replacement
+
+A batch is delivered in ticket order, whatever the selector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from async_grpo.staleness.window import StalenessWindow, is_stale
+from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
+from async_grpo.staleness.window import age
+from async_grpo.wire import Group
 
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """`chosen` is empty unless it is a whole batch; `stale` groups are to be released in any case."""
-
-    chosen: list[int]
-    stale: list[int]
+_MODULUS, _MULTIPLIER, _STRIDE, _SKIPPED = 2**31 - 1, 48271, 1_000_003, 3
+"""The generator of Park and Miller ("minstd"): its products are exact in a script's double numbers."""
 
 
-def select_fifo(
-    window: StalenessWindow, *, trainer_version: int, open_groups: Iterable[tuple[int, int | None]]
-) -> Selection:
-    """`open_groups`: (sequence, version of the oldest token or None while in flight), by sequence."""
-    chosen: list[int] = []
-    stale: list[int] = []
-    for seq, oldest_version in open_groups:
-        if len(chosen) == window.groups_per_step or oldest_version is None:
-            break
-        too_old = is_stale(window, trainer_version=trainer_version, oldest_version=oldest_version)
-        (stale if too_old else chosen).append(seq)
-    complete = len(chosen) == window.groups_per_step
-    return Selection(chosen if complete else [], stale)
+def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tuple[int, bool]]) -> list[int]:
+    """The batch, in ticket order; empty unless it is whole.
+
+    `open_groups`: (sequence, whether it is READY; else it is in flight), by sequence.
+    """
+    ready = [seq for seq, is_ready in open_groups if is_ready]
+    size = policy.window.groups_per_step
+    match policy.selector:
+        case Selector.FIFO | Selector.WINDOWED_FIFO:
+            chosen = list(_walk(open_groups, size, policy.selector_window))
+        case Selector.FRESHEST:
+            chosen = ready[-size:]
+        case Selector.UNIFORM:
+            chosen = _draw(ready, size, policy.seed, trainer_version)
+    return sorted(chosen) if len(chosen) == size else []
+
+
+def too_old_to_train(policy: ReplayPolicy, trainer_version: int, group: Group) -> bool:
+    """Whether no batch from `trainer_version` on may contain the READY group."""
+    match policy.on_stale:
+        case OnStale.WAIT:
+            return False
+        case OnStale.DROP:
+            version = group.oldest_version
+        case OnStale.MASK:
+            version = group.newest_version
+    return age(trainer_version, version) > policy.window.max_staleness
+
+
+def too_old_to_finish(policy: ReplayPolicy, version: int, begun_version: int) -> bool:
+    """Whether a group in flight, whose oldest token is of `begun_version`, could no longer be trained whole."""
+    return policy.on_stale is OnStale.DROP and age(version, begun_version) > policy.window.max_staleness
+
+
+def _walk(open_groups: Sequence[tuple[int, bool]], size: int, selector_window: int) -> Iterator[int]:
+    first_in_flight: int | None = None
+    for seq, is_ready in open_groups:
+        if size == 0 or (first_in_flight is not None and seq >= first_in_flight + selector_window):
+            return
+        if is_ready:
+            size -= 1
+            yield seq
+        elif first_in_flight is None:
+            first_in_flight = seq
+
+
+def _draw(ready: list[int], size: int, seed: int, trainer_version: int) -> list[int]:
+    left, numbers = list(ready), _numbers(seed, trainer_version)
+    return [left.pop(next(numbers) % len(left)) for _ in range(min(size, len(left)))]
+
+
+def _numbers(seed: int, trainer_version: int) -> Iterator[int]:
+    """Random integers, the same for the same step."""
+    state = (seed % _MODULUS + trainer_version * _STRIDE) % _MODULUS or 1
+    for _ in range(_SKIPPED):
+        state = state * _MULTIPLIER % _MODULUS
+    while True:
+        state = state * _MULTIPLIER % _MODULUS
+        yield state

@@ -2,20 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from async_grpo.config.base import PositiveInt, Seconds, StrictModel
+from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+
+
+class SelectorConfig(StrictModel):
+    """Which finished groups make the next batch."""
+
+    kind: Literal["fifo", "windowed_fifo", "freshest", "uniform"] = "fifo"
+    """fifo: in the order of their tickets, waiting for unfinished ones. windowed_fifo: up to window - 1 may
+    overtake an unfinished one. freshest: the newest tickets first. uniform: any, with equal chance."""
+    window: PositiveInt = 1
+    """W, of windowed_fifo."""
+
+
+class AdmissionConfig(StrictModel):
+    """When generation may begin and training may sample, beside the staleness window, which always holds."""
+
+    kind: Literal["staleness_window", "min_size", "sample_to_insert_ratio"] = "staleness_window"
+    min_size: NonNegativeInt = 0
+    """Groups that must be ready before a batch is taken (at least groups_per_step are)."""
+    samples_per_insert: Annotated[float, Field(gt=0)] = 1.0
+    """Of sample_to_insert_ratio: how often a group is trained, on average."""
+    error_buffer: Annotated[float, Field(gt=0)] | None = None
+    """Of sample_to_insert_ratio: how far the balance may stray, in samples. None: two batches."""
+
+    @model_validator(mode="after")
+    def _dials_of_the_kind(self) -> AdmissionConfig:
+        ratio = {"samples_per_insert", "error_buffer"}
+        unused = {"staleness_window": ratio | {"min_size"}, "min_size": ratio, "sample_to_insert_ratio": set()}
+        if stray := sorted(unused[self.kind] & self.model_fields_set - self._defaults()):
+            raise ValueError(
+                f"{', '.join(stray)} would have no effect with admission.kind {self.kind}. "
+                "Remove it, or set buffer.admission.kind to the rule that you want"
+            )
+        return self
+
+    def _defaults(self) -> set[str]:
+        """Fields that are as they would be if nobody had set them."""
+        return {name for name, field in type(self).model_fields.items() if getattr(self, name) == field.default}
+
+
+class BufferConfig(StrictModel):
+    """How the replay buffer chooses."""
+
+    selector: SelectorConfig = SelectorConfig()
+    on_stale: Literal["wait", "drop", "mask"] = "drop"
+    """Tokens older than max_staleness when their batch is taken. wait: are trained (the order of fifo and
+    windowed_fifo bounds them). drop: end their group. mask: stay as context and get no gradient."""
+    admission: AdmissionConfig = AdmissionConfig()
+    max_uses: PositiveInt = 1
+    """k: how often a group may be trained."""
 
 
 class RedisConfig(StrictModel):
     """The server that holds the buffer."""
 
     url: str | None = None
-    """redis://, rediss:// or unix://. None: an embedded Valkey, private to the run. A password
-    comes from the environment variable ASYNC_GRPO_REDIS_PASSWORD."""
+    """redis://[USER@]HOST:PORT, unix:///SOCKET, redis+cluster://HOST:PORT,HOST:PORT or
+    redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; with TLS rediss://, rediss+cluster:// or rediss+sentinel://.
+    None: an embedded Valkey, private to the run. A password comes from the environment variable
+    ASYNC_GRPO_REDIS_PASSWORD (with it, if not the URL's, a user from ASYNC_GRPO_REDIS_USERNAME)."""
+    tls_ca: str | None = None
+    """File with the CA of the server's certificate. None: the system's CAs alone."""
+    tls_cert: str | None = None
+    """File with a certificate of ours, for servers that ask for one."""
+    tls_key: str | None = None
+    """File with its key. None: it is in the file of tls_cert."""
+    replicas_to_wait_for: NonNegativeInt = 0
+    """Replicas that must have confirmed a change before it counts as made (WAIT). 0: the primary alone decides,
+    and a failover may undo the changes of its last moments."""
     max_memory_bytes: PositiveInt = 1 << 30
     """Of the embedded server."""
     fsync: Literal["everysec", "always"] = "everysec"
@@ -30,4 +90,21 @@ class RedisConfig(StrictModel):
                 "url holds a password, and the configuration is written beside the run for everyone to read. "
                 "Take it out of redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _server_of_its_own(self) -> RedisConfig:
+        if self.replicas_to_wait_for and self.url is None:
+            raise ValueError(
+                f"replicas_to_wait_for is {self.replicas_to_wait_for}, but redis.url is not set and the embedded "
+                "server has no replicas: every change would fail. Set redis.url, or leave it 0"
+            )
+        given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(self, name) is not None]
+        if given and not (self.url or "").startswith("rediss"):
+            raise ValueError(
+                f"{given[0]} is set, but the connection to {self.url} is not encrypted, so that it would have no "
+                "effect. Write rediss:// in redis.url, or remove it"
+            )
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("tls_key is set without tls_cert, the certificate that it belongs to. Set redis.tls_cert")
         return self

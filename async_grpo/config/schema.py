@@ -8,253 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from async_grpo.config.base import PositiveInt, Seconds, StrictModel
-from async_grpo.config.buffer import RedisConfig
-from async_grpo.config.tiny_qwen2 import TinyQwen2Config
-from async_grpo.config.warmup import ArithmeticTaskConfig, WarmupConfig
+from async_grpo.config.base import PositiveInt, StrictModel
+from async_grpo.config.buffer import AdmissionConfig, BufferConfig, RedisConfig
+from async_grpo.config.data import DataConfig
+from async_grpo.config.launch import EvalConfig, LaunchConfig, TelemetryConfig
+from async_grpo.config.model import ModelConfig
+from async_grpo.config.rewards import RewardsConfig
+from async_grpo.config.rollout import RolloutConfig, SamplingConfig
+from async_grpo.config.trainer import TrainerConfig
 from async_grpo.config.weights import WeightsConfig
-
-Precision = Literal["float32", "bfloat16"]
-
-
-class RandomModelConfig(TinyQwen2Config):
-    """A randomly initialised tiny Qwen2, for tests of the machinery: it learns nothing."""
-
-    vocab_size: Annotated[int, Field(ge=300)] = 1024
-    """Size of the byte-level BPE vocabulary trained on the prompts."""
-
-
-class ModelConfig(StrictModel):
-    """Where the first policy comes from: exactly one of `path`, `warmup` and `random`."""
-
-    path: Path | None = None
-    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer)."""
-    warmup: WarmupConfig | None = None
-    """Make a tiny policy by a short supervised stage on the arithmetic task (cached)."""
-    random: RandomModelConfig | None = None
-    """Make a tiny random policy (cached)."""
-    precision: Precision = "float32"
-    """Of the weights, in the trainer and in the engine."""
-
-    @model_validator(mode="after")
-    def _exactly_one_source(self) -> ModelConfig:
-        given = [name for name in ("path", "warmup", "random") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"exactly one of path, warmup, random says where the policy comes from, but {given or 'none'} "
-                "is given. Set model.path to a Hugging Face checkpoint folder, or keep only one of them"
-            )
-        return self
-
-
-class DataConfig(StrictModel):
-    """The prompts and their reference answers."""
-
-    kind: Literal["arithmetic", "jsonl"] = "arithmetic"
-    arithmetic: ArithmeticTaskConfig = ArithmeticTaskConfig()
-    path: Path | None = None
-    """A JSON-lines file (kind: jsonl)."""
-    eval_path: Path | None = None
-    """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out."""
-    prompt_field: str = "question"
-    answer_field: str = "answer"
-    template: str = "{prompt}"
-    """Text around the prompt; `{prompt}` is replaced."""
-    max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are dropped when the data are loaded, with a count."""
-    shuffle: bool = True
-
-    @model_validator(mode="after")
-    def _consistent(self) -> DataConfig:
-        if self.kind == "jsonl" and self.path is None:
-            raise ValueError("kind jsonl needs a file. Set data.path, for example -o data.path=train.jsonl")
-        if "{prompt}" not in self.template:
-            raise ValueError(f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes")
-        return self
-
-
-class RewardConfig(StrictModel):
-    """One reward; the reward of a sample is the weighted sum of all of them."""
-
-    name: str
-    """`answer_tag` (text in <answer> equals the reference), `gsm8k`, `format`, or `module:attribute`."""
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-
-
-class RewardsConfig(StrictModel):
-    """Verifiers run outside the event loop, in processes that can be killed."""
-
-    functions: Annotated[list[RewardConfig], Field(min_length=1)] = [RewardConfig(name="answer_tag")]
-    workers: PositiveInt = 1
-    deadline_s: Seconds = 10.0
-    """A verifier that takes longer is killed; its sample is `unverifiable`, which is not 0."""
-
-
-class SamplingConfig(StrictModel):
-    """The behaviour policy: what completions are sampled from."""
-
-    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """0: all tokens."""
-    max_tokens: PositiveInt = 64
-
-    @model_validator(mode="after")
-    def _full_distribution(self) -> SamplingConfig:
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
-                f"top_p {self.top_p:g} and top_k {self.top_k} truncate the distribution, and the trainer's "
-                "log-probabilities are of the whole one: the importance weights would be wrong. "
-                "Set sampling.top_p to 1.0 and sampling.top_k to 0"
-            )
-        return self
-
-
-class VllmConfig(StrictModel):
-    """The inference engine."""
-
-    max_model_len: PositiveInt = 256
-    kv_cache_bytes: PositiveInt = 256 << 20
-    """Memory for the KV cache on CPU."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Of an accelerator; unused on CPU."""
-    tensor_parallel: PositiveInt = 1
-    enforce_eager: bool = True
-    multiprocessing: bool = True
-    """The engine core in a process of its own: generation and Python's bookkeeping overlap."""
-    threads: PositiveInt = 1
-    """OpenMP threads of one engine on CPU."""
-    extra: dict[str, Any] = {}
-    """Passed to AsyncEngineArgs unchanged."""
-
-
-class RolloutConfig(StrictModel):
-    """A rollout server."""
-
-    servers: Annotated[int, Field(ge=1)] = 1
-    """How many `async-grpo run` starts on this machine."""
-    max_concurrency: PositiveInt = 64
-    """Samples in flight in one engine."""
-    interruption: Literal["keep", "recompute"] = "keep"
-    """When new weights arrive: keep the KV cache, or re-encode the prefix under the new weights."""
-    dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal (`filtered`) and admit as many new ones."""
-    max_attempts: PositiveInt = 5
-    """A group whose holders died this many times (their lease expired) is `failed`."""
-    lease_s: Seconds = 15.0
-    """A ticket whose holder is silent for longer goes to another server."""
-    vllm: VllmConfig = VllmConfig()
-
-
-class OptimizerConfig(StrictModel):
-    """AdamW and its schedule."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where linear and cosine end."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip_grad: Annotated[float, Field(gt=0)] = 1.0
-
-    @model_validator(mode="after")
-    def _floor_below_peak(self) -> OptimizerConfig:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g}): the rate would rise. Lower min_lr")
-        return self
-
-
-class ObjectiveConfig(StrictModel):
-    """The decoupled GRPO loss (AReaL, arXiv 2505.24298): w * ppo_clip(r)."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
-    loss: Literal["decoupled", "ppo_clip"] = "decoupled"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    behaviour_cap: Annotated[float, Field(gt=0)] = 5.0
-    """w = pi_prox / pi_behaviour is capped here."""
-
-
-class CheckpointConfig(StrictModel):
-    """Resumable checkpoints under `runs/<name>/checkpoints`."""
-
-    every_steps: PositiveInt = 10
-    keep: PositiveInt = 2
-
-
-class TrainerConfig(StrictModel):
-    """The Megatron-core trainer."""
-
-    platform: Literal["cpu"] = "cpu"
-    """What the trainer computes on; this version knows the CPU only."""
-    processes: PositiveInt = 1
-    """Ranks that torchrun starts: tensor_parallel * pipeline_parallel * data-parallel size."""
-    tensor_parallel: PositiveInt = 1
-    pipeline_parallel: PositiveInt = 1
-    threads: PositiveInt = 1
-    """torch threads a rank on CPU."""
-    micro_batch_tokens: PositiveInt = 8192
-    """Sequences are packed, without padding, into micro-batches of at most this many tokens."""
-    take_timeout_s: Seconds = 600.0
-    """How long the trainer waits for a batch before it ends with an error."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-
-    @model_validator(mode="after")
-    def _ranks_divide(self) -> TrainerConfig:
-        block = self.tensor_parallel * self.pipeline_parallel
-        if self.processes % block:
-            raise ValueError(
-                f"processes ({self.processes}) is not a multiple of tensor_parallel * pipeline_parallel "
-                f"({self.tensor_parallel} * {self.pipeline_parallel} = {block}). "
-                f"Set trainer.processes to {block} times the data-parallel size"
-            )
-        return self
-
-
-class EvalConfig(StrictModel):
-    """Evaluation on held-out prompts, before, after and every `every_steps` versions."""
-
-    prompts: PositiveInt = 256
-    samples: PositiveInt = 4
-    """mean@k: completions a prompt at temperature 1."""
-    greedy: bool = True
-    every_steps: Annotated[int, Field(ge=0)] = 0
-    """0: only before and after."""
-    timeout_s: Seconds = 600.0
-
-
-class RestartConfig(StrictModel):
-    """What the supervisor does when a role dies."""
-
-    rollout: Annotated[int, Field(ge=0)] = 3
-    """Restarts of one rollout server before the run is given up."""
-    trainer: Annotated[int, Field(ge=0)] = 3
-
-
-class LaunchConfig(StrictModel):
-    """The local supervisor."""
-
-    restarts: RestartConfig = RestartConfig()
-    ready_timeout_s: Seconds = 300.0
-    stop_timeout_s: Seconds = 30.0
-
-
-class TelemetryConfig(StrictModel):
-    """What a run writes."""
-
-    tensorboard: bool = True
-    samples_every: PositiveInt = 8
-    """One finished group in so many is written to samples/*.jsonl."""
+from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
+from async_grpo.staleness.rate import RateLimit
+from async_grpo.staleness.window import StalenessWindow
 
 
 class RunConfig(StrictModel):
@@ -278,6 +47,7 @@ class RunConfig(StrictModel):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
+    buffer: BufferConfig = BufferConfig()
     redis: RedisConfig = RedisConfig()
     eval: EvalConfig = EvalConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -300,6 +70,35 @@ class RunConfig(StrictModel):
         """(S + 1) * P: the most groups that may be active (admitted and not yet released)."""
         return (self.max_staleness + 1) * self.groups_per_step
 
+    @property
+    def replay_policy(self) -> ReplayPolicy:
+        """What the replay buffer is told. Raises ValueError for dials that do not go together."""
+        chosen, admission = self.buffer.selector, self.buffer.admission
+        return ReplayPolicy(
+            window=StalenessWindow(self.max_staleness, self.groups_per_step, self.steps * self.groups_per_step),
+            selector=Selector(chosen.kind),
+            selector_window=chosen.window,
+            on_stale=OnStale(self.buffer.on_stale),
+            rate=self._rate_limit(admission),
+            max_uses=self.buffer.max_uses,
+            seed=self.seed,
+        )
+
+    def _rate_limit(self, admission: AdmissionConfig) -> RateLimit:
+        if admission.kind != "sample_to_insert_ratio":
+            return RateLimit(min_size=admission.min_size)
+        size = max(admission.min_size, self.groups_per_step)
+        error_buffer = admission.error_buffer or 2.0 * self.groups_per_step
+        return RateLimit.ratio(admission.samples_per_insert, min_size=size, error_buffer=error_buffer)
+
+    @model_validator(mode="after")
+    def _buffer_moves(self) -> RunConfig:
+        try:
+            self.replay_policy  # noqa: B018  (its own checks speak)
+        except ValueError as error:
+            raise ValueError(f"buffer.{error}") from None
+        return self
+
     @model_validator(mode="after")
     def _lengths_fit(self) -> RunConfig:
         need = self.sampling.max_tokens + 1
@@ -308,6 +107,16 @@ class RunConfig(StrictModel):
                 f"rollout.vllm.max_model_len ({self.rollout.vllm.max_model_len}) leaves no room for a prompt "
                 f"beside sampling.max_tokens ({self.sampling.max_tokens}). "
                 "Raise rollout.vllm.max_model_len or lower sampling.max_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _punishment_fits(self) -> RunConfig:
+        longest, punished = self.sampling.max_tokens, self.rewards.soft_overlong_tokens
+        if punished is not None and punished >= longest:
+            raise ValueError(
+                f"rewards.soft_overlong_tokens ({punished}) is not below sampling.max_tokens ({longest}): "
+                "every completion would be punished for its length. Lower rewards.soft_overlong_tokens"
             )
         return self
 

@@ -11,7 +11,8 @@ import os
 
 import psutil
 
-MARK_VARIABLE = "ASYNC_GRPO_ROLE_MARK"
+from async_grpo.process import MARK_VARIABLE as MARK_VARIABLE
+
 _GRACE_S = 5.0
 
 

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.launch.run_folder import RunFolder
-from async_grpo.staleness.window import StalenessWindow
 from async_grpo.weights.store import remove_stores
 from buffer import (
     PASSWORD_VARIABLE,
     EmbeddedServer,
     RedisBoard,
     RedisBuffer,
-    connect,
     connect_board,
     knows_run,
+    open_run,
     wipe_run,
 )
 
@@ -63,14 +62,7 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
 async def _connected(config: RunConfig, server: EmbeddedServer | None, *, fresh: bool) -> AsyncIterator[StatePlane]:
     if fresh:
         await wipe_run(config.redis, config.name)
-    window = StalenessWindow(config.max_staleness, config.groups_per_step, config.steps * config.groups_per_step)
-    buffer = await connect(
-        config.redis,
-        config.name,
-        window=window,
-        lease_s=config.rollout.lease_s,
-        max_attempts=config.rollout.max_attempts,
-    )
+    buffer = await open_run(config)
     try:
         board = await connect_board(config.redis, config.name)
         try:

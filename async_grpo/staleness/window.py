@@ -1,12 +1,11 @@
 """The staleness bound, as arithmetic.
 
-Symbols (the same in the docs and in the Lua scripts):
+Symbols (the same in docs/staleness.md and in the Lua scripts):
 
     S         max_staleness            P    groups_per_step        v    published policy version
     admitted  groups ever admitted     released  groups ever released     active = admitted - released
 
     admission:  active < (S + 1) * P        so that always       active <= (S + 1) * P
-    horizon:    admitted - discarded < H    H groups are all that the run can train; none is wasted
     age:        trainer version - version of the oldest token    <= S
 
 Why the age is bounded when groups are trained in order of admission: let group s (counted from 0)
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StalenessWindow:
-    """The dials: S, P and the horizon H (groups that the run trains in total)."""
+    """The dials: S, P and the horizon H: how often, in total, the run trains a group (steps * P)."""
 
     max_staleness: int
     groups_per_step: int
@@ -35,16 +34,6 @@ class StalenessWindow:
         return (self.max_staleness + 1) * self.groups_per_step
 
 
-def can_admit(window: StalenessWindow, *, admitted: int, released: int, discarded: int) -> int:
-    """How many groups may be admitted now (0 or more).
-
-    `discarded` counts the released groups that were not trained.
-    """
-    free = window.capacity - (admitted - released)
-    left = window.horizon - (admitted - discarded)
-    return max(0, min(free, left))
-
-
 def age(trainer_version: int, oldest_version: int) -> int:
     """Age in optimizer steps of tokens sampled from `oldest_version` when trained at `trainer_version`.
 
@@ -52,8 +41,3 @@ def age(trainer_version: int, oldest_version: int) -> int:
     again: their age is 0.
     """
     return max(0, trainer_version - oldest_version)
-
-
-def is_stale(window: StalenessWindow, *, trainer_version: int, oldest_version: int) -> bool:
-    """Whether a group may no longer be trained."""
-    return age(trainer_version, oldest_version) > window.max_staleness

@@ -6,7 +6,7 @@ from async_grpo.wire.records import Group, Record
 
 
 class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
-    """ZMQ endpoints of the publisher of one epoch: PUB announcements and ROUTER chunk requests."""
+    """ZMQ endpoints of the publisher of one epoch: PUB announcements and ROUTER requests."""
 
     epoch: int
     announce: str
@@ -26,6 +26,8 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     updates: int = 0
     last_pause_s: float = 0.0
     time_s: float = 0.0
+    http: str = ""
+    """Where it answers over HTTP, "" if it does not: `http://127.0.0.1:40123`."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):

@@ -68,17 +68,30 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of one completion were written by the policy, or came from its environment (the answer of
+    a tool). `finish_reason` says why the policy stopped, "" while it has not."""
+
+    start: int
+    end: int
+    by_policy: bool
+    finish_reason: str = ""
+
+
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One completion of the policy.
 
     Guarantees (checked by `validate`): as many log-probabilities as tokens; the spans cover
-    [0, len(tokens)) in order without gap or overlap, with versions that never decrease.
+    [0, len(tokens)) in order without gap or overlap, with versions that never decrease; so do the
+    turns, if there are any (none: the policy wrote everything). Tokens of the environment have
+    log-probability 0 and the version of the token before them.
     `reward` is None where no verifier could judge: such a sample is masked, never scored 0.
     """
 
     tokens: bytes
     logprobs: bytes
     spans: list[VersionSpan]
+    turns: list[Turn] = []
     finish_reason: str = "stop"
     text: str = ""
     rewards: dict[str, float] = {}
@@ -100,10 +113,27 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         counts = [span.end - span.start for span in self.spans]
         return np.repeat(np.array([span.version for span in self.spans], TOKEN_DTYPE), counts)
 
+    def written_by_policy(self) -> npt.NDArray[np.bool_]:
+        """Which tokens the policy wrote, bool [completion_len]; the others get no gradient."""
+        written = np.ones(self.length, np.bool_)
+        for turn in self.turns:
+            written[turn.start : turn.end] = turn.by_policy
+        return written
+
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token; age is measured from here."""
         return min(span.version for span in self.spans)
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest token."""
+        return max(span.version for span in self.spans)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the completion."""
+        return len(self.tokens) // TOKEN_DTYPE.itemsize
 
     def validate(self) -> None:
         """Raise ValueError if the arrays and the spans do not fit together."""
@@ -119,6 +149,14 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
             position, version = span.end, span.version
         if position != len(tokens):
             raise ValueError(f"version spans {self.spans} cover {position} of {len(tokens)} tokens")
+        self._validate_turns()
+
+    def _validate_turns(self) -> None:
+        ends = [0, *(turn.end for turn in self.turns)]
+        if self.turns and ([turn.start for turn in self.turns] != ends[:-1] or ends[-1] != self.length):
+            raise ValueError(f"turns {self.turns} do not cover [0, {self.length}) in order")
+        if self.turns and not self.turns[0].by_policy:
+            raise ValueError(f"turns {self.turns} begin with the environment: that belongs to the prompt")
 
 
 class Partial(Record, frozen=True, kw_only=True, tag="partial"):
@@ -127,6 +165,16 @@ class Partial(Record, frozen=True, kw_only=True, tag="partial"):
     seq: NonNegative
     attempt: NonNegative
     samples: list[Sample | None]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest token; None if there is no token yet."""
+        return min((sample.oldest_version for sample in self.samples if sample and sample.spans), default=None)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion so far."""
+        return max((sample.length for sample in self.samples if sample), default=0)
 
 
 class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
@@ -165,18 +213,30 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
         """Version of the oldest token in the group."""
         return min(sample.oldest_version for sample in self.samples)
 
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest token in the group."""
+        return max(sample.newest_version for sample in self.samples)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion."""
+        return max(sample.length for sample in self.samples)
+
 
 class Batch(Record, frozen=True, kw_only=True, tag="batch"):
     """P groups for the optimizer step that turns `version` into `version + 1`.
 
     `replayed` batches were delivered before to a trainer that died: they are the same groups in
-    the same order and their release changes no counter twice.
+    the same order and their release changes no counter twice. Tokens of versions below `mask_below`
+    are context only: they get no gradient.
     """
 
     epoch: int
     version: int
     groups: list[Group]
     replayed: bool = False
+    mask_below: int = 0
 
 
 def tokens_to_bytes(tokens: npt.ArrayLike) -> bytes:

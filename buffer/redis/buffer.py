@@ -16,7 +16,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from async_grpo.errors import BufferFault
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
 from buffer.faults import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
 from buffer.protocol import BufferStats, Resume
@@ -39,7 +39,7 @@ class RedisBuffer:
         client: Redis,
         run: str,
         *,
-        window: StalenessWindow,
+        policy: ReplayPolicy,
         lease_s: float,
         max_attempts: int,
         timeout_s: float = 30.0,
@@ -47,10 +47,16 @@ class RedisBuffer:
         """Begin the run, or attach to what is stored of it. `client` is closed by `aclose`.
 
         The admission parameters are written where they differ from those of the last `open`: a process that
-        joins with the same configuration does not undo a live retuning.
+        joins with the same configuration does not undo a live retuning. Raises BufferFault for a run that was
+        stored by a release with other books.
         """
         buffer = cls(Link(client, timeout_s), run)
-        await buffer._script("open", *_dials(window), round(1000 * lease_s), max_attempts)
+        status, *formats = await buffer._script("open", *_dials(policy), round(1000 * lease_s), max_attempts)
+        if status == b"format":
+            raise BufferFault(
+                f"the run {run} is stored in format {formats[0]}, and this release writes format {formats[1]}. "
+                "Finish it with the release that began it, or start over with --fresh"
+            )
         return buffer
 
     async def put_tasks(self, tasks: Sequence[Task]) -> int:
@@ -81,14 +87,17 @@ class RedisBuffer:
 
     async def progress(self, ticket: Ticket, partial: Partial) -> None:
         staged = [Payload(self._keys.of("stage"), encode(partial))]
-        _check_lease(await self._script("progress", ticket.seq, ticket.attempt, payloads=staged), ticket)
+        age_and_length = (partial.oldest_version or 0, partial.longest)
+        reply = await self._script("progress", ticket.seq, ticket.attempt, *age_and_length, payloads=staged)
+        _check_lease(reply, ticket)
 
     async def give_back(self, ticket: Ticket) -> None:
         await self._script("give_back", ticket.seq, ticket.attempt)
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
         staged = [Payload(self._keys.of("stage"), encode(group))]
-        reply = await self._script("insert", ticket.seq, ticket.attempt, group.oldest_version, payloads=staged)
+        facts = (group.oldest_version, group.newest_version, group.longest)
+        reply = await self._script("insert", ticket.seq, ticket.attempt, *facts, payloads=staged)
         _check_lease(reply, ticket)
 
     async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
@@ -118,8 +127,8 @@ class RedisBuffer:
             raise forgotten(version, rest[0])
         return Resume(epoch=rest[0], head_version=rest[1])
 
-    async def update_admission(self, window: StalenessWindow) -> None:
-        await self._script("update_admission", *_dials(window))
+    async def update_admission(self, policy: ReplayPolicy) -> None:
+        await self._script("update_admission", *_dials(policy))
 
     async def end(self) -> None:
         await self._script("end")
@@ -162,7 +171,7 @@ class RedisBuffer:
         _check_epoch(reply, epoch)
         if status != b"ok":
             return _not_yet(status, rest)
-        replayed, *seqs = rest
+        replayed, mask_below, *seqs = rest
         payloads = await self._link.fetch(self._keys.payloads("group", seqs))
         groups = [decode(payload, Group) for payload in payloads if payload is not None]
         if len(groups) < len(seqs):
@@ -170,19 +179,20 @@ class RedisBuffer:
                 f"{len(seqs) - len(groups)} of the {len(seqs)} groups taken for version {version} are no longer "
                 f"stored: something else deletes keys of the run {self._run_name}. Give the run a server of its own"
             )
-        return Batch(epoch=epoch, version=version, groups=groups, replayed=bool(replayed))
+        return Batch(epoch=epoch, version=version, groups=groups, replayed=bool(replayed), mask_below=mask_below)
 
     async def _stats(self) -> BufferStats:
         of = self._keys.of
         async with self._link.client.pipeline(transaction=True) as pipe:
-            pipe.hgetall(of("meta")).hgetall(of("released"))
-            pipe.zcard(of("leases")).hlen(of("oldest")).scard(of("taken")).scard(of("stored"))
-            meta, released, inflight, ready, taken, kept = await pipe.execute()
-        number = {name.decode(): int(value) for name, value in meta.items() if name != b"configured"}
-        tasks_put, admitted = number.get("tasks_put", 0), number.get("admitted", 0)
+            pipe.hgetall(of("meta")).hgetall(of("released")).hgetall(of("lengths"))
+            pipe.zcard(of("leases")).zcard(of("ready")).scard(of("taken")).hlen(of("pins"))
+            meta, released, lengths, inflight, ready, taken, kept = await pipe.execute()
+        counters = ("epoch", "version", "tasks_put", "admitted", "inserted", "used", "ended")
+        number = {name: int(meta.get(name.encode(), 0)) for name in counters}
+        tasks_put, admitted = number["tasks_put"], number["admitted"]
         return BufferStats(
-            epoch=number.get("epoch", 0),
-            version=number.get("version", 0),
+            epoch=number["epoch"],
+            version=number["version"],
             tasks_put=tasks_put,
             waiting=tasks_put - admitted,
             inflight=inflight,
@@ -190,10 +200,15 @@ class RedisBuffer:
             taken=taken,
             admitted=admitted,
             released={reason.value: int(released.get(reason.value.encode(), 0)) for reason in ReleaseReason},
-            max_staleness=number["max_staleness"],
-            groups_per_step=number["groups_per_step"],
-            horizon=number["horizon"],
-            ended=bool(number.get("ended", 0)),
+            released_by_length={name.decode(): int(count) for name, count in lengths.items()},
+            max_staleness=int(meta[b"max_staleness"]),
+            groups_per_step=int(meta[b"groups_per_step"]),
+            horizon=int(meta[b"horizon"]),
+            selector=meta[b"selector"].decode(),
+            selector_window=int(meta[b"selector_window"]),
+            inserted=number["inserted"],
+            used=number["used"],
+            ended=bool(number["ended"]),
             kept=kept,
         )
 
@@ -202,8 +217,15 @@ class RedisBuffer:
         return await self._link.run(script(name), self._keys.books, self._keys.prefix, *args, payloads=payloads)
 
 
-def _dials(window: StalenessWindow) -> tuple[int, int, int]:
-    return window.max_staleness, window.groups_per_step, window.horizon
+def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
+    """In the order of `write_policy` in lua/prelude.lua."""
+    window, rate = policy.window, policy.rate
+    return (
+        *(window.max_staleness, window.groups_per_step, window.horizon),
+        *(policy.selector.value, policy.selector_window, policy.on_stale.value),
+        *(rate.min_size, rate.samples_per_insert, rate.min_diff, rate.max_diff),
+        *(policy.max_uses, policy.seed % (2**31 - 1)),
+    )
 
 
 def _check_lease(reply: list[Any], ticket: Ticket) -> None:

@@ -3,67 +3,91 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import ssl
+from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
+from buffer.redis.address import Address, parse
+from buffer.redis.failures import PASSWORD_VARIABLE, SENTINEL_PASSWORD_VARIABLE, USERNAME_VARIABLE
+from buffer.redis.finder import ClusterFinder, Finder, FoundConnection, FoundTlsConnection, SentinelFinder
+from buffer.redis.keys import Keys
 
-PASSWORD_VARIABLE = "ASYNC_GRPO_REDIS_PASSWORD"
 OLDEST_SERVER = (7, 0)
 SAFE_POLICY = "noeviction"
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+MOST_CONNECTIONS = 1000
+"""Of one client; `Link` keeps it far below."""
+_MODES = {"cluster": "a node of a cluster: use redis+cluster://", "sentinel": "a sentinel: use redis+sentinel://"}
 
 
-def make_client(redis: RedisConfig) -> Redis:
-    """A client that connects when first used. It never repeats a command by itself: `Link` does, and
-    knows which may be repeated. Raises ConfigError for a URL that is missing or no server's."""
+class RunClient(Redis):
+    """redis-py's client, and what `Link` has to know to use it."""
+
+    address: Address
+    finder: Finder | None = None
+    """Where the node that serves the run may change."""
+    replicas_to_wait_for = 0
+    barrier_key = ""
+    """Written before waiting for replicas."""
+
+
+def make_client(redis: RedisConfig, run: str = "") -> RunClient:
+    """A client that connects when first used. `run` decides which node of a cluster that is.
+
+    It never repeats a command by itself: `Link` does, and knows which may be repeated. Raises ConfigError for a
+    URL that is missing or no server's, and for files of `redis.tls_*` that cannot be used.
+    """
     if redis.url is None:
         raise ConfigError(
             "redis.url is not set and no embedded server was started: there is nothing to connect to. "
             "Pass -o redis.url=redis://HOST:6379"
         )
-    options: dict[str, Any] = {
-        "retry": Retry(NoBackoff(), 0),
-        # No timeout in the socket layer: redis-py would send under asyncio.wait_for, which on Python 3.11 can
-        # swallow a cancellation (CPython issue 86296), and the cancelled task would go on. `Link` has a clock.
-        "socket_timeout": None,
-        "socket_connect_timeout": min(redis.timeout_s, CONNECT_TIMEOUT_S),
-        "socket_read_size": READ_BYTES,
-        "protocol": 2,
-    }
-    if password := os.environ.get(PASSWORD_VARIABLE):
-        options["password"] = password
-    try:
-        return Redis.from_url(redis.url, **options)
-    except ValueError as error:
-        raise ConfigError(f"redis.url is not a server's address: {error}. Use redis://, rediss:// or unix://") from None
+    address = parse(redis.url)
+    options = _options(redis, address)
+    finder = _finder(redis, address, run, options)
+    pool = ConnectionPool(
+        connection_class=_connection_class(address),
+        max_connections=MOST_CONNECTIONS,
+        **options,
+        **_credentials(address),
+        **_target(address, finder),
+    )
+    client = cast(RunClient, RunClient.from_pool(pool))  # which owns the pool, and closes it
+    client.address, client.finder = address, finder
+    client.replicas_to_wait_for, client.barrier_key = redis.replicas_to_wait_for, Keys(run).of("barrier")
+    return client
 
 
-def address(client: Redis) -> str:
-    """Where a client connects to, without its password."""
-    target = client.connection_pool.connection_kwargs
-    return str(target.get("path") or f"{target.get('host', 'localhost')}:{target.get('port', 6379)}")
+def where(client: Redis) -> str:
+    """What a client connects to, without its password."""
+    return str(getattr(client, "finder", None) or getattr(client, "address", "the given client"))
 
 
 async def check_server(client: Redis) -> None:
-    """Raises ServerRefused for a server older than Redis 7.0, or one that may evict data."""
+    """Raises ServerRefused for a server older than Redis 7.0, one that may evict data, and one that is a part
+    of something larger than its URL says."""
     about = await client.info("server")
     version = str(about.get("valkey_version") or about["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
         raise ServerRefused(
-            f"the server at {address(client)} is version {version}, older than 7.0: it does not know script flags, so "
+            f"the server at {where(client)} is version {version}, older than 7.0: it does not know script flags, so "
             "once its memory is full it could not be drained. Use Redis >= 7.0 or Valkey"
         )
+    mode = str(about.get("server_mode") or about.get("redis_mode"))
+    if mode in _MODES and getattr(client, "finder", None) is None:
+        raise ServerRefused(f"the server at {where(client)} is {_MODES[mode]}")
     policy = await _eviction_policy(client)
     if policy != SAFE_POLICY:
         raise ServerRefused(
-            f"the server at {address(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when memory "
+            f"the server at {where(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when memory "
             f"is short it would drop finished groups. Run CONFIG SET maxmemory-policy {SAFE_POLICY} on it"
         )
 
@@ -75,3 +99,71 @@ async def _eviction_policy(client: Redis) -> str:
     except ResponseError:
         found = {}
     return str(found.get("maxmemory-policy") or (await client.info("memory")).get("maxmemory_policy"))
+
+
+def _options(redis: RedisConfig, address: Address) -> dict[str, Any]:
+    """Of every connection, to a server or to a seed."""
+    options: dict[str, Any] = {
+        "retry": Retry(NoBackoff(), 0),
+        # No timeout in the socket layer: redis-py would send under asyncio.wait_for, which on Python 3.11 can
+        # swallow a cancellation (CPython issue 86296), and the cancelled task would go on. `Link` has a clock.
+        "socket_timeout": None,
+        "socket_connect_timeout": min(redis.timeout_s, CONNECT_TIMEOUT_S),
+        "socket_read_size": READ_BYTES,
+        "protocol": 2,
+    }
+    if address.tls:
+        _check_certificates(redis)
+        options |= {"ssl_ca_certs": redis.tls_ca, "ssl_certfile": redis.tls_cert, "ssl_keyfile": redis.tls_key}
+    return options
+
+
+def _credentials(address: Address) -> dict[str, Any]:
+    """User and password; both may be absent. The user of the environment belongs to its password."""
+    password = os.environ.get(PASSWORD_VARIABLE) or None
+    username = address.username or (os.environ.get(USERNAME_VARIABLE) if password else None)
+    return {"username": username, "password": password}
+
+
+def _connection_class(address: Address) -> type[Any]:
+    if address.kind == "socket":
+        return UnixDomainSocketConnection
+    if address.kind == "server":
+        return SSLConnection if address.tls else Connection
+    return FoundTlsConnection if address.tls else FoundConnection
+
+
+def _target(address: Address, finder: Finder | None) -> dict[str, Any]:
+    if finder is not None:
+        return {"finder": finder, "db": address.db}
+    if address.kind == "socket":
+        return {"path": address.path, "db": address.db}
+    return {"host": address.nodes[0].host, "port": address.nodes[0].port, "db": address.db}
+
+
+def _finder(redis: RedisConfig, address: Address, run: str, options: dict[str, Any]) -> Finder | None:
+    patience_s = min(CONNECT_TIMEOUT_S, redis.timeout_s / (1 + len(address.nodes)))
+    if address.kind == "cluster":
+        return ClusterFinder(address, Keys(run).of(""), options | _credentials(address), patience_s)
+    if address.kind == "sentinel":
+        password = os.environ.get(SENTINEL_PASSWORD_VARIABLE) or None
+        return SentinelFinder(address, options | {"password": password}, patience_s)
+    return None
+
+
+def _check_certificates(redis: RedisConfig) -> None:
+    """Now, with a name, rather than at the first connection."""
+    context = ssl.create_default_context()
+    if redis.tls_ca is not None:
+        try:
+            context.load_verify_locations(redis.tls_ca)
+        except OSError as error:
+            raise ConfigError(f"redis.tls_ca is {redis.tls_ca}, which holds no CA certificate: {error}") from None
+    if redis.tls_cert is not None:
+        try:
+            context.load_cert_chain(redis.tls_cert, redis.tls_key)
+        except OSError as error:
+            raise ConfigError(
+                f"redis.tls_cert is {redis.tls_cert}, and redis.tls_key {redis.tls_key}, which are no certificate "
+                f"with its key: {error}"
+            ) from None

@@ -2,18 +2,24 @@
 
 Bookkeeping, passed to every script in this order (KEYS):
 
-- `meta`        hash    epoch, head version, counters, admission parameters
+- `meta`        hash    epoch, head version, counters, the policy
 - `released`    hash    reason -> groups that ended with it
+- `lengths`     hash    reason:n -> those whose longest completion had at most n tokens (and more than n / 2)
 - `open`        zset    INFLIGHT and READY groups, scored by sequence
+- `ready`       zset    READY groups, scored by sequence
 - `leases`      zset    INFLIGHT groups, scored by deadline in ms (0: given back, nobody holds it)
+- `begun`       zset    INFLIGHT groups, scored by the policy version that no token of theirs is older than
+- `oldest`      zset    READY groups, scored by the version of their oldest token
+- `newest`      zset    READY groups, scored by the version of their newest token
+- `versions`    hash    sequence -> both, of every READY or TAKEN group
 - `attempts`    hash    sequence -> leases so far, of every active group
 - `strikes`     hash    sequence -> leases that expired, of the INFLIGHT groups that have any
-- `versions`    hash    sequence -> policy version at admission, of every INFLIGHT group
-- `oldest`      hash    sequence -> version of the oldest token, of every READY group
+- `longest`     hash    sequence -> tokens of the longest completion, of every active group that has any
+- `uses`        hash    sequence -> how often it was taken, of every active group that was
 - `taken`       set     TAKEN groups
-- `log`         hash    version -> epoch and sequences of the batch of that step, until it is committed
+- `log`         hash    version -> epoch, settled, mask_below, sequences of its batch, until it is committed
 - `endings`     zset    the newest endings, so that a repeated insert or discard is recognised
-- `stored`      set     sequences whose group payload exists
+- `pins`        hash    sequence -> reasons to keep the group's payload: it is active; a logged step has it
 - `wake:admit`  list    at most one element: somebody should look whether groups can be admitted
 - `wake:take`   list    at most one element: somebody should look whether a batch can be taken
 - `stage`       string  a payload on its way in; exists only within one transaction
@@ -28,8 +34,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _BOOKS = (
-    *("meta", "released", "open", "leases", "attempts", "strikes", "versions", "oldest"),
-    *("taken", "log", "endings", "stored", "wake:admit", "wake:take", "stage"),
+    *("meta", "released", "lengths", "open", "ready", "leases", "begun", "oldest", "newest", "versions", "attempts"),
+    *("strikes", "longest", "uses", "taken", "log", "endings", "pins", "wake:admit", "wake:take", "stage"),
 )
 
 

@@ -1,6 +1,7 @@
-"""Calls to the server that survive a lost connection, a restart, a full memory and lost scripts.
+"""Calls to the server that survive a lost connection, a restart, a failover, a full memory and lost scripts.
 
     call   --repeated, with backoff, until timeout_s--> server        (every call made here is idempotent)
+    run    --script, then WAIT on the same connection--> server, and its replicas where they are waited for
     until  --BLPOP on a connection of its own---------> wake list     (filled by the Lua scripts)
 
 `call` waits for the server only. `until` waits for an element of a wake list; an element that is lost
@@ -10,6 +11,7 @@ together with its waiter delays the others by at most RECHECK_S.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,22 +19,25 @@ from typing import Any, TypeVar
 from redis import exceptions as server_errors
 from redis.asyncio import Redis
 
-from async_grpo.errors import BufferFault, ServerFull, ServerLost, ServerRefused, WaitTimeout
-from buffer.redis.client import PASSWORD_VARIABLE, address
-from buffer.redis.scripts import Script
+from async_grpo.errors import ReplicasBehind, WaitTimeout
+from buffer.redis.client import where
+from buffer.redis.exchange import exchange, one_connection, transact
+from buffer.redis.failures import cause_of, may_pass, named
+from buffer.redis.scripts import Script, script
 
 T = TypeVar("T")
 
 RECHECK_S = 5.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 1.0
+LATE_WAKE_S = 5.0
+"""How long a BLPOP may overrun before its connection counts as lost."""
 PAGE = 64
 """Payloads fetched by one command, so that no reply is huge."""
-
-_REFUSED = (server_errors.AuthenticationError, server_errors.AuthorizationError, server_errors.NoPermissionError)
-_LOST = (server_errors.ConnectionError, server_errors.TimeoutError, server_errors.ReadOnlyError, OSError)
-"""Waiting may help: the server restarts, or another takes over."""
-_FULL = (server_errors.OutOfMemoryError,)
-"""Waiting may help: somebody drains the server."""
+CALLS_AT_ONCE = 32
+"""Connections of one link, those that wait by BLPOP aside. More calls stand in line."""
+CONFIRM_MARGIN, LEAST_MARGIN_S = 0.1, 0.25
+"""Of timeout_s, at least: kept back while waiting for replicas, lest their silence be taken for the server's."""
+BARRIER = script("barrier", prelude=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +62,23 @@ class Link:
     def __init__(self, client: Redis, timeout_s: float) -> None:
         self.client: Any = client  # redis-py types replies as bytes | str; this client never decodes: bytes
         self._timeout_s = timeout_s
+        self._replicas: int = getattr(client, "replicas_to_wait_for", 0)
+        self._line = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def call(self, do: Callable[[], Awaitable[Any]]) -> Any:
         """The result of an idempotent `do`, repeated until timeout_s.
 
         Raises ServerLost, ServerFull, ServerRefused, or BufferFault for any other error of the server.
         """
-        loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + self._timeout_s, FIRST_BACKOFF_S
-        while True:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await do()
-            except (server_errors.RedisError, OSError) as error:
-                cause = _cause(error)
-                if not _may_pass(cause) or loop.time() + pause_s > deadline:
-                    raise self._named(cause) from error
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
+        return await self._persist(do, self._deadline())
 
     async def run(self, script: Script, keys: Sequence[str], *args: object, payloads: Sequence[Payload] = ()) -> Any:
-        """The reply of a script. The payloads are stored in the same transaction: both happen, or neither."""
-        return await self.call(lambda: self._run(script, keys, args, payloads))
+        """The reply of a script. The payloads are stored in the same transaction: both happen, or neither.
+
+        Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
+        """
+        deadline = self._deadline()
+        return await self._persist(lambda: self._run(script, keys, args, payloads, deadline), deadline)
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values by key."""
@@ -103,59 +103,82 @@ class Link:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self.client.aclose()
+        await close(self.client)
+
+    async def _persist(self, do: Callable[[], Awaitable[Any]], deadline: float) -> Any:
+        pause_s, cause = FIRST_BACKOFF_S, None
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline) as clock, self._line:
+                    return await do()
+            except (server_errors.RedisError, OSError) as error:
+                # An attempt that the clock has cut short knows less than the one before it.
+                cause = cause if cause and clock.expired() else cause_of(error)
+                if not may_pass(cause) or asyncio.get_running_loop().time() + pause_s > deadline:
+                    raise named(cause, where(self.client), self._timeout_s) from error
+            await self._look_elsewhere(deadline)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
+
+    async def _look_elsewhere(self, deadline: float) -> None:
+        """Where another node may serve the run by now, the next attempt asks for it."""
+        if finder := getattr(self.client, "finder", None):
+            finder.forget()
+            with contextlib.suppress(server_errors.RedisError, OSError):
+                async with asyncio.timeout_at(deadline):
+                    await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def _sleep(self, wake: str, for_s: float) -> None:
         """Until an element comes, or for_s. A connection that is lost meanwhile is met by the next attempt."""
         try:
-            async with asyncio.timeout(for_s + self._timeout_s):
+            async with asyncio.timeout(for_s + min(self._timeout_s, LATE_WAKE_S)):
                 await self.client.blpop([wake], timeout=max(for_s, 0.01))  # 0 would mean for ever
-        except _LOST:
+        except (server_errors.RedisError, OSError) as error:
+            cause = cause_of(error)
+            if not may_pass(cause):
+                raise named(cause, where(self.client), self._timeout_s) from error
             await asyncio.sleep(FIRST_BACKOFF_S)
 
     async def _run(
-        self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload]
+        self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload], deadline: float
     ) -> Any:
         try:
-            return await self._once(script, keys, args, payloads)
+            return await self._once(script, keys, args, payloads, deadline)
         except server_errors.NoScriptError:  # a new server, or one that was restarted
-            await self.client.script_load(script.source)
-            return await self._once(script, keys, args, payloads)
+            for each in (script, BARRIER) if self._replicas else (script,):
+                await self.client.script_load(each.source)
+            return await self._once(script, keys, args, payloads, deadline)
 
     async def _once(
-        self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload]
+        self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload], deadline: float
     ) -> Any:
-        if not payloads:
-            return await self.client.evalsha(script.digest, len(keys), *keys, *args)
-        async with self.client.pipeline(transaction=True) as pipe:
-            for payload in payloads:
-                pipe.set(payload.key, payload.value, nx=payload.only_new)
-            pipe.evalsha(script.digest, len(keys), *keys, *args)
-            return (await pipe.execute())[-1]
+        sets = [("SET", each.key, each.value, *(("NX",) if each.only_new else ())) for each in payloads]
+        transition = ("EVALSHA", script.digest, len(keys), *keys, *args)
+        async with one_connection(self.client) as connection:
+            send = transact(connection, [*sets, transition]) if sets else exchange(connection, transition)
+            *_, reply = await send
+            if self._replicas:
+                await self._confirm(connection, deadline)
+            return reply
 
-    def _named(self, error: Exception) -> BufferFault:
-        where, said = address(self.client), str(error).rstrip(". ") or type(error).__name__
-        if isinstance(error, _REFUSED):
-            return ServerRefused(
-                f"the server at {where} refuses this client: {said}. Set {PASSWORD_VARIABLE}, or widen its ACL"
+    async def _confirm(self, connection: Any, deadline: float) -> None:
+        """Return once enough replicas have all that this server had when the transition was answered."""
+        margin_s = max(CONFIRM_MARGIN * self._timeout_s, LEAST_MARGIN_S)
+        left_s = deadline - asyncio.get_running_loop().time() - margin_s
+        barrier = ("EVALSHA", BARRIER.digest, 1, self.client.barrier_key)
+        _, have = await exchange(connection, barrier, ("WAIT", self._replicas, max(1, int(1000 * left_s))))
+        if have < self._replicas:
+            raise ReplicasBehind(
+                f"{have} of {self._replicas} replicas of the server at {where(self.client)} have confirmed a change "
+                f"within {self._timeout_s:g} s. It has happened on the primary, and repeating the call is harmless, "
+                "but a failover now could undo it. Bring the replicas back, or lower redis.replicas_to_wait_for"
             )
-        if isinstance(error, _FULL):
-            return ServerFull(
-                f"the server at {where} has been at its memory limit for {self._timeout_s:g} s: nothing more can be "
-                "stored. Raise redis.max_memory_bytes (the server's maxmemory), or lower max_staleness"
-            )
-        if isinstance(error, _LOST):
-            return ServerLost(
-                f"the server at {where} has not answered for {self._timeout_s:g} s: {said}. "
-                "Check that it runs and can be reached, or raise redis.timeout_s"
-            )
-        return BufferFault(f"the server at {where} failed: {said}")
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout_s
 
 
-def _cause(error: Exception) -> Exception:
-    """What went wrong: redis-py reports a refusal at connection time as a lost connection, with its cause."""
-    return error.__cause__ if isinstance(error.__cause__, _REFUSED) else error
-
-
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, (*_LOST, *_FULL)) and not isinstance(error, _REFUSED)
+async def close(client: Redis) -> None:
+    """Close all connections; those to a server that is gone as well."""
+    with contextlib.suppress(server_errors.RedisError, OSError):
+        await client.aclose()

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness.policy import ReplayPolicy
 from buffer import InMemoryBoard, InMemoryBuffer, ReplayBuffer, RunBoard, connect, connect_board
-from tests.support.buffer_cases import Open, tasks, window
+from tests.support.buffer_cases import Open, policy, tasks
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -25,15 +25,15 @@ async def open_buffer(implementation: str, redis_config: RedisConfig) -> AsyncIt
     async with AsyncExitStack() as stack:
 
         async def opened(
-            dials: StalenessWindow | None = None, *, lease_s: float = 30.0, max_attempts: int = 3, put: int = 100
+            dials: ReplayPolicy | None = None, *, lease_s: float = 30.0, max_attempts: int = 3, put: int = 100
         ) -> ReplayBuffer:
-            dials = dials or window()
+            dials = dials or policy()
             buffer: ReplayBuffer
             if implementation == "memory":
                 buffer = InMemoryBuffer(dials, lease_s=lease_s, max_attempts=max_attempts)
             else:
                 run = uuid.uuid4().hex
-                buffer = await connect(redis_config, run, window=dials, lease_s=lease_s, max_attempts=max_attempts)
+                buffer = await connect(redis_config, run, policy=dials, lease_s=lease_s, max_attempts=max_attempts)
             stack.push_async_callback(buffer.aclose)
             if put:
                 await buffer.put_tasks(tasks(0, put))

@@ -16,17 +16,17 @@ from tests.support.buffer_cases import (
     finish,
     generate_and_train,
     group_of,
+    policy,
     publish,
     released,
     take,
     tasks,
     train,
-    window,
 )
 
 
 async def test_a_group_lives_from_waiting_to_trained(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1), put=3)
+    buffer = await open_buffer(policy(S=0, P=1), put=3)
     assert ((await buffer.stats()).waiting, (await buffer.stats()).active) == (3, 0)
     (ticket,) = await admit(buffer, 1)
     assert (await buffer.stats()).inflight == 1
@@ -41,7 +41,7 @@ async def test_a_group_lives_from_waiting_to_trained(open_buffer: Open) -> None:
 
 
 async def test_a_ticket_carries_its_task_its_version_and_its_lease(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=3, P=1), lease_s=12.5)
+    buffer = await open_buffer(policy(S=3, P=1), lease_s=12.5)
     await generate_and_train(buffer, 0)
     (ticket,) = await admit(buffer, 1, holder="server-7")
     assert (ticket.seq, ticket.task, ticket.version, ticket.epoch) == (1, tasks(1, 1)[0], 1, 1)
@@ -50,16 +50,16 @@ async def test_a_ticket_carries_its_task_its_version_and_its_lease(open_buffer: 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 async def test_active_groups_never_exceed_the_window(open_buffer: Open, staleness: int) -> None:
-    dials = window(S=staleness, P=2)
+    dials = policy(S=staleness, P=2)
     buffer = await open_buffer(dials)
-    assert len(await admit(buffer, 100)) == dials.capacity
+    assert len(await admit(buffer, 100)) == dials.window.capacity
     with pytest.raises(WaitTimeout, match="room in the staleness window"):
         await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
-    assert (await buffer.stats()).active == dials.capacity
+    assert (await buffer.stats()).active == dials.window.capacity
 
 
 async def test_a_slot_is_freed_by_release_and_not_by_take(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     await finish(buffer, *await admit(buffer, 2))
     batch = await take(buffer, 0)
     with pytest.raises(WaitTimeout):
@@ -70,7 +70,7 @@ async def test_a_slot_is_freed_by_release_and_not_by_take(open_buffer: Open) -> 
 
 
 async def test_no_more_groups_are_admitted_than_the_run_can_train(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=5, P=2, steps=2))
+    buffer = await open_buffer(policy(S=5, P=2, steps=2))
     tickets = await admit(buffer, 100)
     assert len(tickets) == 4
     await buffer.discard(tickets[0], ReleaseReason.FILTERED)
@@ -83,7 +83,7 @@ async def test_no_more_groups_are_admitted_than_the_run_can_train(open_buffer: O
 async def test_a_discarded_group_frees_its_slot_and_is_counted_by_reason(
     open_buffer: Open, reason: ReleaseReason
 ) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     (ticket,) = await admit(buffer, 1)
     await buffer.discard(ticket, reason)
     assert released(await buffer.stats()) == {reason.value: 1}
@@ -98,7 +98,7 @@ async def test_nothing_can_be_discarded_as_trained(open_buffer: Open) -> None:
 
 
 async def test_two_feeders_may_race(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=9, P=2), put=0)
+    buffer = await open_buffer(policy(S=9, P=2), put=0)
     assert await buffer.put_tasks(tasks(0, 3)) == 3
     await asyncio.gather(*(buffer.put_tasks(tasks(first, 5)) for first in (0, 1, 2, 3)))
     assert (await buffer.stats()).tasks_put == 8
@@ -115,18 +115,18 @@ async def test_a_gap_in_the_stream_is_refused(open_buffer: Open) -> None:
 
 
 async def test_tasks_that_were_finished_long_ago_are_not_put_again(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2), put=4)
+    buffer = await open_buffer(policy(S=0, P=2), put=4)
     await generate_and_train(buffer, 0)
     assert await buffer.put_tasks(tasks(0, 5)) == 5
     assert [ticket.seq for ticket in await admit(buffer, 100)] == [2, 3]
 
 
 async def test_the_window_can_be_retuned_while_the_run_goes_on(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     assert len(await admit(buffer, 100)) == 2
-    await buffer.update_admission(window(S=1, P=2))
+    await buffer.update_admission(policy(S=1, P=2))
     assert len(await admit(buffer, 100)) == 2
-    await buffer.update_admission(window(S=0, P=2))
+    await buffer.update_admission(policy(S=0, P=2))
     with pytest.raises(WaitTimeout):
         await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
     assert (await buffer.stats()).max_staleness == 0
@@ -142,7 +142,7 @@ async def test_admission_waits_for_a_task(open_buffer: Open) -> None:
 
 
 async def test_admission_waits_for_a_slot(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     await finish(buffer, *await admit(buffer, 2))
     waiting = [asyncio.create_task(admit(buffer, 1, f"server-{i}")) for i in range(2)]
     await asyncio.sleep(0.05)

@@ -15,24 +15,24 @@ from tests.support.buffer_cases import (
     finish,
     generate_and_train,
     group_of,
+    policy,
     publish,
     released,
     seqs,
     take,
     train,
-    window,
 )
 
 
 async def test_batches_follow_the_tickets_and_not_completion(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=2))
+    buffer = await open_buffer(policy(S=1, P=2))
     await finish(buffer, *reversed(await admit(buffer, 4)))
     assert seqs(await train(buffer, 0)) == [0, 1]
     assert seqs(await train(buffer, 1)) == [2, 3]
 
 
 async def test_a_group_in_flight_holds_up_those_behind_it(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=2, P=2))
+    buffer = await open_buffer(policy(S=2, P=2))
     slow, *fast = await admit(buffer, 6)
     await finish(buffer, *fast)
     with pytest.raises(WaitTimeout, match="rollout servers"):
@@ -42,7 +42,7 @@ async def test_a_group_in_flight_holds_up_those_behind_it(open_buffer: Open) -> 
 
 
 async def test_a_batch_is_delivered_whole_or_not_at_all(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=3))
+    buffer = await open_buffer(policy(S=1, P=3))
     tickets = await admit(buffer, 3)
     await finish(buffer, *tickets[:2])
     with pytest.raises(WaitTimeout):
@@ -51,7 +51,7 @@ async def test_a_batch_is_delivered_whole_or_not_at_all(open_buffer: Open) -> No
 
 
 async def test_the_groups_come_out_as_they_went_in(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     tickets = await admit(buffer, 2)
     await finish(buffer, *tickets)
     batch = await take(buffer, 0)
@@ -59,14 +59,14 @@ async def test_the_groups_come_out_as_they_went_in(open_buffer: Open) -> None:
 
 
 async def test_a_repeated_take_delivers_the_same_batch(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=2))
+    buffer = await open_buffer(policy(S=1, P=2))
     await finish(buffer, *await admit(buffer, 4))
     assert await take(buffer, 0) == await take(buffer, 0)
     assert (await buffer.stats()).taken == 2
 
 
 async def test_a_repeated_release_counts_once(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     batch = await generate_and_train(buffer, 0)
     await buffer.release(batch)
     assert released(await buffer.stats()) == {"trained": 2}
@@ -75,7 +75,7 @@ async def test_a_repeated_release_counts_once(open_buffer: Open) -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 async def test_the_age_of_what_is_trained_stays_within_the_bound(open_buffer: Open, staleness: int) -> None:
     """With servers that fill the window greedily with the policy of their tickets, the oldest allowed."""
-    buffer = await open_buffer(window(S=staleness, P=2, steps=8))
+    buffer = await open_buffer(policy(S=staleness, P=2, steps=8))
     ages = []
     for version in range(8):
         while (stats := await buffer.stats()).active < 2 * (staleness + 1) and stats.admitted < stats.horizon:
@@ -87,7 +87,7 @@ async def test_the_age_of_what_is_trained_stays_within_the_bound(open_buffer: Op
 
 
 async def test_a_group_that_is_too_old_is_released_as_stale_and_the_next_one_considered(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=1))
+    buffer = await open_buffer(policy(S=1, P=1))
     await generate_and_train(buffer, 0)
     await generate_and_train(buffer, 1)
     old, young = await admit(buffer, 2)
@@ -100,7 +100,7 @@ async def test_a_group_that_is_too_old_is_released_as_stale_and_the_next_one_con
 
 
 async def test_a_trainer_that_waits_is_woken_by_the_last_group(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     first, second = await admit(buffer, 2)
     waiting = asyncio.create_task(take(buffer, 0))
     await finish(buffer, first)
@@ -112,7 +112,7 @@ async def test_a_trainer_that_waits_is_woken_by_the_last_group(open_buffer: Open
 
 
 async def test_a_trainer_that_waits_is_woken_when_the_group_before_is_discarded(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=1))
+    buffer = await open_buffer(policy(S=1, P=1))
     first, second = await admit(buffer, 2)
     await finish(buffer, second)
     waiting = asyncio.create_task(take(buffer, 0))
@@ -123,11 +123,11 @@ async def test_a_trainer_that_waits_is_woken_when_the_group_before_is_discarded(
 
 
 async def test_the_size_of_a_batch_can_be_retuned(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=2))
+    buffer = await open_buffer(policy(S=1, P=2))
     await finish(buffer, *await admit(buffer, 4))
     waiting = asyncio.create_task(train(buffer, 0))
     await waiting
-    await buffer.update_admission(window(S=1, P=1))
+    await buffer.update_admission(policy(S=1, P=1))
     assert seqs(await take(buffer, 1)) == [2]
 
 

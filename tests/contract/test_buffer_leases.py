@@ -15,11 +15,11 @@ from tests.support.buffer_cases import (
     finish,
     group_of,
     partial_of,
+    policy,
     released,
     seqs,
     take,
     train,
-    window,
 )
 
 SHORT_S = 0.15
@@ -37,25 +37,28 @@ async def test_an_expired_lease_goes_to_the_next_holder_with_the_partial(open_bu
 
 
 async def test_expired_leases_come_before_new_groups_lowest_first(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=2))
+    buffer = await open_buffer(policy(S=1, P=2))
     tickets = await admit(buffer, 3)
     await buffer.give_back(tickets[2])
     await buffer.give_back(tickets[0])
     assert [(ticket.seq, ticket.attempt) for ticket in await admit(buffer, 3)] == [(0, 2), (2, 2), (3, 1)]
 
 
-async def test_a_group_keeps_the_version_of_its_first_admission(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=1))
+@pytest.mark.parametrize(("stored", "version"), [(True, 0), (False, 1)])
+async def test_a_group_begins_anew_only_if_nothing_is_left_of_it(open_buffer: Open, stored: bool, version: int) -> None:
+    buffer = await open_buffer(policy(S=1, P=1))
     tickets = await admit(buffer, 2)
+    if stored:
+        await buffer.progress(tickets[1], partial_of(tickets[1]))
     await finish(buffer, tickets[0])
     await train(buffer, 0)
     await buffer.give_back(tickets[1])
     (again,) = await admit(buffer, 1)
-    assert (again.seq, again.version) == (1, 0)
+    assert (again.seq, again.version, again.partial is not None) == (1, version, stored)
 
 
 async def test_a_heartbeat_keeps_a_lease_alive(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1), lease_s=SHORT_S)
+    buffer = await open_buffer(policy(S=0, P=1), lease_s=SHORT_S)
     (ticket,) = await admit(buffer, 1)
     for _ in range(4):
         await asyncio.sleep(SHORT_S / 2)
@@ -73,7 +76,7 @@ async def test_a_heartbeat_names_the_groups_that_are_lost(open_buffer: Open) -> 
 
 
 async def test_a_late_insert_of_an_old_attempt_is_refused(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     (old,) = await admit(buffer, 1)
     await buffer.give_back(old)
     (new,) = await admit(buffer, 1)
@@ -104,7 +107,7 @@ async def test_what_an_old_attempt_says_late_does_not_replace_the_partial(open_b
 
 
 async def test_giving_back_twice_or_too_late_changes_nothing(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     (old,) = await admit(buffer, 1)
     await buffer.give_back(old)
     await buffer.give_back(old)
@@ -122,7 +125,7 @@ async def test_an_expired_lease_that_nobody_took_over_still_counts(open_buffer: 
 
 
 async def test_a_group_whose_holders_keep_dying_is_failed_and_frees_its_slot(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1), lease_s=SHORT_S, max_attempts=2)
+    buffer = await open_buffer(policy(S=0, P=1), lease_s=SHORT_S, max_attempts=2)
     assert [(await admit(buffer, 1))[0].seq for _ in range(3)] == [0, 0, 1]
     stats = await buffer.stats()
     assert (released(stats), stats.active, stats.balanced) == ({"failed": 1}, 1, True)
@@ -137,14 +140,14 @@ async def test_giving_back_uses_up_no_attempt(open_buffer: Open) -> None:
 
 
 async def test_a_failed_group_does_not_hold_up_the_batch(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=1), lease_s=SHORT_S, max_attempts=1)
+    buffer = await open_buffer(policy(S=1, P=1), lease_s=SHORT_S, max_attempts=1)
     _dying, living = await admit(buffer, 2)
     await finish(buffer, living)
     assert seqs(await take(buffer, 0)) == [living.seq]
 
 
 async def test_admission_waits_for_a_lease_to_expire(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1), lease_s=SHORT_S)
+    buffer = await open_buffer(policy(S=0, P=1), lease_s=SHORT_S)
     await admit(buffer, 1)
     async with asyncio.timeout(1):
         (ticket,) = await admit(buffer, 1)
@@ -152,7 +155,7 @@ async def test_admission_waits_for_a_lease_to_expire(open_buffer: Open) -> None:
 
 
 async def test_admission_is_woken_by_a_ticket_that_is_given_back(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     (ticket,) = await admit(buffer, 1)
     waiting = asyncio.create_task(admit(buffer, 1))
     await asyncio.sleep(0.05)
@@ -162,7 +165,7 @@ async def test_admission_is_woken_by_a_ticket_that_is_given_back(open_buffer: Op
 
 
 async def test_a_repeated_insert_is_harmless_at_every_stage(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     (ticket,) = await admit(buffer, 1)
     await finish(buffer, ticket, ticket)
     batch = await train(buffer, 0)

@@ -12,17 +12,17 @@ from tests.support.buffer_cases import (
     admit,
     finish,
     generate_and_train,
+    policy,
     publish,
     released,
     seqs,
     take,
     train,
-    window,
 )
 
 
 async def test_an_older_epoch_is_fenced(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     await finish(buffer, *await admit(buffer, 1))
     batch = await take(buffer, 0)
     resume = await buffer.rollback(0)
@@ -49,7 +49,7 @@ async def test_a_trainer_that_waits_learns_that_another_took_over(open_buffer: O
 
 
 async def test_the_batches_after_the_checkpoint_are_delivered_again(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=2))
+    buffer = await open_buffer(policy(S=1, P=2))
     batches = [await generate_and_train(buffer, version) for version in range(4)]
     await buffer.commit_checkpoint(epoch=1, version=2)
     await finish(buffer, *await admit(buffer, 2))
@@ -73,7 +73,7 @@ async def test_the_batches_after_the_checkpoint_are_delivered_again(open_buffer:
 
 
 async def test_a_trainer_may_die_again_while_it_replays(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=2))
+    buffer = await open_buffer(policy(S=1, P=2))
     batches = [await generate_and_train(buffer, version) for version in range(3)]
     for epoch in (2, 3):
         await buffer.rollback(0)
@@ -82,7 +82,7 @@ async def test_a_trainer_may_die_again_while_it_replays(open_buffer: Open) -> No
 
 
 async def test_a_take_over_does_not_disturb_the_rollout_servers(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=1, P=1))
+    buffer = await open_buffer(policy(S=1, P=1))
     ticket, other = await admit(buffer, 2)
     await buffer.rollback(0)
     assert await buffer.heartbeat([ticket, other]) == []
@@ -91,7 +91,7 @@ async def test_a_take_over_does_not_disturb_the_rollout_servers(open_buffer: Ope
 
 
 async def test_what_the_checkpoint_contains_is_released_even_if_its_trainer_never_said_so(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     await finish(buffer, *await admit(buffer, 2))
     await take(buffer, 0)
     resume = await buffer.rollback(1)
@@ -101,7 +101,7 @@ async def test_what_the_checkpoint_contains_is_released_even_if_its_trainer_neve
 
 
 async def test_a_committed_checkpoint_frees_the_payloads_before_it(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=2))
+    buffer = await open_buffer(policy(S=0, P=2))
     for version in range(3):
         await generate_and_train(buffer, version)
     assert (await buffer.stats()).kept == 6
@@ -112,7 +112,7 @@ async def test_a_committed_checkpoint_frees_the_payloads_before_it(open_buffer: 
 
 
 async def test_steps_that_were_committed_cannot_be_asked_for_again(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1))
+    buffer = await open_buffer(policy(S=0, P=1))
     await generate_and_train(buffer, 0)
     await buffer.commit_checkpoint(epoch=1, version=1)
     with pytest.raises(BufferFault, match="Resume from version 1"):
@@ -121,7 +121,7 @@ async def test_steps_that_were_committed_cannot_be_asked_for_again(open_buffer: 
 
 
 async def test_logged_batches_are_delivered_even_after_the_end(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1, steps=1))
+    buffer = await open_buffer(policy(S=0, P=1, steps=1))
     batch = await generate_and_train(buffer, 0)
     await buffer.end()
     await publish(buffer, 1)
@@ -131,7 +131,7 @@ async def test_logged_batches_are_delivered_even_after_the_end(open_buffer: Open
 
 
 async def test_a_trainer_that_has_steps_left_reopens_an_ended_run(open_buffer: Open) -> None:
-    buffer = await open_buffer(window(S=0, P=1, steps=2))
+    buffer = await open_buffer(policy(S=0, P=1, steps=2))
     await generate_and_train(buffer, 0)
     await buffer.end()
     await buffer.rollback(1)

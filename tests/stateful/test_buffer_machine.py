@@ -1,31 +1,66 @@
 """Whatever happens in whatever order, both implementations do the same and keep the guarantees.
 
-The machine plays rollout servers that finish, die, come back late and repeat themselves, and a
-trainer that dies and resumes. Every move is made on `InMemoryBuffer` and on `RedisBuffer`; replies,
-errors and counters must be equal. Time passes only when the machine says so.
+The machine plays rollout servers that finish, die, come back late and repeat themselves, a trainer that
+dies and resumes, its predecessor that does not know it yet, and somebody who retunes the run. Every move
+is made on `InMemoryBuffer` and on `RedisBuffer`; replies, errors and counters must be equal. Time passes
+only when the machine says so. In the end healthy servers and a healthy trainer must be able to finish
+the run from wherever it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import AsyncGrpoError, Fenced
+from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
+from async_grpo.staleness.rate import RateLimit
 from async_grpo.staleness.window import age
-from async_grpo.wire import Batch, ReleaseReason, Ticket
+from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
 from buffer.redis.keys import Keys
-from tests.support.buffer_cases import group_of, partial_of, tasks, window
+from tests.support.buffer_cases import group_of, partial_of, policy, tasks
 
 LEASE_S = 1000.0
+STEPS = 6
+POLICIES = [
+    policy(S=1, P=2, steps=STEPS),
+    policy(S=0, P=1, steps=2 * STEPS),
+    policy(S=2, P=1, steps=2 * STEPS, on_stale=OnStale.WAIT),
+    policy(S=1, P=2, steps=STEPS, selector=Selector.WINDOWED_FIFO, selector_window=3),
+    policy(S=1, P=2, steps=STEPS, selector=Selector.WINDOWED_FIFO, selector_window=4, on_stale=OnStale.WAIT),
+    policy(S=2, P=2, steps=STEPS, selector=Selector.FRESHEST),
+    policy(S=1, P=2, steps=STEPS, selector=Selector.FRESHEST, on_stale=OnStale.MASK),
+    policy(S=2, P=2, steps=STEPS, selector=Selector.UNIFORM, seed=5),
+    policy(S=2, P=2, steps=STEPS, selector=Selector.UNIFORM, max_uses=3, rate=RateLimit(min_size=4)),
+    policy(S=1, P=2, steps=STEPS, max_uses=2, on_stale=OnStale.WAIT),
+    policy(S=2, P=2, steps=STEPS, rate=RateLimit.ratio(1.0, min_size=2, error_buffer=3.0)),
+    policy(
+        S=2,
+        P=2,
+        steps=STEPS,
+        selector=Selector.UNIFORM,
+        max_uses=2,
+        rate=RateLimit.ratio(1.5, min_size=2, error_buffer=2.5),
+    ),
+    policy(S=1, P=2, steps=STEPS, rate=RateLimit.ratio(0.5, min_size=2, error_buffer=2.0)),
+]
 REASONS = st.sampled_from([ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE, ReleaseReason.FAILED])
 Move = Callable[[ReplayBuffer], Awaitable[Any]]
 
@@ -35,27 +70,33 @@ class BufferMachine(RuleBasedStateMachine):
 
     config: RedisConfig
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(first=st.sampled_from(POLICIES))
+    def begin(self, first: ReplayPolicy) -> None:
         self.loop = asyncio.new_event_loop()
         self.run = uuid.uuid4().hex
         self.now_s = 1000.0
-        self.window = window(S=1, P=2, steps=6)
+        self.policy, self.policies, self.most_active = first, [first], first.window.capacity
         self.client = make_client(self.config)
-        self.memory = InMemoryBuffer(self.window, lease_s=LEASE_S, max_attempts=2, clock=lambda: self.now_s)
-        self.redis = self.do(connect(self.config, self.run, window=self.window, lease_s=LEASE_S, max_attempts=2))
+        self.memory = InMemoryBuffer(first, lease_s=LEASE_S, max_attempts=2, clock=lambda: self.now_s)
+        self.redis = self.do(connect(self.config, self.run, policy=first, lease_s=LEASE_S, max_attempts=2))
         self.tickets: list[Ticket] = []
         self.taken: dict[int, Batch] = {}
-        self.trained: list[int] = []
+        self.settled: set[int] = set()
+        self.uses: Counter[int] = Counter()
         self.epoch, self.version, self.head, self.committed = 1, 0, 0, 0
         self.both(lambda buffer: buffer.rollback(0))
         self.both(lambda buffer: buffer.put_tasks(tasks(0, 3)))
 
     def teardown(self) -> None:
-        self.do(wipe(self.client, self.run))
-        self.do(self.redis.aclose())
-        self.do(self.client.aclose())
-        self.loop.close()
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self.the_run_can_be_finished()
+        finally:
+            self.do(wipe(self.client, self.run))
+            self.do(self.redis.aclose())
+            self.do(self.client.aclose())
+            self.loop.close()
 
     def do(self, work: Awaitable[Any]) -> Any:
         return self.loop.run_until_complete(work)
@@ -77,26 +118,34 @@ class BufferMachine(RuleBasedStateMachine):
         first = max(0, self.do(self.memory.stats()).tasks_put - back)
         self.both(lambda buffer: buffer.put_tasks(tasks(first, count)))
 
-    @rule(limit=st.integers(1, 4))
-    def admit(self, limit: int) -> None:
-        tickets = self.both(lambda buffer: buffer.admit(limit, holder="server", timeout_s=0))
+    @rule(limit=st.integers(1, 4), server=st.sampled_from(["server-0", "server-1"]))
+    def admit(self, limit: int, server: str) -> None:
+        tickets = self.both(lambda buffer: buffer.admit(limit, holder=server, timeout_s=0))
         self.tickets += tickets if isinstance(tickets, list) else []
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), ago=st.integers(0, 2))
-    def insert(self, data: st.DataObject, ago: int) -> None:
-        """Finish a group, or repeat that, or come too late; perhaps with older tokens than promised."""
+    @rule(data=st.data(), ago=st.integers(0, 2), ahead=st.integers(0, 2))
+    def insert(self, data: st.DataObject, ago: int, ahead: int) -> None:
+        """Finish a group, or repeat that, or come too late. Perhaps with older tokens than promised, which every
+        policy but `wait` makes up for."""
         ticket = data.draw(st.sampled_from(self.tickets[-6:]))
-        group = group_of(ticket, version=max(0, ticket.version - ago))
+        promised = any(dials.on_stale is OnStale.WAIT for dials in self.policies)
+        oldest = max(0, ticket.version - (0 if promised else ago))
+        group = group_of(ticket, version=oldest, newest=min(self.head, oldest + ahead), length=2 * ago + 2)
         self.both(lambda buffer: buffer.insert(ticket, group))
 
-    @rule()
-    def work_off_the_window(self) -> None:
-        """What healthy servers do: fill the window and finish everything."""
+    @rule(slow=st.booleans())
+    def work_off_the_window(self, slow: bool = False) -> None:
+        """What healthy servers do: fill the window and finish everything; perhaps all but one group."""
         self.put_tasks(6, 1)
-        self.admit(4)
-        for ticket in self.tickets[-6:]:
+        self.admit(4, "server-0")
+        unfinished = [ticket for ticket in self.tickets[-6:] if ticket.seq in self.held()]
+        for ticket in unfinished[slow:]:
             self.both(lambda buffer, ticket=ticket: buffer.insert(ticket, group_of(ticket)))  # type: ignore[misc]
+
+    def held(self) -> set[int]:
+        lost = self.both(lambda buffer: buffer.heartbeat(self.tickets))
+        return {ticket.seq for ticket in self.tickets} - set(lost)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), reason=REASONS)
@@ -132,23 +181,49 @@ class BufferMachine(RuleBasedStateMachine):
     def take(self) -> None:
         batch = self.both(lambda buffer: buffer.take(epoch=self.epoch, version=self.version, timeout_s=0))
         if isinstance(batch, Batch):
-            assert all(age(self.version, group.oldest_version) <= 1 for group in batch.groups)
-            assert batch.groups == self.taken.get(self.version, batch).groups
+            self.check(batch)
             self.taken[self.version] = batch
+
+    def check(self, batch: Batch) -> None:
+        seqs = [group.seq for group in batch.groups]
+        assert seqs == sorted(set(seqs))
+        if earlier := self.taken.get(batch.version):
+            assert (batch.groups, batch.mask_below) == (earlier.groups, earlier.mask_below)
+            return
+        self.uses.update(seqs)
+        assert max(self.uses.values()) <= max(dials.max_uses for dials in self.policies)
+        for group in batch.groups:
+            assert self.age_with_gradient(batch, group) <= self.bound()
+
+    def age_with_gradient(self, batch: Batch, group: Group) -> int:
+        """Of the oldest token that is trained; there is one."""
+        versions = [span.version for sample in group.samples for span in sample.spans]
+        return age(batch.version, min(version for version in versions if version >= batch.mask_below))
+
+    def bound(self) -> int:
+        """The policy's; where nothing is dropped, what was admitted under an earlier policy keeps its own, and a
+        smaller step makes it wait for more of them."""
+        if self.policy.on_stale is not OnStale.WAIT:
+            return self.policy.age_bound
+        capacity = max(dials.window.capacity for dials in self.policies)
+        overtaking = max(dials.selector_window for dials in self.policies) - 1
+        uses = max(dials.max_uses for dials in self.policies)
+        size = min(dials.window.groups_per_step for dials in self.policies)
+        return ((capacity + overtaking) * uses - 1) // size
 
     @precondition(lambda self: self.version in self.taken and self.taken[self.version].epoch == self.epoch)
     @rule()
     def publish_and_release(self) -> None:
         batch = self.taken[self.version]
+        self.settled.add(self.version)
         self.version += 1
         self.head = max(self.head, self.version)
         self.both(lambda buffer: buffer.publish_version(epoch=self.epoch, version=self.version))
         self.both(lambda buffer: buffer.release(batch))
-        self.trained += [group.seq for group in batch.groups if group.seq not in self.trained]
 
-    @rule()
-    def train_a_step(self) -> None:
-        self.work_off_the_window()
+    @rule(slow=st.booleans())
+    def train_a_step(self, slow: bool = False) -> None:
+        self.work_off_the_window(slow)
         self.take()
         if self.version in self.taken and self.taken[self.version].epoch == self.epoch:
             self.publish_and_release()
@@ -164,6 +239,16 @@ class BufferMachine(RuleBasedStateMachine):
         resume = self.both(lambda buffer: buffer.rollback(self.version))
         assert (resume.epoch, resume.head_version) == (self.epoch, self.head)
         assert self.both(lambda buffer: buffer.publish_version(epoch=old, version=99)) is Fenced
+        assert self.both(lambda buffer: buffer.take(epoch=old, version=self.version, timeout_s=0)) is Fenced
+
+    @rule(dials=st.sampled_from(POLICIES))
+    def retune(self, dials: ReplayPolicy) -> None:
+        """Not to `wait`, whose bound is that of groups that keep their promise."""
+        if dials.on_stale is OnStale.WAIT:
+            return
+        self.policy = dials
+        self.policies.append(dials)
+        self.both(lambda buffer: buffer.update_admission(dials))
 
     @precondition(lambda self: self.version >= 4)
     @rule()
@@ -174,11 +259,35 @@ class BufferMachine(RuleBasedStateMachine):
     def guarantees(self) -> None:
         stats = self.both(lambda buffer: buffer.stats())
         assert stats.balanced
-        assert 0 <= stats.active <= self.window.capacity
-        assert stats.admitted - (stats.released_total - stats.released["trained"]) <= self.window.horizon
-        assert stats.released["trained"] == len(self.trained) == len(set(self.trained))
-        assert self.trained == sorted(self.trained)
+        self.most_active = max(self.policy.window.capacity, min(self.most_active, stats.active))
+        assert 0 <= stats.active <= self.most_active
+        assert sum(stats.released_by_length.values()) <= stats.released_total
+        assert stats.used == sum(self.uses.values())
         assert stats.version == self.head
+        if all(dials.max_uses == 1 for dials in self.policies):
+            assert stats.released["trained"] == sum(len(self.taken[version].groups) for version in self.settled)
+        if not any(dials.rate.limits for dials in self.policies):
+            discarded = stats.released_total - stats.released["trained"]
+            assert stats.admitted - discarded <= stats.horizon
+
+    def the_run_can_be_finished(self) -> None:
+        """Some move is always possible: all who held leases are dead, the others are healthy."""
+        self.the_trainer_dies()
+        for _ in range(60):
+            stats = self.do(self.memory.stats())
+            if stats.ended or stats.used + stats.groups_per_step > stats.horizon:
+                return
+            self.all_leases_expire()
+            before = self.version
+            self.train_a_step()
+            self.train_a_step()
+            self.guarantees()
+            assert self.version > before or self.do(self.memory.stats()).used > stats.used or self.moved(stats)
+        raise AssertionError("60 rounds of healthy servers and a healthy trainer did not finish the run")
+
+    def moved(self, before: Any) -> bool:
+        """Whether anything at all has happened since."""
+        return self.do(self.memory.stats()) != before
 
 
 @pytest.fixture
@@ -187,10 +296,20 @@ def machine(redis_config: RedisConfig) -> type[BufferMachine]:
     return BufferMachine
 
 
-def test_both_implementations_keep_the_guarantees_in_every_order(machine: type[BufferMachine]) -> None:
+def play(machine: type[BufferMachine], examples: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_both_implementations_keep_the_guarantees_in_every_order(machine: type[BufferMachine]) -> None:
+    play(machine, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_they_do_so_in_thousands_of_orders(machine: type[BufferMachine]) -> None:
+    play(machine, 1000)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import msgspec
+
+from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.staleness.window import StalenessWindow
 from async_grpo.wire import (
     Batch,
@@ -26,8 +30,9 @@ LONG_S = 5.0
 NO_WAIT_S = 0.0
 
 
-def window(*, S: int = 1, P: int = 2, steps: int = 100) -> StalenessWindow:
-    return StalenessWindow(max_staleness=S, groups_per_step=P, horizon=steps * P)
+def policy(*, S: int = 1, P: int = 2, steps: int = 100, **dials: Any) -> ReplayPolicy:
+    """fifo that drops what is stale, unless the dials say otherwise."""
+    return ReplayPolicy(StalenessWindow(max_staleness=S, groups_per_step=P, horizon=steps * P), **dials)
 
 
 def tasks(first: int, count: int) -> list[Task]:
@@ -46,14 +51,23 @@ def sample(version: int, length: int = 3) -> Sample:
     )
 
 
-def group_of(ticket: Ticket, *, version: int | None = None) -> Group:
-    """A finished group; its tokens are of `version`, or of the ticket's."""
-    version = ticket.version if version is None else version
-    return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=[sample(version)])
+def mixed_sample(oldest: int, newest: int, length: int = 4) -> Sample:
+    """Half of the tokens of one version, half of another."""
+    half = length // 2
+    spans = [VersionSpan(oldest, 0, half), VersionSpan(newest, half, length)]
+    return msgspec.structs.replace(sample(oldest, length), spans=spans) if oldest < newest else sample(oldest, length)
 
 
-def partial_of(ticket: Ticket, length: int = 2) -> Partial:
-    return Partial(seq=ticket.seq, attempt=ticket.attempt, samples=[sample(ticket.version, length), None])
+def group_of(ticket: Ticket, *, version: int | None = None, newest: int | None = None, length: int = 4) -> Group:
+    """A finished group; its oldest tokens are of `version`, or of the ticket's."""
+    oldest = ticket.version if version is None else version
+    samples = [mixed_sample(oldest, oldest if newest is None else newest, length)]
+    return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=samples)
+
+
+def partial_of(ticket: Ticket, length: int = 2, *, version: int | None = None) -> Partial:
+    first = sample(ticket.version if version is None else version, length)
+    return Partial(seq=ticket.seq, attempt=ticket.attempt, samples=[first, None])
 
 
 async def admit(buffer: ReplayBuffer, limit: int, holder: str = "server-0") -> list[Ticket]:

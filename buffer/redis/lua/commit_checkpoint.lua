@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
 -- Forget the steps before `version`, and their payloads. ARGV[2], ARGV[3]: epoch, version.
 if fenced(ARGV[2]) then return {'fenced', meta('epoch')} end
-for _, version in ipairs(steps_below(ARGV[3])) do
-  for _, seq in ipairs(settle(version)) do forget_payloads(seq) end
-  redis.call('HDEL', LOG, version)
+for _, past in ipairs(steps_below(ARGV[3])) do
+  settle(past)
+  for _, seq in ipairs(logged(past).seqs) do unpin(seq) end
+  redis.call('HDEL', LOG, past)
 end
 redis.call('HSET', META, 'committed', math.max(meta('committed'), tonumber(ARGV[3])))
 return {'ok'}

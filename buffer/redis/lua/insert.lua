@@ -1,13 +1,18 @@
 #!lua flags=allow-oom
--- INFLIGHT -> READY with the staged payload. ARGV[2..4]: seq, attempt, version of the oldest token.
+-- INFLIGHT -> READY with the staged payload. ARGV[2..6]: seq, attempt, versions of the oldest and of the
+-- newest token, tokens of the longest completion.
 local seq, attempt = ARGV[2], ARGV[3]
 if holds(seq, attempt) then
   redis.call('RENAME', STAGE, payload('group', seq))
-  redis.call('SADD', STORED, seq)
+  pin(seq)
   redis.call('UNLINK', payload('task', seq), payload('partial', seq))
   redis.call('ZREM', LEASES, seq)
-  for _, book in ipairs({STRIKES, VERSIONS}) do redis.call('HDEL', book, seq) end
-  redis.call('HSET', OLDEST, seq, ARGV[4])
+  redis.call('ZREM', BEGUN, seq)
+  redis.call('HDEL', STRIKES, seq)
+  redis.call('HSET', VERSIONS, seq, ARGV[4] .. ' ' .. ARGV[5])
+  redis.call('HSET', LONGEST, seq, ARGV[6])
+  redis.call('HINCRBY', META, 'inserted', 1)
+  make_ready(seq)
   wake_take_if_ready()
   return {'ok'}
 end

@@ -1,11 +1,15 @@
 #!lua flags=allow-oom
--- Attach to the run, or begin it. ARGV[2..6]: S, P, horizon, lease_ms, max_attempts. Written only
--- where they differ from those of the last time, so that a process that joins undoes no retuning.
-local configured = table.concat(ARGV, ' ', 2, 6)
-if redis.call('HGET', META, 'configured') == configured then return {'ok'} end
-if tonumber(ARGV[4]) > meta('horizon') then redis.call('HSET', META, 'ended', 0) end
-redis.call('HSET', META, 'format', 1, 'configured', configured, 'max_staleness', ARGV[2],
-  'groups_per_step', ARGV[3], 'horizon', ARGV[4], 'lease_ms', ARGV[5], 'max_attempts', ARGV[6])
+-- Attach to the run, or begin it. ARGV[2..]: the policy, lease_ms, max_attempts. Written only where they
+-- differ from those of the last time, so that a process that joins undoes no retuning.
+local stored = dial('format')
+if stored and tonumber(stored) ~= FORMAT then return {'format', tonumber(stored), FORMAT} end
+local configured = table.concat(ARGV, ' ', 2)
+if dial('configured') == configured then return {'ok'} end
+local horizon_before = meta('horizon')
+write_policy(2)
+if meta('horizon') > horizon_before then redis.call('HSET', META, 'ended', 0) end
+redis.call('HSET', META, 'format', FORMAT, 'configured', configured, 'lease_ms', ARGV[#ARGV - 1],
+  'max_attempts', ARGV[#ARGV])
 wake(WAKE_ADMIT)
 wake(WAKE_TAKE)
 return {'ok'}

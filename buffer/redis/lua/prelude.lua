@@ -1,11 +1,16 @@
 -- Put before the body of every script of the buffer. KEYS are the books in the order of keys.py;
 -- ARGV[1] is the prefix of the payload keys. Active groups: |OPEN| + |TAKEN|.
-local META, RELEASED, OPEN, LEASES, ATTEMPTS, STRIKES, VERSIONS, OLDEST, TAKEN, LOG, ENDINGS, STORED,
-  WAKE_ADMIT, WAKE_TAKE, STAGE = unpack(KEYS)
+local META, RELEASED, LENGTHS, OPEN, READY, LEASES, BEGUN, OLDEST, NEWEST, VERSIONS, ATTEMPTS, STRIKES,
+  LONGEST, USES, TAKEN, LOG, ENDINGS, PINS, WAKE_ADMIT, WAKE_TAKE, STAGE = unpack(KEYS)
 local ENDINGS_KEPT = 4096
+local FORMAT = 2
+
+local function dial(name)
+  return redis.call('HGET', META, name)
+end
 
 local function meta(name)
-  return tonumber(redis.call('HGET', META, name)) or 0
+  return tonumber(dial(name)) or 0
 end
 
 local function payload(kind, seq)
@@ -23,11 +28,19 @@ local function wake(list)
 end
 
 local function wake_take_if_ready()
-  if redis.call('HLEN', OLDEST) >= meta('groups_per_step') then wake(WAKE_TAKE) end
+  if redis.call('ZCARD', READY) >= meta('groups_per_step') then wake(WAKE_TAKE) end
 end
 
 local function fenced(epoch)
   return tonumber(epoch) ~= meta('epoch')
+end
+
+-- ReplayPolicy, from ARGV[first] on.
+local function write_policy(first)
+  for i, name in ipairs({'max_staleness', 'groups_per_step', 'horizon', 'selector', 'selector_window', 'on_stale',
+      'min_size', 'samples_per_insert', 'min_diff', 'max_diff', 'max_uses', 'seed'}) do
+    redis.call('HSET', META, name, ARGV[first + i - 1])
+  end
 end
 
 -- Whether this attempt is the current one and was not given back. An expired lease that nobody has
@@ -45,9 +58,36 @@ local function ended_by(how, seq, attempt)
   return redis.call('ZSCORE', ENDINGS, ending(how, seq, attempt)) and true or false
 end
 
-local function forget_payloads(seq)
-  redis.call('UNLINK', payload('task', seq), payload('partial', seq), payload('group', seq))
-  redis.call('SREM', STORED, seq)
+-- A finished group is kept while it is active, and once more for every logged step that has it.
+local function pin(seq)
+  redis.call('HINCRBY', PINS, seq, 1)
+end
+
+local function unpin(seq)
+  if redis.call('HINCRBY', PINS, seq, -1) > 0 then return end
+  redis.call('HDEL', PINS, seq)
+  redis.call('UNLINK', payload('group', seq))
+end
+
+-- INFLIGHT or TAKEN -> READY, for a group whose VERSIONS are known.
+local function make_ready(seq)
+  local oldest, newest = redis.call('HGET', VERSIONS, seq):match('^(%d+) (%d+)$')
+  redis.call('ZADD', OPEN, seq, seq)
+  redis.call('ZADD', READY, seq, seq)
+  redis.call('ZADD', OLDEST, oldest, seq)
+  redis.call('ZADD', NEWEST, newest, seq)
+end
+
+local function leave_ready(seq)
+  for _, book in ipairs({OPEN, READY, OLDEST, NEWEST}) do redis.call('ZREM', book, seq) end
+end
+
+-- Completions by length: the power of two that the longest of the group does not exceed.
+local function count_length(seq, reason)
+  local longest, bucket = tonumber(redis.call('HGET', LONGEST, seq)) or 0, 1
+  if longest == 0 then return end
+  while bucket < longest do bucket = 2 * bucket end
+  redis.call('HINCRBY', LENGTHS, reason .. ':' .. bucket, 1)
 end
 
 -- The one place where a group is released. A repetition of the call `how` ('insert', 'discard' or
@@ -59,23 +99,41 @@ local function release(seq, reason, how)
     redis.call('ZREMRANGEBYRANK', ENDINGS, 0, -ENDINGS_KEPT - 1)
   end
   redis.call('HINCRBY', RELEASED, reason, 1)
-  redis.call('ZREM', OPEN, seq)
-  redis.call('ZREM', LEASES, seq)
-  for _, book in ipairs({ATTEMPTS, STRIKES, VERSIONS, OLDEST}) do redis.call('HDEL', book, seq) end
+  count_length(seq, reason)
+  if redis.call('ZREM', LEASES, seq) == 1 then
+    redis.call('ZREM', BEGUN, seq)
+    redis.call('UNLINK', payload('task', seq), payload('partial', seq))
+  else
+    unpin(seq)
+  end
+  leave_ready(seq)
   redis.call('SREM', TAKEN, seq)
-  if reason ~= 'trained' then forget_payloads(seq) end
+  for _, book in ipairs({VERSIONS, ATTEMPTS, STRIKES, LONGEST, USES}) do redis.call('HDEL', book, seq) end
   wake(WAKE_ADMIT)
 end
 
--- Sequences that nobody holds, lowest first, without those that have no attempt left: these are
--- released as failed. A lease that was given back (deadline 0) is no strike.
-local function expired(now)
+-- A READY group that was trained before has not been in vain.
+local function end_as_stale(seq)
+  release(seq, redis.call('HEXISTS', USES, seq) == 1 and 'trained' or 'stale', 'insert')
+end
+
+-- The partial of a group that nobody holds, too old to go on with (too_old_to_finish in selection.py).
+local function outdated(seq)
+  return dial('on_stale') == 'drop'
+    and meta('version') - redis.call('ZSCORE', BEGUN, seq) > meta('max_staleness')
+    and redis.call('EXISTS', payload('partial', seq)) == 1
+end
+
+-- Sequences that nobody holds, lowest first. Those that have no attempt left end as failed (a lease
+-- that was given back, deadline 0, is no strike), those with an outdated partial as expired.
+local function unheld(now)
   local again, limit = {}, meta('max_attempts')
   local over = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES')
   for i = 1, #over, 2 do
     local seq, struck = over[i], tonumber(over[i + 1]) > 0 and 1 or 0
-    if (tonumber(redis.call('HGET', STRIKES, seq)) or 0) + struck >= limit then
-      release(seq, 'failed', nil)
+    local failed = (tonumber(redis.call('HGET', STRIKES, seq)) or 0) + struck >= limit
+    if failed or outdated(seq) then
+      release(seq, failed and 'failed' or 'expired', nil)
       wake_take_if_ready()
     else
       again[#again + 1] = seq
@@ -87,27 +145,42 @@ end
 
 -- {'wait', ms until the next lease expires, or -1}
 local function wait(now)
-  local next_lease = redis.call('ZRANGEBYSCORE', LEASES, '(' .. string.format('%.0f', now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  local after = '(' .. string.format('%.0f', now)
+  local next_lease = redis.call('ZRANGEBYSCORE', LEASES, after, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
   return {'wait', next_lease[2] and next_lease[2] - now or -1}
 end
 
--- Epoch and sequences of the batch taken for the step `version`, or nil.
+-- The batch taken for the step `version`, or nil: epoch, whether it is settled, mask_below, sequences.
 local function logged(version)
   local entry = redis.call('HGET', LOG, version)
   if not entry then return nil end
-  local epoch, list = entry:match('^(%d+)|(.*)$')
+  local epoch, settled, mask_below, list = entry:match('^(%d+)|(%d)|(%d+)|(.*)$')
   local seqs = {}
   for seq in list:gmatch('%d+') do seqs[#seqs + 1] = seq end
-  return tonumber(epoch), seqs
+  return {epoch = tonumber(epoch), settled = settled == '1', mask_below = tonumber(mask_below), seqs = seqs}
 end
 
--- TAKEN -> RELEASED(trained) for the groups of a step, once a group; the payloads stay.
+local function log(version, step)
+  local settled = step.settled and 1 or 0
+  redis.call('HSET', LOG, version,
+    table.concat({step.epoch, settled, step.mask_below, table.concat(step.seqs, ',')}, '|'))
+end
+
+-- The groups of a step were trained, which counts once: TAKEN -> RELEASED(trained), or READY again.
 local function settle(version)
-  local _, seqs = logged(version)
-  for _, seq in ipairs(seqs or {}) do
-    if redis.call('SISMEMBER', TAKEN, seq) == 1 then release(seq, 'trained', 'insert') end
+  local step = logged(version)
+  if not step or step.settled then return end
+  step.settled = true
+  log(version, step)
+  for _, seq in ipairs(step.seqs) do
+    if tonumber(redis.call('HGET', USES, seq)) >= meta('max_uses') then
+      release(seq, 'trained', 'insert')
+    else
+      redis.call('SREM', TAKEN, seq)
+      make_ready(seq)
+    end
   end
-  return seqs or {}
+  wake_take_if_ready()
 end
 
 local function steps_below(limit)

@@ -1,0 +1,239 @@
+"""What the trainer minimises. docs/algorithms.md has the formulas."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from async_grpo.config.base import StrictModel
+from async_grpo.config.presets import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTION_DIALS,
+    CORRECTIONS,
+    DIALS,
+    LOSSES,
+    REWEIGHTING,
+    fill,
+    fill_correction,
+    is_own,
+)
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Options = dict[str, float | int | str | bool]
+
+
+class CorrectionConfig(StrictModel):
+    """One correction for tokens of another policy or another engine: its name alone, or with its dials."""
+
+    kind: str
+    """`token_tis`, `seq_tis`, `seq_mis`, `icepop`, `geo_rs`, `m2po`, `opsm`, `ess_lr`, or `module:attribute`."""
+    cap: Positive | None = None
+    """token_tis, seq_tis: the weight is at most this."""
+    low: Positive | None = None
+    """seq_mis, icepop, geo_rs: below this is rejected."""
+    high: Positive | None = None
+    """seq_mis, icepop, geo_rs: above this is rejected."""
+    limit: Positive | None = None
+    """m2po: bound of the mean (log rho)^2; opsm: largest mean KL of a sequence with A < 0."""
+    whole_batch: bool = False
+    """Of your own: it needs all tokens of the batch at once (this costs a forward pass)."""
+    options: Options = {}
+    """For your own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_kind(cls, raw: Any) -> Any:
+        return fill_correction(raw)
+
+    @model_validator(mode="after")
+    def _known(self) -> CorrectionConfig:
+        if is_own(self.kind):
+            return self
+        _known_name("correction", self.kind, CORRECTIONS)
+        given = [dial for dial in CORRECTION_DIALS if getattr(self, dial) is not None]
+        _no_dial_in_vain(f"correction {self.kind}", given, CORRECTIONS[self.kind])
+        missing = [dial for dial in CORRECTIONS[self.kind] if dial not in given]
+        if missing:
+            raise ValueError(f"correction {self.kind} needs {missing[0]}. Leave the key out to get its default")
+        if self.options or self.whole_batch:
+            raise ValueError(f"options and whole_batch are for corrections of your own, not for {self.kind}. Drop them")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(
+                f"correction {self.kind}: low ({self.low:g}) is not below high ({self.high:g}), so it would reject "
+                "everything. Lower low or raise high"
+            )
+        return self
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether it must see the log-probabilities of all tokens of the batch before the step."""
+        return self.whole_batch or self.kind == "m2po"
+
+
+class ObjectiveConfig(StrictModel):
+    """Advantages, policy loss, corrections and aggregation. A preset sets them together; explicit keys win."""
+
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "areal"] = "areal"
+    """`areal`: decoupled GRPO for asynchronous training."""
+    advantage: str = "grpo"
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp_baseline`, `opo`, `lite_ppo`, or `module:attribute`."""
+    aggregation: str = "token_mean"
+    """`token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum_norm`, `token_sum`, `seq_mean_token_sum`."""
+    loss: str = "decoupled"
+    """`ppo_clip`, `decoupled`, `gspo`, `cispo`, `sapo`, `gmpo`, `dppo_tv`, `topr`, or `module:attribute`."""
+    prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
+    """Where pi_prox comes from: the weights just before the step, their approximation by token version (A-3PO), or
+    the policy that sampled the token (plain PPO)."""
+    clip_low: Positive | None = None
+    clip_high: Positive | None = None
+    """Trust region: [1 - clip_low, 1 + clip_high] of a ratio; of its logarithm (gmpo); of pi - mu (dppo_tv).
+    cispo: without clip_low (the default) there is no lower bound."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """ppo_clip, decoupled: where A < 0 the loss is at most dual_clip * |A|; usually 3. None: off."""
+    behaviour_cap: Positive | None = None
+    """decoupled: cap of w = pi_prox / pi_behaviour. dppo_tv: cap of rho = pi / pi_behaviour."""
+    sapo_tau_positive: Positive | None = None
+    sapo_tau_negative: Positive | None = None
+    """sapo: how fast the gate closes, for A >= 0 and for A < 0."""
+    corrections: list[CorrectionConfig] = []
+    """Applied together: [geo_rs, {kind: token_tis, cap: 3}]."""
+    kl_beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from a reference policy."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    options: Options = {}
+    """For a loss of your own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, raw: Any) -> Any:
+        return fill(raw) if isinstance(raw, dict) else raw
+
+    @field_validator("advantage", "aggregation", "loss")
+    @classmethod
+    def _name(cls, value: str, info: Any) -> str:
+        known = {"advantage": ADVANTAGES, "aggregation": AGGREGATIONS, "loss": LOSSES}[info.field_name]
+        if info.field_name == "aggregation" or not is_own(value):
+            _known_name(info.field_name, value, known)
+        return value
+
+    @model_validator(mode="after")
+    def _loss_has_its_dials(self) -> ObjectiveConfig:
+        if is_own(self.loss):
+            return self
+        rule = LOSSES[self.loss]
+        _no_dial_in_vain(f"loss {self.loss}", [dial for dial in DIALS if getattr(self, dial) is not None], rule.known)
+        missing = [dial for dial in rule.dials if getattr(self, dial) is None]
+        if missing:
+            raise ValueError(f"loss {self.loss} needs {missing[0]}. Leave the key out to get its default")
+        if self.clip_low is not None and self.clip_low >= 1 and self.loss not in ("gmpo", "cispo"):
+            raise ValueError(
+                f"clip_low ({self.clip_low:g}) is not below 1: 1 - clip_low is the least ratio of {self.loss}, and no "
+                "ratio is negative. Lower clip_low"
+            )
+        if self.options:
+            raise ValueError(f"options are for a loss of your own, not for {self.loss}. Drop trainer.objective.options")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> ObjectiveConfig:
+        if is_own(self.loss):
+            return self
+        rule = LOSSES[self.loss]
+        if self.prox not in rule.prox:
+            raise ValueError(f"loss {self.loss} with prox {self.prox}: {_why_not_prox(self.loss, rule.prox)}")
+        if rule.aggregation and self.aggregation != rule.aggregation:
+            raise ValueError(
+                f"loss {self.loss} has one ratio a sequence, and its formula is the mean over sequences: with "
+                f"aggregation {self.aggregation} long sequences would count more. Set aggregation to {rule.aggregation}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weight_at_most_once(self) -> ObjectiveConfig:
+        kinds = [correction.kind for correction in self.corrections]
+        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        if twice:
+            raise ValueError(f"correction {twice[0]} stands twice. Keep one of them")
+        weights = [kind for kind in kinds if kind in REWEIGHTING]
+        if len(weights) > 1:
+            raise ValueError(
+                f"corrections {weights[0]} and {weights[1]} both multiply by the importance weight, which would count "
+                "it twice. Keep one of them; corrections that only reject (seq_mis, geo_rs, m2po, opsm) may be added"
+            )
+        carrier = self._carries_weight()
+        if weights and carrier:
+            raise ValueError(
+                f"{carrier}, and correction {weights[0]} would multiply by it once more. Drop {weights[0]}, or set "
+                "loss to ppo_clip and prox to recompute"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_in_this_version(self) -> ObjectiveConfig:
+        if self.kl_beta > 0:
+            raise ValueError(
+                f"kl_beta {self.kl_beta:g} needs the log-probabilities of a reference model, and there is no reference "
+                "model in this version: the term would be missing. Set trainer.objective.kl_beta to 0"
+            )
+        return self
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Every `module:attribute` that is named."""
+        names = [self.advantage, self.loss, *(correction.kind for correction in self.corrections)]
+        return [name for name in names if is_own(name)]
+
+    @property
+    def summary(self) -> str:
+        """The resolved values in a line."""
+        dials = {dial: getattr(self, dial) for dial in DIALS if getattr(self, dial) is not None}
+        shown = ", ".join([f"prox {self.prox}", *(f"{dial} {value:g}" for dial, value in dials.items())])
+        added = "".join(f" + {correction.kind}" for correction in self.corrections)
+        return f"{self.preset}: {self.advantage} advantages, {self.loss} ({shown}){added}, {self.aggregation}"
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a pass over the whole batch must come before the step."""
+        return any(correction.needs_whole_batch for correction in self.corrections)
+
+    @property
+    def scales_step(self) -> bool:
+        """Whether the learning rate of a step depends on its importance weights."""
+        return any(correction.kind == "ess_lr" for correction in self.corrections)
+
+    def _carries_weight(self) -> str:
+        """Why the loss has the importance weight in itself; "" if it has not."""
+        if is_own(self.loss):
+            return ""
+        if LOSSES[self.loss].weighted:
+            return f"loss {self.loss} already carries the importance weight"
+        if self.prox == "behaviour":
+            return f"with prox behaviour the ratio of {self.loss} already is the importance weight"
+        return ""
+
+
+def _known_name(role: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(known)}"
+        raise ValueError(f"there is no {role} {name!r}. {hint}")
+
+
+def _no_dial_in_vain(owner: str, given: Collection[str], known: Collection[str]) -> None:
+    for dial in given:
+        if dial not in known:
+            usable = f"it knows {', '.join(known)}" if known else "it has no dials"
+            raise ValueError(f"{dial} has no effect on {owner}: {usable}. Drop {dial}")
+
+
+def _why_not_prox(loss: str, usable: tuple[str, ...]) -> str:
+    if usable == ("behaviour",):
+        return "it compares with the policy that sampled and knows no other. Set trainer.objective.prox to behaviour"
+    return f"then w is 1 and {loss} is ppo_clip. Set prox to {' or '.join(usable)}, or loss to ppo_clip"

@@ -1,0 +1,111 @@
+"""What the objective's dials are if nobody sets them: by loss, by correction, and by preset.
+
+    explicit key  >  defaults of a loss that differs from the preset's  >  preset  >  defaults of its loss
+
+Everything is filled in when the configuration is read, so the resolved copy beside a run shows what it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "lite_ppo")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
+
+DIALS = ("clip_low", "clip_high", "dual_clip", "behaviour_cap", "sapo_tau_positive", "sapo_tau_negative")
+"""Numbers that only some losses know; None elsewhere."""
+
+CORRECTION_DIALS = ("cap", "low", "high", "limit")
+
+REWEIGHTING = ("token_tis", "seq_tis", "icepop")
+"""Corrections that multiply by an importance weight; the others only reject."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """What goes with a policy loss."""
+
+    dials: Mapping[str, float]
+    optional: tuple[str, ...] = ()
+    """Dials that are off (None) unless set."""
+    prox: tuple[str, ...] = ("behaviour", "recompute", "loglinear")
+    """What pi_prox may be; the first is the default."""
+    aggregation: str = ""
+    """The only one that the formula allows; "": any."""
+    weighted: bool = False
+    """The loss has the importance weight of the whole way from the behaviour policy in itself."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Dials that the loss looks at."""
+        return (*self.dials, *self.optional)
+
+
+LOSSES: dict[str, LossRule] = {
+    "ppo_clip": LossRule({"clip_low": 0.2, "clip_high": 0.28}, optional=("dual_clip",)),
+    "decoupled": LossRule(
+        {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 5.0},
+        optional=("dual_clip",),
+        prox=("recompute", "loglinear"),
+        weighted=True,
+    ),
+    "gspo": LossRule({"clip_low": 3e-4, "clip_high": 4e-4}, aggregation="seq_mean_token_mean"),
+    "cispo": LossRule({"clip_high": 4.0}, optional=("clip_low",)),
+    "sapo": LossRule({"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
+    "gmpo": LossRule({"clip_low": 0.4, "clip_high": 0.4}, aggregation="seq_mean_token_mean"),
+    "dppo_tv": LossRule({"clip_low": 0.2, "clip_high": 0.2, "behaviour_cap": 20.0}, prox=("behaviour",), weighted=True),
+    "topr": LossRule({}, prox=("behaviour",), weighted=True),
+}
+
+CORRECTIONS: dict[str, dict[str, float]] = {
+    "token_tis": {"cap": 2.0},
+    "seq_tis": {"cap": 2.0},
+    "seq_mis": {"low": 0.5, "high": 2.0},
+    "icepop": {"low": 0.5, "high": 5.0},
+    "geo_rs": {"low": 0.999, "high": 1.002},
+    "m2po": {"limit": 0.04},
+    "opsm": {"limit": 1e-4},
+    "ess_lr": {},
+}
+"""Their dials and defaults."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "ppo_clip", "clip_high": 0.2},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm", "loss": "ppo_clip", "clip_high": 0.2},
+    "dapo": {"advantage": "grpo", "aggregation": "token_mean", "loss": "ppo_clip", "clip_high": 0.28},
+    "gspo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "gspo"},
+    "cispo": {"advantage": "grpo", "aggregation": "token_mean", "loss": "cispo"},
+    "areal": {"advantage": "grpo", "aggregation": "token_mean", "loss": "decoupled"},
+}
+DEFAULT_PRESET = "areal"
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is `module:attribute`, a function of the user's own."""
+    return ":" in name
+
+
+def fill(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The objective's section with every key that follows from the others; what is wrong is left as it is."""
+    name = raw.get("preset", DEFAULT_PRESET)
+    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+    loss = raw.get("loss", preset.get("loss"))
+    rule = LOSSES.get(loss) if isinstance(loss, str) else None
+    of_loss: dict[str, Any] = {"prox": "behaviour"}
+    if rule is not None:
+        of_loss = {"prox": rule.prox[0], **dict.fromkeys(DIALS), **rule.dials}
+    if loss != preset.get("loss"):
+        preset = {key: preset[key] for key in ("advantage", "aggregation") if key in preset}
+        if rule is not None and rule.aggregation:
+            preset["aggregation"] = rule.aggregation
+    return {**of_loss, **preset, **raw}
+
+
+def fill_correction(raw: Any) -> Any:
+    """`token_tis` or {kind: token_tis, ...} -> with the defaults of its kind."""
+    given = {"kind": raw} if isinstance(raw, str) else raw
+    if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
+        return given
+    return {**CORRECTIONS.get(given["kind"], {}), **given}

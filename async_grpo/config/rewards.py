@@ -1,0 +1,124 @@
+"""What completions are worth, and the limits of whatever says so."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+
+OVERLONG = "overlong"
+"""Name under which the punishment of length stands among a sample's rewards."""
+
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class HttpRewardConfig(StrictModel):
+    """A judge behind HTTP: one POST a completion, JSON there and back."""
+
+    url: str
+    """http:// or https://, without a password in it."""
+    timeout_s: Seconds = 30.0
+    """Of one attempt."""
+    retries: NonNegativeInt = 3
+    """Attempts after the first, for connections that fail, time-outs and the statuses 408, 425, 429 and 5xx."""
+    backoff_s: Seconds = 0.5
+    """The n-th pause is random in (0, backoff_s * 2^n], at most `backoff_max_s`."""
+    backoff_max_s: Seconds = 10.0
+    concurrency: PositiveInt = 16
+    """Requests at the same time, of one rollout server."""
+    score_pointer: str = "/score"
+    """Where the score stands in the reply: a JSON pointer (RFC 6901)."""
+    max_reply_bytes: PositiveInt = 64 << 10
+    extra: dict[str, Any] = {}
+    """Added to the body of every request."""
+    headers: dict[str, str] = {}
+    """Not for secrets: they are written to the run's config.yaml."""
+    token_env: EnvironmentName | None = None
+    """Name of the environment variable that holds the token; its value is read at the start and never written."""
+    token_header: str = "Authorization"
+    token_prefix: str = "Bearer "
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"{parts.scheme}://{parts.hostname} is no http:// or https:// address. Give the judge's URL"
+            )
+        if parts.username or parts.password:
+            raise ValueError(
+                "a URL with a password in it would be written to logs and to the run's config.yaml. "
+                "Put the secret into an environment variable and name that in token_env"
+            )
+        return url
+
+    @field_validator("score_pointer")
+    @classmethod
+    def _is_a_pointer(cls, pointer: str) -> str:
+        if pointer and not pointer.startswith("/"):
+            raise ValueError(f"{pointer!r} is no JSON pointer. Begin it with /, for example /choices/0/score")
+        return pointer
+
+
+class RewardConfig(StrictModel):
+    """One reward; the reward of a sample is the weighted sum of all of them."""
+
+    name: str
+    """`answer_tag`, `format`, `gsm8k`, `math_verify`, or `module:attribute`; with `http`, any name you like."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    required: bool = True
+    """Whether a failure of this reward makes the sample unverifiable; if not, it is left out of the sum."""
+    http: HttpRewardConfig | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, name: str) -> str:
+        if name == OVERLONG:
+            raise ValueError(f"{name!r} is the name of the punishment of length. Choose another")
+        return name
+
+
+class RewardsConfig(StrictModel):
+    """Verifiers run outside the event loop, in processes that can be killed."""
+
+    functions: Annotated[list[RewardConfig], Field(min_length=1)] = [RewardConfig(name="answer_tag")]
+    workers: PositiveInt = 1
+    """Verifier processes of one rollout server."""
+    deadline_s: Seconds = 10.0
+    """Of one verifier on one completion; it is killed and its sample `unverifiable`, which is not 0."""
+    start_timeout_s: Seconds = 60.0
+    """For a verifier process to import its verifiers."""
+    memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30
+    """Of one verifier process with everything that it started."""
+    items_per_worker: PositiveInt = 1000
+    """A verifier process is replaced after so many completions, which bounds what leaks."""
+    environment: list[EnvironmentName] = []
+    """Environment variables that verifiers may see, beside PATH, HOME and the like (docs/rewards.md)."""
+    overlong: Literal["none", "filter", "soft"] = "none"
+    """`filter` masks samples that were cut at sampling.max_tokens; `soft` punishes length just below it."""
+    soft_overlong_tokens: PositiveInt | None = None
+    """L: the punishment grows linearly over the last L tokens before sampling.max_tokens."""
+    soft_overlong_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """The whole punishment, at sampling.max_tokens."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardsConfig:
+        names = [function.name for function in self.functions]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"functions: {', '.join(sorted(twice))} stands twice. Keep one and give it the whole weight"
+            )
+        if not any(function.required for function in self.functions):
+            raise ValueError(
+                "functions: none is required, so a sample could have no reward at all. Require one of them"
+            )
+        if (self.overlong == "soft") != (self.soft_overlong_tokens is not None):
+            raise ValueError(
+                f"overlong is {self.overlong!r} and soft_overlong_tokens is {self.soft_overlong_tokens}. "
+                "Set rewards.soft_overlong_tokens with overlong: soft, and only then"
+            )
+        return self

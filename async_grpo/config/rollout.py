@@ -1,0 +1,125 @@
+"""A rollout server and its engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+from async_grpo.config.http import HttpConfig
+
+
+class SamplingConfig(StrictModel):
+    """The behaviour policy: what completions are sampled from."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: all tokens."""
+    max_tokens: PositiveInt = 64
+
+    @model_validator(mode="after")
+    def _full_distribution(self) -> SamplingConfig:
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                f"top_p {self.top_p:g} and top_k {self.top_k} truncate the distribution, and the trainer's "
+                "log-probabilities are of the whole one: the importance weights would be wrong. "
+                "Set sampling.top_p to 1.0 and sampling.top_k to 0"
+            )
+        return self
+
+
+class VllmConfig(StrictModel):
+    """The inference engine."""
+
+    max_model_len: PositiveInt = 256
+    kv_cache_bytes: PositiveInt = 256 << 20
+    """Memory for the KV cache on CPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Of an accelerator; unused on CPU."""
+    tensor_parallel: PositiveInt = 1
+    enforce_eager: bool = True
+    multiprocessing: bool = True
+    """The engine core in a process of its own: generation and Python's bookkeeping overlap."""
+    threads: PositiveInt = 1
+    """OpenMP threads of one engine on CPU."""
+    extra: dict[str, Any] = {}
+    """Passed to AsyncEngineArgs unchanged."""
+
+
+class ToolConfig(StrictModel):
+    """Something that the policy may call in `multi_turn`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+    """As the policy calls it."""
+    function: str = "calculator"
+    """`calculator` (arithmetic), or `module:attribute`: a function of keyword arguments that returns text."""
+    timeout_s: Seconds = 5.0
+
+
+class MultiTurnConfig(StrictModel):
+    """Conversations with tools: the policy writes, a tool answers, the policy goes on."""
+
+    tools: list[ToolConfig] = [ToolConfig(name="calculator")]
+    max_calls: PositiveInt = 4
+    """Tool calls of one completion; after that its end is final."""
+    observation: str = "\n<tool_response>\n{result}\n</tool_response>\n"
+    """What the policy sees of an answer; `{result}` is replaced. Chat models need their turn markers here."""
+    max_result_chars: PositiveInt = 2000
+    """A longer answer is cut."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> MultiTurnConfig:
+        if "{result}" not in self.observation:
+            raise ValueError(
+                f"observation {self.observation!r} does not contain {{result}}. Add it where the answer goes"
+            )
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tools {names} have one name twice: the policy could not tell them apart. Rename one")
+        return self
+
+
+class RolloutConfig(StrictModel):
+    """A rollout server."""
+
+    servers: Annotated[int, Field(ge=1)] = 1
+    """How many `async-grpo run` starts on this machine."""
+    workflow: str = "single_turn"
+    """How a sample comes about: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    max_concurrency: PositiveInt = 64
+    """Samples in flight in one engine, at most."""
+    min_concurrency: NonNegativeInt = 0
+    """0: always max_concurrency. Otherwise the engine's own load moves the number between the two."""
+    oversample: NonNegativeInt = 0
+    """k: a group starts group_size + k samples and keeps the first group_size that finish. Long completions are
+    then less likely to be trained: a bias that is bought for shorter tails."""
+    interruption: Literal["keep", "recompute", "drain", "abort"] = "keep"
+    """What becomes of samples in flight when new weights arrive. keep: they go on, with their KV cache. recompute:
+    their prefix is encoded again under the new weights. drain: they finish first. abort: what exists of them is
+    stored, and whichever server has room goes on."""
+    max_interruptions: PositiveInt = 3
+    """Of one group by `abort` (or by a server that stops): after that it is not interrupted any more."""
+    progress_interval_s: Seconds = 5.0
+    """How often unfinished samples are stored: a server that dies costs at most what it generated since."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal (`filtered`) and admit as many new ones."""
+    max_attempts: PositiveInt = 5
+    """A group whose holders died this many times (their lease expired) is `failed`."""
+    lease_s: Seconds = 15.0
+    """A ticket whose holder is silent for longer goes to another server."""
+    engine_restarts: NonNegativeInt = 2
+    """How often a server starts its engine again after its death, before it gives up."""
+    http: HttpConfig = HttpConfig()
+    vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _room_to_move(self) -> RolloutConfig:
+        if self.min_concurrency > self.max_concurrency:
+            raise ValueError(
+                f"min_concurrency ({self.min_concurrency}) is above max_concurrency ({self.max_concurrency}): there is "
+                "no number between them. Lower min_concurrency"
+            )
+        return self

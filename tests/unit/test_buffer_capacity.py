@@ -1,0 +1,43 @@
+"""What a run can need is worked out before it starts, and compared with what there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from buffer import memory_plan
+
+
+def config_of(**changes: Any) -> RunConfig:
+    values = {"name": "a", "model": {"path": "model"}, "max_staleness": 1, "groups_per_step": 2, "steps": 100}
+    return RunConfig.model_validate(values | changes)
+
+
+def test_the_worst_case_is_a_full_window_a_full_log_and_the_longest_completions() -> None:
+    """Per group: 8 samples of 64 tokens and a prompt of 512 tokens."""
+    plan = memory_plan(config_of(trainer={"checkpoint": {"every_steps": 5}}))
+    group = 8 * (64 * 14 + 512) + 512 * 10 + 2048
+    assert (plan.group_bytes, plan.active_groups, plan.logged_groups, plan.waiting_tasks) == (group, 4, 10, 8)
+    assert plan.needed_bytes == int(1.25 * (14 * group + 8 * (512 * 10 + 2048)))
+
+
+def test_no_more_steps_are_logged_than_the_run_has() -> None:
+    assert memory_plan(config_of(steps=3, trainer={"checkpoint": {"every_steps": 5}})).logged_groups == 6
+
+
+def test_a_server_that_is_too_small_is_refused_with_the_arithmetic() -> None:
+    plan = memory_plan(config_of())
+    with pytest.raises(
+        ConfigError, match=r"allows 0 MiB.* 1\.25 \* \(\(4 active \+ 20 logged groups\) \* 18 KiB"
+    ) as error:
+        plan.check(plan.needed_bytes - 1, "redis.max_memory_bytes")
+    assert "Raise redis.max_memory_bytes" in str(error.value)
+
+
+def test_enough_memory_and_no_limit_are_both_fine() -> None:
+    plan = memory_plan(config_of())
+    plan.check(plan.needed_bytes, "the server")
+    plan.check(0, "the server")

@@ -1,0 +1,90 @@
+"""Which groups make the next batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from async_grpo.staleness.policy import OnStale, Selector
+from async_grpo.wire import Group, Task, tokens_to_bytes
+from buffer.selection import select, too_old_to_finish, too_old_to_train
+from tests.support.buffer_cases import mixed_sample, policy
+
+FIFO, FRESHEST, UNIFORM = (
+    policy(S=3, P=2),
+    policy(S=3, P=2, selector=Selector.FRESHEST),
+    policy(S=3, P=2, selector=Selector.UNIFORM),
+)
+
+
+def groups(picture: str) -> list[tuple[int, bool]]:
+    """ "R.R": groups 0 and 2 are READY, group 1 is in flight; a space is a group that has ended."""
+    return [(seq, state == "R") for seq, state in enumerate(picture) if state != " "]
+
+
+def group(oldest: int, newest: int) -> Group:
+    task = Task(index=0, prompt="", prompt_tokens=tokens_to_bytes([1]), answer="")
+    return Group(seq=0, attempt=1, task=task, samples=[mixed_sample(oldest, newest)])
+
+
+@pytest.mark.parametrize(
+    ("picture", "chosen"), [("RRR", [0, 1]), (" RR", [1, 2]), ("R.R", []), ("R", []), (".RR", []), ("", [])]
+)
+def test_fifo_takes_the_first_groups_and_waits_for_unfinished_ones(picture: str, chosen: list[int]) -> None:
+    assert select(FIFO, 0, groups(picture)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("picture", "chosen"),
+    [
+        ("RRRR", [0, 1]),
+        (".RRR", [1, 2]),
+        (". RR", []),  # group 3 lies beyond 0 + W
+        ("R..R", [0, 3]),  # the window hangs from the first in flight, group 1
+        ("R...R", []),
+        ("..R R", []),
+    ],
+)
+def test_windowed_fifo_lets_w_minus_1_groups_overtake_one_that_is_unfinished(picture: str, chosen: list[int]) -> None:
+    dials = policy(S=3, P=2, selector=Selector.WINDOWED_FIFO, selector_window=3)
+    assert select(dials, 0, groups(picture)) == chosen
+
+
+@pytest.mark.parametrize(("picture", "chosen"), [("RRRR", [2, 3]), ("R.R.", [0, 2]), ("R...", [])])
+def test_freshest_takes_the_highest_tickets(picture: str, chosen: list[int]) -> None:
+    assert select(FRESHEST, 0, groups(picture)) == chosen
+
+
+def test_uniform_takes_every_ready_group_equally_often_and_no_other() -> None:
+    counts = Counter(seq for step in range(3000) for seq in select(UNIFORM, step, groups("R.RRR")))
+    assert set(counts) == {0, 2, 3, 4}
+    assert all(abs(count - 1500) < 150 for count in counts.values())  # 5.5 standard deviations
+
+
+def test_uniform_repeats_itself_for_the_same_step_and_seed_only() -> None:
+    other = policy(S=3, P=2, selector=Selector.UNIFORM, seed=1)
+    first, second = ([select(dials, step, groups("RRRRRRRR")) for step in range(20)] for dials in (UNIFORM, other))
+    assert first == [select(UNIFORM, step, groups("RRRRRRRR")) for step in range(20)]
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("rule", "selector", "too_old"),
+    [
+        (OnStale.WAIT, Selector.FIFO, [False] * 3),
+        (OnStale.DROP, Selector.FIFO, [False, True, True]),
+        (OnStale.MASK, Selector.FIFO, [False, False, True]),
+    ],
+)
+def test_what_is_too_old_to_train(rule: OnStale, selector: Selector, too_old: list[bool]) -> None:
+    """At version 5 with S = 2: wholly young, half old, wholly old."""
+    dials = policy(S=2, on_stale=rule, selector=selector)
+    candidates = [group(3, 5), group(2, 3), group(1, 2)]
+    assert [too_old_to_train(dials, 5, candidate) for candidate in candidates] == too_old
+
+
+def test_only_drop_ends_groups_that_are_still_in_flight() -> None:
+    by_rule = {rule: too_old_to_finish(policy(S=1, on_stale=rule), 5, 3) for rule in OnStale}
+    assert by_rule == {OnStale.WAIT: False, OnStale.DROP: True, OnStale.MASK: False}
+    assert not too_old_to_finish(policy(S=1), 5, 4)

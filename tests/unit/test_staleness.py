@@ -1,0 +1,91 @@
+"""The arithmetic of the staleness bound, and of the ratio of uses to inserts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
+from async_grpo.staleness.rate import RateLimit
+from async_grpo.staleness.window import StalenessWindow, age
+from tests.support.buffer_cases import policy
+
+
+def test_on_policy_training_has_room_for_one_batch() -> None:
+    assert StalenessWindow(max_staleness=0, groups_per_step=4, horizon=40).capacity == 4
+
+
+def test_age_is_never_negative() -> None:
+    assert [age(trainer, oldest) for trainer, oldest in [(5, 5), (5, 3), (3, 5)]] == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("dials", "bound"),
+    [
+        ({"S": 2, "P": 4}, 2),
+        ({"S": 2, "P": 4, "on_stale": OnStale.WAIT}, 2),
+        ({"S": 0, "P": 4, "on_stale": OnStale.WAIT}, 0),
+        ({"selector": Selector.WINDOWED_FIFO, "selector_window": 4}, 1),
+        *(
+            (
+                {"S": 1, "P": 4, "selector": Selector.WINDOWED_FIFO, "selector_window": W, "on_stale": OnStale.WAIT},
+                bound,
+            )
+            for W, bound in [(1, 1), (2, 2), (5, 2), (6, 3), (8, 3)]  # S + ceil((W - 1) / P)
+        ),
+        ({"S": 1, "P": 4, "max_uses": 2, "on_stale": OnStale.WAIT}, 3),  # (S + 1) * k - 1
+    ],
+)
+def test_the_age_bound_of_every_selector(dials: dict[str, Any], bound: int) -> None:
+    assert policy(**dials).age_bound == bound
+
+
+@pytest.mark.parametrize(
+    ("dials", "message"),
+    [
+        ({"selector_window": 2}, "a dial of windowed_fifo"),
+        (
+            {"selector": Selector.WINDOWED_FIFO, "selector_window": 9},
+            r"selector.window \(9\) exceeds the capacity.* = 4",
+        ),
+        ({"selector": Selector.FRESHEST, "on_stale": OnStale.WAIT}, "hold their slots for ever"),
+        ({"selector": Selector.UNIFORM, "on_stale": OnStale.WAIT}, "hold their slots for ever"),
+        ({"max_uses": 3}, r"max_uses \(3\) cannot be reached.*S \+ 1 = 2 steps"),
+        ({"rate": RateLimit(min_size=5)}, r"min_size \(5\) exceeds the capacity"),
+        ({"rate": RateLimit(samples_per_insert=2)}, r"samples_per_insert \(2\) exceeds max_uses \(1\)"),
+        ({"rate": RateLimit(min_diff=0, max_diff=2.5)}, "neither side could move. .* at least 1.5"),
+    ],
+)
+def test_a_policy_that_would_stall_is_refused_with_its_arithmetic(dials: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy(S=1, P=2, **dials)
+
+
+def test_tokens_below_v_minus_s_are_masked_only_under_mask() -> None:
+    assert [policy(S=2, on_stale=OnStale.MASK).mask_below(version) for version in (0, 2, 3)] == [0, 0, 1]
+    assert policy(S=2).mask_below(9) == 0
+
+
+def test_reverbs_ratio_blocks_inserts_and_samples_around_its_balance() -> None:
+    """R = 2, at least 4 groups, buffer of 3 uses: 2 * 4 - 3 <= 2 * I - U <= 2 * 4 + 3."""
+    rate = RateLimit.ratio(2.0, min_size=4, error_buffer=3.0)
+    assert (rate.min_diff, rate.max_diff) == (5.0, 11.0)
+    assert rate.insertable(inserts=0, uses=0, size=0, needed_size=4) == 5
+    assert rate.insertable(inserts=5, uses=0, size=5, needed_size=4) == 0  # 2 * 6 - 0 > 11
+    assert rate.insertable(inserts=5, uses=1, size=5, needed_size=4) == 1
+    assert rate.insertable(inserts=5, uses=0, size=2, needed_size=4) == 2  # the table is nearly empty
+    assert rate.may_sample(3, inserts=4, uses=0)  # 2 * 4 - 3 = 5
+    assert not rate.may_sample(4, inserts=4, uses=0)
+
+
+def test_without_a_ratio_nothing_is_limited() -> None:
+    rate = RateLimit()
+    assert not rate.limits
+    assert rate.insertable(inserts=10**9, uses=0, size=10**6, needed_size=1) > 10**9
+    assert rate.may_sample(10**6, inserts=0, uses=0)
+
+
+def test_a_policy_says_how_many_groups_a_take_needs() -> None:
+    window = StalenessWindow(3, 2, 100)
+    assert [ReplayPolicy(window, rate=RateLimit(min_size=size)).size_to_take for size in (0, 2, 5)] == [2, 2, 5]
