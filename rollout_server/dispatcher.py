@@ -11,8 +11,15 @@
 Invariant: no token of a group is older than its ticket, because its samples start only when
 engine.version >= ticket.version, and the engine's version never decreases.
 
-Stopping (cancel `run`): admission ends, running samples are aborted, finished samples are stored as
-partials, all tickets are given back. A group resumed from a partial makes only what is missing.
+Partials: every progress_interval_s what has been generated is stored, so that a server that dies costs no
+more than that. Stopping (cancel `run`), or the death of the engine: admission ends, what exists is stored
+and all tickets are given back. Whoever resumes a group goes on behind the last token of every sample.
+
+Pausing and draining (`admission`): a ticket that comes too late is given back. A dispatcher that drains ends
+once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told to hurry, is stored
+and given back.
+
+Over-sampling: a group starts G + k samples and is whole once G have finished; the others are aborted.
 """
 
 from __future__ import annotations
@@ -25,16 +32,19 @@ from collections.abc import Sequence
 import structlog
 
 from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, WaitTimeout
+from async_grpo.rewards.item import Item
 from async_grpo.wire import ReleaseReason, Sample
+from rollout_server.admission import Admission
 from rollout_server.cast import Cast
 from rollout_server.failures import first_cause
 from rollout_server.feeder import Feeder
 from rollout_server.group_work import GroupWork
 from rollout_server.leases import Leases
-from rollout_server.outcome import reason_to_discard, what_is_broken, with_verdict
+from rollout_server.outcome import at_its_length, reason_to_discard, what_is_broken, with_verdict
 from rollout_server.seeds import sample_seed
 from rollout_server.session import Session
 from rollout_server.slots import SampleSlots
+from rollout_server.tally import Tally
 from rollout_server.weight_watcher import WeightWatcher
 
 ADMIT_TIMEOUT_S = 10.0
@@ -53,27 +63,59 @@ class Dispatcher:
         self._cast = cast
         self._watcher = watcher
         self._feeder = feeder
-        self.slots = SampleSlots(cast.config.rollout.max_concurrency)
-        self.leases = Leases(cast.buffer, every_s=cast.config.rollout.lease_s / 3)
+        self.admission = Admission()
+        self.tally = Tally()
+        self.slots = SampleSlots(cast.config.rollout.min_concurrency or cast.config.rollout.max_concurrency)
+        rollout = cast.config.rollout
+        self.leases = Leases(cast.buffer, every_s=rollout.lease_s / 3, store_every_s=rollout.progress_interval_s)
         self.asking_since_s: float | None = None
         """Since when the dispatcher has been waiting for a ticket; None while it is not."""
         self._weights_timeout_s = cast.config.weights.update_timeout_s + cast.config.eval.timeout_s
         self._failures_in_a_row = 0
 
     async def run(self) -> None:
-        """Until the run has ended. Raises EngineError (the engine died), RoleFailed (nothing works),
-        WaitTimeout (published weights do not come)."""
+        """Until the run has ended, or this server is drained. Raises EngineError (the engine died), RoleFailed
+        (nothing works), WaitTimeout (published weights do not come)."""
         try:
             async with asyncio.TaskGroup() as works:
-                renewal = works.create_task(self.leases.run(), name="leases")
-                await self._admit_until_end(works)
-                renewal.cancel()
-                for work in self.leases:
-                    self.leases.forget(work)
-                    if work.doing is not None:
-                        work.doing.cancel()
+                keepers = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
+                try:
+                    await self._admit_until_end(works)
+                    await self._finish()
+                except asyncio.CancelledError:
+                    self.leases.freeze()
+                    raise
+                for keeper in keepers:
+                    keeper.cancel()
+                self._drop_rest()
         finally:
             await self._hand_back_all()
+
+    async def _finish(self) -> None:
+        """Of a server that drains: wait for the groups in work; the last to end unblocks it, or somebody in a hurry."""
+        timeout_s = self._cast.config.rollout.http.drain_timeout_s
+        hurry = asyncio.create_task(self.admission.hurry.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.admission.is_draining and not hurry.done() and (doing := self._in_work()):
+                    await asyncio.wait([hurry, *doing], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            log.warning("groups are still in work; what exists of them is stored", waited_s=timeout_s)
+        finally:
+            hurry.cancel()
+
+    def _in_work(self) -> list[asyncio.Task[None]]:
+        return [work.doing for work in self.leases if work.doing is not None and not work.doing.done()]
+
+    def _drop_rest(self) -> None:
+        """No more generation. Of a run that has ended nothing is kept; of a server that drains all is handed back."""
+        if self.admission.is_draining:
+            self.leases.freeze()
+        for work in self.leases:
+            if not self.admission.is_draining:
+                self.leases.forget(work)
+            if work.doing is not None:
+                work.doing.cancel()
 
     async def _hand_back_all(self) -> None:
         """As far as time allows: a lease that is not given back runs out by itself."""
@@ -86,6 +128,8 @@ class Dispatcher:
     async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
         while True:
             await self.slots.room()
+            if not await self.admission.may_admit():
+                return
             try:
                 work = await self._next_work()
             except RunEnded:
@@ -103,7 +147,11 @@ class Dispatcher:
         finally:
             self._note_wait(self.asking_since_s)
             self._feeder.nudge()
-        work = GroupWork.resume(tickets[0], self._cast.config.group_size)
+        if not self.admission.is_open:
+            await self._cast.buffer.give_back(tickets[0])
+            return None
+        config = self._cast.config
+        work = GroupWork.resume(tickets[0], config.group_size, oversample=config.rollout.oversample)
         self.slots.commit(work.committed)
         self.leases.hold(work)
         return work
@@ -129,11 +177,16 @@ class Dispatcher:
             work.committed = 0
 
     async def _generate(self, work: GroupWork) -> None:
-        """Make the missing samples; a workflow that fails makes the group `failed`."""
+        """Make the missing samples, until enough have finished; a workflow that fails makes the group `failed`."""
         try:
             async with asyncio.TaskGroup() as samples:
-                for index in work.missing:
-                    samples.create_task(self._make_sample(work, index))
+                making = [samples.create_task(self._make_sample(work, index)) for index in work.missing]
+                for sample in asyncio.as_completed(making):
+                    await sample
+                    if not work.missing:
+                        break
+                for task in making:
+                    task.cancel()
         except ExceptionGroup as errors:
             cause = first_cause(errors)
             if isinstance(cause, EngineError):
@@ -143,8 +196,12 @@ class Dispatcher:
     async def _make_sample(self, work: GroupWork, index: int) -> None:
         try:
             async with self.slots.running():
-                session = self._session(work, index)
-                work.samples[index] = await self._cast.workflow.run(work.ticket.task, session)
+                session = work.sessions[index] = self._session(work, index)
+                work.keep(index, await self._cast.workflow.run(work.ticket.task, session))
+                del work.sessions[index]
+        except EngineError:
+            self.leases.freeze()  # before the failure cancels everything else, and what it had is gone
+            raise
         finally:
             work.committed -= 1
             self.slots.finish(1)
@@ -152,12 +209,14 @@ class Dispatcher:
     def _session(self, work: GroupWork, index: int) -> Session:
         ticket, config = work.ticket, self._cast.config
         return Session(
-            engine=self._cast.engine,
-            request_id=f"{ticket.seq}-{ticket.attempt}-{index}",
+            self._cast.engine,
+            f"{ticket.seq}-{ticket.attempt}-{index}",
+            ticket.task.prompt_ids(),
             seed=sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt),
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
             prior=work.samples[index],
+            interruptible=ticket.attempt <= config.rollout.max_interruptions,
         )
 
     async def _settle(self, work: GroupWork) -> None:
@@ -166,9 +225,10 @@ class Dispatcher:
             await self._discard(work, ReleaseReason.FAILED, work.error)
             return
         if work.missing:
+            self.tally.groups["interrupted"] += 1
             await self.leases.hand_back(work)
             return
-        samples = [sample for sample in work.samples if sample is not None]
+        samples = work.whole()
         if broken := what_is_broken(samples):
             await self._discard(work, ReleaseReason.FAILED, broken)
             return
@@ -182,12 +242,18 @@ class Dispatcher:
         await self._cast.buffer.insert(work.ticket, group)
         self.leases.forget(work)
         self._failures_in_a_row = 0
+        self.tally.inserted(samples)
         self._cast.diary.group(group, version=self._cast.engine.version)
 
     async def _judge(self, work: GroupWork, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their rewards; failures of verifiers are counted by kind."""
-        verdicts = await self._cast.pool.judge([(sample.text, work.ticket.task.answer) for sample in samples])
-        for kind, count in Counter(verdict.failure for verdict in verdicts if verdict.failure).items():
+        """The samples with their rewards; what kept rewards from coming is counted by kind."""
+        task = work.ticket.task
+        items = [Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples]
+        judged = zip(samples, await self._cast.pool.judge(items), strict=True)
+        verdicts = [at_its_length(sample, verdict, self._cast.config) for sample, verdict in judged]
+        kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())
+        for kind, count in kinds.items():
+            self.tally.reward_failures[kind] += count
             await self._cast.board.count(f"reward_failures.{kind}", count)
         return [with_verdict(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
@@ -195,6 +261,7 @@ class Dispatcher:
         work.settling = True
         await self._cast.buffer.discard(work.ticket, reason)
         self.leases.forget(work)
+        self.tally.groups[reason.value] += 1
         if reason is ReleaseReason.FILTERED:
             self._failures_in_a_row = 0
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, TypeVar
 
+from async_grpo.rewards.item import Item
 from async_grpo.wire import Group, Sample, Task
 from rollout_server.cast import Cast
 from rollout_server.failures import first_cause
@@ -80,9 +81,11 @@ class Exam:
 
     async def _grade(self, task: Task, count: int, temperature: float) -> tuple[list[Sample], list[float]]:
         samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
-        verdicts = await self._cast.pool.judge([(sample.text, task.answer) for sample in samples])
+        verdicts = await self._cast.pool.judge(
+            [Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples]
+        )
         first = self._cast.config.rewards.functions[0].name
-        return samples, [verdict.scores[first] for verdict in verdicts if not verdict.failure]
+        return samples, [verdict.scores[first] for verdict in verdicts if first in verdict.scores]
 
     async def _complete(self, task: Task, count: int, temperature: float, purpose: str) -> list[Sample]:
         return await _all(self._sample(task, index, temperature, purpose) for index in range(count))
@@ -90,11 +93,13 @@ class Exam:
     async def _sample(self, task: Task, index: int, temperature: float, purpose: str) -> Sample:
         async with self._room:
             session = Session(
-                engine=self._cast.engine,
-                request_id=f"{purpose}-{task.index}-{index}-{self.tokens}",
+                self._cast.engine,
+                f"{purpose}-{task.index}-{index}-{self.tokens}",
+                task.prompt_ids(),
                 seed=sample_seed(self._cast.config.seed, purpose, task.index, index),
                 temperature=temperature,
                 max_tokens=self._cast.config.sampling.max_tokens,
+                interruptible=False,
             )
             sample = await self._cast.workflow.run(task, session)
             self.tokens += len(sample.token_ids())

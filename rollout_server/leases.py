@@ -1,6 +1,6 @@
-"""The groups in work on this server, and the heartbeat that keeps their leases.
+"""The groups in work on this server, the heartbeat that keeps their leases, and the partials it stores.
 
-The keeper waits for its timer only. A group whose lease was lost is dropped at once: another server
+Each of the two waits for its timer only. A group whose lease was lost is dropped at once: another server
 makes it, and what this one would insert would be refused.
 """
 
@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import structlog
 
 from async_grpo.errors import BufferFault, LeaseLost
+from async_grpo.wire import Partial
 from buffer.protocol import ReplayBuffer
-from rollout_server.group_work import GroupWork
+from rollout_server.group_work import GroupWork, tokens_of
 
 log = structlog.get_logger()
 
@@ -22,9 +23,10 @@ log = structlog.get_logger()
 class Leases:
     """Groups in work, by ticket sequence."""
 
-    def __init__(self, buffer: ReplayBuffer, *, every_s: float) -> None:
+    def __init__(self, buffer: ReplayBuffer, *, every_s: float, store_every_s: float) -> None:
         self._buffer = buffer
         self._every_s = every_s
+        self._store_every_s = store_every_s
         self._works: dict[int, GroupWork] = {}
         self.lost = 0
 
@@ -60,30 +62,49 @@ class Leases:
             await self.renew()
 
     async def renew(self) -> None:
-        """One heartbeat; samples that have finished since the last one are stored on the way."""
+        """One heartbeat."""
         held = {work.ticket.seq: work for work in self if not work.settling}
-        for work in held.values():
-            if work.finished > work.stored:
-                await self._store(work)
         lost = await self._buffer.heartbeat([work.ticket for work in held.values()])
         for work in (held[seq] for seq in lost if seq in held):
             if self._works.get(work.ticket.seq) is work and not work.settling:
                 self.drop(work)
 
+    async def run_storing(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._store_every_s)
+            await self.store()
+
+    async def store(self) -> None:
+        """What has been generated since the last time, so that a crash costs no more than that."""
+        for work in self:
+            partial = work.partial()
+            if (
+                not work.settling
+                and self._works.get(work.ticket.seq) is work
+                and tokens_of(partial) > work.stored_tokens
+            ):
+                await self._store(work, partial)
+
     async def hand_back(self, work: GroupWork) -> None:
         """Store what exists and end the lease, so that another server goes on at once."""
         self.forget(work)
         with contextlib.suppress(BufferFault):  # the lease or the run has ended: nothing to give back
-            if any(work.samples):
-                await self._buffer.progress(work.ticket, work.partial())
+            partial = work.partial()
+            if tokens_of(partial) > work.stored_tokens:
+                await self._buffer.progress(work.ticket, partial)
             await self._buffer.give_back(work.ticket)
 
-    async def _store(self, work: GroupWork) -> None:
-        finished = work.finished
+    def freeze(self) -> None:
+        """All generation is about to be cancelled: remember what exists now, for `hand_back`."""
+        for work in self:
+            work.frozen = work.partial()  # which is the same from then on
+
+    async def _store(self, work: GroupWork, partial: Partial) -> None:
         try:
-            await self._buffer.progress(work.ticket, work.partial())
+            await self._buffer.progress(work.ticket, partial)
         except LeaseLost:
             if not work.settling:
                 self.drop(work)
         else:
-            work.stored = finished
+            work.stored_tokens = tokens_of(partial)

@@ -3,8 +3,9 @@
     python -m rollout_server.main --config runs/NAME/config.yaml --model MODEL_DIR --name rollout-0
 
 It ends by itself, with code 0, when the run has ended and its final evaluation is on the board.
-SIGTERM or SIGINT: work in flight is stored and given back, then it ends with code 0. If the engine
-dies the code is 3, for any other fault it is 1, and the last line of the log says why.
+SIGTERM or SIGINT: work in flight is stored and given back, then it ends with code 0. If the engine dies, its
+groups are stored and given back, and it is started again, rollout.engine_restarts times; then the code is 3.
+For any other fault it is 1, and the last line of the log says why.
 """
 
 from __future__ import annotations
@@ -82,11 +83,19 @@ async def _serve_until_told(config: RunConfig, model: Path, name: str) -> None:
 async def _serve(config: RunConfig, model: Path, name: str) -> None:
     from rollout_server.setup import open_server  # the engine and its dependencies, after the arguments are checked
 
-    async with open_server(config, model, name) as server:
-        if server is None:
-            log.info("the run is over: nothing to do")
-        else:
-            await server.serve()
+    for left in range(config.rollout.engine_restarts, -1, -1):
+        try:
+            async with open_server(config, model, name) as server:
+                if server is None:
+                    log.info("the run is over: nothing to do")
+                else:
+                    await server.serve()
+            return
+        except Exception as error:
+            cause = first_cause(error)
+            if left == 0 or not isinstance(cause, EngineError):
+                raise
+            log.warning("the engine died and is started again", error=redact_secrets(str(cause)), restarts_left=left)
 
 
 def _exit_at_deadline(deadline_s: float) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from async_grpo.config import RunConfig
+from async_grpo.rewards.overlong import with_length
 from async_grpo.rewards.verdict import Verdict
 from async_grpo.wire import ReleaseReason, Sample
 
@@ -23,9 +25,21 @@ def what_is_broken(samples: Sequence[Sample]) -> str:
     return ""
 
 
+def at_its_length(sample: Sample, verdict: Verdict, config: RunConfig) -> Verdict:
+    """The verdict once the rule for overlong samples is applied."""
+    return with_length(
+        verdict,
+        config.rewards,
+        length=sample.length,
+        finish_reason=sample.finish_reason,
+        max_tokens=config.sampling.max_tokens,
+    )
+
+
 def with_verdict(sample: Sample, verdict: Verdict) -> Sample:
-    """The sample with its rewards, or with the reason why there are none."""
-    return msgspec.structs.replace(sample, rewards=verdict.scores, reward=verdict.reward, unverifiable=verdict.reason)
+    """The sample with its rewards, or with the kind of failure and the reason why there are none."""
+    why = f"{verdict.failure}: {verdict.reason}" if verdict.failure else ""
+    return msgspec.structs.replace(sample, rewards=verdict.scores, reward=verdict.reward, unverifiable=why)
 
 
 def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:

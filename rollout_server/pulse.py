@@ -25,11 +25,15 @@ SHORT_WAIT_S = 0.2
 class Pulse:
     """Heartbeat, and the count of generated tokens."""
 
-    def __init__(self, cast: Cast, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: Evaluator) -> None:
+    def __init__(
+        self, cast: Cast, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: Evaluator, *, http: str = ""
+    ) -> None:
+        """`http`: where the server answers over HTTP, for the board."""
         self._cast = cast
         self._watcher = watcher
         self._dispatcher = dispatcher
         self._evaluator = evaluator
+        self._http = http
         self._counted = 0
         self._last_tokens = 0
         self._last_s = time.monotonic()
@@ -57,6 +61,7 @@ class Pulse:
             updates=self._watcher.updates,
             last_pause_s=self._watcher.last_pause_s,
             time_s=time.time(),
+            http=self._http,
         )
         await self._cast.board.beat(beat, ttl_s=TTL_S)
         await self.count_tokens()
@@ -75,6 +80,8 @@ class Pulse:
 
     async def _waiting_for(self, load: EngineLoad) -> str:
         """What keeps the engine from being full; "" if nothing does."""
+        if not self._dispatcher.admission.is_open:
+            return f"admission ({self._dispatcher.admission.state.value})"
         since_s = self._dispatcher.asking_since_s
         if since_s is not None and time.time() - since_s > SHORT_WAIT_S:
             stats = await self._cast.buffer.stats()

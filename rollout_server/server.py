@@ -12,6 +12,7 @@ The cast:
 - `Feeder`         keeps tasks waiting in the buffer
 - `WeightWatcher`  new weights into the engine
 - `Evaluator`      held-out prompts at pinned versions
+- `Throttle`       as many samples in flight as the engine can run
 - `Pulse`          a heartbeat every second
 
 Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher (until
@@ -24,11 +25,13 @@ from __future__ import annotations
 import asyncio
 
 from async_grpo.errors import WaitTimeout
+from buffer import TASKS_AHEAD
 from rollout_server.cast import Cast
 from rollout_server.dispatcher import Dispatcher
 from rollout_server.evaluator import Evaluator
 from rollout_server.feeder import Feeder
 from rollout_server.pulse import Pulse
+from rollout_server.throttle import Throttle
 from rollout_server.weight_watcher import WeightWatcher
 
 
@@ -38,9 +41,12 @@ class RolloutServer:
     def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
         self._cast = cast
         self._watcher = watcher
-        self._feeder = Feeder(cast.buffer, cast.source, target=2 * cast.config.capacity_groups)
+        self._feeder = Feeder(cast.buffer, cast.source, target=TASKS_AHEAD * cast.config.capacity_groups)
         self._dispatcher = Dispatcher(cast, watcher, self._feeder)
         self._evaluator = Evaluator(cast, watcher)
+        rollout = cast.config.rollout
+        least = rollout.min_concurrency or rollout.max_concurrency
+        self._throttle = Throttle(cast.engine, self._dispatcher.slots, least=least, most=rollout.max_concurrency)
         self._pulse = Pulse(cast, watcher, self._dispatcher, self._evaluator)
 
     async def serve(self) -> None:
@@ -48,7 +54,7 @@ class RolloutServer:
         in flight is stored and given back."""
         try:
             async with asyncio.TaskGroup() as group:
-                loops = (self._watcher.run(), self._feeder.run(), self._pulse.run())
+                loops = (self._watcher.run(), self._feeder.run(), self._throttle.run(), self._pulse.run())
                 background = [group.create_task(loop) for loop in loops]
                 await self._evaluator.first()
                 async with asyncio.TaskGroup() as work:

@@ -17,7 +17,6 @@ import buffer
 from async_grpo.config import RunConfig
 from async_grpo.data.source import load_tokenizer, make_source
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.staleness.window import StalenessWindow
 from async_grpo.weights.receiver import WeightReceiver
 from async_grpo.weights.store import store_path
 from buffer.board import RunBoard
@@ -28,7 +27,7 @@ from rollout_server.engines.vllm_engine import VllmEngine
 from rollout_server.seeds import sample_seed
 from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
-from rollout_server.workflows import SingleTurn
+from rollout_server.workflows import make_workflow
 
 log = structlog.get_logger()
 
@@ -49,14 +48,7 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
 
 
 async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
-    window = StalenessWindow(config.max_staleness, config.groups_per_step, config.steps * config.groups_per_step)
-    state = await buffer.connect(
-        config.redis,
-        config.name,
-        window=window,
-        lease_s=config.rollout.lease_s,
-        max_attempts=config.rollout.max_attempts,
-    )
+    state = await buffer.open_run(config)
     stack.push_async_callback(state.aclose)
     board = await buffer.connect_board(config.redis, config.name)
     stack.push_async_callback(board.aclose)
@@ -71,8 +63,7 @@ async def _is_over(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> b
 async def _assemble(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str, state: ReplayBuffer, board: RunBoard
 ) -> Cast:
-    rewards = config.rewards
-    pool = RewardPool(rewards.functions, rewards.workers, rewards.deadline_s)
+    pool = RewardPool(config.rewards)
     await stack.enter_async_context(pool)
     tokenizer = load_tokenizer(model)
     source = make_source(config, tokenizer)
@@ -89,13 +80,13 @@ async def _assemble(
     )
     stack.push_async_callback(engine.aclose)
     await engine.start()
-    return Cast(config, name, engine, state, board, pool, SingleTurn(tokenizer), source, diary)
+    return Cast(config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, diary)
 
 
 async def _follow_weights(stack: AsyncExitStack, cast: Cast) -> WeightWatcher:
     config = cast.config
-    path = store_path(config.local_name, cast.name)
-    receiver = WeightReceiver(cast.board.publisher, path, config.weights)
+    path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
+    receiver = WeightReceiver(cast.board.publisher, path, config.weights, name=cast.name)
     stack.push_async_callback(receiver.close)
     watcher = WeightWatcher(
         receiver,

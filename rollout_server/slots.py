@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,13 +13,14 @@ class SampleSlots:
 
     Every admitted sample is committed until it has finished. A new group is wanted while
     committed < capacity, so with groups of G samples at most capacity - 1 + G are committed: the
-    engine stays full and fewer than G samples wait.
+    engine stays full and fewer than G samples wait. A capacity that shrinks takes effect as samples finish.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.committed = 0
-        self._running = asyncio.Semaphore(capacity)
+        self.in_use = 0
+        self._queue: deque[asyncio.Future[None]] = deque()
         self._changed = asyncio.Event()
 
     @property
@@ -27,10 +29,16 @@ class SampleSlots:
         return self.committed < self.capacity
 
     async def room(self) -> None:
-        """Wait until a sample slot is free; a sample that finishes unblocks it."""
+        """Wait until a sample slot is free; a sample that finishes, or a larger capacity, unblocks it."""
         while not self.has_room:
             self._changed.clear()
             await self._changed.wait()
+
+    def resize(self, capacity: int) -> None:
+        """So many may run from now on."""
+        self.capacity = capacity
+        self._changed.set()
+        self._admit()
 
     def commit(self, samples: int) -> None:
         """A group with so many samples to make was admitted."""
@@ -44,5 +52,28 @@ class SampleSlots:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Hold one slot of the engine."""
-        async with self._running:
+        await self._enter()
+        try:
             yield
+        finally:
+            self.in_use -= 1
+            self._admit()
+
+    async def _enter(self) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the slot was granted in the same moment
+                self.in_use -= 1
+                self._admit()
+            raise
+
+    def _admit(self) -> None:
+        while self._queue and self.in_use < self.capacity:
+            turn = self._queue.popleft()
+            if not turn.done():  # else it was cancelled while it waited
+                self.in_use += 1
+                turn.set_result(None)

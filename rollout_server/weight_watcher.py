@@ -18,13 +18,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from async_grpo.errors import EngineError, PublisherLost, WaitTimeout
+from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
 from async_grpo.weights.manifest import Identity
 from rollout_server.diary import Diary
 from rollout_server.engines.protocol import Engine, Interruption
@@ -38,15 +38,17 @@ class Receiver(Protocol):
     """Where new weights come from (`async_grpo.weights.receiver.WeightReceiver`)."""
 
     async def next_version(self, after: Identity, timeout_s: float) -> Identity:
-        """The newest weights, once they are newer than `after`; they stay in the store until the next call.
+        """The newest weights, once they are newer than `after`. Raises WaitTimeout, or PublisherLost if the
+        publisher is silent."""
+        ...
 
-        Raises WaitTimeout, or PublisherLost if the publisher is silent.
-        """
+    def hold(self) -> AbstractAsyncContextManager[Identity]:
+        """The newest weights; they stay in the store for the length of the block. Raises WaitTimeout."""
         ...
 
 
 class WeightWatcher:
-    """One engine's weights. `updates` and `last_pause_s` are for the heartbeat."""
+    """One engine's weights. `applied`, `updates` and `last_pause_s` are for those who report."""
 
     def __init__(
         self,
@@ -65,6 +67,8 @@ class WeightWatcher:
         self._update_timeout_s = update_timeout_s
         self._diary = diary
         self._seen = NOTHING
+        self.applied = NOTHING
+        """What the engine has."""
         self._engine_lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.updates = 0
@@ -73,7 +77,8 @@ class WeightWatcher:
     async def first(self, timeout_s: float) -> None:
         """Wait for the trainer's first publication and apply it. Raises WaitTimeout."""
         try:
-            await self._apply(await self._receiver.next_version(self._seen, timeout_s))
+            await self._receiver.next_version(self._seen, timeout_s)
+            await self._apply()
         except WaitTimeout as error:
             raise WaitTimeout(
                 "the trainer's first publication of weights",
@@ -85,9 +90,12 @@ class WeightWatcher:
         """Until cancelled."""
         while True:
             try:
-                await self._apply(await self._receiver.next_version(self._seen, self._update_timeout_s))
+                await self._receiver.next_version(self._seen, self._update_timeout_s)
+                await self._apply()
             except WaitTimeout:
                 continue  # a long step is no fault; whoever needs the version has a timeout of its own
+            except WeightsReplaced as error:  # the receiver was killed and began anew; nothing was touched
+                log.warning("weights were replaced before they could be loaded", error=str(error))
             except PublisherLost as error:
                 log.warning("the publisher is silent; waiting for a trainer", error=str(error))
 
@@ -112,24 +120,21 @@ class WeightWatcher:
         async with self._engine_lock:
             yield self._engine.version
 
-    async def _apply(self, identity: Identity) -> None:
-        """Apply the newest weights there are, unless they would take the engine's version back."""
-        async with self._engine_lock:
-            self._seen = await self._newest(identity)
-            if self._seen.version >= self._engine.version:
-                await self._update(self._seen)
+    async def _apply(self) -> None:
+        """Apply the newest weights there are, unless they would take the engine's version back.
 
-    async def _newest(self, identity: Identity) -> Identity:
-        """What the receiver has by now: more may have come while the version was pinned."""
-        try:
-            return await self._receiver.next_version(identity, 0.0)
-        except (WaitTimeout, PublisherLost):
-            return identity
+        More may have come while the version was pinned: what to load is asked for last.
+        """
+        async with self._engine_lock, self._receiver.hold() as newest:
+            if newest.version >= self._engine.version:
+                await self._update(newest)
+            self._seen = newest
 
     async def _update(self, identity: Identity) -> None:
         started_s = time.time()
         with self._diary.span("weights", f"version {identity.version}"):
             self.last_pause_s = await self._load(identity)
+        self.applied = identity
         self.updates += 1
         log.info(
             "weights applied",

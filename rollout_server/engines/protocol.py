@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from async_grpo.wire import VersionSpan
 
-Interruption = Literal["keep", "recompute"]
+Interruption = Literal["keep", "recompute", "drain", "abort"]
+"""What becomes of requests in flight when new weights come. keep: they go on with their KV cache. recompute: their
+prefix is encoded again. drain: they finish first. abort: they end with what they have, unless they may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class GenerationRequest:
     """One completion to sample.
 
     `prefix` holds tokens of this completion that exist already (from a partial rollout): they
-    follow the prompt as context and are not part of the answer.
+    follow the prompt as context and are not part of the answer. `interruptible`: interruption
+    `abort` may end it early.
     """
 
     request_id: str
@@ -29,6 +32,7 @@ class GenerationRequest:
     temperature: float = 1.0
     seed: int | None = None
     prefix: Sequence[int] = ()
+    interruptible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A look at the engine: requests running and waiting, tokens generated since its start."""
+    """A look at the engine: requests running and waiting, tokens made by `generate` and by `stream` since its
+    start, and the share of the KV cache that requests in flight use (0 if unknown)."""
 
     running: int
     waiting: int
     generated_tokens: int
+    kv_use: float = 0.0
+    streamed_tokens: int = 0
 
 
 class Engine(Protocol):
@@ -65,6 +72,23 @@ class Engine(Protocol):
         """Sample one completion; many calls run concurrently, the engine batches them.
 
         Cancelling the call aborts the request. Raises EngineError if the engine died.
+        """
+        ...
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
+        """Sample one completion and hand it on piece by piece, for somebody who reads along.
+
+        The pieces follow each other without gap; spans count from the start of their piece. The last has
+        the finish reason (and perhaps no token), those before it "". Closing the generator aborts the
+        request. An update with interruption `drain` waits for it, so it must be read without pause. Raises
+        EngineError.
+        """
+        ...
+
+    def peek(self, request_id: str) -> Generation | None:
+        """What a request in flight has so far (finish reason ""); None if that is nothing. Cheap: no wait.
+
+        Of a request that failed because the engine died, what it had.
         """
         ...
 

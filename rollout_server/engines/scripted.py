@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +36,26 @@ def hashed_script(length: int = 16, vocab_size: int = 1000) -> Script:
     return script
 
 
-def scripted_logprobs(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+def scripted_logprobs(tokens: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     """Log-probabilities that `ScriptedEngine` gives to tokens: -(1 + token mod 8) / 8."""
     return (-(1 + np.asarray(tokens, np.int64) % 8) / 8).astype(np.float32)
+
+
+@dataclass
+class ScriptedFlight:
+    """One request under way."""
+
+    log: SpanLog
+    interruptible: bool
+    tokens: list[int] = field(default_factory=list)
+    aborted: bool = False
+    reason: str = ""
+
+    def generation(self, *, since: int = 0) -> Generation:
+        """What there is of it, from token `since` on."""
+        tokens = np.asarray(self.tokens[since:], np.int32)
+        spans = self.log.spans(len(self.tokens), since=since)
+        return Generation(tokens, scripted_logprobs(tokens), spans, self.reason)
 
 
 class ScriptedEngine:
@@ -60,54 +79,90 @@ class ScriptedEngine:
         self._update_s = update_s
         self._reads_store = reads_store
         self._version = CHECKPOINT_VERSION
-        self._flights: dict[SpanLog, list[int]] = {}
+        self._flights: dict[str, ScriptedFlight] = {}
+        self._lost: dict[str, ScriptedFlight] = {}
         self._generated = 0
+        self._streamed = 0
         self._failure: EngineError | None = EngineError("the engine was not started.")
+        self._open = asyncio.Event()
+        """For new requests."""
         self._gate = asyncio.Event()
+        """For the next token."""
+        self._landed = asyncio.Event()
 
     async def start(self) -> None:
         """Ready at once."""
         self._failure = None
         self._gate.set()
+        self._open.set()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """The script's completion from after `prefix`, cut at max_tokens ("length")."""
+        """The script's completion from after `prefix`, cut at max_tokens ("length") or by an update ("abort")."""
+        async with aclosing(self._fly(request)) as flights:
+            async for flight in flights:
+                self._generated += not flight.reason
+        return flight.generation()
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
+        """The same, a token at a time, and the finish reason after the last."""
+        passed_on = 0
+        async with aclosing(self._fly(request)) as flights:
+            async for flight in flights:
+                self._streamed += not flight.reason
+                yield flight.generation(since=passed_on)
+                passed_on = len(flight.tokens)
+
+    async def _fly(self, request: GenerationRequest) -> AsyncGenerator[ScriptedFlight, None]:
+        """The flight after every token, and once more when it has a finish reason."""
+        await self._open.wait()
         rest = list(self._script(request))[len(request.prefix) :]
-        tokens: list[int] = []
-        log = SpanLog(self._version)
-        self._flights[log] = tokens
+        flight = self._flights[request.request_id] = ScriptedFlight(SpanLog(self._version), request.interruptible)
         try:
             for token in rest[: request.max_tokens]:
                 await asyncio.sleep(self._token_s)
                 await self._gate.wait()
                 self._raise_failure()
-                tokens.append(token)
-                self._generated += 1
+                if flight.aborted:
+                    flight.reason = "abort"
+                    break
+                flight.tokens.append(token)
+                yield flight
+            self._raise_failure()
+        except EngineError:
+            self._lost[request.request_id] = flight
+            raise
         finally:
-            del self._flights[log]
-        self._raise_failure()
-        return Generation(
-            tokens=np.asarray(tokens, np.int32),
-            logprobs=scripted_logprobs(tokens),
-            spans=log.spans(len(tokens)),
-            finish_reason="stop" if len(rest) <= request.max_tokens else "length",
-        )
+            del self._flights[request.request_id]
+            self._landed.set()
+        flight.reason = flight.reason or ("stop" if len(rest) <= request.max_tokens else "length")
+        yield flight
+
+    def peek(self, request_id: str) -> Generation | None:
+        """The tokens so far."""
+        flight = self._flights.get(request_id) or self._lost.get(request_id)
+        return flight.generation() if flight is not None and flight.tokens else None
 
     async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
-        """Hold all requests for `update_s`, then go on with `version`."""
+        """Hold all requests for `update_s` (or let them land, or end them), then go on with `version`."""
         self._raise_failure()
         identity = Identity(epoch, version)
-        self._gate.clear()
+        self._open.clear()
         try:
+            while interruption == "drain" and self._flights:
+                self._landed.clear()
+                await self._landed.wait()
+            self._gate.clear()
             await asyncio.sleep(self._update_s)
             if self._reads_store:
                 WeightStore.open(store).snapshot(identity).verify()
-            for log, tokens in self._flights.items():
-                log.update(len(tokens), version)
+            for flight in self._flights.values():
+                flight.log.update(len(flight.tokens), version)
+                flight.aborted = interruption == "abort" and flight.interruptible
             self._version = version
             self.updates.append((identity, interruption))
         finally:
             self._gate.set()
+            self._open.set()
         return self._update_s
 
     def fail(self, reason: str = "the engine died.") -> None:
@@ -121,7 +176,7 @@ class ScriptedEngine:
 
     def load(self) -> EngineLoad:
         """Requests in flight all run."""
-        return EngineLoad(len(self._flights), 0, self._generated)
+        return EngineLoad(len(self._flights), 0, self._generated, streamed_tokens=self._streamed)
 
     async def aclose(self) -> None:
         """Requests in flight fail."""

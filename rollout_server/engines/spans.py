@@ -40,13 +40,13 @@ class SpanLog:
         """The request has `tokens` tokens; those that follow come from `version`."""
         self._starts.append((tokens, version))
 
-    def spans(self, tokens: int) -> list[VersionSpan]:
-        """Spans that cover [0, tokens); versions that contributed nothing are left out."""
+    def spans(self, tokens: int, *, since: int = 0) -> list[VersionSpan]:
+        """Spans that cover [since, tokens), counted from `since`; versions that contributed nothing are left out."""
         ends = [start for start, _ in self._starts[1:]] + [tokens]
         return [
-            VersionSpan(version, start, end)
+            VersionSpan(version, max(start, since) - since, end - since)
             for (start, version), end in zip(self._starts, ends, strict=True)
-            if start < end
+            if max(start, since) < end
         ]
 
 

@@ -15,6 +15,5 @@ class SingleTurn:
 
     async def run(self, task: Task, session: Session) -> Sample:
         """The completion of the task's prompt."""
-        generation = await session.generate(task.prompt_ids())
-        text = self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True)
-        return session.sample(generation, text)
+        generation = await session.turn()
+        return session.sample(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,15 +13,15 @@ import numpy as np
 from async_grpo.config import RunConfig
 from async_grpo.data.source import make_task
 from async_grpo.errors import WaitTimeout
+from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.verdict import Verdict, unverifiable
-from async_grpo.staleness.window import StalenessWindow
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Task, VersionSpan
 from buffer import InMemoryBoard, InMemoryBuffer
 from rollout_server.cast import Cast
 from rollout_server.diary import Diary
-from rollout_server.engines.protocol import EngineLoad, Generation, GenerationRequest
+from rollout_server.engines.protocol import Engine, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 
@@ -79,6 +80,9 @@ class FakeEngine:
         finally:
             self.held.pop(request_id, None)
 
+    def peek(self, request_id: str) -> Generation | None:
+        return None
+
     def let_go(self, *request_ids: str) -> None:
         for request_id in request_ids or list(self.held):
             self.held.pop(request_id).set_result(None)
@@ -102,6 +106,7 @@ class FakeReceiver:
 
     def __init__(self, *identities: Identity) -> None:
         self.newest = max(identities, default=None)
+        self.held = False
         self._changed = asyncio.Condition()
 
     async def publish(self, epoch: int, version: int) -> None:
@@ -118,6 +123,13 @@ class FakeReceiver:
         assert self.newest is not None
         return self.newest
 
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Identity]:
+        assert self.newest is not None
+        self.held = True
+        yield self.newest
+        self.held = False
+
 
 class FakePool:
     """1 if the completion is the reference, 0 if not, unverifiable if it is "?"."""
@@ -125,14 +137,14 @@ class FakePool:
     def __init__(self) -> None:
         self.gate: asyncio.Event | None = None
 
-    async def judge(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def judge(self, items: Sequence[Item]) -> list[Verdict]:
         if self.gate is not None:
             await self.gate.wait()
-        return [self._verdict(*item) for item in items]
+        return [self._verdict(item.completion, item.answer) for item in items]
 
     def _verdict(self, completion: str, answer: str) -> Verdict:
         if completion == "?":
-            return unverifiable("error", "cannot say")
+            return unverifiable("raised", "cannot say")
         score = float(completion == answer)
         return Verdict(scores={"answer_tag": score}, reward=score)
 
@@ -167,14 +179,15 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def buffer_of(config: RunConfig) -> InMemoryBuffer:
-    window = StalenessWindow(config.max_staleness, config.groups_per_step, config.steps * config.groups_per_step)
-    return InMemoryBuffer(window=window, lease_s=config.rollout.lease_s, max_attempts=config.rollout.max_attempts)
+    return InMemoryBuffer(
+        policy=config.replay_policy, lease_s=config.rollout.lease_s, max_attempts=config.rollout.max_attempts
+    )
 
 
 def cast_of(
     tmp_path: Path,
     config: RunConfig,
-    engine: FakeEngine,
+    engine: FakeEngine | Engine,
     buffer: InMemoryBuffer | None = None,
     board: InMemoryBoard | None = None,
     name: str = "rollout-0",
@@ -192,12 +205,14 @@ def cast_of(
     )
 
 
-def watcher_of(cast_: Cast, receiver: FakeReceiver, update_timeout_s: float = 5.0) -> WeightWatcher:
+def watcher_of(
+    cast_: Cast, receiver: FakeReceiver, update_timeout_s: float = 5.0, interruption: Interruption = "keep"
+) -> WeightWatcher:
     return WeightWatcher(
         receiver,
         cast_.engine,
         store=Path("/dev/shm/unused"),
-        interruption="keep",
+        interruption=interruption,
         update_timeout_s=update_timeout_s,
         diary=cast_.diary,
     )

@@ -172,8 +172,9 @@ async def test_a_sample_goes_on_behind_the_tokens_of_its_partial() -> None:
     )
     engine = FakeEngine()
     engine.version = 4
-    session = Session(engine, "r", seed=1, temperature=1.0, max_tokens=4, prior=prior)
-    sample = session.sample(await session.generate([9]), "text")
+    session = Session(engine, "r", [9], seed=1, temperature=1.0, max_tokens=4, prior=prior)
+    await session.turn()
+    sample = session.sample("text")
     sample.validate()
     assert engine.requests[0].prefix == [1, 2]
     assert engine.requests[0].max_tokens == 2
@@ -209,7 +210,7 @@ async def test_a_group_that_cannot_be_trained_is_discarded_with_its_reason(
 ) -> None:
     config = config_of(rollout={"max_concurrency": 4, "dynamic_sampling": dynamic_sampling})
     buffer = buffer_of(config)
-    engine = FakeEngine(lambda request: answers[int(request.request_id.split("-")[2])])
+    engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
     cast = cast_of(tmp_path, config, engine, buffer)
 
     async def discarded() -> bool:
@@ -224,14 +225,14 @@ async def test_a_group_with_two_rewards_is_trained_and_the_others_are_masked(tmp
     config = config_of()
     buffer = buffer_of(config)
     answers = ["yes", "no", "?", "?"]
-    engine = FakeEngine(lambda request: answers[int(request.request_id.split("-")[2])])
+    engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
     cast = cast_of(tmp_path, config, engine, buffer)
     async with dispatching(cast):
         await ready(buffer, 2)
     group = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups[0]
     assert [sample.reward for sample in group.samples] == [1.0, 0.0, None, None]
-    assert group.samples[2].unverifiable == "cannot say"
-    assert (await cast.board.counters())["reward_failures.error"] >= 4
+    assert group.samples[2].unverifiable == "raised: cannot say"
+    assert (await cast.board.counters())["reward_failures.raised"] >= 4
 
 
 async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path:
         await Dispatcher(cast, watcher, feeder).run()
     cause = first_cause(raised.value)
     assert isinstance(cause, RoleFailed)
-    assert "32 groups in a row ended as unverifiable, the last because: cannot say" in str(cause)
+    assert "32 groups in a row ended as unverifiable, the last because: raised: cannot say" in str(cause)
     feeding.cancel()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.config.schema import OptimizerConfig
+from async_grpo.config.trainer import OptimizerConfig
 from trainer.schedule import learning_rate
 
 

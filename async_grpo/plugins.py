@@ -1,0 +1,39 @@
+"""Code of the user's own, named `module:attribute` in the configuration."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigError
+
+
+def is_plugin(name: str) -> bool:
+    """Whether a name is `module:attribute`."""
+    module, colon, attribute = name.partition(":")
+    return bool(module and colon and attribute)
+
+
+def load_plugin(name: str, *, key: str) -> Any:
+    """What `module:attribute` names, on the Python path or in the working folder; it must be callable.
+
+    `key`: where in the configuration it is named. Raises ConfigError that says what to change.
+    """
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {name!r} cannot be imported ({type(error).__name__}: {error}). Is the module in the working "
+            "folder or on PYTHONPATH, and the name right"
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"{key}: {name!r} is a {type(found).__name__}, which cannot be called. Name a function or class"
+        )
+    return found

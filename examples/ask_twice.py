@@ -1,0 +1,34 @@
+"""A workflow of your own: the policy answers, is asked whether it is sure, and answers again.
+
+async-grpo run configs/quickstart.yaml -o rollout.workflow=examples.ask_twice:AskTwice
+"""
+
+from __future__ import annotations
+
+from async_grpo.data.source import Tokenizer
+from async_grpo.wire import Sample, Task
+from rollout_server.session import Session
+
+QUESTION = "\nAre you sure? "
+
+
+class AskTwice:
+    """Called once with the run's tokenizer; `run` is called for every sample, many of them at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def run(self, task: Task, session: Session) -> Sample:
+        """Two turns with our question between them, which gets no gradient. The second answer is judged."""
+        first = await session.turn()
+        if first.finish_reason != "stop":  # cut short by new weights, or no room left
+            return session.sample(self._text(first.tokens.tolist()))
+        await session.observe(self._question)
+        second = await session.turn() if session.tokens_left else first
+        return session.sample(self._text(second.tokens.tolist()))
+
+    async def _question(self) -> list[int]:
+        return self._tokenizer.encode(QUESTION)
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,191 @@
+"""/v1: completions of the current policy, as OpenAI's clients ask for them.
+
+    body --> Prompts --> Writers --> pieces --> Form --> JSON, or server-sent events
+
+The fingerprint of an answer, and its header `x-policy-version`, is "epoch-version" of the newest weights that wrote
+a token of it; of a stream, the header is of its first piece and every piece has a fingerprint of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import JSONResponse, Response
+
+from async_grpo.errors import EngineError
+from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.http.bodies import ChatBody, CompletionBody, Sampling, parse
+from rollout_server.http.errors import HttpError
+from rollout_server.http.lobby import Backstage, Lobby
+from rollout_server.http.replies import ChatForm, Choice, CompletionForm, Form
+from rollout_server.http.text import TextStream
+from rollout_server.http.wire import EventStream, read_json, unless_gone
+from rollout_server.http.writers import Job, Piece
+
+VERSION_HEADER = "x-policy-version"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a request comes to: its prompts, what is asked of each, and how the answer looks."""
+
+    prompts: Sequence[list[int]]
+    sampling: Sampling
+    form: Form
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(len(prompt) for prompt in self.prompts)
+
+
+def completion_routes(lobby: Lobby) -> APIRouter:
+    """/v1/models, /v1/completions, /v1/chat/completions."""
+    bound = lobby.config.rollout.http
+    numbers = count(1)
+
+    async def key(request: Request) -> None:
+        lobby.keys.admit_to_completions(request.headers.get("authorization", ""))
+
+    routes = APIRouter(prefix="/v1", dependencies=[Depends(key)])
+
+    @routes.get("/models")
+    async def models() -> JSONResponse:
+        backstage = lobby.ready()
+        model = {"id": lobby.config.name, "object": "model", "created": 0, "owned_by": "async-grpo"}
+        return JSONResponse({"object": "list", "data": [{**model, "policy_version": backstage.policy}]})
+
+    @routes.post("/completions")
+    async def completions(request: Request) -> Response:
+        lobby.ready()
+        body = parse(CompletionBody, await read_json(request, bound.max_body_bytes))
+        _check(body, prompts=len(body.prompts))
+        prompts = [await lobby.prompts.of_text(prompt) for prompt in body.prompts]
+        form = CompletionForm(lobby.config.name, lobby.prompts.name, with_logprobs=body.wants_logprobs)
+        return await _answer(request, Order(prompts, body, form), body.max_tokens)
+
+    @routes.post("/chat/completions")
+    async def chat(request: Request) -> Response:
+        lobby.ready()
+        body = parse(ChatBody, await read_json(request, bound.max_body_bytes))
+        _check(body, prompts=1)
+        prompt = await lobby.prompts.of_chat(body.messages)
+        form = ChatForm(lobby.config.name, lobby.prompts.name, with_logprobs=body.wants_logprobs)
+        return await _answer(request, Order([prompt], body, form), body.max_completion_tokens or body.max_tokens)
+
+    def _check(body: Sampling, *, prompts: int) -> None:
+        if body.model not in (None, lobby.config.name):
+            raise HttpError(404, f"the model of this server is {lobby.config.name!r}", code="model_not_found")
+        if not 1 <= prompts * body.n <= bound.most_completions:
+            raise HttpError(
+                400,
+                f"prompts ({prompts}) times n ({body.n}) must be from 1 to {bound.most_completions} "
+                "(rollout.http.max_n, rollout.http.max_concurrency). Ask for the rest in other requests",
+            )
+
+    async def _answer(request: Request, order: Order, max_tokens: int | None) -> Response:
+        requests = [
+            _generation(order.sampling, prompt, index, max_tokens)
+            for index, prompt in enumerate(prompt for prompt in order.prompts for _ in range(order.sampling.n))
+        ]
+        backstage = lobby.ready()
+        texts = [TextStream(lobby.prompts.decode, order.sampling.stops) for _ in requests]
+        job = backstage.writers.start(requests, texts)
+        if order.sampling.stream:
+            return await _streamed(request, order, backstage, job)
+        try:
+            work = _whole(order, backstage, job, len(requests))
+            return await unless_gone(request.receive, work, bound.request_timeout_s)
+        finally:
+            await job.aclose()
+
+    def _generation(sampling: Sampling, prompt: list[int], index: int, max_tokens: int | None) -> GenerationRequest:
+        config = lobby.config.sampling
+        temperature = config.temperature if sampling.temperature is None else sampling.temperature
+        return GenerationRequest(
+            request_id=f"http-{next(numbers)}",
+            prompt=prompt,
+            max_tokens=_bounded(max_tokens, room=lobby.prompts.room(prompt)),
+            temperature=temperature,
+            seed=None if sampling.seed is None else sampling.seed + index,
+            interruptible=False,
+        )
+
+    def _bounded(asked: int | None, *, room: int) -> int:
+        if asked is None:
+            return min(lobby.config.sampling.max_tokens, bound.max_tokens, room)
+        if asked > bound.max_tokens:
+            raise HttpError(400, f"max_tokens: {asked} is above rollout.http.max_tokens ({bound.max_tokens})")
+        if asked > room:
+            raise HttpError(
+                400,
+                f"max_tokens: {asked} do not fit: beside this prompt there is room for {room} within "
+                f"rollout.vllm.max_model_len ({lobby.config.rollout.vllm.max_model_len}). Ask for less",
+                code="context_length_exceeded",
+            )
+        return asked
+
+    async def _streamed(request: Request, order: Order, backstage: Backstage, job: Job) -> Response:
+        """The first piece is waited for: until then, an error still has a status."""
+        pieces = job.pieces()
+        try:
+            first = await unless_gone(request.receive, _next(pieces), bound.request_timeout_s)
+        except BaseException:
+            await job.aclose()
+            raise
+        events = _events(order, backstage, job, first, pieces)
+        headers = {VERSION_HEADER: _fingerprint(backstage, first)}
+        return EventStream(events, headers, timeout_s=bound.request_timeout_s)
+
+    return routes
+
+
+async def _whole(order: Order, backstage: Backstage, job: Job, count: int) -> Response:
+    choices = [Choice() for _ in range(count)]
+    try:
+        async with aclosing(job.pieces()) as pieces:
+            async for piece in pieces:
+                choices[piece.index].add(piece)
+    except EngineError as error:
+        raise _engine_failed(error) from error
+    versions = [choice.version for choice in choices if choice.version is not None]
+    fingerprint = backstage.identity_of(max(versions, default=backstage.cast.engine.version))
+    body = order.form.whole(choices, order.prompt_tokens, fingerprint)
+    return JSONResponse(body, headers={VERSION_HEADER: fingerprint})
+
+
+async def _next(pieces: AsyncGenerator[Piece, None]) -> Piece:
+    try:
+        return await anext(pieces)
+    except EngineError as error:
+        raise _engine_failed(error) from error
+
+
+async def _events(
+    order: Order, backstage: Backstage, job: Job, first: Piece, rest: AsyncGenerator[Piece, None]
+) -> AsyncGenerator[dict[str, Any], None]:
+    tokens, piece = 0, first
+    try:
+        with suppress(StopAsyncIteration):
+            while True:
+                tokens += len(piece.tokens)
+                yield order.form.piece(piece, _fingerprint(backstage, piece))
+                piece = await _next(rest)
+        if order.sampling.wants_usage:
+            yield order.form.usage(order.prompt_tokens, tokens, _fingerprint(backstage, piece))
+    finally:
+        await job.aclose()
+
+
+def _fingerprint(backstage: Backstage, piece: Piece) -> str:
+    versions = [span.version for span in piece.spans]
+    return backstage.identity_of(max(versions, default=backstage.cast.engine.version))
+
+
+def _engine_failed(error: EngineError) -> HttpError:
+    return HttpError(503, f"the engine failed: {error}", code="engine_failed")

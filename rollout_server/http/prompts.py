@@ -1,0 +1,101 @@
+"""Requests -> token ids that the engine can take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from rollout_server.http.bodies import Message
+from rollout_server.http.errors import HttpError
+
+MAX_REASON_CHARS = 500
+
+
+class HttpTokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text -> token ids."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids -> text."""
+        ...
+
+
+class Prompts:
+    """Checked prompts: never empty, never too long, and no token that the model does not have (such a token may
+    take an engine down, and training with it)."""
+
+    def __init__(self, tokenizer: HttpTokenizer, *, vocabulary: int, longest: int) -> None:
+        """`vocabulary`: token ids are below it. `longest`: prompt and completion together, in tokens."""
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._longest = longest
+
+    async def of_text(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as it is. Raises HttpError 400."""
+        return self._checked(await self._encode(prompt, special=True) if isinstance(prompt, str) else prompt)
+
+    async def of_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation, through the model's own chat template. Raises HttpError 400."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise HttpError(
+                400,
+                "this model's tokenizer has no chat template, so messages cannot be written as the model knows them. "
+                "Use /v1/completions with a prompt, or add chat_template to the checkpoint's tokenizer_config.json",
+                code="no_chat_template",
+            )
+        text = await _tried(self._apply_template, [message.plain() for message in messages])
+        return self._checked(await self._encode(text, special=False))
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that a completion of this prompt may have."""
+        return self._longest - len(prompt)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def name(self, token: int) -> str:
+        """One token as text, special or not."""
+        return self._tokenizer.decode([token])
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        return cast(list[int], await _tried(self._tokenizer.encode, text, add_special_tokens=special))
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+        template = cast(Any, self._tokenizer).apply_chat_template
+        return cast(str, template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _checked(self, prompt: list[int]) -> list[int]:
+        if not prompt:
+            raise HttpError(400, "prompt: it has no token. Send at least one", code="empty_prompt")
+        if (largest := max(prompt)) >= self._vocabulary:
+            raise HttpError(
+                400,
+                f"prompt: token {largest} is not in the model's vocabulary of {self._vocabulary}. "
+                "Use the tokenizer of this model",
+                code="unknown_token",
+            )
+        if self.room(prompt) < 1:
+            raise HttpError(
+                400,
+                f"prompt: {len(prompt)} tokens leave no room for a completion within rollout.vllm.max_model_len "
+                f"({self._longest}). Send a shorter one",
+                code="context_length_exceeded",
+            )
+        return prompt
+
+
+async def _tried(make: Any, *arguments: Any, **options: Any) -> Any:
+    """In a thread, because a long text takes a while. What the tokenizer cannot do is the request's fault."""
+    try:
+        return await asyncio.to_thread(make, *arguments, **options)
+    except Exception as error:
+        raise HttpError(
+            400,
+            f"the tokenizer of this model refuses the prompt: {type(error).__name__}: {str(error)[:MAX_REASON_CHARS]}",
+            code="bad_prompt",
+        ) from error

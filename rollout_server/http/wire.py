@@ -1,0 +1,99 @@
+"""Reading requests and streaming answers, each within bounds, and noticing clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rollout_server.http.errors import HttpError
+
+T = TypeVar("T")
+
+BODY_TIMEOUT_S = 30.0
+CLIENT_LEFT = 499
+"""The status that logs and metrics see; the client does not."""
+
+
+async def read_json(request: Request, limit_bytes: int) -> bytes:
+    """The body of a request. Raises HttpError 415, 413 or 408.
+
+    Only `application/json` is taken: a web page cannot send that to another origin unasked.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HttpError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise HttpError(413, f"the body is longer than rollout.http.max_body_bytes ({limit_bytes})")
+    except TimeoutError:
+        raise HttpError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """The result of the work, which is cancelled when the client leaves (HttpError 499, for nobody to read) or
+    when time is up (HttpError 504)."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait([working, leaving], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise HttpError(CLIENT_LEFT, "the client left")
+        raise HttpError(504, f"not answered within rollout.http.request_timeout_s ({timeout_s:g} s)")
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, each a JSON object; the last is [DONE]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[dict[str, Any], None], headers: Mapping[str, str], *, timeout_s: float
+    ) -> None:
+        """`events` is closed at the end, whatever happens."""
+        super().__init__(headers={"cache-control": "no-store", **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them as they come. The headers are gone by then, so an error becomes the last event."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = b""
+        try:
+            await unless_gone(receive, self._send_all(send), self._timeout_s)
+        except HttpError as error:
+            last = _event(error.body())
+        finally:
+            await self._events.aclose()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": _event(event), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,138 @@
+"""A real engine on a tiny random model, with a plain Hugging Face model of every version to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.config.rollout import VllmConfig
+from async_grpo.weights import changes
+from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.store import Notes, WeightStore, store_path
+from rollout_server.engines.protocol import Generation, GenerationRequest, Interruption
+from rollout_server.engines.vllm_engine import VllmEngine
+
+VOCABULARY = 512
+STOP_TOKENS = list(range(16))
+EXACT = 1e-4
+FAR = 1e-3
+
+
+class Lab:
+    """An engine, its checkpoint folder, its weight store, and the reference model of every version."""
+
+    def __init__(
+        self, model_dir: Path, *, run: str, tied: bool, stop_tokens: list[int] | None = None, **vllm: Any
+    ) -> None:
+        """`vllm`: fields of its configuration."""
+        self.tied = tied
+        self.models = {-1: random_model(tied, stop_tokens)}
+        self.models[-1].save_pretrained(model_dir)
+        self.engine = engine_of(model_dir, **vllm)
+        tensors = self.tensors(-1)
+        layout = layout_of([(name, "float32", array.shape) for name, array in tensors.items()])
+        self.store = WeightStore.create(store_path(run, model_dir.name), layout)
+        self._requests = 0
+
+    async def update(
+        self, interruption: Interruption, *, moved: Collection[str] | None = None, told: Collection[str] | None = None
+    ) -> int:
+        """Make a new version by moving the tensors `moved` (None: all), publish it, tell the engine that
+        `told` differ from the version before (None: nothing is known), and load it."""
+        version = len(self.models) - 1
+        self.models[version] = perturbed(self.models[version - 1], seed=version, names=moved)
+        block = np.frombuffer(self.store.begin(), np.uint8)
+        tensors = self.tensors(version)
+        for spec in self.store.layout.tensors:
+            block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].reshape(-1).view(np.uint8)
+        flags = [told is not None and spec.name in told for spec in self.store.layout.tensors]
+        base = None if told is None else (0, version - 1)
+        self.store.commit(Identity(0, version), Notes(base=base, changed=changes.pack(flags)))
+        await self.engine.update_weights(self.store.path, epoch=0, version=version, interruption=interruption)
+        return version
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 1.0, prefix: Sequence[int] = ()
+    ) -> Generation:
+        self._requests += 1
+        return await self.engine.generate(
+            GenerationRequest(f"r{self._requests}", prompt, max_tokens, temperature, prefix=prefix)
+        )
+
+    def reference(
+        self, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0, keep: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the tokens: the model of each span goes on with the KV cache that the
+        models before it left (`keep`), or encodes everything anew."""
+        parts, cache = [], DynamicCache()
+        sequence = [*prompt, *generation.tokens.tolist()]
+        for span in generation.spans:
+            if not keep:
+                cache = DynamicCache()
+            inputs = sequence[cache.get_seq_length() : len(prompt) + span.end - 1]
+            logprobs = log_softmax(self.models[span.version], inputs, cache, temperature)[-(span.end - span.start) :]
+            tokens = torch.tensor(generation.tokens[span.start : span.end], dtype=torch.long)
+            parts.append(logprobs.gather(1, tokens[:, None])[:, 0])
+        return torch.cat(parts).numpy()
+
+    def error(self, prompt: Sequence[int], generation: Generation, **options: Any) -> float:
+        """Largest difference from the reference."""
+        return float(np.abs(generation.logprobs - self.reference(prompt, generation, **options)).max())
+
+    def tensors(self, version: int) -> dict[str, npt.NDArray[np.float32]]:
+        """What is published of a version, by name."""
+        state = self.models[version].state_dict()
+        return {name: tensor.numpy() for name, tensor in state.items() if not (self.tied and name == "lm_head.weight")}
+
+
+def engine_of(model_dir: Path, **vllm: Any) -> VllmEngine:
+    """Small and quick to start; `vllm`: fields of its configuration."""
+    defaults = {"max_model_len": 1024, "kv_cache_bytes": 128 << 20, "multiprocessing": False}
+    return VllmEngine(model_dir, VllmConfig(**defaults | vllm), precision="float32", seed=1, name=model_dir.name)
+
+
+def random_model(tied: bool, stop_tokens: list[int] | None) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # head_dim 32, the smallest that vLLM has on CPU
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=stop_tokens,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def perturbed(model: Qwen2ForCausalLM, seed: int, names: Collection[str] | None = None) -> Qwen2ForCausalLM:
+    """A policy some optimizer steps further: every tensor differs, or those named."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = Qwen2ForCausalLM(model.config).eval()
+    moved.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            if names is None or name in names:
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+    return moved
+
+
+@torch.no_grad()
+def log_softmax(model: Qwen2ForCausalLM, inputs: Sequence[int], cache: DynamicCache, temperature: float) -> Any:
+    """Log-probabilities [len(inputs), vocabulary] after each input; the cache grows by the inputs."""
+    logits = model(torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True).logits[0]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(len(STOP_TOKENS), VOCABULARY, length).tolist()

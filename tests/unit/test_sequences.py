@@ -1,0 +1,61 @@
+"""From a batch to tensors: what is predicted, from where, and what gets a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.wire import Batch, Group, Sample, Task, tokens_to_bytes
+from tests.support.buffer_cases import mixed_sample
+from trainer.metrics import step_row
+from trainer.sequences import micro_batch, sequences_of
+from trainer.step import StepResult
+
+PROMPT = [7, 8, 9]
+
+
+def batch_of(*samples: Sample, mask_below: int = 0) -> Batch:
+    task = Task(index=0, prompt="", prompt_tokens=tokens_to_bytes(PROMPT), answer="")
+    group = Group(seq=0, attempt=1, task=task, samples=list(samples))
+    return Batch(epoch=1, version=3, groups=[group], mask_below=mask_below)
+
+
+OLD_AND_YOUNG, YOUNG = mixed_sample(1, 3, 6), mixed_sample(3, 3, 4)
+
+
+def test_every_completion_token_is_predicted_from_the_position_before_it() -> None:
+    tensors = micro_batch(sequences_of(batch_of(OLD_AND_YOUNG, YOUNG), ObjectiveConfig(), 64))
+    assert tensors.tokens_1T.tolist() == [[*PROMPT, 0, 1, 2, 3, 4, *PROMPT, 0, 1, 2]]
+    assert tensors.trained_N.tolist() == [2, 3, 4, 5, 6, 7, 10, 11, 12, 13]
+    assert tensors.labels_N.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+
+
+def test_masked_tokens_stay_as_context_and_get_no_gradient() -> None:
+    tensors = micro_batch(sequences_of(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=2), ObjectiveConfig(), 64))
+    assert tensors.tokens_1T.tolist() == [[*PROMPT, 0, 1, 2, 3, 4, *PROMPT, 0, 1, 2]]
+    assert tensors.trained_N.tolist() == [5, 6, 7, 10, 11, 12, 13]
+    assert tensors.labels_N.tolist() == [3, 4, 5, 0, 1, 2, 3]
+    sizes = {len(each) for each in (tensors.behaviour_N, tensors.advantages_N, tensors.weights_N, tensors.versions_N)}
+    assert sizes == {7}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_masking_does_not_change_the_weight_of_the_other_tokens(aggregation: str) -> None:
+    objective = ObjectiveConfig(aggregation=aggregation)
+    whole, masked = (
+        micro_batch(sequences_of(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=below), objective, 64)) for below in (0, 2)
+    )
+    assert masked.weights_N.tolist() == whole.weights_N[3:].tolist()
+
+
+def test_a_sample_that_is_masked_whole_is_context_only() -> None:
+    tensors = micro_batch(sequences_of(batch_of(mixed_sample(1, 1), YOUNG, mask_below=2), ObjectiveConfig(), 64))
+    assert tensors.trained_N.tolist() == [8, 9, 10, 11]
+
+
+def test_ages_are_those_of_the_tokens_with_a_gradient() -> None:
+    result = StepResult(**{field.name: 0 for field in fields(StepResult)})
+    rows = [step_row(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=below), result, lr=0.1, seconds={}) for below in (0, 2)]
+    assert [(row["age_max"], row["masked_tokens"]) for row in rows] == [(2, 0), (0, 3)]

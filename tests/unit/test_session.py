@@ -1,0 +1,132 @@
+"""A sample is written turn by turn, stored at any moment, and taken up again where it was left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from async_grpo.wire import Sample, Turn, VersionSpan
+from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.session import Session
+
+PROMPT, STOP = [9], 99
+
+
+def speech(request: GenerationRequest) -> list[int]:
+    """Turns of 3, then 2 tokens, told apart by the observation between them; prefix included."""
+    answered = 50 in request.prefix
+    return [*request.prefix[:4], 4, STOP] if answered else [1, 2, STOP]
+
+
+class Tool:
+    """Answers 50 and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self) -> Sequence[int]:
+        self.calls += 1
+        return [50]
+
+
+async def engine_at(version: int, *, tokens_per_s: float = 10_000.0) -> ScriptedEngine:
+    engine = ScriptedEngine(speech, tokens_per_s=tokens_per_s)
+    await engine.start()
+    await update(engine, version)
+    return engine
+
+
+async def update(engine: ScriptedEngine, version: int, how: str = "keep") -> None:
+    await engine.update_weights(Path(), epoch=1, version=version, interruption=how)  # type: ignore[arg-type]
+
+
+def session_on(engine: ScriptedEngine, prior: Sample | None = None, *, max_tokens: int = 20) -> Session:
+    return Session(engine, "s", PROMPT, seed=1, temperature=1.0, max_tokens=max_tokens, prior=prior)
+
+
+async def converse(session: Session, tool: Tool) -> Sample:
+    first = await session.turn()
+    if first.finish_reason == "stop":
+        await session.observe(tool)
+        if session.tokens_left:
+            await session.turn()
+    return session.sample("text")
+
+
+async def test_the_policys_turns_and_the_tools_answers_are_told_apart() -> None:
+    sample = await converse(session_on(await engine_at(3)), Tool())
+    sample.validate()
+    assert sample.token_ids().tolist() == [1, 2, STOP, 50, 4, STOP]
+    assert sample.written_by_policy().tolist() == [True, True, True, False, True, True]
+    assert sample.token_logprobs()[3] == 0
+    assert (sample.spans, sample.finish_reason) == ([VersionSpan(3, 0, 6)], "stop")
+
+
+async def test_a_completion_is_never_longer_than_allowed() -> None:
+    for most, turns in [(3, [True]), (4, [True, False]), (5, [True, False, True])]:
+        sample = await converse(session_on(await engine_at(0), max_tokens=most), Tool())
+        assert (sample.length, sample.finish_reason) == (most, "length")
+        assert [turn.by_policy for turn in sample.turns or [Turn(0, 3, True)]] == turns
+
+
+async def test_a_sample_cut_in_the_middle_of_a_turn_goes_on_behind_its_last_token() -> None:
+    engine = await engine_at(3, tokens_per_s=50.0)
+    session = session_on(engine)
+    making = asyncio.create_task(converse(session, Tool()))
+    while (left := session.snapshot()) is None or left.length < 2:
+        await asyncio.sleep(0.001)
+    making.cancel()
+    left.validate()
+    assert (left.turns, left.finish_reason) == ([Turn(0, 2, True)], "")
+
+    other, tool = await engine_at(5), Tool()
+    sample = await converse(session_on(other, left), tool)
+    sample.validate()
+    assert sample.token_ids().tolist() == [1, 2, STOP, 50, 4, STOP]
+    assert sample.spans == [VersionSpan(3, 0, 2), VersionSpan(5, 2, 6)]
+    assert tool.calls == 1
+
+
+async def test_what_a_tool_has_answered_is_not_asked_again() -> None:
+    session, tool = session_on(await engine_at(3)), Tool()
+    await session.turn()
+    await session.observe(tool)
+    left = session.snapshot()
+    assert left is not None
+    assert [turn.by_policy for turn in left.turns] == [True, False]
+    sample = await converse(session_on(await engine_at(4), left), tool)
+    assert (sample.token_ids().tolist(), tool.calls) == ([1, 2, STOP, 50, 4, STOP], 1)
+    assert sample.spans == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
+
+
+async def test_a_turn_that_had_stopped_is_not_continued() -> None:
+    session = session_on(await engine_at(3))
+    await session.turn()
+    left = session.snapshot()
+    assert left is not None
+    again = session_on(await engine_at(4), left)
+    generation = await again.turn()
+    assert (generation.tokens.tolist(), generation.finish_reason) == ([1, 2, STOP], "stop")
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute", "drain", "abort"])
+async def test_every_interruption_keeps_the_tokens_that_were_generated(how: str) -> None:
+    engine = await engine_at(3, tokens_per_s=50.0)
+    session = session_on(engine)
+    turn = asyncio.create_task(session.turn())
+    while (so_far := session.snapshot()) is None or so_far.length < 1:
+        await asyncio.sleep(0.001)
+    await update(engine, 4, how)
+    generation = await turn
+    assert session.is_cut_short == (how == "abort")
+    sample = session.sample("text")
+    if how == "abort":
+        sample = await converse(session_on(engine, sample), Tool())
+    assert generation.tokens.tolist()[:1] == [1]
+    versions = sample.token_versions().tolist()
+    assert versions[0] == 3
+    assert (4 in versions) == (how != "drain")
