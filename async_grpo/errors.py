@@ -10,11 +10,13 @@ AsyncGrpoError
 │   ├── ServerRefused      the Redis server is too old, may drop data, or refuses this client
 │   ├── ServerLost         the Redis server cannot be reached (any more)
 │   ├── ServerFull         the Redis server has no memory left, and nothing drains it
+│   ├── ReplicasBehind     too few replicas of the Redis server have confirmed a change
 │   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
 │   ├── Fenced             a message of an older epoch
 │   └── RunEnded           the run is over: nothing will be admitted or delivered any more
 ├── WeightsError           the weight plane
 │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
+│   ├── WeightsReplaced    a version that the store does not hold any more: a newer one took its place
 │   └── PublisherLost      the publisher has been silent for too long
 ├── EngineError            the inference engine failed
 ├── TrainingError          the trainer cannot go on (non-finite loss, bad checkpoint)
@@ -72,6 +74,10 @@ class ServerFull(BufferFault):
     """The Redis server is at its memory limit and stayed there."""
 
 
+class ReplicasBehind(BufferFault):
+    """A change has happened on the primary, but too few replicas have confirmed it: a failover could undo it."""
+
+
 class LeaseLost(BufferFault):
     """The ticket is held by somebody else, or its group has already ended."""
 
@@ -90,6 +96,10 @@ class WeightsError(AsyncGrpoError):
 
 class WeightsCorrupt(WeightsError):
     """Bytes that do not match their manifest; nothing of them was applied."""
+
+
+class WeightsReplaced(WeightsError):
+    """The store does not hold this version (any more); nothing was touched."""
 
 
 class PublisherLost(WeightsError):

@@ -142,15 +142,15 @@ class Inspector:
     async def overview(self) -> Overview:
         """Counters, sizes, ages, leases and memory. Raises BufferFault for books of another format."""
         books = await self._books()
-        stats = await self._buffer.stats()
+        policy, stats = _policy(books.meta), await self._buffer.stats()
         groups = [_facts(books, seq) for seq in books.leases]
         leased = [group for group in groups if group.lease_s is not None]
         return Overview(
             run=self._run,
             stats=stats,
-            policy=_policy(books.meta),
+            policy=policy,
             committed=int(books.meta.get("committed", 0)),
-            drained=books.drained,
+            drained=books.drained and policy.window.horizon == 0,
             ages=_ages(books),
             held=sum((group.lease_s or 0) > 0 for group in leased),
             expired=sum((group.lease_s or 0) <= 0 for group in leased),

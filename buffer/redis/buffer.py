@@ -24,6 +24,11 @@ from buffer.redis.keys import Keys
 from buffer.redis.link import Link, NotYet, Payload
 from buffer.redis.scripts import script
 
+_COUNTERS = (
+    *("epoch", "version", "tasks_put", "admitted", "inserted", "used", "ended"),
+    *("max_staleness", "groups_per_step", "horizon", "selector_window"),
+)
+
 
 class RedisBuffer:
     """`ReplayBuffer` shared by all processes of a run. Made by `open`, or by `buffer.connect`."""
@@ -134,8 +139,31 @@ class RedisBuffer:
         await self._script("end")
 
     async def stats(self) -> BufferStats:
-        stats: BufferStats = await self._link.call(self._stats)
-        return stats
+        books = await self._script("stats")
+        meta, released, lengths = (_mapping(book) for book in books[:3])
+        inflight, ready, taken, kept = books[3:]
+        number = {name: int(meta.get(name, 0)) for name in _COUNTERS}
+        return BufferStats(
+            epoch=number["epoch"],
+            version=number["version"],
+            tasks_put=number["tasks_put"],
+            waiting=number["tasks_put"] - number["admitted"],
+            inflight=inflight,
+            ready=ready,
+            taken=taken,
+            admitted=number["admitted"],
+            released={reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason},
+            released_by_length={name: int(count) for name, count in lengths.items()},
+            max_staleness=number["max_staleness"],
+            groups_per_step=number["groups_per_step"],
+            horizon=number["horizon"],
+            selector=meta["selector"],
+            selector_window=number["selector_window"],
+            inserted=number["inserted"],
+            used=number["used"],
+            ended=bool(number["ended"]),
+            kept=kept,
+        )
 
     async def aclose(self) -> None:
         await self._link.aclose()
@@ -181,37 +209,6 @@ class RedisBuffer:
             )
         return Batch(epoch=epoch, version=version, groups=groups, replayed=bool(replayed), mask_below=mask_below)
 
-    async def _stats(self) -> BufferStats:
-        of = self._keys.of
-        async with self._link.client.pipeline(transaction=True) as pipe:
-            pipe.hgetall(of("meta")).hgetall(of("released")).hgetall(of("lengths"))
-            pipe.zcard(of("leases")).zcard(of("ready")).scard(of("taken")).hlen(of("pins"))
-            meta, released, lengths, inflight, ready, taken, kept = await pipe.execute()
-        counters = ("epoch", "version", "tasks_put", "admitted", "inserted", "used", "ended")
-        number = {name: int(meta.get(name.encode(), 0)) for name in counters}
-        tasks_put, admitted = number["tasks_put"], number["admitted"]
-        return BufferStats(
-            epoch=number["epoch"],
-            version=number["version"],
-            tasks_put=tasks_put,
-            waiting=tasks_put - admitted,
-            inflight=inflight,
-            ready=ready,
-            taken=taken,
-            admitted=admitted,
-            released={reason.value: int(released.get(reason.value.encode(), 0)) for reason in ReleaseReason},
-            released_by_length={name.decode(): int(count) for name, count in lengths.items()},
-            max_staleness=int(meta[b"max_staleness"]),
-            groups_per_step=int(meta[b"groups_per_step"]),
-            horizon=int(meta[b"horizon"]),
-            selector=meta[b"selector"].decode(),
-            selector_window=int(meta[b"selector_window"]),
-            inserted=number["inserted"],
-            used=number["used"],
-            ended=bool(number["ended"]),
-            kept=kept,
-        )
-
     async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = ()) -> Any:
         """The reply of the script `name`, run on this run's keys."""
         return await self._link.run(script(name), self._keys.books, self._keys.prefix, *args, payloads=payloads)
@@ -226,6 +223,11 @@ def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
         *(rate.min_size, rate.samples_per_insert, rate.min_diff, rate.max_diff),
         *(policy.max_uses, policy.seed % (2**31 - 1)),
     )
+
+
+def _mapping(book: list[bytes]) -> dict[str, str]:
+    """A hash as a script returns it: name, value, name, value, ..."""
+    return {name.decode(): value.decode() for name, value in zip(book[::2], book[1::2], strict=True)}
 
 
 def _check_lease(reply: list[Any], ticket: Ticket) -> None:

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerFull, ServerLost, ServerRefused
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
@@ -26,13 +26,13 @@ from tests.support.buffer_cases import (
     generate_and_train,
     group_of,
     partial_of,
+    policy,
     publish,
     released,
     seqs,
     take,
     tasks,
     train,
-    window,
 )
 
 
@@ -50,15 +50,15 @@ async def client(redis_config: RedisConfig) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 async def buffer(redis_config: RedisConfig, run: str) -> AsyncIterator[RedisBuffer]:
-    buffer = await attach(redis_config, run, window(S=1, P=2))
+    buffer = await attach(redis_config, run, policy(S=1, P=2))
     await buffer.put_tasks(tasks(0, 20))
     await buffer.rollback(0)
     yield buffer
     await buffer.aclose()
 
 
-async def attach(config: RedisConfig, run: str, dials: StalenessWindow) -> RedisBuffer:
-    return await connect(config, run, window=dials, lease_s=30.0, max_attempts=3)
+async def attach(config: RedisConfig, run: str, dials: ReplayPolicy) -> RedisBuffer:
+    return await connect(config, run, policy=dials, lease_s=30.0, max_attempts=3)
 
 
 async def keys(client: Redis, run: str) -> dict[str, object]:
@@ -79,7 +79,7 @@ class LosesReplies(Link):
 
 
 async def test_no_lost_reply_changes_anything_twice(redis_config: RedisConfig, run: str) -> None:
-    await (await attach(redis_config, run, window(S=1, P=2))).aclose()
+    await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
     buffer = RedisBuffer(LosesReplies(make_client(redis_config), 5.0), run)
     await buffer.put_tasks(tasks(0, 20))
     epoch = (await buffer.rollback(0)).epoch
@@ -121,7 +121,7 @@ async def test_a_finished_run_leaves_no_payloads_behind(buffer: RedisBuffer, cli
     await buffer.commit_checkpoint(epoch=1, version=2)
     left = {name for name in await keys(client, run) if not name.startswith(("grant:", "wake:"))}
     waiting = {f"task:{index}" for index in range(5, 20)}
-    assert left == {"meta", "released", "endings", *waiting}
+    assert left == {"meta", "released", "lengths", "endings", *waiting}
 
 
 async def test_the_wake_lists_stay_short(buffer: RedisBuffer, client: Redis, run: str) -> None:
@@ -147,7 +147,7 @@ async def test_waiting_sends_the_server_next_to_nothing(buffer: RedisBuffer, cli
 
 
 async def test_two_processes_share_one_run(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
-    other = await attach(redis_config, run, window(S=1, P=2))
+    other = await attach(redis_config, run, policy(S=1, P=2))
     waiting = asyncio.create_task(take(buffer, 0))
     await finish(other, *await admit(other, 2))
     async with asyncio.timeout(1):
@@ -156,18 +156,18 @@ async def test_two_processes_share_one_run(buffer: RedisBuffer, redis_config: Re
 
 
 async def test_joining_does_not_undo_a_live_retuning(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
-    await buffer.update_admission(window(S=4, P=2))
-    await (await attach(redis_config, run, window(S=1, P=2))).aclose()
+    await buffer.update_admission(policy(S=4, P=2))
+    await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
     assert (await buffer.stats()).max_staleness == 4
-    await (await attach(redis_config, run, window(S=2, P=2))).aclose()
+    await (await attach(redis_config, run, policy(S=2, P=2))).aclose()
     assert (await buffer.stats()).max_staleness == 2
 
 
 async def test_an_ended_run_goes_on_with_more_steps(buffer: RedisBuffer, redis_config: RedisConfig, run: str) -> None:
     await buffer.end()
-    await (await attach(redis_config, run, window(S=1, P=2))).aclose()
+    await (await attach(redis_config, run, policy(S=1, P=2))).aclose()
     assert (await buffer.stats()).ended
-    await (await attach(redis_config, run, window(S=1, P=2, steps=200))).aclose()
+    await (await attach(redis_config, run, policy(S=1, P=2, steps=200))).aclose()
     assert not (await buffer.stats()).ended
 
 
@@ -181,13 +181,13 @@ async def test_every_stored_value_is_plain_messagepack(
     records = [msgpack.unpackb(await client.get(name)) for name in names]
     assert {record["kind"] for record in records} == {"task", "group", "partial"}
     group = next(record for record in records if record["kind"] == "group")
-    assert group["samples"][0]["tokens"] == tokens_to_bytes([0, 1, 2])
+    assert group["samples"][0]["tokens"] == tokens_to_bytes([0, 1, 2, 3])
 
 
 async def test_wiping_a_run_leaves_its_neighbours_alone(
     buffer: RedisBuffer, redis_config: RedisConfig, client: Redis, run: str
 ) -> None:
-    neighbour = await attach(redis_config, run + "-2", window())
+    neighbour = await attach(redis_config, run + "-2", policy())
     assert await wipe_run(redis_config, run) > 20
     assert await wipe(client, run) == 0
     assert (await neighbour.stats()).groups_per_step == 2
@@ -207,7 +207,7 @@ def bulky(ticket: Ticket, tokens: int) -> Group:
 async def test_a_full_server_is_named_and_can_be_drained(tmp_path: Path, run: str) -> None:
     server = EmbeddedServer(tmp_path, RedisConfig(max_memory_bytes=16 << 20))
     config = RedisConfig(url=server.start(), timeout_s=2.0)
-    buffer = await attach(config, run, window(S=9, P=2))
+    buffer = await attach(config, run, policy(S=9, P=2))
     await buffer.put_tasks(tasks(0, 20))
     await buffer.rollback(0)
     tickets = await admit(buffer, 20)
@@ -228,7 +228,7 @@ async def test_a_full_server_is_named_and_can_be_drained(tmp_path: Path, run: st
 async def test_calls_outlive_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
     server = EmbeddedServer(tmp_path, RedisConfig())
     config = RedisConfig(url=server.start(), timeout_s=10.0)
-    buffer = await attach(config, run, window(S=1, P=2))
+    buffer = await attach(config, run, policy(S=1, P=2))
     await buffer.put_tasks(tasks(0, 20))
     await buffer.rollback(0)
     tickets = await admit(buffer, 2)
@@ -248,7 +248,7 @@ async def test_calls_outlive_a_restart_of_the_server(tmp_path: Path, run: str) -
 async def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
     config = RedisConfig(url=f"unix://{tmp_path}/none.sock", timeout_s=0.2)
     with pytest.raises(ServerLost, match=r"none\.sock"):
-        await attach(config, "run", window())
+        await attach(config, "run", policy())
     with pytest.raises(ServerLost):
         await connect_board(config, "run")
 
@@ -269,10 +269,10 @@ async def test_a_wrong_password_is_named_and_not_shown(
     await admin.config_set("requirepass", "open-sesame")
     monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "tahini")
     with pytest.raises(ServerRefused, match="ASYNC_GRPO_REDIS_PASSWORD") as refusal:
-        await attach(config, run, window())
+        await attach(config, run, policy())
     assert "tahini" not in str(refusal.value)
     monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "open-sesame")
-    await (await attach(config, run, window())).aclose()
+    await (await attach(config, run, policy())).aclose()
     await admin.aclose()
     server.stop()
 

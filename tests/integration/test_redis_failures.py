@@ -1,0 +1,310 @@
+"""What can go wrong with one server: a call outlives it, or ends in time with an error that says how to mend it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.errors import BufferFault, ServerFull, ServerLost
+from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire.records import VersionSpan
+from buffer import EmbeddedServer, RedisBuffer, make_client
+from buffer.redis.link import Link
+from tests.support.buffer_cases import admit, finish, group_of, publish, released, seqs, take, tasks
+from tests.support.redis_life import attach, begin, live_through
+from tests.support.redis_proxies import Proxy
+from tests.support.redis_topologies import Server, free_port, running, wait_until
+
+BULK_TOKENS = 100_000
+"""Of a group of 0.8 MB."""
+
+
+@pytest.fixture
+def run() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "server", "--enable-debug-command", "yes")
+    with running(server):
+        yield server
+
+
+@pytest.fixture
+async def proxy(server: Server) -> AsyncIterator[Proxy]:
+    async with Proxy(server.port).running() as proxy:
+        yield proxy
+
+
+def bulky(ticket: Ticket, tokens: int = BULK_TOKENS) -> Group:
+    sample = Sample(
+        tokens=tokens_to_bytes(range(tokens)),
+        logprobs=logprobs_to_bytes([0.0] * tokens),
+        spans=[VersionSpan(ticket.version, 0, tokens)],
+    )
+    return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=[sample])
+
+
+def payloads(server: Server, run: str) -> set[str]:
+    """Groups, partials and staged values that the server stores."""
+    names = [name.decode().split("}:")[1] for name in server.admin.scan_iter(match=f"*{run}*")]
+    return {name for name in names if name.startswith(("group", "partial", "stage"))}
+
+
+async def fill(buffer: RedisBuffer, server: Server) -> list[Ticket]:
+    """Two groups are in, the memory of the server is used up, and two tickets are left."""
+    tickets = await admit(buffer, 4)
+    for ticket in tickets[:2]:
+        await buffer.insert(ticket, bulky(ticket, 4 * BULK_TOKENS))
+    server.admin.config_set("maxmemory", settled_memory(server) - 8 * BULK_TOKENS)
+    return tickets[2:]
+
+
+def settled_memory(server: Server) -> int:
+    """What has come in is counted twice until its connection's buffer is freed, which the server does by and by."""
+    readings: list[int] = []
+
+    def steady() -> bool:
+        readings.append(server.admin.info("memory")["used_memory"])
+        time.sleep(0.2)
+        return len(readings) > 8 and max(readings[-8:]) - min(readings[-8:]) < BULK_TOKENS
+
+    wait_until(steady, "the buffers are freed")
+    return readings[-1]
+
+
+async def test_a_full_server_fails_writers_by_name_and_keeps_nothing_of_theirs(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=0.5), run)
+    third, fourth = await fill(buffer, server)
+    before = await buffer.stats()
+    with pytest.raises(ServerFull, match=r"memory limit for 0\.5 s.*maxmemory"):
+        await buffer.insert(third, bulky(third))
+    with pytest.raises(ServerFull):
+        await buffer.put_tasks(tasks(20, 5))
+    assert await buffer.stats() == before
+    assert before.ready == 2 == len(payloads(server, run))
+    await buffer.give_back(third)
+    await buffer.discard(fourth, ReleaseReason.FILTERED)
+    stats = await buffer.stats()
+    assert (released(stats), stats.inflight, stats.active) == ({"filtered": 1}, 1, 3)
+    await buffer.aclose()
+
+
+async def test_a_full_server_can_be_drained_and_writers_go_on(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
+    third, fourth = await fill(buffer, server)
+    writer = asyncio.create_task(buffer.insert(third, bulky(third)))
+    server.admin.script_flush()  # scripts can be loaded without memory, too
+    assert await buffer.heartbeat([third, fourth]) == []
+    await buffer.discard(fourth, ReleaseReason.FILTERED)
+    batch = await take(buffer, 0)
+    await publish(buffer, 1)
+    await buffer.release(batch)
+    assert not writer.done()
+    await buffer.commit_checkpoint(epoch=1, version=1)
+    await writer
+    assert (await buffer.stats()).ready == 1 == len(payloads(server, run))
+    await buffer.aclose()
+
+
+@pytest.mark.parametrize("request_bytes", [b"EVALSHA", b"EXEC", b"MGET", b"BLPOP"])
+async def test_a_connection_that_is_cut_before_the_reply_changes_nothing_twice(
+    proxy: Proxy, run: str, request_bytes: bytes
+) -> None:
+    buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=20.0), run)
+    tickets = await admit(buffer, 2)
+    proxy.swallow_next_reply_to(request_bytes)
+    waiting = asyncio.create_task(take(buffer, 0, timeout_s=30.0))
+    await asyncio.sleep(0.05)
+    await finish(buffer, *tickets)
+    batch = await waiting
+    assert batch.groups == [group_of(ticket) for ticket in tickets]
+    proxy.swallow_next_reply_to(b"EVALSHA")
+    await publish(buffer, 1)
+    await buffer.release(batch)
+    assert await admit(buffer, 2)
+    stats = await buffer.stats()
+    assert (stats.released["trained"], stats.inflight, stats.active) == (2, 2, 2)
+    assert proxy.swallowed == 2
+    await buffer.aclose()
+
+
+async def test_nothing_that_was_answered_is_lost_by_a_kill(tmp_path: Path, run: str) -> None:
+    server = EmbeddedServer(tmp_path / "server", RedisConfig(fsync="always"))
+    config = RedisConfig(url=server.start(), timeout_s=30.0)
+    buffer = await begin(config, run)
+    answered: list[int] = []
+
+    async def write() -> None:
+        for ticket in await admit(buffer, 4):
+            await buffer.insert(ticket, bulky(ticket))
+            answered.append(ticket.seq)
+
+    writer = asyncio.create_task(write())
+    while not answered:
+        await asyncio.sleep(0)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    count = len(answered)
+    while server.alive():
+        await asyncio.sleep(0.01)
+    server.start()
+    survivor = await attach(config, run)
+    assert (await survivor.stats()).ready >= count
+    await writer
+    assert answered == [0, 1, 2, 3]
+    stats = await survivor.stats()
+    assert (stats.ready, stats.inflight) == (4, 0)
+    assert [len(group.samples[0].tokens) for group in (await take(survivor, 0)).groups] == [4 * BULK_TOKENS] * 2
+    await asyncio.gather(buffer.aclose(), survivor.aclose())
+    server.stop()
+
+
+async def test_a_server_that_is_silent_for_a_while_is_waited_for(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
+    tickets = await admit(buffer, 2)
+    waiting = asyncio.create_task(take(buffer, 0, timeout_s=30.0))
+    server.pause()
+    inserts = asyncio.create_task(finish(buffer, *tickets))
+    await asyncio.sleep(0.5)
+    assert not inserts.done()
+    server.resume()
+    await inserts
+    assert seqs(await waiting) == [0, 1]
+    await buffer.aclose()
+
+
+async def test_a_server_that_stays_silent_is_named_in_time(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=1.0), run)
+    (ticket,) = await admit(buffer, 1)
+    waiting = asyncio.create_task(take(buffer, 0, timeout_s=1.0))
+    await asyncio.sleep(0.05)
+    server.pause()
+    started = time.monotonic()
+    for call in (buffer.stats(), finish(buffer, ticket), waiting):
+        with pytest.raises(ServerLost, match=f"127.0.0.1:{server.port} has not answered for 1 s: no reply"):
+            await call
+    assert time.monotonic() - started < 20
+    server.resume()
+    await finish(buffer, ticket)
+    assert (await buffer.stats()).ready == 1
+    await buffer.aclose()
+
+
+async def test_a_server_that_is_busy_is_waited_for(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
+    busy = asyncio.create_task(asyncio.to_thread(server.admin.execute_command, "DEBUG SLEEP", 0.5))
+    await asyncio.sleep(0.1)
+    assert (await buffer.stats()).tasks_put == 20
+    await busy
+    await buffer.aclose()
+
+
+@pytest.mark.faults
+async def test_a_server_that_reads_its_file_is_waited_for_or_named(tmp_path: Path, run: str) -> None:
+    with running(server := Server(tmp_path, "--appendonly", "yes")):
+        await (await begin(RedisConfig(url=server.url), run)).aclose()
+        with server.admin.pipeline(transaction=False) as pipe:
+            for index in range(30_000):
+                pipe.set(f"other:{index}", index)
+            pipe.execute()
+    slow = Server(tmp_path, "--appendonly", "yes", "--key-load-delay", "50")
+    slow.launch()
+    try:
+        with pytest.raises(ServerLost, match=r"has been reading its file for 1 s"):
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    socket.create_connection(("127.0.0.1", slow.port)).close()
+                    await attach(RedisConfig(url=slow.url, timeout_s=1.0), run)
+                await asyncio.sleep(0.01)
+        buffer = await attach(RedisConfig(url=slow.url, timeout_s=120.0), run)
+        assert (await buffer.stats()).tasks_put == 20
+        await buffer.aclose()
+    finally:
+        slow.kill()
+
+
+@pytest.mark.parametrize(("host", "timeout_s"), [("nowhere.invalid", 3.0), ("127.0.0.1", 0.3)])
+async def test_a_host_that_does_not_exist_and_a_port_where_nobody_listens_are_named(
+    host: str, timeout_s: float
+) -> None:
+    where = f"{host}:{free_port()}"
+    with pytest.raises(ServerLost, match=rf"{where} has not answered for {timeout_s:g} s: Error .* connect.* {where}"):
+        await attach(RedisConfig(url=f"redis://{where}", timeout_s=timeout_s), "run")
+
+
+async def test_a_server_that_wants_more_replicas_than_it_has_is_named(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=0.5), run)
+    server.admin.config_set("min-replicas-to-write", 1)
+    with pytest.raises(ServerLost, match="min-replicas-to-write"):
+        await buffer.end()
+    await buffer.aclose()
+
+
+async def test_a_cancelled_call_never_leaves_its_reply_to_the_next_one(server: Server, run: str) -> None:
+    link = Link(make_client(RedisConfig(url=server.url)), 5.0)
+    names = [f"agrpo:{{{run}}}:{index}" for index in range(64)]
+    await link.client.mset({name: name.encode() * 200 for name in names})
+    for attempt in range(400):
+        cut = asyncio.create_task(link.fetch(names[: attempt % 64 + 1]))
+        for _ in range(attempt % 23):
+            await asyncio.sleep(0)
+        cut.cancel()
+        (found,) = await link.fetch([names[attempt % 64]])
+        assert found == names[attempt % 64].encode() * 200
+        await asyncio.gather(cut, return_exceptions=True)
+    await link.aclose()
+
+
+async def test_a_cancelled_transition_has_happened_as_a_whole_or_not_at_all(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url), run, count=200)
+    for attempt in range(60):
+        (ticket,) = await admit(buffer, 1)
+        insert = asyncio.create_task(buffer.insert(ticket, group_of(ticket)))
+        for _ in range(attempt % 12):
+            await asyncio.sleep(0)
+        insert.cancel()
+        await asyncio.gather(insert, return_exceptions=True)
+        await buffer.insert(ticket, group_of(ticket))
+        stats = await buffer.stats()
+        assert (stats.inflight, stats.ready) == (0, 1 + attempt % 2)
+        if attempt % 2:
+            batch = await take(buffer, attempt // 2)
+            await publish(buffer, attempt // 2 + 1)
+            await buffer.release(batch)
+    await buffer.aclose()
+
+
+async def test_many_calls_at_once_share_few_connections(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
+    await asyncio.gather(*(buffer.stats() for _ in range(500)))
+    assert server.admin.info("clients")["connected_clients"] < 60
+    await buffer.aclose()
+
+
+async def test_closing_what_is_lost_raises_nothing(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=1.0), run)
+    server.pause()
+    with pytest.raises(BufferFault):
+        await buffer.stats()
+    await buffer.aclose()
+
+
+@pytest.mark.parametrize("name", ["redis-server", "valkey-server"])
+async def test_a_run_lives_on_the_servers_of_this_machine(tmp_path: Path, run: str, name: str) -> None:
+    if (binary := shutil.which(name)) is None:
+        pytest.skip(f"{name} is not installed on this machine; the bundled server is tested instead")
+    with running(server := Server(tmp_path, binary=binary)):
+        await live_through(RedisConfig(url=server.url), run)
