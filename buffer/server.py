@@ -66,6 +66,8 @@ class EmbeddedServer:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.chmod(0o700)
         self._socket.unlink(missing_ok=True)
+        for left_behind in self._dir.rglob("temp-*.aof"):  # by a rewrite whose server was killed
+            left_behind.unlink(missing_ok=True)
         with (self._dir / "server.log").open("ab") as log:
             # A session of its own: Ctrl-C in the terminal is for the run, which stops its server last.
             self._process = subprocess.Popen(

@@ -203,6 +203,8 @@ class RedisBuffer:
         payloads = await self._link.fetch(self._keys.payloads("group", seqs))
         groups = [decode(payload, Group) for payload in payloads if payload is not None]
         if len(groups) < len(seqs):
+            if await self._script("take", epoch, version) != reply:
+                return NotYet(0.0)  # overtaken meanwhile, or the server came back with less: ask again
             raise BufferFault(
                 f"{len(seqs) - len(groups)} of the {len(seqs)} groups taken for version {version} are no longer "
                 f"stored: something else deletes keys of the run {self._run_name}. Give the run a server of its own"

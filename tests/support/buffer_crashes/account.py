@@ -1,0 +1,229 @@
+"""Journals against books: what was acknowledged and is missing, and what is there twice.
+
+At a moment when nobody works, with T the groups of the batches that trainers noted, and K those that
+are kept (READY or TAKEN):
+
+    inserted = |T + K| + stale            every group that was ever finished is trained, kept or too old
+    trained  = |T - K|                    each of T is trained, and counted once
+    admitted = |T + K| + in flight + released for another reason than trained
+
+T is exact: a batch that nobody noted was trained by nobody, and is delivered again. What a worker was
+told is in its journal; what it asked without an answer may have happened or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from async_grpo.staleness.policy import OnStale, Selector
+from async_grpo.wire import ReleaseReason
+from tests.support.buffer_crashes.crash_run import Course, Look
+from tests.support.buffer_crashes.journal import Entry
+from tests.support.buffer_crashes.plan import Plan
+
+POSTPONED_S = 3.0
+"""What `everysec` may lose when the server is killed: it puts off a write for at most two seconds while a
+sync hangs, measured in whole seconds."""
+READ_LATE_S = 2.0
+"""An answer that came before the death of the server may be noted after it."""
+
+
+Kind = Literal["lost", "duplicated", "unbalanced", "inconsistent"]
+"""Acknowledged and missing; there twice; journals and books do not agree; books do not fit together."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A promise that was broken; `at_s`: when what is missing had been acknowledged, where it is one thing."""
+
+    kind: Kind
+    what: str
+    at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Figures of a whole run, and its faults."""
+
+    killed: int
+    killed_in_a_call: int
+    server_killed: int
+    acknowledged: int
+    """Groups whose insert was acknowledged."""
+    unacknowledged: int
+    """Groups whose insert happened, while its caller was killed before it knew."""
+    trained: int
+    again: int
+    """Leases that followed a lease which had ended without a group."""
+    replayed: int
+    """Batches delivered again to a new trainer."""
+    took_over: int
+    fenced: int
+    stale: int
+    looks: int
+    most_active: int
+    kept_at_the_crash: int
+    faults: list[Fault]
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """How many faults of each kind."""
+        return {kind: sum(fault.kind == kind for fault in self.faults) for kind in KINDS}
+
+
+def verdict(plan: Plan, course: Course) -> Verdict:
+    """The figures, and whatever is wrong at either of the two looks or between them."""
+    last, journals = course.looks[-1], course.looks[-1].entries
+    of = _by_kind(journals)
+    noted = {entry.seq for entry in of["inserted"]}
+    took = {seq for entry in of["took"] for seq in entry.seqs}
+    faults = [fault for look in course.looks for fault in _faults(plan, look)]
+    faults += [*_watched(plan, course, of["look"]), *_batches(plan, of["took"])]
+    return Verdict(
+        killed=course.killed,
+        killed_in_a_call=course.killed_in_a_call,
+        server_killed=len(course.server_killed_s),
+        acknowledged=len(noted),
+        unacknowledged=len((took | last.books.kept) - noted),
+        trained=len(took),
+        again=sum(entry.attempt > 1 for entry in of["admitted"]),
+        replayed=sum(entry.replayed for entry in of["took"]),
+        took_over=len(of["took over"]),
+        fenced=len(of["fenced"]),
+        stale=last.stats.released["stale"],
+        looks=len(of["look"]),
+        most_active=max((entry.active for entry in of["look"]), default=0),
+        kept_at_the_crash=len(course.looks[0].books.kept),
+        faults=list(dict.fromkeys(faults)),
+    )
+
+
+def explained(plan: Plan, course: Course, faults: Iterable[Fault]) -> bool:
+    """Whether `everysec` allows them: the books fit together, and what is missing was acknowledged just before
+    a death of the server. What the server forgot is then done again, so it may be there twice."""
+    kinds = {fault.kind for fault in faults}
+    times = [fault.at_s for fault in faults if fault.kind == "lost" and fault.at_s is not None]
+    return (
+        plan.fsync == "everysec"
+        and "inconsistent" not in kinds
+        and bool(times)
+        and all(any(-READ_LATE_S < killed - at_s < POSTPONED_S for killed in course.server_killed_s) for at_s in times)
+    )
+
+
+def _faults(plan: Plan, look: Look) -> Iterator[Fault]:
+    of = _by_kind(look.entries)
+    yield from _inserts(plan, look, of)
+    yield from _discards(look, of)
+    yield from _counters(look, of)
+    yield from (Fault("inconsistent", said) for said in look.complaints)
+
+
+def _inserts(plan: Plan, look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
+    """Each acknowledged group is trained or kept as it was inserted, or has become too old."""
+    asked = {(entry.seq, entry.digest) for entry in of["insert?"]}
+    trained: dict[int, set[str]] = defaultdict(set)
+    for entry in of["took"]:
+        for seq, found in zip(entry.seqs, entry.digests, strict=True):
+            trained[seq].add(found)
+    for seq, found in [*((seq, one) for seq, many in trained.items() for one in many), *look.digests.items()]:
+        if (seq, found) not in asked:
+            yield Fault("unbalanced", f"group {seq} is not what anybody has inserted")
+    for seq in look.books.kept - set(look.digests):
+        yield Fault("lost", f"the payload of group {seq} is gone")
+    newest = max((entry.version for entry in of["take?"]), default=0)
+    gone = 0
+    for entry in of["inserted"]:
+        here = trained[entry.seq] | ({look.digests[entry.seq]} if entry.seq in look.digests else set())
+        too_old = newest - entry.oldest > min(policy.window.max_staleness for policy in plan.policies)
+        gone += not here
+        if here and here != {entry.digest}:
+            yield Fault("lost", f"attempt {entry.attempt} of group {entry.seq} was replaced", entry.at_s)
+        elif not here and not (too_old and _drops(plan)):
+            yield Fault("lost", f"group {entry.seq}, inserted by attempt {entry.attempt}, is gone", entry.at_s)
+    if gone > look.stats.released["stale"]:
+        yield Fault("lost", f"{gone} groups are gone, {look.stats.released['stale']} became stale")
+    for seq, count in Counter(entry.seq for entry in of["inserted"]).items():
+        if count > 1:
+            yield Fault("duplicated", f"group {seq} was accepted {count} times")
+    for (seq, attempt), count in Counter((entry.seq, entry.attempt) for entry in of["admitted"]).items():
+        if count > 1:
+            yield Fault("duplicated", f"attempt {attempt} of group {seq} was leased {count} times")
+
+
+def _discards(look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
+    finished = {entry.seq for entry in of["inserted"]} | {seq for entry in of["took"] for seq in entry.seqs}
+    active = look.books.seqs["open"] | look.books.seqs["taken"]
+    for entry in of["discarded"]:
+        if entry.seq in finished | active:
+            yield Fault("duplicated", f"group {entry.seq} was discarded and goes on", entry.at_s)
+    told, asked = (Counter(entry.reason for entry in of[what]) for what in ("discarded", "discard?"))
+    for reason in (ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE):
+        if not told[reason] <= look.stats.released[reason] <= asked[reason]:
+            yield Fault(
+                "unbalanced", f"{look.stats.released[reason]} {reason}, told {told[reason]}, asked {asked[reason]}"
+            )
+
+
+def _counters(look: Look, of: dict[str, list[Entry]]) -> Iterator[Fault]:
+    stats, kept = look.stats, look.books.kept
+    trained = {seq for entry in of["took"] for seq in entry.seqs}
+    other = stats.released_total - stats.released["trained"]
+    rules = {
+        "inserted = |T + K| + stale": (stats.inserted, len(trained | kept) + stats.released["stale"]),
+        "trained = |T - K|": (stats.released["trained"], len(trained - kept)),
+        "admitted = |T + K| + in flight + others": (stats.admitted, len(trained | kept) + stats.inflight + other),
+        "active = in flight + ready + taken": (stats.active, stats.inflight + stats.ready + stats.taken),
+    }
+    yield from (
+        Fault("unbalanced", f"{rule}: {left} and {right}") for rule, (left, right) in rules.items() if left != right
+    )
+
+
+def _batches(plan: Plan, took: list[Entry]) -> Iterator[Fault]:
+    """One version, one batch; one group, at most max_uses versions; none too old; with fifo in ticket order."""
+    batches: dict[int, Entry] = {}
+    for entry in took:
+        first = batches.setdefault(entry.version, entry)
+        if (first.seqs, first.digests) != (entry.seqs, entry.digests):
+            yield Fault("lost", f"version {entry.version}: {first.seqs}, then {entry.seqs}", first.at_s)
+        bound = max(policy.age_bound for policy in plan.policies)
+        if max(entry.ages) > bound:
+            yield Fault("unbalanced", f"version {entry.version} has ages {entry.ages}, the bound is {bound}")
+    uses = Counter(seq for entry in batches.values() for seq in entry.seqs)
+    most = max(policy.max_uses for policy in plan.policies)
+    yield from (
+        Fault("duplicated", f"group {seq} is in {count} batches") for seq, count in uses.items() if count > most
+    )
+    if sorted(batches) != list(range(len(batches))):
+        yield Fault("lost", f"the versions taken are {sorted(batches)}")
+    order = [seq for version in sorted(batches) for seq in batches[version].seqs]
+    if {policy.selector for policy in plan.policies} == {Selector.FIFO} and order != sorted(order):
+        yield Fault("unbalanced", "batches of fifo are not in the order of the tickets")
+
+
+def _watched(plan: Plan, course: Course, looks: list[Entry]) -> Iterator[Fault]:
+    capacity = max(policy.window.capacity for policy in plan.policies)
+    for look in looks:
+        if not 0 <= look.active <= capacity:
+            yield Fault("unbalanced", f"{look.active} groups were active, the window has room for {capacity}")
+        yield from (Fault("inconsistent", said) for said in look.complaints)
+    for before, after in itertools.pairwise(looks):
+        if any(new < old for old, new in zip(before.counters, after.counters, strict=True)):
+            yield Fault("lost", f"counters went back from {before.counters} to {after.counters}", before.at_s)
+
+
+def _drops(plan: Plan) -> bool:
+    return any(policy.on_stale is not OnStale.WAIT for policy in plan.policies)
+
+
+def _by_kind(journals: list[Entry]) -> dict[str, list[Entry]]:
+    kinds: dict[str, list[Entry]] = defaultdict(list)
+    for entry in journals:
+        kinds[entry.what].append(entry)
+    return kinds

@@ -1,0 +1,120 @@
+"""What the server holds of the run, key by key, read in one transaction; and whether that fits together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_grpo.config.buffer import RedisConfig
+from buffer import make_client
+from buffer.redis.keys import Keys
+from buffer.redis.link import Link
+from tests.support.buffer_crashes.plan import RUN, SERVER_TIMEOUT_S
+
+_SETS = ("open", "ready", "leases", "begun", "oldest", "newest")
+_HASHES = ("versions", "attempts", "strikes", "longest", "uses")
+_PAYLOADS = ("task", "partial", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Sequences by book and by kind of payload."""
+
+    seqs: Mapping[str, set[int]]
+    logged: Mapping[int, list[int]]
+    """Version -> sequences of its batch."""
+    pins: Mapping[int, int]
+    tasks_put: int
+    admitted: int
+    released: int
+
+    @property
+    def kept(self) -> set[int]:
+        """READY and TAKEN groups."""
+        return self.seqs["ready"] | self.seqs["taken"]
+
+
+def reader(url: str) -> Link:
+    """A connection to read books by, which outlives the server's."""
+    return Link(make_client(RedisConfig(url=url)), SERVER_TIMEOUT_S)
+
+
+async def read_books(link: Link) -> Books:
+    """A consistent look at everything."""
+    keys = Keys(RUN)
+
+    async def read() -> list[object]:
+        async with link.client.pipeline(transaction=True) as pipe:
+            for name in _SETS:
+                pipe.zrange(keys.of(name), 0, -1)
+            for name in _HASHES:
+                pipe.hkeys(keys.of(name))
+            pipe.smembers(keys.of("taken")).hgetall(keys.of("log")).hgetall(keys.of("pins"))
+            pipe.hmget(keys.of("meta"), "tasks_put", "admitted").hvals(keys.of("released"))
+            pipe.keys(keys.pattern)
+            found: list[object] = await pipe.execute()
+            return found
+
+    *sets, taken, log, pins, counters, released, names = await link.call(read)
+    seqs = {name: _numbers(found) for name, found in zip((*_SETS, *_HASHES), sets, strict=True)}
+    payloads = [name.decode().removeprefix(keys.prefix).split(":") for name in names]
+    stored = {kind: {int(rest[0]) for found, *rest in payloads if found == kind} for kind in _PAYLOADS}
+    tasks_put, admitted = (int(value or 0) for value in counters)
+    return Books(
+        seqs={**seqs, **stored, "taken": _numbers(taken)},
+        logged={int(version): _logged(entry) for version, entry in log.items()},
+        pins={int(seq): int(count) for seq, count in pins.items()},
+        tasks_put=tasks_put,
+        admitted=admitted,
+        released=sum(map(int, released)),
+    )
+
+
+def complaints(books: Books) -> list[str]:
+    """What does not fit together; nothing, if all is well."""
+    of, kept = books.seqs, books.kept
+    in_flight, active = of["leases"], of["open"] | of["taken"]
+    expected_pins = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
+    waiting = set(range(books.admitted, books.tasks_put))
+    # A server that was just restarted stores payloads, but does not know the script yet (see Link._run): tasks
+    # may lie ahead of the stream until they are put again.
+    tasks = {seq for seq in of["task"] if seq < books.tasks_put}
+    same = {
+        "open groups are in flight or ready": (of["open"], in_flight | of["ready"]),
+        "those in flight have a begun version": (of["begun"], in_flight),
+        "ready groups have an oldest version": (of["oldest"], of["ready"]),
+        "ready groups have a newest version": (of["newest"], of["ready"]),
+        "finished groups have versions": (of["versions"], kept),
+        "active groups have attempts": (of["attempts"], active),
+        "pinned groups have their payload": (of["group"], set(books.pins)),
+        "waiting and unfinished groups have their task": (tasks, in_flight | waiting),
+    }
+    within = {
+        "strikes are of groups in flight": (of["strikes"], in_flight),
+        "uses are of finished groups": (of["uses"], kept),
+        "lengths are of active groups": (of["longest"], active),
+        "partials are of groups in flight": (of["partial"], in_flight),
+        "taken groups are in the log": (of["taken"], {seq for seqs in books.logged.values() for seq in seqs}),
+    }
+    said = [f"{rule}: {_differ(*both)}" for rule, both in same.items() if both[0] != both[1]]
+    said += [f"{rule}: {_differ(*both)}" for rule, both in within.items() if not both[0] <= both[1]]
+    if in_flight & of["ready"] or of["open"] & of["taken"]:
+        said.append(f"in two states at once: {in_flight & of['ready'] | of['open'] & of['taken']}")
+    if expected_pins != Counter(books.pins):
+        said.append(f"pins are {books.pins}, not {dict(expected_pins)}")
+    if books.admitted != books.released + len(active):
+        said.append(f"{books.admitted} admitted, {books.released} released, {len(active)} active")
+    return said
+
+
+def _numbers(found: list[bytes]) -> set[int]:
+    return {int(value) for value in found}
+
+
+def _logged(entry: bytes) -> list[int]:
+    return [int(seq) for seq in entry.rpartition(b"|")[2].split(b",")]
+
+
+def _differ(one: set[int], other: set[int]) -> str:
+    return f"too many {sorted(one - other)}, missing {sorted(other - one)}"

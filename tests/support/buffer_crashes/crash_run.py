@@ -1,0 +1,157 @@
+"""The course of events: kill and start again, then kill everything and look, then let the run finish and look.
+
+Every wait is bounded: those of the workers by the buffer's own timeouts, those of the boss here.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import uvloop
+
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.wire import Group, decode
+from buffer import BufferStats, EmbeddedServer
+from buffer.redis.keys import Keys
+from tests.support.buffer_crashes.books import Books, complaints, read_books, reader
+from tests.support.buffer_crashes.crew import Crew
+from tests.support.buffer_crashes.journal import Entry, digest, entries
+from tests.support.buffer_crashes.plan import PRODUCERS, RUN, SERVER_TIMEOUT_S, TRAINERS, Plan, join
+
+DEATH_TIMEOUT_S, FINISH_TIMEOUT_S = 10.0, 90.0
+WAIT_FOR_A_CALL_S = 0.2
+RETUNE_EVERY = 10
+STEPS_TO_THE_HORIZON = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The journals and the server at a moment when nobody works."""
+
+    entries: list[Entry]
+    stats: BufferStats
+    books: Books
+    digests: dict[int, str]
+    """Of the groups that are READY or TAKEN."""
+    complaints: list[str]
+
+
+@dataclass(slots=True)
+class Course:
+    """What happened."""
+
+    killed: int = 0
+    killed_in_a_call: int = 0
+    server_killed_s: list[float] = field(default_factory=list)
+    """When, on the machine's monotonic clock."""
+    looks: list[Look] = field(default_factory=list)
+    """With everything killed in the middle of its work, and at the horizon."""
+
+
+def crash_run(plan: Plan, told: Callable[[str], None]) -> Course:
+    """Carry out the plan in its folder. `told` hears now and then how far it is."""
+    for folder in (plan.folder, plan.journals, plan.checkpoints):
+        folder.mkdir(parents=True, exist_ok=True)
+    server = EmbeddedServer(plan.server, RedisConfig(fsync=plan.fsync, timeout_s=SERVER_TIMEOUT_S))
+    crew = Crew(plan, server.start())
+    course = Course()
+    try:
+        crew.start_all()
+        _kill_at_random(plan, crew, server, course, told)
+        crew.kill_all()
+        _kill_server(plan, server, course)
+        course.looks.append(uvloop.run(_look(plan, server.url)))
+        uvloop.run(_set_horizon(plan, server.url))
+        crew.start_all()
+        crew.wait_for_all(FINISH_TIMEOUT_S)
+        crew.kill_all()
+        course.looks.append(uvloop.run(_look(plan, server.url)))
+    finally:
+        crew.kill_all()
+        server.stop()
+    return course
+
+
+def _kill_at_random(
+    plan: Plan, crew: Crew, server: EmbeddedServer, course: Course, told: Callable[[str], None]
+) -> None:
+    rng = random.Random(plan.seed)
+    order = ["worker"] * plan.kills + ["server"] * (plan.server_kills - 1)
+    rng.shuffle(order)
+    for number, whom in enumerate(order):
+        time.sleep(rng.uniform(*plan.pause_s))
+        crew.look_after()
+        if whom == "server":
+            _kill_server(plan, server, course)
+        else:
+            _kill_worker(rng, crew, course)
+        if number % RETUNE_EVERY == RETUNE_EVERY - 1:
+            told(f"{number + 1} of {len(order)} kills")
+            if plan.retune:
+                policy = plan.retune[number // RETUNE_EVERY % len(plan.retune)]
+                uvloop.run(_retune(plan, server.url, policy))
+
+
+def _kill_worker(rng: random.Random, crew: Crew, course: Course) -> None:
+    """Half of them at any moment, half of them while they wait for an answer."""
+    name = rng.choice([*PRODUCERS, *TRAINERS])
+    course.killed_in_a_call += crew.is_in_a_call(name, WAIT_FOR_A_CALL_S if rng.random() < 0.5 else 0.0)
+    crew.kill(name)
+    course.killed += 1
+    crew.start(name)
+
+
+def _kill_server(plan: Plan, server: EmbeddedServer, course: Course) -> None:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    course.server_killed_s.append(time.monotonic())
+    until_s = time.monotonic() + DEATH_TIMEOUT_S
+    while server.alive():
+        assert time.monotonic() < until_s, "the server has survived SIGKILL"
+        time.sleep(0.001)
+    if plan.cut_bytes:
+        _cut(newest_file(plan.server), plan.cut_bytes)
+    server.start()
+
+
+def newest_file(server: Path) -> Path:
+    """The part of the append-only file that is written to."""
+    return max((server / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+
+
+def _cut(file: Path, count: int) -> None:
+    os.truncate(file, max(0, file.stat().st_size - count))
+
+
+async def _look(plan: Plan, url: str) -> Look:
+    buffer, link = await join(plan, url), reader(url)
+    stats, books = await buffer.stats(), await read_books(link)
+    seqs = sorted(books.kept)
+    payloads = await link.fetch(Keys(RUN).payloads("group", seqs))
+    digests = {seq: digest(decode(found, Group)) for seq, found in zip(seqs, payloads, strict=True) if found}
+    await buffer.aclose()
+    await link.aclose()
+    return Look(entries(plan.journals), stats, books, digests, complaints(books))
+
+
+async def _retune(plan: Plan, url: str, policy: ReplayPolicy) -> None:
+    buffer = await join(plan, url)
+    await buffer.update_admission(policy)
+    await buffer.aclose()
+
+
+async def _set_horizon(plan: Plan, url: str) -> None:
+    """Room for every group that was not taken yet, and for some steps more."""
+    buffer = await join(plan, url)
+    stats, size = await buffer.stats(), plan.policy.window.groups_per_step
+    steps = -(-stats.active // size) + STEPS_TO_THE_HORIZON
+    window = replace(plan.policy.window, horizon=stats.used + steps * size)
+    await buffer.update_admission(replace(plan.policy, window=window))
+    await buffer.aclose()

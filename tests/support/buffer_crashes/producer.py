@@ -1,0 +1,130 @@
+"""A rollout server without an engine: admit -> progress now and then -> insert or discard, with heartbeats.
+
+Lanes wait for tickets; nothing waits for a lane. The heartbeat renews all leases a few times before the
+first could expire. It ends when the run has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from async_grpo.errors import LeaseLost, RunEnded, WaitTimeout
+from async_grpo.wire import (
+    Group,
+    Partial,
+    ReleaseReason,
+    Sample,
+    Task,
+    Ticket,
+    VersionSpan,
+    tokens_to_bytes,
+)
+from buffer import ReplayBuffer
+from tests.support.buffer_crashes.journal import Journal, digest
+from tests.support.buffer_crashes.plan import LEASE_S
+
+LANES, TICKETS_AT_ONCE = 2, 2
+TASKS_AHEAD = 24
+LONGEST_STEP_S = 0.006
+MOST_STEPS = 4
+TOKENS, MANY_TOKENS = 250, 30_000
+"""Of a sample: 2 KB, and now and then 240 KB, so that the server is also killed within a long write."""
+ADMIT_TIMEOUT_S = 0.5
+DISCARDED = (ReleaseReason.FILTERED, ReleaseReason.UNVERIFIABLE)
+
+
+class Producer:
+    """Its random numbers decide what it generates, and how long it takes."""
+
+    def __init__(self, buffer: ReplayBuffer, journal: Journal, name: str, rng: random.Random) -> None:
+        self._buffer, self._journal, self._name, self._rng = buffer, journal, name, rng
+        self._held: dict[int, Ticket] = {}
+        self._version = 0
+
+    async def run(self) -> None:
+        """Until the run has ended."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                for _ in range(LANES):
+                    group.create_task(self._lane())
+        except* RunEnded:
+            self._journal.note("ended")
+
+    async def _lane(self) -> None:
+        while True:
+            await self._feed()
+            try:
+                limit = self._rng.randint(1, TICKETS_AT_ONCE)
+                self._journal.note("admit?")
+                tickets = await self._buffer.admit(limit, holder=self._name, timeout_s=ADMIT_TIMEOUT_S)
+            except WaitTimeout:
+                continue
+            for ticket in tickets:
+                self._journal.note("admitted", seq=ticket.seq, attempt=ticket.attempt)
+                self._held[ticket.seq] = ticket
+            await asyncio.gather(*(self._work(ticket) for ticket in tickets))
+
+    async def _feed(self) -> None:
+        stats = await self._buffer.stats()
+        if stats.waiting < TASKS_AHEAD:
+            await self._buffer.put_tasks([task(stats.tasks_put + ahead) for ahead in range(TASKS_AHEAD)])
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            if held := list(self._held.values()):
+                await self._buffer.heartbeat(held)
+
+    async def _work(self, ticket: Ticket) -> None:
+        try:
+            await self._generate(ticket)
+        except LeaseLost:
+            self._journal.note("lost", seq=ticket.seq, attempt=ticket.attempt)
+        finally:
+            if self._held.get(ticket.seq) is ticket:
+                del self._held[ticket.seq]
+
+    async def _generate(self, ticket: Ticket) -> None:
+        """Goes on with what an earlier holder left."""
+        self._version = max(self._version, ticket.version)
+        samples = [sample for sample in ticket.partial.samples if sample] if ticket.partial else []
+        for _ in range(self._rng.randint(1, MOST_STEPS)):
+            await asyncio.sleep(LONGEST_STEP_S * self._rng.random())
+            samples.append(self._sample())
+            if self._rng.random() < 0.5:
+                partial = Partial(seq=ticket.seq, attempt=ticket.attempt, samples=[*samples, None])
+                await self._buffer.progress(ticket, partial)
+        await self._end(ticket, samples)
+
+    async def _end(self, ticket: Ticket, samples: list[Sample]) -> None:
+        named = {"seq": ticket.seq, "attempt": ticket.attempt}
+        chance = self._rng.random()
+        if chance < 0.03:
+            await self._buffer.give_back(ticket)
+        elif chance < 0.12:
+            reason = self._rng.choice(DISCARDED)
+            self._journal.note("discard?", **named, reason=reason.value)
+            await self._buffer.discard(ticket, reason)
+            self._journal.note("discarded", **named, reason=reason.value)
+        else:
+            group = Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=samples, server=self._name)
+            facts = {**named, "digest": digest(group), "oldest": group.oldest_version}
+            self._journal.note("insert?", **facts)
+            await self._buffer.insert(ticket, group)
+            self._journal.note("inserted", **facts)
+
+    def _sample(self) -> Sample:
+        length = MANY_TOKENS if self._rng.random() < 0.02 else TOKENS
+        return Sample(
+            tokens=self._rng.randbytes(4 * length),
+            logprobs=self._rng.randbytes(4 * length),
+            spans=[VersionSpan(self._version, 0, length)],
+            reward=1.0,
+        )
+
+
+def task(index: int) -> Task:
+    """The same whoever puts it."""
+    return Task(index=index, prompt=f"task {index}", prompt_tokens=tokens_to_bytes([index]), answer=str(index))

@@ -1,0 +1,122 @@
+"""A trainer without a model: rollback -> take, publish, release, and a checkpoint every few steps.
+
+Two of them run. The one that holds the lock trains, the other waits for the lock, which the kernel frees
+when its holder dies. Now and then one does not wait: it takes over while the other is alive, which must
+then be fenced, and stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import random
+import time
+from pathlib import Path
+
+from async_grpo.errors import BufferFault, Fenced, WaitTimeout
+from async_grpo.staleness.window import age
+from async_grpo.wire import Batch
+from buffer import ReplayBuffer
+from tests.support.buffer_crashes.journal import Journal, digest
+
+CHECKPOINT_EVERY = 3
+TAKE_TIMEOUT_S = 0.5
+LONGEST_STEP_S = 0.01
+IMPATIENT = 0.2
+LONGEST_PATIENCE_S = 2.0
+LOOK_EVERY_S = 0.01
+
+
+class Trainer:
+    """`checkpoints` is a folder that both trainers see."""
+
+    def __init__(self, buffer: ReplayBuffer, journal: Journal, checkpoints: Path, rng: random.Random) -> None:
+        self._buffer, self._journal, self._checkpoints, self._rng = buffer, journal, checkpoints, rng
+        self._epoch = self._version = 0
+
+    async def run(self) -> bool:
+        """Until the horizon is reached: True; or until another has taken over: False."""
+        await self._wait_for_turn()
+        try:
+            if not (await self._buffer.stats()).ended:
+                await self._take_over()
+                await self._train()
+        except Fenced:
+            self._journal.note("fenced", epoch=self._epoch)
+            return False
+        return True
+
+    async def _wait_for_turn(self) -> None:
+        """For the lock of whoever trains, which is kept until this process ends; or until patience is over."""
+        lock = os.open(self._checkpoints / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+        patience_s = LONGEST_PATIENCE_S * self._rng.random() if self._rng.random() < IMPATIENT else float("inf")
+        until_s = time.monotonic() + patience_s
+        while time.monotonic() < until_s:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _take_over(self) -> None:
+        """At the newest checkpoint; one that was committed since we looked is newer."""
+        while True:
+            self._version = newest(self._checkpoints)
+            self._journal.note("take over?", version=self._version)
+            try:
+                resume = await self._buffer.rollback(self._version)
+            except BufferFault:
+                if newest(self._checkpoints) == self._version:
+                    raise
+                continue
+            self._epoch = resume.epoch
+            return self._journal.note("took over", version=self._version, epoch=resume.epoch)
+
+    async def _train(self) -> None:
+        while True:
+            self._journal.note("take?", version=self._version, epoch=self._epoch)
+            try:
+                batch = await self._buffer.take(epoch=self._epoch, version=self._version, timeout_s=TAKE_TIMEOUT_S)
+            except WaitTimeout:
+                stats = await self._buffer.stats()
+                if stats.used >= stats.horizon:
+                    return await self._finish()
+                continue
+            self._note_batch(batch)
+            await asyncio.sleep(LONGEST_STEP_S * self._rng.random())
+            await self._publish(batch)
+
+    def _note_batch(self, batch: Batch) -> None:
+        self._journal.note(
+            "took",
+            version=batch.version,
+            epoch=self._epoch,
+            replayed=batch.replayed,
+            seqs=[group.seq for group in batch.groups],
+            digests=[digest(group) for group in batch.groups],
+            ages=[age(batch.version, group.oldest_version) for group in batch.groups],
+        )
+
+    async def _publish(self, batch: Batch) -> None:
+        self._version = batch.version + 1
+        self._journal.note("release?", version=batch.version, epoch=self._epoch)
+        await self._buffer.publish_version(epoch=self._epoch, version=self._version)
+        await self._buffer.release(batch)
+        self._journal.note("released", version=batch.version, epoch=self._epoch)
+        if self._version % CHECKPOINT_EVERY == 0:
+            await self._save()
+
+    async def _save(self) -> None:
+        (self._checkpoints / str(self._version)).touch()
+        self._journal.note("commit?", version=self._version, epoch=self._epoch)
+        await self._buffer.commit_checkpoint(epoch=self._epoch, version=self._version)
+        self._journal.note("committed", version=self._version, epoch=self._epoch)
+
+    async def _finish(self) -> None:
+        await self._save()
+        await self._buffer.end()
+
+
+def newest(checkpoints: Path) -> int:
+    """Version of the newest checkpoint; 0 if there is none."""
+    return max((int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal()), default=0)
