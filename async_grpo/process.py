@@ -7,19 +7,22 @@ import os
 import signal
 import sys
 
+MARK_VARIABLE = "ASYNC_GRPO_ROLE_MARK"
+"""In the environment of every role and its children: whose they are, and with whom they end."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
-    """The kernel sends this process SIGKILL when the thread that started it ends.
+def die_with_parent(with_signal: int = signal.SIGKILL) -> None:
+    """The kernel sends this process `with_signal` when the thread that started it ends.
 
     Call it first thing in a child (or as `preexec_fn`). A parent that is gone already counts.
     """
     parent = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, with_signal)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), with_signal)
 
 
 def adopt_orphans() -> None:

@@ -4,13 +4,15 @@
       \\                      /
        +------> draining <---+        for good: the server leaves the run when nothing is in flight any more
 
-The dispatcher waits here while it is paused; `resume` and `drain` unblock it.
+The dispatcher waits here while it is paused; `resume` unblocks it, and `drain` ends its asking for groups.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from enum import Enum
+from typing import Any
 
 import structlog
 
@@ -32,7 +34,9 @@ class Admission:
         self.state = State.OPEN
         self.hurry = asyncio.Event()
         """Do not wait for what is in flight: store it and give it back."""
-        self._turned = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._draining = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
@@ -46,27 +50,43 @@ class Admission:
 
     def pause(self) -> None:
         """Take up nothing new; what is in flight goes on. A server that drains goes on draining."""
-        self._turn(State.PAUSED)
+        if self._turn(State.PAUSED):
+            self._open.clear()
 
     def resume(self) -> None:
         """Take up groups again. A server that drains goes on draining."""
-        self._turn(State.OPEN)
+        if self._turn(State.OPEN):
+            self._open.set()
 
     def drain(self, *, now: bool = False) -> None:
         """Take up nothing more, and leave once what is in flight has finished, or `now` with partials."""
         self._turn(State.DRAINING)
+        self._open.clear()
+        self._draining.set()
         if now:
             self.hurry.set()
 
-    async def may_admit(self) -> bool:
-        """Wait while it is paused; False once it drains."""
-        while self.state is State.PAUSED:
-            self._turned.clear()
-            await self._turned.wait()
-        return self.is_open
+    async def opened(self) -> None:
+        """Wait while it is paused, and for ever once it drains (see `until_draining`)."""
+        await self._open.wait()
 
-    def _turn(self, state: State) -> None:
-        if state is not self.state and not self.is_draining:
+    async def until_draining(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work to its end, or to the moment at which somebody drains. Raises what it raises."""
+        working, draining = asyncio.create_task(work), asyncio.create_task(self._draining.wait())
+        try:
+            await asyncio.wait([working, draining], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            draining.cancel()
+            await asyncio.gather(working, draining, return_exceptions=True)
+
+    def _turn(self, state: State) -> bool:
+        """Whether it may be turned."""
+        if self.is_draining:
+            return False
+        if state is not self.state:
             log.info("admission of groups", state=state.value)
             self.state = state
-            self._turned.set()
+        return True

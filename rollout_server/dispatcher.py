@@ -15,9 +15,9 @@ Partials: every progress_interval_s what has been generated is stored, so that a
 more than that. Stopping (cancel `run`), or the death of the engine: admission ends, what exists is stored
 and all tickets are given back. Whoever resumes a group goes on behind the last token of every sample.
 
-Pausing and draining (`admission`): a ticket that comes too late is given back. A dispatcher that drains ends
-once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told to hurry, is stored
-and given back.
+Pausing and draining (`admission`): a ticket that comes after a pause is given back. A dispatcher that drains asks
+for no more and ends once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told to
+hurry, is stored and given back.
 
 Over-sampling: a group starts G + k samples and is whole once G have finished; the others are aborted.
 """
@@ -80,7 +80,7 @@ class Dispatcher:
             async with asyncio.TaskGroup() as works:
                 keepers = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
                 try:
-                    await self._admit_until_end(works)
+                    await self.admission.until_draining(self._admit_until_end(works))
                     await self._finish()
                 except asyncio.CancelledError:
                     self.leases.freeze()
@@ -128,8 +128,7 @@ class Dispatcher:
     async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
         while True:
             await self.slots.room()
-            if not await self.admission.may_admit():
-                return
+            await self.admission.opened()
             try:
                 work = await self._next_work()
             except RunEnded:

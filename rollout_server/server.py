@@ -14,15 +14,18 @@ The cast:
 - `Evaluator`      held-out prompts at pinned versions
 - `Throttle`       as many samples in flight as the engine can run
 - `Pulse`          a heartbeat every second
+- `HttpFront`      health, metrics, completions, administration (`rollout_server.http`), unless it is off
 
 Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher (until
-the buffer says that the run has ended) and for the evaluator (until the final evaluation is on the
-board). If one of the cast fails, all are stopped and the failure surfaces.
+the buffer says that the run has ended, or somebody has drained this server) and for the evaluator (until
+the final evaluation is on the board; a drained server leaves that to others). If one of the cast fails,
+all are stopped and the failure surfaces.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from async_grpo.errors import WaitTimeout
 from buffer import TASKS_AHEAD
@@ -34,11 +37,16 @@ from rollout_server.pulse import Pulse
 from rollout_server.throttle import Throttle
 from rollout_server.weight_watcher import WeightWatcher
 
+if TYPE_CHECKING:
+    from rollout_server.http.front import HttpFront
+
 
 class RolloutServer:
     """One engine's server; the engine has started and has its first weights."""
 
-    def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
+    def __init__(self, cast: Cast, watcher: WeightWatcher, front: HttpFront | None = None) -> None:
+        """`front` is open; from here on it is ready."""
+        self._front = front
         self._cast = cast
         self._watcher = watcher
         self._feeder = Feeder(cast.buffer, cast.source, target=TASKS_AHEAD * cast.config.capacity_groups)
@@ -47,24 +55,34 @@ class RolloutServer:
         rollout = cast.config.rollout
         least = rollout.min_concurrency or rollout.max_concurrency
         self._throttle = Throttle(cast.engine, self._dispatcher.slots, least=least, most=rollout.max_concurrency)
-        self._pulse = Pulse(cast, watcher, self._dispatcher, self._evaluator)
+        address = front.address if front is not None else ""
+        self._pulse = Pulse(cast, watcher, self._dispatcher, self._evaluator, http=address)
+        if front is not None:
+            front.attach(cast, watcher, self._dispatcher, self._evaluator)
 
     async def serve(self) -> None:
-        """Until the run has ended and its final evaluation is there. Cancel it to stop early: work
-        in flight is stored and given back."""
+        """Until the run has ended and its final evaluation is there, or the server is drained. Cancel it to stop
+        early: work in flight is stored and given back."""
         try:
             async with asyncio.TaskGroup() as group:
-                loops = (self._watcher.run(), self._feeder.run(), self._throttle.run(), self._pulse.run())
+                loops = [self._watcher.run(), self._feeder.run(), self._throttle.run(), self._pulse.run()]
+                loops += [self._front.run()] if self._front is not None else []
                 background = [group.create_task(loop) for loop in loops]
-                await self._evaluator.first()
+                await self._dispatcher.admission.until_draining(self._evaluator.first())
                 async with asyncio.TaskGroup() as work:
                     evaluation = work.create_task(self._evaluator.run())
                     await self._dispatcher.run()
-                    await self._finish(evaluation)
+                    await (self._leave if self._dispatcher.admission.is_draining else self._finish)(evaluation)
                 for task in background:
                     task.cancel()
         finally:
             await self._pulse.count_tokens()
+
+    async def _leave(self, evaluation: asyncio.Task[None]) -> None:
+        """Somebody has drained this server: what is in flight has ended, but for completions over HTTP."""
+        evaluation.cancel()
+        if self._front is not None:
+            await self._front.finish(self._cast.config.rollout.http.drain_timeout_s)
 
     async def _finish(self, evaluation: asyncio.Task[None]) -> None:
         """After the run has ended: the final weights are on their way, or here."""

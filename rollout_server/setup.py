@@ -1,6 +1,6 @@
 """Puts a rollout server together, in the order in which its parts need each other.
 
-    buffer, board -> verifiers -> prompts -> engine -> receiver, first weights
+    buffer, board -> HTTP -> verifiers -> prompts -> engine -> receiver, first weights
 
 Everything is closed in the reverse order, also when a later part cannot be had.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 import buffer
 from async_grpo.config import RunConfig
-from async_grpo.data.source import load_tokenizer, make_source
+from async_grpo.data.source import Tokenizer, load_tokenizer, make_source
+from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.receiver import WeightReceiver
 from async_grpo.weights.store import store_path
@@ -23,11 +25,15 @@ from buffer.board import RunBoard
 from buffer.protocol import ReplayBuffer
 from rollout_server.cast import Cast
 from rollout_server.diary import Diary
+from rollout_server.engines.checkpoint import vocabulary_size
 from rollout_server.engines.vllm_engine import VllmEngine
 from rollout_server.seeds import sample_seed
 from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import make_workflow
+
+if TYPE_CHECKING:
+    from rollout_server.http.front import HttpFront
 
 log = structlog.get_logger()
 
@@ -43,8 +49,13 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
         if await _is_over(config, state, board):
             yield None
             return
-        cast = await _assemble(stack, config, model, name, state, board)
-        yield RolloutServer(cast, await _follow_weights(stack, cast))
+        tokenizer = load_tokenizer(model)
+        front = await _open_front(stack, config, model, name, tokenizer)
+        cast = await _assemble(stack, config, model, name, state, board, tokenizer)
+        watcher = await _follow_weights(stack, cast)
+        if front is not None:
+            stack.push_async_callback(front.detach)
+        yield RolloutServer(cast, watcher, front)
 
 
 async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
@@ -60,12 +71,38 @@ async def _is_over(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> b
     return (await state.stats()).ended and evaluated
 
 
+async def _open_front(
+    stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
+) -> HttpFront | None:
+    """Early: it is there to say that the engine is not."""
+    if not config.rollout.http.is_on:
+        return None
+    try:
+        from rollout_server.http.front import HttpFront
+        from rollout_server.http.prompts import Prompts
+    except ImportError as error:
+        raise DependencyError(
+            f"HTTP needs FastAPI, uvicorn and prometheus-client ({error}). Install the extra http, or set "
+            "rollout.http.port to -1"
+        ) from error
+    longest = config.rollout.vllm.max_model_len
+    front = HttpFront(config, name, Prompts(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
+    await front.open()
+    stack.push_async_callback(front.aclose)
+    return front
+
+
 async def _assemble(
-    stack: AsyncExitStack, config: RunConfig, model: Path, name: str, state: ReplayBuffer, board: RunBoard
+    stack: AsyncExitStack,
+    config: RunConfig,
+    model: Path,
+    name: str,
+    state: ReplayBuffer,
+    board: RunBoard,
+    tokenizer: Tokenizer,
 ) -> Cast:
     pool = RewardPool(config.rewards)
     await stack.enter_async_context(pool)
-    tokenizer = load_tokenizer(model)
     source = make_source(config, tokenizer)
     if source.dropped:
         log.warning("rows of the data are not used", **source.dropped)

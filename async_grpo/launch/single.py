@@ -10,15 +10,35 @@ from pathlib import Path
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.launch.commands import rollout_argv, trainer_argv
+from async_grpo.launch.locate import locate
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.plan import resolve
 from async_grpo.launch.run_folder import RunFolder, open_run, write_config
+from buffer import connect_board
 
 
 def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
     """Become a rollout server. Raises ConfigError without redis.url."""
     _, folder, model = _prepare(path, overrides)
     return _become(rollout_argv(folder, model, name))
+
+
+def join_run(run_dir: Path, name: str) -> int:
+    """Become one more rollout server of a run that is going on. Raises ConfigError if it is not, or has this one."""
+    config = locate(None, [], run_dir)
+    model = asyncio.run(_prepare_to_join(config, name))
+    return _become(rollout_argv(RunFolder(run_dir), model, name))
+
+
+async def _prepare_to_join(config: RunConfig, name: str) -> Path:
+    board = await connect_board(config.redis, config.name)
+    try:
+        names = [beat.name for beat in await board.servers()]
+    finally:
+        await board.aclose()
+    if name in names:
+        raise ConfigError(f"the run {config.name} has a server named {name} already ({', '.join(names)}). Give --name")
+    return await prepare_model(config, print)
 
 
 def run_trainer(path: Path, overrides: Sequence[str]) -> int:

@@ -1,13 +1,15 @@
-"""Rewards: pure verifiers, and the pool of killable processes that runs them.
+"""Rewards: pure verifiers, the pool of killable processes that runs them, judges behind HTTP.
 
-- `verifiers`  what a completion is worth: pure functions, by name
-- `frames`     length-prefixed MessagePack, the language of the pipes
-- `verdict`    the judgement of one completion
-- `pool`       the asyncio front: groups in, verdicts out
-- `slot`       one worker process and its replacements
-- `worker`     what runs in that process
+- `verifiers`, `symbolic`  what a completion is worth: pure functions
+- `resolve`, `score`       from a name to a function, from its value to a score
+- `item`, `verdict`        what is judged, and the judgement
+- `overlong`               what becomes of samples that ran out of tokens
+- `pool`                   the asyncio front: items in, verdicts out
+- `slot`                   one worker at a time and its replacements
+- `warden_link`, `warden`  the process that starts workers, watches and buries them
+- `worker`                 what runs in a verifier process
+- `frames`                 the language between these processes
+- `memory`, `environment`  what the kernel says about processes, and what they may see
+- `http_judge`             a judge behind HTTP
+- `check`                  a look at the reward functions before anything starts
 """
-
-from async_grpo.rewards.verifiers import Verifier, load_verifiers
-
-__all__ = ["Verifier", "load_verifiers"]

@@ -1,4 +1,10 @@
-"""The language of the pipes between the pool and its workers: 4 bytes of length, then MessagePack."""
+"""The languages of the pool: frames between a slot and its worker, notes between the pool and its warden.
+
+slot   --Assignment-->  worker    4 bytes of length, then MessagePack, over a stream that only they hold
+slot   <--Hello, Answer--  worker
+pool   --Spawn (with the worker's channel), Kill-->  warden       a note is a packet
+pool   <--Ended--  warden
+"""
 
 from __future__ import annotations
 
@@ -14,25 +20,77 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 << 20
+MAX_ANSWER_BYTES = 1 << 20
+MAX_NOTE_BYTES = 64 << 10
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The worker's first words; `error` says why it cannot work."""
+    """The worker's first words: the verifiers that it could not load, and why."""
 
-    error: str = ""
+    broken: dict[str, str] = {}
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """Items to judge, in order: (completion, reference answer)."""
+    """One completion to judge, by the verifiers `names`, in order."""
 
-    items: list[tuple[str, str]]
+    names: list[str]
+    completion: str
+    answer: str
+    prompt: str = ""
+    metadata: dict[str, str] = {}
 
 
-class Score(msgspec.Struct, frozen=True):
-    """The answer for one item: scores by verifier name, or the error of the verifier."""
+class Answer(msgspec.Struct, frozen=True):
+    """Of one verifier: a score, or the kind of failure and its reason."""
 
-    scores: dict[str, float]
-    error: str = ""
+    score: float | None = None
+    kind: str = ""
+    reason: str = ""
+
+
+class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
+    """Start a worker; the descriptor of its channel comes with the note."""
+
+    worker: int
+
+
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
+    """End a worker and everything that it started."""
+
+    worker: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A worker has ended, with everything that it started.
+
+    code: its exit code, or minus the signal. cause: "" (it ended by itself), "killed" (it was told to),
+    "memory" (the warden's own decision), "lost" (the warden itself has ended). output: the last it printed.
+    """
+
+    worker: int
+    code: int
+    cause: str = ""
+    output: str = ""
+
+
+class FrameReader:
+    """Frames of one stream. A `next` that is cancelled loses nothing: the following one goes on from there."""
+
+    def __init__(self, stream: asyncio.StreamReader, max_bytes: int = MAX_ANSWER_BYTES) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self._length: int | None = None
+
+    async def next(self, kind: type[M]) -> M:
+        """The next message.
+
+        Raises IncompleteReadError when the other side has ended, and WireError if what it wrote is no frame.
+        """
+        if self._length is None:
+            self._length = _length(await self._stream.readexactly(_LENGTH.size), self._max_bytes)
+        body = await self._stream.readexactly(self._length)
+        self._length = None
+        return _decode(body, kind)
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -43,28 +101,19 @@ def pack(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def read_frame(stream: asyncio.StreamReader, kind: type[M]) -> M:
-    """The next message of the pipe.
-
-    Raises IncompleteReadError when the other side has ended, and WireError if what it wrote is no frame.
-    """
-    length = _length(await stream.readexactly(_LENGTH.size))
-    return _decode(await stream.readexactly(length), kind)
-
-
 def read_frame_blocking(stream: BinaryIO, kind: type[M]) -> M | None:
-    """The next message of the pipe, or None at its end. Raises WireError if it is no frame."""
+    """The next message of the stream, or None at its end. Raises WireError if it is no frame."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    return _decode(stream.read(_length(head)), kind)
+    return _decode(stream.read(_length(head, MAX_FRAME_BYTES)), kind)
 
 
-def _length(head: bytes) -> int:
-    """Bounded, so that a few stray bytes in a pipe cannot claim gigabytes."""
+def _length(head: bytes, max_bytes: int) -> int:
+    """Bounded, so that a few stray bytes in a stream cannot claim gigabytes."""
     length: int = _LENGTH.unpack(head)[0]
-    if length > MAX_FRAME_BYTES:
-        raise WireError(f"a frame claims {length} bytes, above the limit of {MAX_FRAME_BYTES}: something else wrote it")
+    if length > max_bytes:
+        raise WireError(f"a frame claims {length} bytes, above the limit of {max_bytes}: something else wrote it")
     return length
 
 

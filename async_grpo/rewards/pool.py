@@ -1,60 +1,114 @@
-"""The reward pool: verifiers in processes that can be killed.
+"""The reward pool: verifiers in processes that can be killed, judges behind HTTP.
 
-    dispatcher --judge(group)--> RewardPool --pipe--> worker process 1 .. N   (async_grpo.rewards.worker)
+    dispatcher --judge(group)--> RewardPool --> WorkerSlot 1 .. N --> worker processes   (below one warden)
+                                            --> HttpJudge --> an HTTP server
 
-- `judge` waits for a free slot; another `judge` that ends frees it, at the latest after one
-  deadline per item.
-- a slot waits for one answer at a time, at most `deadline_s`; the worker's next frame unblocks it,
-  or its end, or the deadline, at which the worker is killed and replaced.
+- an item waits for a free slot; another item that ends frees it, at the latest after one deadline per
+  verifier. The waiting callers are the queue: `judge` holds them back, so it is as long as what they hold.
+- a slot waits for one answer at a time, see `slot`; a request waits for its place and its reply, see `http_judge`.
 
-The event loop is never blocked: verifiers run elsewhere, and a worker that hangs cannot hold it.
-Workers are started by fork and exec of a fresh interpreter, so they share nothing with the engine.
+The event loop is never blocked: verifiers run elsewhere, are started elsewhere, and cannot hold it.
+Shut down with `aclose`: judgements under way must have ended or been cancelled; then the warden ends all workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
-from async_grpo.config.schema import RewardConfig
-from async_grpo.rewards.frames import Score
-from async_grpo.rewards.slot import WorkerSlot
-from async_grpo.rewards.verdict import Verdict, unverifiable, weighted_sum
+import structlog
+
+from async_grpo.config.rewards import RewardsConfig
+from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.rewards.environment import worker_environment
+from async_grpo.rewards.http_judge import HttpJudge
+from async_grpo.rewards.item import DRY_ITEM, Item
+from async_grpo.rewards.resolve import BUILTIN, SIGNATURE, check_name
+from async_grpo.rewards.slot import Limits, WorkerSlot
+from async_grpo.rewards.verdict import Failure, Outcome, Verdict, verdict_of
+from async_grpo.rewards.warden_link import WardenLink
+
+T = TypeVar("T")
+
+_PROGRAMMING_ERRORS = (
+    "TypeError",
+    "NameError",
+    "UnboundLocalError",
+    "AttributeError",
+    "ImportError",
+    "ModuleNotFoundError",
+)
+_ACCEPTABLE_ON_DRY_CALL = ("none", "raised")
+
+log = structlog.get_logger()
 
 
 class RewardPool:
-    """`async with RewardPool(functions, workers=2, deadline_s=10) as pool: await pool.judge(items)`."""
+    """`async with RewardPool(config.rewards) as pool: await pool.judge(items)`."""
 
-    def __init__(self, functions: Sequence[RewardConfig], workers: int, deadline_s: float) -> None:
-        self._weights = {function.name: function.weight for function in functions}
-        self._slots = [WorkerSlot(list(self._weights), deadline_s) for _ in range(workers)]
+    def __init__(self, rewards: RewardsConfig) -> None:
+        self._rewards = rewards
+        self._names = [function.name for function in rewards.functions if function.http is None]
+        for name in self._names:
+            check_name(name)
+        environment = worker_environment(os.environ, rewards.environment)
+        self._judges = {f.name: HttpJudge(f.name, f.http, os.environ) for f in rewards.functions if f.http is not None}
+        self._link = WardenLink(self._names, rewards.memory_bytes, environment)
+        limits = Limits(rewards.deadline_s, rewards.start_timeout_s, rewards.items_per_worker)
+        self._slots = [
+            WorkerSlot(self._link, self._names, limits) for _ in range(rewards.workers if self._names else 0)
+        ]
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
+        self.failures: Counter[tuple[str, str]] = Counter()
+        """How often each reward failed, by (name, kind of failure)."""
+        self._closed = False
+        self.judged = 0
+        """Items with a verdict, whatever it is."""
+
+    @property
+    def failures_by_kind(self) -> dict[str, int]:
+        """How often any reward failed, by kind of failure."""
+        totals: Counter[str] = Counter()
+        for (_, kind), count in self.failures.items():
+            totals[kind] += count
+        return dict(totals)
+
+    @property
+    def warden_pid(self) -> int | None:
+        """The process above all verifiers, if there is one."""
+        return self._link.pid
 
     async def start(self) -> None:
-        """Start every worker. Raises ConfigError if a verifier cannot be imported or called."""
+        """Load every verifier and try it. Raises ConfigError that says which one cannot be used, and why."""
         try:
-            await self._slots[0].start()  # finds what is wrong with the verifiers, once
-            await asyncio.gather(*(slot.start() for slot in self._slots[1:]))
+            if self._slots:
+                await self._try_verifiers(self._slots[0])
+                await _all([slot.warm() for slot in self._slots[1:]])
         except BaseException:
             await self.aclose()
             raise
-        for slot in self._slots:
+        for slot in reversed(self._slots):  # the last in is the first out: the one that is warm
             self._free.put_nowait(slot)
 
-    async def judge(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """A verdict per (completion, reference answer), in order. Never raises for what a verifier does."""
-        slot = await self._free.get()
-        try:
-            return [self._verdict(answer) async for answer in slot.judge(items)]
-        except BaseException:
-            await asyncio.shield(slot.kill())  # answers may still be in its pipe: never reuse it
-            raise
-        finally:
-            self._free.put_nowait(slot)
+    async def judge(self, items: Sequence[Item]) -> list[Verdict]:
+        """A verdict per item, in order. Never raises for what a verifier does.
+
+        Raises WaitTimeout if the kernel does not end a process that was killed, and AsyncGrpoError once the
+        pool is closed.
+        """
+        if self._closed:
+            raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
+        return await _all([self._judge(item) for item in items])
 
     async def aclose(self) -> None:
-        """End all workers."""
-        await asyncio.gather(*(slot.kill() for slot in self._slots))
+        """End all workers and close all connections."""
+        self._closed = True
+        await self._link.aclose()
+        for judge in self._judges.values():
+            await judge.aclose()
 
     async def __aenter__(self) -> RewardPool:
         await self.start()
@@ -63,9 +117,58 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _verdict(self, answer: Score | Verdict) -> Verdict:
-        if isinstance(answer, Verdict):
-            return answer
-        if answer.error:
-            return unverifiable("error", answer.error)
-        return Verdict(scores=answer.scores, reward=weighted_sum(answer.scores, self._weights))
+    async def _try_verifiers(self, slot: WorkerSlot) -> None:
+        """Also a verifier of one's own may raise (that is how it says that it cannot judge), but it must be
+        possible to call it, and what it returns must be a score."""
+        for name, outcome in (await slot.judge(DRY_ITEM)).items():
+            if not isinstance(outcome, Failure):
+                continue
+            if outcome.kind in ("import", "start"):
+                raise ConfigError(outcome.reason)
+            wrong = outcome.kind not in _ACCEPTABLE_ON_DRY_CALL or outcome.reason.startswith(_PROGRAMMING_ERRORS)
+            if wrong and name not in BUILTIN:
+                raise ConfigError(
+                    f"rewards.functions: {name!r} was tried on the completion {DRY_ITEM.completion!r} with the answer "
+                    f"{DRY_ITEM.answer!r}, and failed ({outcome.kind}): {outcome.reason}. It should be {SIGNATURE}"
+                )
+
+    async def _judge(self, item: Item) -> Verdict:
+        outcomes = await self._outcomes(item)
+        verdict = verdict_of(outcomes, self._rewards.functions)
+        self.judged += 1
+        for name, failure in verdict.failures.items():
+            self._count(name, failure)
+        return verdict
+
+    async def _outcomes(self, item: Item) -> dict[str, Outcome]:
+        if not self._judges:
+            return await self._in_process(item)
+        requests = [judge.judge(item) for judge in self._judges.values()]
+        parts = await _all([self._in_process(item), *requests])
+        return {name: outcome for part in parts for name, outcome in part.items()}
+
+    async def _in_process(self, item: Item) -> dict[str, Outcome]:
+        if not self._slots:
+            return {}
+        slot = await self._free.get()
+        try:
+            return await slot.judge(item)
+        finally:
+            self._free.put_nowait(slot)
+
+    def _count(self, name: str, failure: Failure) -> None:
+        """Into the log at the 1st, 10th, 100th... time: a verifier that always fails must not fill a disk."""
+        self.failures[name, failure.kind] += 1
+        count = self.failures[name, failure.kind]
+        if str(count).strip("0") == "1":
+            log.warning("reward failed", reward=name, kind=failure.kind, why=failure.reason, so_far=count)
+
+
+async def _all(makes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order; the first failure cancels the rest and is raised by itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(make) for make in makes]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,100 +1,204 @@
-"""One place in the pool: a verifier process, and its replacement when it hangs or dies."""
+"""One place in the pool: a worker, and its replacement when it hangs, dies or has served its time.
+
+    pool --judge(item)--> WorkerSlot --Assignment--> worker --one Answer a verifier--> WorkerSlot
+
+It waits for one answer at a time, at most `deadline_s`: the worker's next frame unblocks it, or the end of its
+channel, or the deadline, at which the worker is killed. Before a new worker is asked for, it waits until nothing
+of the last one is left, so that never more workers run than there are slots.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
-from async_grpo.errors import ConfigError, WireError
-from async_grpo.rewards.frames import Assignment, Hello, Score, pack, read_frame
-from async_grpo.rewards.verdict import Verdict, unverifiable
+from async_grpo.errors import WaitTimeout, WireError
+from async_grpo.rewards.frames import Answer, Assignment, Ended, FrameReader, Hello, pack
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.verdict import Failure, FailureKind, Outcome
+from async_grpo.rewards.warden_link import Ward, WardenLink
 
-_START_TIMEOUT_S = 60.0
+_GRACE_S = 0.05
+"""The event loop may be late, and not the verifier: an answer that is there by now counts."""
+_END_GRACE_S = 1.0
+"""For a worker whose channel has closed to end by itself, so that its own exit code is known."""
+_KILL_TIMEOUT_S = 30.0
+_SHOWN_OUTPUT = 300
+_TOO_LARGE = "used more than rewards.memory_bytes and was killed"
+
+_WITH_WORKER: frozenset[FailureKind] = frozenset({"timeout", "crashed", "output", "memory", "start"})
+"""Failures after which the worker is not used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of every worker."""
+
+    deadline_s: float
+    start_timeout_s: float
+    items: int
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One that has said hello."""
+
+    ward: Ward
+    frames: FrameReader
+    writer: asyncio.StreamWriter
+    broken: dict[str, str] = field(default_factory=dict)
+    items: int = 0
 
 
 class WorkerSlot:
     """Used by one caller at a time."""
 
-    def __init__(self, names: Sequence[str], deadline_s: float) -> None:
+    def __init__(self, link: WardenLink, names: Sequence[str], limits: Limits) -> None:
+        self._link = link
         self._names = names
-        self._deadline_s = deadline_s
-        self._process: Process | None = None
+        self._limits = limits
+        self._worker: _Worker | None = None
+        self._ward: Ward | None = None
+        """The last that was asked for, until it has ended."""
 
-    async def start(self) -> None:
-        """Have a process that is ready. Raises ConfigError (a verifier cannot be had, or it does not start)."""
-        if self._process is not None:
-            return
-        argv = [sys.executable, "-m", "async_grpo.rewards.worker", *self._names]
-        self._process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE)
+    async def judge(self, item: Item) -> dict[str, Outcome]:
+        """An outcome for every verifier. One that hangs or crashes costs the worker, not the other verifiers."""
+        outcomes: dict[str, Outcome] = {}
+        if self._worker is not None and self._worker.ward.ended.done():
+            self._drop()  # it died while it had nothing to do, of what an earlier item left behind
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                hello = await read_frame(self._stdout, Hello)
-        except (asyncio.IncompleteReadError, TimeoutError, WireError) as error:
-            await self.kill()
-            raise ConfigError(
-                f"a verifier process for {', '.join(self._names)} did not start within {_START_TIMEOUT_S:g} s "
-                "or ended at once. Does importing the verifier's module hang or exit?"
-            ) from error
-        if hello.error:
-            await self.kill()
-            raise ConfigError(hello.error)
+            while left := [name for name in self._names if name not in outcomes]:
+                worker = self._worker or await self._start()
+                if isinstance(worker, Failure):
+                    return {**outcomes, **dict.fromkeys(left, worker)}
+                outcomes |= await self._ask(worker, item, left)
+        except BaseException:
+            self._drop()  # answers may still be on their way: never reuse it
+            raise
+        if self._worker is not None:
+            self._worker.items += 1
+            if self._worker.items >= self._limits.items or self._worker.broken:  # an import may do better next time
+                self._drop()
+        return outcomes
 
-    async def judge(self, items: Sequence[tuple[str, str]]) -> AsyncIterator[Score | Verdict]:
-        """An answer per item, in order. An item that hangs or crashes costs the process, not the others."""
-        done = 0
-        while done < len(items):
-            try:
-                await self.start()
-            except ConfigError as error:
-                yield unverifiable("crash", str(error))
-                done += 1
-                continue
-            await self._send(items[done:])
-            async for answer in self._answers(len(items) - done):
-                yield answer
-                done += 1
+    async def warm(self) -> None:
+        """Have a worker, so that the first item need not wait for it. A failure shows when it is needed."""
+        if self._worker is None:
+            await self._start()
 
-    async def _send(self, items: Sequence[tuple[str, str]]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # a process that has ended shows when its answer is read
-            self._process.stdin.write(pack(Assignment(items=list(items))))
+    def _drop(self) -> None:
+        """Kill the worker, if there is one; its end is awaited before the next is started."""
+        if self._ward is not None:
+            self._link.kill(self._ward)
+        if self._worker is not None:
+            self._worker.writer.transport.abort()
+            self._worker = None
 
-    async def _answers(self, count: int) -> AsyncIterator[Score | Verdict]:
-        """Up to `count` answers; ends after the first that the process did not survive."""
-        for _ in range(count):
-            try:
-                async with asyncio.timeout(self._deadline_s):
-                    score = await read_frame(self._stdout, Score)
-            except TimeoutError:
-                await self.kill()
-                yield unverifiable("deadline", f"a verifier took longer than {self._deadline_s:g} s and was killed")
-                return
-            except (asyncio.IncompleteReadError, ConnectionError):
-                code = await self.kill(grace_s=1.0)
-                yield unverifiable("crash", f"the verifier process ended with code {code}")
-                return
-            except WireError as error:
-                await self.kill()
-                yield unverifiable("crash", f"the verifier process wrote to the pool's pipe: {error}")
-                return
-            yield score
+    async def _start(self) -> _Worker | Failure:
+        """A worker that has loaded its verifiers, or why there is none."""
+        await self._bury()
+        ward = self._ward = await self._link.spawn()
+        reader, writer = await asyncio.open_unix_connection(sock=ward.channel)
+        worker = _Worker(ward, FrameReader(reader), writer)
+        try:
+            async with asyncio.timeout(self._limits.start_timeout_s):
+                worker.broken = (await worker.frames.next(Hello)).broken
+        except TimeoutError:
+            return Failure("start", f"not loaded within {self._limits.start_timeout_s:g} s. Does an import hang?")
+        except (asyncio.IncompleteReadError, ConnectionError, WireError):
+            return Failure("start", f"while the verifiers were loaded, the process {await self._end_of(ward)}")
+        else:
+            self._worker = worker
+            return worker
+        finally:
+            if self._worker is None:
+                writer.transport.abort()
+                self._link.kill(ward)
 
-    async def kill(self, grace_s: float = 0.0) -> int | None:
-        """End the process, if there is one, after `grace_s` to end by itself; returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
+    async def _ask(self, worker: _Worker, item: Item, names: Sequence[str]) -> dict[str, Outcome]:
+        """Outcomes of the verifiers, in order, up to and including the first that the worker did not survive."""
+        outcomes: dict[str, Outcome] = {
+            name: Failure("import", worker.broken[name]) for name in names if name in worker.broken
+        }
+        asked = [name for name in names if name not in outcomes]
+        frame = pack(Assignment(asked, item.completion, item.answer, item.prompt, dict(item.metadata)))
+        worker.writer.write(frame)  # not drained: the worker reads it all before it answers, under the deadline
+        for name in asked:
+            outcomes[name] = outcome = await self._outcome(worker)
+            if isinstance(outcome, Failure) and outcome.kind in _WITH_WORKER:
+                self._drop()
+                break
+        return outcomes
+
+    async def _outcome(self, worker: _Worker) -> Outcome:
+        try:
+            answer = await self._answer(worker.frames)
+        except TimeoutError:
+            return Failure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return await self._autopsy(worker.ward)
+        except WireError as error:
+            return Failure("output", f"something wrote to the pool's channel: {error}")
+        if answer.score is not None:
+            return answer.score
+        return Failure(cast(FailureKind, answer.kind), answer.reason)
+
+    async def _answer(self, frames: FrameReader) -> Answer:
+        """Raises TimeoutError."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                return await process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+            async with asyncio.timeout(self._limits.deadline_s):
+                return await frames.next(Answer)
+        async with asyncio.timeout(_GRACE_S):
+            return await frames.next(Answer)
 
-    @property
-    def _stdout(self) -> asyncio.StreamReader:
-        assert self._process is not None and self._process.stdout is not None
-        return self._process.stdout
+    async def _autopsy(self, ward: Ward) -> Failure:
+        how = await self._end_of(ward)
+        kind: FailureKind = "memory" if how == _TOO_LARGE else "crashed"
+        return Failure(kind, f"its process {how}")
+
+    async def _end_of(self, ward: Ward) -> str:
+        """How a worker whose channel has closed came to its end."""
+        await asyncio.wait([ward.ended], timeout=_END_GRACE_S)
+        self._link.kill(ward)
+        return _how_it_ended(await self._bury())
+
+    async def _bury(self) -> Ended | None:
+        """Wait until nothing is left of the last worker. Raises WaitTimeout if the kernel does not end it."""
+        ward = self._ward
+        if ward is None:
+            return None
+        await asyncio.wait([ward.ended], timeout=_KILL_TIMEOUT_S)
+        if not ward.ended.done():
+            raise WaitTimeout(f"verifier process {ward.number} to end after SIGKILL", _KILL_TIMEOUT_S)
+        self._ward = None
+        return ward.ended.result()
+
+
+def _how_it_ended(ended: Ended | None) -> str:
+    if ended is None or ended.cause == "lost":
+        return "ended with its warden"
+    if ended.cause == "memory":
+        return _TOO_LARGE
+    if ended.cause:
+        return "closed its channel and was killed"
+    how = f"ended with code {ended.code}" if ended.code >= 0 else f"was ended by {_signal_name(-ended.code)}"
+    output = _shown(ended.output.strip())
+    return f"{how}. It wrote: {output}" if output else how
+
+
+def _shown(output: str) -> str:
+    """Of what Python's fault handler wrote the beginning, else the end."""
+    start = output.rfind("Fatal Python error")
+    return output[start:][:_SHOWN_OUTPUT] if start >= 0 else output[-_SHOWN_OUTPUT:]
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL that is not the pool's own comes from the kernel when the machine has no memory left, as a rule."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -6,21 +6,8 @@ it raises ValueError, and the sample becomes `unverifiable`, which is not 0.
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from collections.abc import Callable, Iterable
 from fractions import Fraction
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-from async_grpo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from async_grpo.config.schema import RewardConfig
-
-Verifier = Callable[[str, str], float]
 
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
@@ -64,57 +51,6 @@ def gsm8k(completion: str, answer: str) -> float:
     if gold is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is not a number")
     return float(_final_number(completion) == gold)
-
-
-BUILTIN: dict[str, Verifier] = {"answer_tag": answer_tag, "gsm8k": gsm8k, "format": format_tags}
-
-
-def load_verifiers(functions: Iterable[RewardConfig]) -> dict[str, Verifier]:
-    """The verifier of every reward, by name. Raises ConfigError that says what to change."""
-    verifiers: dict[str, Verifier] = {}
-    for function in functions:
-        if function.name in verifiers:
-            raise ConfigError(
-                f"rewards.functions: {function.name!r} stands twice. Keep one and give it the whole weight"
-            )
-        verifiers[function.name] = resolve_verifier(function.name)
-    return verifiers
-
-
-def resolve_verifier(name: str) -> Verifier:
-    """A built-in verifier, or `module:attribute` (on the Python path or in the working folder).
-
-    Raises ConfigError that says what to change.
-    """
-    if name in BUILTIN:
-        return BUILTIN[name]
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(
-            f"rewards.functions: there is no verifier {name!r}. "
-            f"Use one of {', '.join(BUILTIN)}, or module:attribute for your own"
-        )
-    try:
-        found = getattr(_import(module_name), attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"rewards.functions: verifier {name!r} cannot be imported ({type(error).__name__}: {error}). "
-            "Is the module in the working folder or on PYTHONPATH, and the name right?"
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function "
-            "(completion: str, answer: str) -> float. Name a callable"
-        )
-    verifier: Verifier = found
-    return verifier
-
-
-def _import(module_name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    return importlib.import_module(module_name)
 
 
 def _final_number(completion: str) -> Fraction | None:

@@ -1,66 +1,76 @@
-"""A verifier process: `python -m async_grpo.rewards.worker NAME ...`
+"""What runs in a verifier process: load the verifiers, then answer assignments until the channel closes.
 
-    pool --Assignment--> stdin        one Score an item, in order        stdout --> pool
+    slot --Assignment--> verifiers --one Answer a verifier, in order--> slot
 
-It waits for assignments on its standard input and ends when that closes. Whatever verifiers print
-goes to standard error, so that it cannot disturb the answers.
+It waits for the slot's next assignment. It has no limits of its own: the slot holds the deadline and the
+warden the memory, from outside, where a verifier cannot hold them up.
 """
 
 from __future__ import annotations
 
-import math
+import asyncio
+import inspect
 import os
-import signal
-import sys
-from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+import socket
+from collections.abc import Sequence
 
 from async_grpo.errors import ConfigError
-from async_grpo.process import die_with_parent
-from async_grpo.rewards.frames import Assignment, Hello, Score, pack, read_frame_blocking
-from async_grpo.rewards.verifiers import Verifier, resolve_verifier
+from async_grpo.rewards.frames import Answer, Assignment, Hello, pack, read_frame_blocking
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.resolve import Judge, resolve_verifier
+from async_grpo.rewards.score import as_score
+
+_REASON_CHARACTERS = 500
 
 
-def main(names: Sequence[str]) -> int:
-    """Serve until the pipe closes; 2 if a verifier cannot be had."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes the pipe
-    requests, answers = _claim_pipes()
-    try:
-        verifiers = {name: resolve_verifier(name) for name in names}
-    except ConfigError as error:
-        answers.write(pack(Hello(error=str(error))))
-        return 2
-    answers.write(pack(Hello()))
-    while (assignment := read_frame_blocking(requests, Assignment)) is not None:
-        for completion, answer in assignment.items:
-            answers.write(pack(_judge(verifiers, completion, answer)))
-    return 0
-
-
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output for ourselves; prints of verifiers go to standard error."""
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    return requests, answers
-
-
-def _judge(verifiers: Mapping[str, Verifier], completion: str, answer: str) -> Score:
-    """All verifiers on one item; the first that fails is the answer."""
-    scores: dict[str, float] = {}
-    for name, verifier in verifiers.items():
+def serve(channel: socket.socket, names: Sequence[str]) -> None:
+    """Until the channel closes."""
+    judges: dict[str, Judge] = {}
+    broken: dict[str, str] = {}
+    for name in names:
         try:
-            score = float(verifier(completion, answer))
-        except Exception as error:
-            return Score(scores={}, error=f"{name}: {type(error).__name__}: {error}"[:500])
-        if not math.isfinite(score):
-            return Score(scores={}, error=f"{name}: the score is {score}, not a finite number")
-        scores[name] = score
-    return Score(scores=scores)
+            judges[name] = resolve_verifier(name)
+        except ConfigError as error:
+            broken[name] = str(error)
+        except BaseException as error:  # a module may call sys.exit
+            broken[name] = f"rewards.functions: importing {name!r} ended with {_described(error)}. Mend the module"
+    requests, me = channel.makefile("rb"), os.getpid()
+    channel.sendall(pack(Hello(broken)))
+    with asyncio.Runner() as runner:
+        while (assignment := read_frame_blocking(requests, Assignment)) is not None:
+            item = Item(assignment.completion, assignment.answer, assignment.prompt, assignment.metadata)
+            for name in assignment.names:
+                answer = _judge(runner, judges[name], item)
+                if os.getpid() != me:
+                    os._exit(0)  # a verifier has forked and its child came back here: only one may answer
+                channel.sendall(pack(answer))
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _judge(runner: asyncio.Runner, judge: Judge, item: Item) -> Answer:
+    try:
+        value = judge(item)
+        if inspect.isawaitable(value):
+            value = runner.run(_finish(value))
+    except MemoryError as error:
+        return Answer(kind="memory", reason=_described(error))
+    except BaseException as error:  # whatever a verifier raises, SystemExit included, costs its own item only
+        return Answer(kind="raised", reason=_described(error))
+    if value is None:
+        return Answer(kind="none", reason="it returned None")
+    try:
+        return Answer(score=as_score(value))
+    except ValueError as error:
+        return Answer(kind="bad_value", reason=f"it returned no score: {error}"[:_REASON_CHARACTERS])
+
+
+async def _finish(value: object) -> object:
+    assert inspect.isawaitable(value)
+    return await value
+
+
+def _described(error: BaseException) -> str:
+    """Bounded, also for exceptions whose text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+    except Exception:
+        return type(error).__name__

@@ -1,11 +1,12 @@
 """What weight updates cost an engine that goes on generating, and whether any request suffers.
 
     streams (as many as `concurrency`) --> engine.generate, one request after another
-    updater, every `interval_s`        --> next version into the store --> engine.update_weights
+    in every other window, `interval_s` apart: next version into the store --> engine.update_weights
 
-Short windows with and without updates alternate while the streams never stop; the ratio is the median of
-those of neighbours, so that a machine that gets slower or faster evens out. Every request must end at its own max_tokens, with
-version spans that cover it and that vLLM, where it reports spans, agrees with.
+Windows with a few updates and without alternate while the streams never stop; the ratio is the median
+of those of neighbours, so that a machine that gets slower or faster evens out. Every request must end
+at its own max_tokens, with version spans that cover it and that vLLM, where it reports spans, agrees
+with.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
 from async_grpo.weights.store import remove_stores, store_path
 from rollout_server.bench.moving_weights import ModelSize, MovingWeights
-from rollout_server.engines.protocol import Generation, GenerationRequest, Interruption
+from rollout_server.engines.protocol import Engine, Generation, GenerationRequest, Interruption
 from rollout_server.engines.vllm_engine import VllmEngine
 
-_UPDATES_A_WINDOW = 3
 _WARM_UP_S = 3.0
 _END_TIMEOUT_S = 120.0
 
@@ -46,10 +46,11 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateBench:
-    """How much is measured. `seconds` is spent with updates, and as much without, in pairs of windows."""
+    """How much is measured. `seconds` is spent in windows with updates, and as much in windows without."""
 
     seconds: float = 60.0
     interval_s: float = 2.0
+    updates_a_window: int = 3
     concurrency: int = 64
     max_tokens: tuple[int, int] = (128, 384)
     """Each request's is drawn from here."""
@@ -58,14 +59,9 @@ class UpdateBench:
     seed: int = 1
 
     @property
-    def window_s(self) -> float:
-        """A few updates long."""
-        return min(self.seconds, _UPDATES_A_WINDOW * self.interval_s)
-
-    @property
     def pairs(self) -> int:
         """Of windows without and with updates."""
-        return max(1, round(self.seconds / self.window_s))
+        return max(1, round(self.seconds / (self.updates_a_window * self.interval_s)))
 
 
 @dataclass(slots=True)
@@ -104,6 +100,8 @@ async def measure_updates(bench: UpdateBench, step: Callable[[], None] = lambda:
             await engine.start()
             try:
                 return await _measure(bench, engine, weights, step)
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
             finally:
                 await engine.aclose()
     finally:
@@ -128,15 +126,17 @@ async def _measure(
 async def _window(
     bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: Tally, with_updates: bool
 ) -> float:
-    """Tokens a second, from one update of a window to where the next would be."""
-    async with _updates(bench, engine, weights, tally) if with_updates else contextlib.nullcontext():
-        started, before = time.monotonic(), engine.load().generated_tokens
-        await asyncio.sleep(bench.window_s)
-        return (engine.load().generated_tokens - before) / (time.monotonic() - started)
+    """Tokens a second. Every interval of the window begins with an update, if there are any."""
+    started, before = time.monotonic(), engine.load().generated_tokens
+    for index in range(bench.updates_a_window):
+        if with_updates:
+            tally.pauses_s.append(await _update(bench, engine, weights))
+        await asyncio.sleep(max(0.0, started + (index + 1) * bench.interval_s - time.monotonic()))
+    return (engine.load().generated_tokens - before) / (time.monotonic() - started)
 
 
 @contextlib.asynccontextmanager
-async def _traffic(bench: UpdateBench, engine: VllmEngine, tally: Tally) -> AsyncIterator[None]:
+async def _traffic(bench: UpdateBench, engine: Engine, tally: Tally) -> AsyncIterator[None]:
     """`concurrency` requests in flight for the length of the block, and then until the last has ended."""
     ended = asyncio.Event()
 
@@ -153,39 +153,12 @@ async def _traffic(bench: UpdateBench, engine: VllmEngine, tally: Tally) -> Asyn
             tally.add(request, await engine.generate(request))
 
     async with asyncio.TaskGroup() as group:
-        for index in range(bench.concurrency):
-            group.create_task(stream(index))
+        streams = [group.create_task(stream(index)) for index in range(bench.concurrency)]
         yield
         ended.set()
-        watchdog = group.create_task(_give_up_after(_END_TIMEOUT_S))
-        streams = group._tasks - {watchdog}
-        await asyncio.wait(streams)
-        watchdog.cancel()
-
-
-async def _give_up_after(timeout_s: float) -> None:
-    await asyncio.sleep(timeout_s)
-    raise EngineError(f"requests did not end within {timeout_s:g} s: they were lost")
-
-
-@contextlib.asynccontextmanager
-async def _updates(bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: Tally) -> AsyncIterator[None]:
-    """An update every `interval_s` for the length of the block."""
-    ended = asyncio.Event()
-
-    async def updater() -> None:
-        due = time.monotonic()
-        while not ended.is_set():
-            tally.pauses_s.append(await _update(bench, engine, weights))
-            due += bench.interval_s
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, due - time.monotonic())):
-                    await ended.wait()
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(updater())
-        yield
-        ended.set()
+        _, lost = await asyncio.wait(streams, timeout=_END_TIMEOUT_S)
+        if lost:
+            raise EngineError(f"{len(lost)} requests were lost: they did not end within {_END_TIMEOUT_S:g} s.")
 
 
 async def _update(bench: UpdateBench, engine: VllmEngine, weights: MovingWeights) -> float:

@@ -13,6 +13,7 @@ from async_grpo.errors import EngineError, WeightsCorrupt
 from async_grpo.weights.manifest import Layout
 
 _HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 
 
 def stop_tokens(model_dir: Path) -> list[int]:
@@ -33,6 +34,14 @@ def tensor_shapes(model_dir: Path) -> dict[str, list[int]]:
     if not shapes:
         raise EngineError(f"{model_dir} holds no *.safetensors. Give a Hugging Face checkpoint folder.")
     return shapes
+
+
+def vocabulary_size(model_dir: Path) -> int:
+    """Rows of the embedding: token ids are below it."""
+    rows = next((shape[0] for name, shape in tensor_shapes(model_dir).items() if name.endswith(_EMBEDDING)), 0)
+    if not rows:
+        raise EngineError(f"{model_dir} holds no tensor whose name ends in {_EMBEDDING}: its vocabulary is unknown.")
+    return rows
 
 
 def has_tied_head(model_dir: Path) -> bool:

@@ -42,7 +42,7 @@ class SpanLog:
 
     def spans(self, tokens: int, *, since: int = 0) -> list[VersionSpan]:
         """Spans that cover [since, tokens), counted from `since`; versions that contributed nothing are left out."""
-        ends = [start for start, _ in self._starts[1:]] + [tokens]
+        ends = [min(start, tokens) for start, _ in self._starts[1:]] + [tokens]
         return [
             VersionSpan(version, max(start, since) - since, end - since)
             for (start, version), end in zip(self._starts, ends, strict=True)

@@ -173,6 +173,12 @@ class VllmEngine:
         """Policy version that the next token will be sampled from (-1: the checkpoint's)."""
         return self._identity.version
 
+    @property
+    def async_llm(self) -> Any:
+        """vLLM's own front end, for who measures beside this engine. Raises EngineError while there is none."""
+        self._raise_failure()
+        return self._llm
+
     def load(self) -> EngineLoad:
         """Requests with and without a first token; tokens of finished and running requests; blocks of the KV cache
         that these need, as a share of all."""

@@ -1,10 +1,10 @@
 """HTTP of a rollout server: health, metrics, completions of the current policy, administration.
 
     client --> HttpFront (uvicorn, in the server's event loop) --> app
-                                                                    |-- probes        /healthz /readyz
-                                                                    |-- metrics       /metrics
-                                                                    |-- completions   /v1/*        --> Writers --> Engine.stream
-                                                                    +-- admin         /admin/*     --> Admission (dispatcher)
+                    |-- probes        /healthz /readyz
+                    |-- metrics       /metrics
+                    |-- completions   /v1/*            --> Writers --> Engine.stream
+                    +-- admin         /admin/*         --> Admission (dispatcher)
 
 The cast:
 

@@ -9,7 +9,7 @@ a token of it; of a stream, the header is of its first piece and every piece has
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from async_grpo.errors import EngineError
 from rollout_server.engines.protocol import GenerationRequest
 from rollout_server.http.bodies import ChatBody, CompletionBody, Sampling, parse
 from rollout_server.http.errors import HttpError
@@ -134,58 +133,44 @@ def completion_routes(lobby: Lobby) -> APIRouter:
         """The first piece is waited for: until then, an error still has a status."""
         pieces = job.pieces()
         try:
-            first = await unless_gone(request.receive, _next(pieces), bound.request_timeout_s)
+            first = await unless_gone(request.receive, _first_of(pieces), bound.request_timeout_s)
         except BaseException:
             await job.aclose()
             raise
-        events = _events(order, backstage, job, first, pieces)
+        events = _events(order, backstage, first, pieces)
         headers = {VERSION_HEADER: _fingerprint(backstage, first)}
-        return EventStream(events, headers, timeout_s=bound.request_timeout_s)
+        return EventStream(events, headers, close=job.aclose, timeout_s=bound.request_timeout_s)
 
     return routes
 
 
 async def _whole(order: Order, backstage: Backstage, job: Job, count: int) -> Response:
     choices = [Choice() for _ in range(count)]
-    try:
-        async with aclosing(job.pieces()) as pieces:
-            async for piece in pieces:
-                choices[piece.index].add(piece)
-    except EngineError as error:
-        raise _engine_failed(error) from error
+    async with aclosing(job.pieces()) as pieces:
+        async for piece in pieces:
+            choices[piece.index].add(piece)
     versions = [choice.version for choice in choices if choice.version is not None]
     fingerprint = backstage.identity_of(max(versions, default=backstage.cast.engine.version))
     body = order.form.whole(choices, order.prompt_tokens, fingerprint)
     return JSONResponse(body, headers={VERSION_HEADER: fingerprint})
 
 
-async def _next(pieces: AsyncGenerator[Piece, None]) -> Piece:
-    try:
-        return await anext(pieces)
-    except EngineError as error:
-        raise _engine_failed(error) from error
+async def _first_of(pieces: AsyncGenerator[Piece, None]) -> Piece:
+    return await anext(pieces)
 
 
 async def _events(
-    order: Order, backstage: Backstage, job: Job, first: Piece, rest: AsyncGenerator[Piece, None]
+    order: Order, backstage: Backstage, first: Piece, rest: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    tokens, piece = 0, first
-    try:
-        with suppress(StopAsyncIteration):
-            while True:
-                tokens += len(piece.tokens)
-                yield order.form.piece(piece, _fingerprint(backstage, piece))
-                piece = await _next(rest)
-        if order.sampling.wants_usage:
-            yield order.form.usage(order.prompt_tokens, tokens, _fingerprint(backstage, piece))
-    finally:
-        await job.aclose()
+    tokens, fingerprint = len(first.tokens), _fingerprint(backstage, first)
+    yield order.form.piece(first, fingerprint)
+    async for piece in rest:
+        tokens, fingerprint = tokens + len(piece.tokens), _fingerprint(backstage, piece)
+        yield order.form.piece(piece, fingerprint)
+    if order.sampling.wants_usage:
+        yield order.form.usage(order.prompt_tokens, tokens, fingerprint)
 
 
 def _fingerprint(backstage: Backstage, piece: Piece) -> str:
     versions = [span.version for span in piece.spans]
     return backstage.identity_of(max(versions, default=backstage.cast.engine.version))
-
-
-def _engine_failed(error: EngineError) -> HttpError:
-    return HttpError(503, f"the engine failed: {error}", code="engine_failed")

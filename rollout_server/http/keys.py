@@ -16,7 +16,7 @@ ADMIN_VARIABLE, KEY_VARIABLE = "ASYNC_GRPO_ADMIN_TOKEN", "ASYNC_GRPO_HTTP_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """"" where none is set. Neither appears in `repr`."""
+    """ "" where none is set. Neither appears in `repr`."""
 
     admin: str = field(default="", repr=False)
     completions: str = field(default="", repr=False)

@@ -34,7 +34,7 @@ class Backstage:
         return self.identity_of(self.cast.engine.version)
 
     def identity_of(self, version: int) -> str:
-        """"epoch-version", as in every response."""
+        """ "epoch-version", as in every response."""
         return f"{self.watcher.applied.epoch}-{version}"
 
 
@@ -54,7 +54,7 @@ class Lobby:
 
     @property
     def why_not_ready(self) -> str:
-        """"" if the server is ready."""
+        """ "" if the server is ready."""
         if self.backstage is None:
             return self.missing
         return LEAVING if self.backstage.dispatcher.admission.is_draining else ""

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
+from async_grpo.data.source import Tokenizer
 from rollout_server.http.bodies import Message
 from rollout_server.http.errors import HttpError
 
 MAX_REASON_CHARS = 500
 
 
-class HttpTokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text -> token ids."""
-        ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Token ids -> text."""
-        ...
-
-
 class Prompts:
     """Checked prompts: never empty, never too long, and no token that the model does not have (such a token may
     take an engine down, and training with it)."""
 
-    def __init__(self, tokenizer: HttpTokenizer, *, vocabulary: int, longest: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, longest: int) -> None:
         """`vocabulary`: token ids are below it. `longest`: prompt and completion together, in tokens."""
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -36,7 +25,7 @@ class Prompts:
 
     async def of_text(self, prompt: str | list[int]) -> list[int]:
         """A prompt as it is. Raises HttpError 400."""
-        return self._checked(await self._encode(prompt, special=True) if isinstance(prompt, str) else prompt)
+        return self._checked(await _tried(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt)
 
     async def of_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation, through the model's own chat template. Raises HttpError 400."""
@@ -47,8 +36,7 @@ class Prompts:
                 "Use /v1/completions with a prompt, or add chat_template to the checkpoint's tokenizer_config.json",
                 code="no_chat_template",
             )
-        text = await _tried(self._apply_template, [message.plain() for message in messages])
-        return self._checked(await self._encode(text, special=False))
+        return self._checked(await _tried(self._encode_chat, [message.plain() for message in messages]))
 
     def room(self, prompt: Sequence[int]) -> int:
         """Tokens that a completion of this prompt may have."""
@@ -62,12 +50,11 @@ class Prompts:
         """One token as text, special or not."""
         return self._tokenizer.decode([token])
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        return cast(list[int], await _tried(self._tokenizer.encode, text, add_special_tokens=special))
-
-    def _apply_template(self, messages: list[dict[str, str]]) -> str:
-        template = cast(Any, self._tokenizer).apply_chat_template
-        return cast(str, template(messages, tokenize=False, add_generation_prompt=True))
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The template writes the special tokens itself."""
+        tokenizer = cast(Any, self._tokenizer)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
     def _checked(self, prompt: list[int]) -> list[int]:
         if not prompt:
@@ -89,10 +76,10 @@ class Prompts:
         return prompt
 
 
-async def _tried(make: Any, *arguments: Any, **options: Any) -> Any:
+async def _tried(encode: Callable[[Any], list[int]], given: Any) -> list[int]:
     """In a thread, because a long text takes a while. What the tokenizer cannot do is the request's fault."""
     try:
-        return await asyncio.to_thread(make, *arguments, **options)
+        return await asyncio.to_thread(encode, given)
     except Exception as error:
         raise HttpError(
             400,

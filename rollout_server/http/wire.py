@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from rollout_server.http.errors import HttpError
 T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
+LAST_WORD_TIMEOUT_S = 1.0
 CLIENT_LEFT = 499
 """The status that logs and metrics see; the client does not."""
 
@@ -63,31 +64,37 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[dict[str, Any], None], headers: Mapping[str, str], *, timeout_s: float
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        headers: Mapping[str, str],
+        *,
+        close: Callable[[], Awaitable[None]],
+        timeout_s: float,
     ) -> None:
-        """`events` is closed at the end, whatever happens."""
+        """`close` is called at the end, whatever happens."""
         super().__init__(headers={"cache-control": "no-store", **headers})
         del self.headers["content-length"]
         self._events = events
+        self._close = close
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them as they come. The headers are gone by then, so an error becomes the last event."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        last = b""
         try:
             await unless_gone(receive, self._send_all(send), self._timeout_s)
         except HttpError as error:
-            last = _event(error.body())
+            with suppress(TimeoutError):  # a client that does not read does not read this either
+                async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": _event(error.body()), "more_body": False})
         finally:
-            await self._events.aclose()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            await self._close()
 
     async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": _event(event), "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
+from async_grpo.errors import EngineError
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.protocol import Engine, GenerationRequest
 from rollout_server.http.errors import HttpError, not_ready
@@ -32,7 +33,7 @@ class Piece:
     finish_reason: str
 
 
-Pieces = asyncio.Queue[Piece | HttpError | BaseException | None]
+Pieces = asyncio.Queue[Piece | BaseException | None]
 
 
 class Writers:
@@ -95,7 +96,10 @@ class Writers:
 
     def _ended(self, pieces: Pieces, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        pieces.put_nowait(not_ready("the server is stopping") if task.cancelled() else task.exception())
+        error = not_ready("the server is stopping") if task.cancelled() else task.exception()
+        if isinstance(error, EngineError):
+            error = HttpError(503, f"the engine failed: {error}", code="engine_failed")
+        pieces.put_nowait(error)
 
 
 class Job:
@@ -106,7 +110,7 @@ class Job:
         self._tasks = tasks
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """As they come, those of all completions mixed. Raises EngineError; HttpError if the server stops."""
+        """As they come, those of all completions mixed. Raises HttpError if the engine fails or the server stops."""
         running = len(self._tasks)
         while running:
             piece = await self._pieces.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_grpo.config.schema import RandomModelConfig
+from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.random_model import make_random_model
 from async_grpo.data.source import load_tokenizer
 

@@ -189,7 +189,8 @@ def reference_tokens(model: Any, version: int) -> list[tuple[float, torch.Tensor
     for group in make_batch(version).groups:
         rewards = torch.tensor([[s.reward if s.reward is not None else 0.0 for s in group.samples]])
         valid = torch.tensor([[s.reward is not None for s in group.samples]])
-        advantages = ADVANTAGES["grpo"](rewards.double(), valid)[0].tolist()
+        lengths = torch.tensor([[len(s.token_ids()) for s in group.samples]])
+        advantages = ADVANTAGES["grpo"](rewards.double(), valid, lengths)[0].tolist()
         prompt = torch.tensor(group.task.prompt_ids().copy(), dtype=torch.int64)
         for sample, advantage in zip(group.samples, advantages, strict=True):
             if sample.reward is None:

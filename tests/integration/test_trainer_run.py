@@ -20,7 +20,6 @@ from trainer_programs.batches import VOCAB, make_sample, make_task
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.config import RunConfig, dump, validate
-from async_grpo.staleness.window import StalenessWindow
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.weights.store import remove_stores
 from async_grpo.wire import Group, Task
@@ -73,8 +72,7 @@ async def live_through(folder: Path) -> Story:
 
 async def lives(config: RunConfig, model: Path) -> Story:
     """Three lives of the trainer beside one scripted rollout server."""
-    window = StalenessWindow(config.max_staleness, GROUPS, STEPS * GROUPS)
-    buffer = await connect(config.redis, config.name, window=window, lease_s=30.0, max_attempts=3)
+    buffer = await connect(config.redis, config.name, policy=config.replay_policy, lease_s=30.0, max_attempts=3)
     board = await connect_board(config.redis, config.name)
     tasks = [make_task(np.random.default_rng(index), index, 6) for index in range(STEPS * GROUPS)]
     await buffer.put_tasks(tasks)

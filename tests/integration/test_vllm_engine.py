@@ -9,133 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import pytest_asyncio
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen2ForCausalLM
 
-from async_grpo.config.schema import VllmConfig
 from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
 from async_grpo.weights.manifest import Identity, layout_of
 from async_grpo.weights.store import WeightStore, remove_stores, store_path
 from async_grpo.wire import VersionSpan
 from rollout_server.engines import vllm_engine
 from rollout_server.engines.protocol import Generation, GenerationRequest, Interruption
-from rollout_server.engines.vllm_engine import VllmEngine
+from tests.support.vllm_lab import EXACT, FAR, STOP_TOKENS, Lab, log_softmax, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 RUN = "test-vllm-engine"
-VOCABULARY = 512
-STOP_TOKENS = list(range(16))
 PREFIX_BLOCK = 128
-EXACT = 1e-4
-FAR = 1e-3
-
-
-class Lab:
-    """An engine, its checkpoint folder, its weight store, and the reference model of every version."""
-
-    def __init__(self, model_dir: Path, *, tied: bool, stop_tokens: list[int] | None) -> None:
-        self.tied = tied
-        self.models = {-1: random_model(tied, stop_tokens)}
-        self.models[-1].save_pretrained(model_dir)
-        config = VllmConfig(max_model_len=1024, kv_cache_bytes=128 << 20, multiprocessing=False)
-        self.engine = VllmEngine(model_dir, config, precision="float32", seed=1, name=model_dir.name)
-        tensors = self._tensors(-1)
-        layout = layout_of([(name, "float32", array.shape) for name, array in tensors.items()])
-        self.store = WeightStore.create(store_path(RUN, model_dir.name), layout)
-        self._requests = 0
-
-    async def update(self, interruption: Interruption) -> int:
-        """Make a new version, publish it and load it."""
-        version = len(self.models) - 1
-        self.models[version] = perturbed(self.models[version - 1], seed=version)
-        block = np.frombuffer(self.store.begin(), np.uint8)
-        tensors = self._tensors(version)
-        for spec in self.store.layout.tensors:
-            block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].reshape(-1).view(np.uint8)
-        self.store.commit(Identity(0, version))
-        await self.engine.update_weights(self.store.path, epoch=0, version=version, interruption=interruption)
-        return version
-
-    async def generate(
-        self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 1.0, prefix: Sequence[int] = ()
-    ) -> Generation:
-        self._requests += 1
-        return await self.engine.generate(
-            GenerationRequest(f"r{self._requests}", prompt, max_tokens, temperature, prefix=prefix)
-        )
-
-    def reference(
-        self, prompt: Sequence[int], generation: Generation, *, temperature: float = 1.0, keep: bool = True
-    ) -> npt.NDArray[np.float32]:
-        """Log-probabilities of the tokens: the model of each span goes on with the KV cache that the
-        models before it left (`keep`), or encodes everything anew."""
-        parts, cache = [], DynamicCache()
-        sequence = [*prompt, *generation.tokens.tolist()]
-        for span in generation.spans:
-            if not keep:
-                cache = DynamicCache()
-            inputs = sequence[cache.get_seq_length() : len(prompt) + span.end - 1]
-            logprobs = log_softmax(self.models[span.version], inputs, cache, temperature)[-(span.end - span.start) :]
-            tokens = torch.tensor(generation.tokens[span.start : span.end], dtype=torch.long)
-            parts.append(logprobs.gather(1, tokens[:, None])[:, 0])
-        return torch.cat(parts).numpy()
-
-    def error(self, prompt: Sequence[int], generation: Generation, **options: Any) -> float:
-        """Largest difference from the reference."""
-        return float(np.abs(generation.logprobs - self.reference(prompt, generation, **options)).max())
-
-    def _tensors(self, version: int) -> dict[str, npt.NDArray[np.float32]]:
-        state = self.models[version].state_dict()
-        return {name: tensor.numpy() for name, tensor in state.items() if not (self.tied and name == "lm_head.weight")}
-
-
-def random_model(tied: bool, stop_tokens: list[int] | None) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # head_dim 32, the smallest that vLLM has on CPU
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=stop_tokens,
-    )
-    return Qwen2ForCausalLM(config).eval()
-
-
-def perturbed(model: Qwen2ForCausalLM, seed: int) -> Qwen2ForCausalLM:
-    """A policy some optimizer steps further: every tensor differs."""
-    generator = torch.Generator().manual_seed(seed)
-    moved = Qwen2ForCausalLM(model.config).eval()
-    moved.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-    return moved
-
-
-@torch.no_grad()
-def log_softmax(model: Qwen2ForCausalLM, inputs: Sequence[int], cache: DynamicCache, temperature: float) -> Any:
-    """Log-probabilities [len(inputs), vocabulary] after each input; the cache grows by the inputs."""
-    logits = model(torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True).logits[0]
-    return torch.log_softmax(logits / temperature, -1)
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(len(STOP_TOKENS), VOCABULARY, length).tolist()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +44,7 @@ def _environment_and_shared_memory_are_left_as_found() -> Iterator[None]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     """Tied embeddings, and stop tokens."""
-    lab = Lab(tmp_path_factory.mktemp("tied"), tied=True, stop_tokens=STOP_TOKENS)
+    lab = Lab(tmp_path_factory.mktemp("tied"), run=RUN, tied=True, stop_tokens=STOP_TOKENS)
     await lab.engine.start()
     yield lab
     await lab.engine.aclose()
@@ -159,7 +53,7 @@ async def tied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def untied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     """An output layer of its own, and no stop token: generations are as long as asked for."""
-    lab = Lab(tmp_path_factory.mktemp("untied"), tied=False, stop_tokens=None)
+    lab = Lab(tmp_path_factory.mktemp("untied"), run=RUN, tied=False)
     await lab.engine.start()
     yield lab
     await lab.engine.aclose()
@@ -319,17 +213,19 @@ async def test_a_request_that_does_not_fit_the_context_is_refused(untied: Lab) -
 async def test_an_engine_with_half_loaded_weights_never_generates_again(
     tied: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = asyncio.create_task(tied.generate(prompt_of(4, 1), 900))
+    running = [asyncio.create_task(tied.generate(prompt_of(4, index), 900)) for index in range(32)]
+    await more_tokens(tied, 32)
 
     async def half_load(*_: object) -> None:
         raise WeightsCorrupt("overwritten while it was read")
 
     monkeypatch.setattr(tied.engine, "_load", half_load)
-    await asyncio.sleep(0.05)
     with pytest.raises(EngineError, match="did not finish: WeightsCorrupt: overwritten"):
         await tied.update("keep")
-    with pytest.raises(EngineError, match="stays paused"):
-        await running
+    outcomes = await asyncio.gather(*running, return_exceptions=True)  # some came to a stop token before the update
+    failures = [outcome for outcome in outcomes if not isinstance(outcome, Generation)]
+    assert failures
+    assert all(isinstance(failure, EngineError) and "stays paused" in str(failure) for failure in failures)
     with pytest.raises(EngineError, match="stays paused"):
         await tied.generate(prompt_of(4, 1), 5)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from async_grpo.config import RunConfig, load
+
 CONFIG = """\
 name: small
 steps: {steps}
@@ -87,6 +89,31 @@ class WholeRun:
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return found
+
+    def roles_config(self) -> RunConfig:
+        """The configuration as the roles have it, with the server's address."""
+        return load(self.run_dir / "roles.yaml")
+
+    def join(self, name: str) -> subprocess.Popen[bytes]:
+        """One more rollout server, started by hand."""
+        with (self.folder / f"{name}.log").open("ab") as printed:
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "async_grpo.cli.main",
+                    "rollout",
+                    "--run-dir",
+                    str(self.run_dir),
+                    "--name",
+                    name,
+                ],
+                cwd=self.folder,
+                stdout=printed,
+                stderr=printed,
+                env={**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache")},
+                start_new_session=True,
+            )
 
     def role(self, module: str) -> psutil.Process:
         """The process that runs `-m module` (for torchrun's, the rank itself)."""

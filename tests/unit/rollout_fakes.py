@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +51,7 @@ class FakeEngine:
         self.running = 0
         self.peak = 0
         self.tokens = 0
+        self.streamed = 0
         self.updates: list[int] = []
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -69,6 +70,22 @@ class FakeEngine:
         self.tokens += len(tokens)
         logprobs = np.full(len(tokens), -0.5, np.float32)
         return Generation(tokens, logprobs, [VersionSpan(version, 0, len(tokens))], "stop")
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            await self._wait(request.request_id)
+        finally:
+            self.running -= 1
+        if self.error is not None:
+            raise self.error
+        tokens = self.answer(request).encode()[: request.max_tokens]
+        for place, token in enumerate(tokens, start=1):
+            self.streamed += 1
+            reason = "stop" if place == len(tokens) else ""
+            logprob = np.full(1, -0.5, np.float32)
+            yield Generation(np.array([token], np.int32), logprob, [VersionSpan(self.version, 0, 1)], reason)
 
     async def _wait(self, request_id: str) -> None:
         if not self.hold:
@@ -94,7 +111,7 @@ class FakeEngine:
         return 0.01
 
     def load(self) -> EngineLoad:
-        return EngineLoad(self.running, 0, self.tokens)
+        return EngineLoad(self.running, 0, self.tokens, streamed_tokens=self.streamed)
 
     async def start(self) -> None: ...
 

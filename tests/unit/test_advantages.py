@@ -2,59 +2,123 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 
 import pytest
 import torch
 
 from async_grpo.algorithms import ADVANTAGES
+from async_grpo.config.presets import ADVANTAGES as NAMES
 
-REWARDS = [[1.0, 0.0, 0.5, 1.0], [0.25, 0.25, 0.75, 0.0], [2.0, -1.0, 0.0, 3.5]]
-VALID = [[True, True, True, True], [True, False, True, True], [False, True, True, False]]
+SEEDS = range(20)
+EPS = 1e-6
+
+Group = list[tuple[float, int] | None]
+"""(reward, length) of each sample; None: no verifier could judge it."""
 
 
-def reference(rule: str, rewards: list[float]) -> list[float]:
-    """One group of valid samples, written out."""
-    mean = statistics.fmean(rewards)
+def random_groups(seed: int, groups: int = 5, size: int = 4) -> list[Group]:
+    generator = random.Random(seed)
+
+    def sample() -> tuple[float, int] | None:
+        if generator.random() < 0.2:
+            return None
+        return generator.choice([0.0, 1.0, 0.5, generator.gauss(0, 2)]), generator.randint(1, 30)
+
+    return [[sample() for _ in range(size)] for _ in range(groups)]
+
+
+def centred(rewards: list[float]) -> list[float]:
+    baseline = statistics.fmean(rewards) if len(rewards) > 1 else 0.0
+    return [reward - baseline for reward in rewards]
+
+
+def deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 1.0
+
+
+def reference(rule: str, groups: list[Group]) -> list[list[float]]:
+    """Of the samples that could be judged, group by group, written out."""
+    judged = [[sample for sample in group if sample is not None] for group in groups]
+    rewards = [[reward for reward, _ in group] for group in judged]
     if rule == "grpo":
-        return [(reward - mean) / (statistics.stdev(rewards) + 1e-6) for reward in rewards]
+        return [[c / (deviation(group) + EPS) for c in centred(group)] for group in rewards]
     if rule == "dr_grpo":
-        return [reward - mean for reward in rewards]
-    others = len(rewards) - 1
-    return [reward - (sum(rewards) - reward) / others for reward in rewards]
+        return [centred(group) for group in rewards]
+    if rule == "rloo":
+        return [[r - (sum(group) - r) / max(1, len(group) - 1) for r in group] for group in rewards]
+    if rule == "opo":
+        return [
+            [r - sum(n * x for x, n in group) / sum(n for _, n in group) if len(group) > 1 else r for r, _ in group]
+            for group in judged
+        ]
+    everything = [reward for group in rewards for reward in group]
+    if rule == "lite_ppo":
+        return [[c / (deviation(everything) + EPS) for c in centred(group)] for group in rewards]
+    assert rule == "reinforce_pp_baseline"
+    differences = [c for group in rewards for c in centred(group)]
+    mean = statistics.fmean(differences) if len(differences) > 1 else 0.0
+    return [[(c - mean) / (deviation(differences) + EPS) for c in centred(group)] for group in rewards]
 
 
-@pytest.mark.parametrize("rule", ["grpo", "dr_grpo", "rloo"])
-def test_each_rule_equals_its_formula_over_the_valid_samples(rule: str) -> None:
-    found = ADVANTAGES[rule](torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(VALID))
-    for rewards, valid, advantages in zip(REWARDS, VALID, found.tolist(), strict=True):
-        kept = [advantage for advantage, ok in zip(advantages, valid, strict=True) if ok]
-        expected = reference(rule, [reward for reward, ok in zip(rewards, valid, strict=True) if ok])
-        assert kept == pytest.approx(expected, rel=1e-6)
-        assert all(advantage == 0.0 for advantage, ok in zip(advantages, valid, strict=True) if not ok)
+def found(rule: str, groups: list[Group], *, unjudged: float = float("nan")) -> torch.Tensor:
+    rewards = [[unjudged if sample is None else sample[0] for sample in group] for group in groups]
+    lengths = [[0 if sample is None else sample[1] for sample in group] for group in groups]
+    valid = [[sample is not None for sample in group] for group in groups]
+    return ADVANTAGES[rule](torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), torch.tensor(lengths))
+
+
+def test_every_rule_of_the_configuration_is_here() -> None:
+    assert tuple(ADVANTAGES) == NAMES
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("rule", ADVANTAGES)
+def test_each_rule_equals_its_formula_over_the_judged_samples(rule: str, seed: int) -> None:
+    groups = random_groups(seed)
+    for group, row, expected in zip(groups, found(rule, groups).tolist(), reference(rule, groups), strict=True):
+        kept = [value for value, sample in zip(row, group, strict=True) if sample is not None]
+        assert kept == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert all(value == 0.0 for value, sample in zip(row, group, strict=True) if sample is None)
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
-def test_what_stands_at_an_invalid_sample_does_not_matter(rule: str) -> None:
-    valid = torch.tensor([[True, True, False]])
-    with_nan = ADVANTAGES[rule](torch.tensor([[1.0, 0.0, float("nan")]]), valid)
-    with_number = ADVANTAGES[rule](torch.tensor([[1.0, 0.0, 9.0]]), valid)
-    assert torch.equal(with_nan, with_number)
+def test_what_stands_at_an_unjudged_sample_does_not_matter(rule: str) -> None:
+    groups: list[Group] = [[(1.0, 3), (0.0, 9), None], [(0.5, 2), None, None]]
+    assert torch.equal(found(rule, groups), found(rule, groups, unjudged=9.0))
+
+
+@pytest.mark.parametrize("rule", ADVANTAGES)
+def test_padding_a_group_changes_nothing(rule: str) -> None:
+    groups = random_groups(3)
+    padded = found(rule, [[*group, None, None] for group in groups])
+    assert torch.allclose(padded[:, :4], found(rule, groups), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ADVANTAGES)
+def test_the_order_of_groups_changes_nothing(rule: str) -> None:
+    groups = random_groups(4)
+    assert torch.allclose(found(rule, groups[::-1]).flip(0), found(rule, groups), rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
 def test_equal_rewards_give_no_signal(rule: str) -> None:
-    found = ADVANTAGES[rule](torch.full((1, 4), 0.5), torch.ones(1, 4, dtype=torch.bool))
-    assert found.abs().max() < 1e-6
+    assert found(rule, [[(0.5, 3), (0.5, 9), (0.5, 1)], [(0.5, 4), (0.5, 4), None]]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp_baseline"}))
+def test_a_lone_judged_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
+    assert found(rule, [[(0.5, 7), None]]).tolist()[0] == pytest.approx([0.5, 0.0], abs=1e-5)
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
-def test_a_lone_valid_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
-    found = ADVANTAGES[rule](torch.tensor([[0.5, 7.0]]), torch.tensor([[True, False]]))
-    assert found.tolist()[0] == pytest.approx([0.5, 0.0], abs=1e-5)
+def test_a_batch_that_nobody_could_judge_is_all_zero(rule: str) -> None:
+    assert found(rule, [[None, None], [None, None]]).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("rule", ADVANTAGES)
-def test_a_group_without_a_valid_sample_is_all_zero(rule: str) -> None:
-    found = ADVANTAGES[rule](torch.tensor([[1.0, 7.0]]), torch.zeros(1, 2, dtype=torch.bool))
-    assert found.tolist() == [[0.0, 0.0]]
+def test_whitening_over_the_batch_leaves_mean_zero_and_deviation_one() -> None:
+    groups = random_groups(5)
+    values = found("reinforce_pp_baseline", groups)[torch.tensor([[s is not None for s in g] for g in groups])]
+    assert values.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert values.std().item() == pytest.approx(1.0, rel=1e-5)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from statistics import fmean
 
 import pytest
 import torch
 
 from async_grpo.algorithms import AGGREGATIONS
+from async_grpo.config.presets import AGGREGATIONS as NAMES
 
 LENGTHS = [3, 0, 5, 1, 8, 2, 0, 7]
-"""Trained tokens of each sequence; 0: masked out."""
+"""Tokens of each sequence; 0: no verifier could judge it."""
+LONGEST = 11
 
 
 def losses() -> list[list[float]]:
@@ -20,14 +23,22 @@ def losses() -> list[list[float]]:
 
 def definition(rule: str, values: list[list[float]]) -> float:
     kept = [sequence for sequence in values if sequence]
-    if rule == "token_mean":
-        return sum(map(sum, kept)) / sum(map(len, kept))
-    return sum(sum(sequence) / len(sequence) for sequence in kept) / len(kept)
+    return {
+        "token_mean": sum(map(sum, kept)) / sum(map(len, kept)),
+        "seq_mean_token_mean": fmean(fmean(sequence) for sequence in kept),
+        "seq_mean_token_sum_norm": sum(map(sum, kept)) / (len(kept) * LONGEST),
+        "token_sum": sum(map(sum, kept)),
+        "seq_mean_token_sum": fmean(sum(sequence) for sequence in kept),
+    }[rule]
+
+
+def test_every_rule_of_the_configuration_is_here() -> None:
+    assert tuple(AGGREGATIONS) == NAMES
 
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 def test_weighted_sum_equals_the_definition(rule: str) -> None:
-    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS)).tolist()
+    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS), LONGEST).tolist()
     total = sum(weight * sum(sequence) for weight, sequence in zip(weights, losses(), strict=True))
     assert total == pytest.approx(definition(rule, losses()), rel=1e-12)
 
@@ -35,7 +46,7 @@ def test_weighted_sum_equals_the_definition(rule: str) -> None:
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_value_and_gradient_do_not_depend_on_the_split(rule: str, parts: int) -> None:
-    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS))
+    weights = AGGREGATIONS[rule](torch.tensor(LENGTHS), LONGEST)
     scale = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
     for part in range(parts):
@@ -49,4 +60,4 @@ def test_value_and_gradient_do_not_depend_on_the_split(rule: str, parts: int) ->
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 def test_a_batch_with_nothing_to_train_has_weight_zero_everywhere(rule: str) -> None:
-    assert AGGREGATIONS[rule](torch.zeros(3, dtype=torch.int64)).tolist() == [0.0, 0.0, 0.0]
+    assert AGGREGATIONS[rule](torch.zeros(3, dtype=torch.int64), LONGEST).tolist() == [0.0, 0.0, 0.0]

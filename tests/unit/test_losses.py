@@ -1,79 +1,210 @@
-"""Policy losses equal independent float64 arithmetic, in value and in gradient."""
+"""Policy losses equal independent float64 arithmetic, in value and in gradient.
+
+The references are plain loops over sequences and tokens. They take the log-probabilities that are differentiated as an
+argument of their own, and everything that a formula holds constant from the row; gradients are central differences.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from async_grpo.algorithms import decoupled, importance_weight, ppo_clip
+from async_grpo.algorithms import LOSSES
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.presets import LOSSES as RULES
+from tests.support.objective_cases import Row, joined, log_ratio, random_rows, slopes, tensor, tokens_of, weights_of
 
-LOW, HIGH, CAP = 0.2, 0.28, 5.0
-LOGPROBS = [-0.5, -1.0, -2.0, -0.1, -3.0, -1.5]
-PROX = [-0.5, -1.5, -1.2, -0.3, -3.1, -1.5]
-BEHAVIOUR = [-0.7, -1.1, -4.0, -0.2, -3.0, -0.2]
-ADVANTAGES = [1.0, 1.0, -1.0, -0.5, 0.0, 2.0]
+torch.set_num_threads(1)
+SEEDS = range(12)
 
-
-def reference_clip(logprob: float, prox: float, advantage: float) -> tuple[float, float]:
-    """(loss, d loss / d logprob) of one token, by cases."""
-    ratio = math.exp(logprob - prox)
-    if (advantage > 0 and ratio > 1 + HIGH) or (advantage < 0 and ratio < 1 - LOW):
-        return -(1 + HIGH if advantage > 0 else 1 - LOW) * advantage, 0.0
-    return -ratio * advantage, -ratio * advantage
+Reference = Callable[[Row, list[float], ObjectiveConfig], list[float]]
 
 
-def tensors(*columns: list[float]) -> list[torch.Tensor]:
-    return [torch.tensor(column, dtype=torch.float64) for column in columns]
+def clip_term(ratio: float, advantage: float, config: ObjectiveConfig) -> float:
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
+    if config.dual_clip is not None and advantage < 0:
+        loss = min(loss, config.dual_clip * -advantage)
+    return loss
 
 
-def test_ppo_clip_equals_its_formula_in_value_and_gradient() -> None:
-    logprobs, prox, advantages = tensors(LOGPROBS, PROX, ADVANTAGES)
-    logprobs.requires_grad_()
-    token = ppo_clip(logprobs, prox, advantages, clip_low=LOW, clip_high=HIGH)
+def ppo_clip(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    ratios = [math.exp(log_ratio(now, prox)) for now, prox in zip(present, row.prox, strict=True)]
+    return [clip_term(ratio, row.advantage, config) for ratio in ratios]
+
+
+def decoupled(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    weights = [math.exp(log_ratio(prox, old)) for prox, old in zip(row.prox, row.behaviour, strict=True)]
+    losses = ppo_clip(row, present, config)
+    return [min(weight, config.behaviour_cap) * loss for weight, loss in zip(weights, losses, strict=True)]
+
+
+def gspo(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    mean = math.fsum(log_ratio(now, prox) for now, prox in zip(present, row.prox, strict=True)) / len(row)
+    return [clip_term(math.exp(mean), row.advantage, config)] * len(row)
+
+
+def cispo(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    losses = []
+    for now, frozen, prox in zip(present, row.logprobs, row.prox, strict=True):
+        ratio = min(math.exp(log_ratio(frozen, prox)), 1 + config.clip_high)
+        if config.clip_low is not None:
+            ratio = max(ratio, 1 - config.clip_low)
+        losses.append(-ratio * row.advantage * now)
+    return losses
+
+
+def sapo(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    tau = config.sapo_tau_positive if row.advantage >= 0 else config.sapo_tau_negative
+    ratios = [math.exp(log_ratio(now, prox)) for now, prox in zip(present, row.prox, strict=True)]
+    return [-4 / tau / (1 + math.exp(-tau * (ratio - 1))) * row.advantage for ratio in ratios]
+
+
+def gmpo(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    sign = 1 if row.advantage >= 0 else -1
+    product = 1.0
+    for now, prox in zip(present, row.prox, strict=True):
+        signed = sign * log_ratio(now, prox)
+        limit = config.clip_high if sign > 0 else config.clip_low
+        product *= math.exp(sign * min(signed, limit)) ** (1 / len(row))
+    return [-product * row.advantage] * len(row)
+
+
+def dppo_tv(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    losses = []
+    for now, frozen, old in zip(present, row.logprobs, row.behaviour, strict=True):
+        moved = math.exp(frozen) - math.exp(old)
+        inside = moved <= config.clip_high if row.advantage > 0 else moved >= -config.clip_low
+        weight = min(math.exp(log_ratio(frozen, old)), config.behaviour_cap)
+        losses.append(-row.advantage * weight * now if inside else 0.0)
+    return losses
+
+
+def topr(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
+    rho = math.exp(log_ratio(math.fsum(row.logprobs) - math.fsum(row.behaviour), 0.0))
+    weight = 1.0 if row.advantage >= 0 else min(rho, 1.0)
+    return [-weight * row.advantage * now for now in present]
+
+
+REFERENCES: dict[str, Reference] = {
+    "ppo_clip": ppo_clip,
+    "decoupled": decoupled,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "topr": topr,
+}
+
+CASES = {
+    **{name: {"loss": name} for name in REFERENCES},
+    "cispo": {"loss": "cispo", "clip_high": 0.28},
+    "ppo_clip, dual": {"loss": "ppo_clip", "dual_clip": 1.4},
+    "decoupled, tight cap, dual": {"loss": "decoupled", "behaviour_cap": 1.1, "dual_clip": 1.4},
+    "gspo, wide": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.2},
+    "cispo, both bounds": {"loss": "cispo", "clip_low": 0.2, "clip_high": 0.28},
+    "dppo_tv, narrow": {"loss": "dppo_tv", "clip_low": 0.02, "clip_high": 0.03, "behaviour_cap": 1.2},
+}
+
+
+def test_every_loss_of_the_configuration_is_here() -> None:
+    assert LOSSES.keys() == RULES.keys() == REFERENCES.keys()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_equal_the_formula(case: str, seed: int) -> None:
+    config = ObjectiveConfig(**CASES[case])
+    rows, reference = random_rows(seed), REFERENCES[config.loss]
+    tokens = tokens_of(rows)
+    token = LOSSES[config.loss](tokens, config)
+    (token.loss_N * weights_of(rows)).sum().backward()
+    expected = joined([reference(row, row.logprobs, config) for row in rows])
+    slope = joined([slopes(row, lambda present, row=row: reference(row, present, config)) for row in rows])
+    assert torch.allclose(token.loss_N.detach(), expected, rtol=1e-6, atol=1e-12)
+    assert tokens.logprobs_N.grad is not None
+    assert torch.allclose(tokens.logprobs_N.grad, slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_random_batches_reach_both_sides_of_every_bound(case: str) -> None:
+    config = ObjectiveConfig(**CASES[case])
+    clipped = torch.cat([LOSSES[config.loss](tokens_of(random_rows(seed)), config).clipped_N for seed in SEEDS])
+    assert clipped.any() == (config.loss != "sapo")  # which has no bound
+    assert not clipped.all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", ["ppo_clip", "gspo, wide", "dppo_tv, narrow"])
+def test_tokens_that_left_the_trust_region_have_no_gradient_and_only_they(case: str, seed: int) -> None:
+    rows = [row for row in random_rows(seed) if row.advantage]
+    config = ObjectiveConfig(**CASES[case])
+    tokens = tokens_of(rows)
+    token = LOSSES[config.loss](tokens, config)
     token.loss_N.sum().backward()
-    expected = [reference_clip(*row) for row in zip(LOGPROBS, PROX, ADVANTAGES, strict=True)]
-    assert token.loss_N.tolist() == pytest.approx([loss for loss, _ in expected], rel=1e-6)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([slope for _, slope in expected], rel=1e-6)
+    assert tokens.logprobs_N.grad is not None
+    assert torch.equal(tokens.logprobs_N.grad == 0, token.clipped_N)
 
 
-def test_decoupled_multiplies_by_the_capped_weight_exactly_once() -> None:
-    logprobs, prox, behaviour, advantages = tensors(LOGPROBS, PROX, BEHAVIOUR, ADVANTAGES)
-    logprobs.requires_grad_()
-    token = decoupled(logprobs, prox, behaviour, advantages, clip_low=LOW, clip_high=HIGH, behaviour_cap=CAP)
-    token.loss_N.sum().backward()
-    weights = [min(CAP, math.exp(p - b)) for p, b in zip(PROX, BEHAVIOUR, strict=True)]
-    assert CAP in weights  # the cap is exercised
-    expected = [reference_clip(*row) for row in zip(LOGPROBS, PROX, ADVANTAGES, strict=True)]
-    values = [w * loss for w, (loss, _) in zip(weights, expected, strict=True)]
-    slopes = [w * slope for w, (_, slope) in zip(weights, expected, strict=True)]
-    assert token.loss_N.tolist() == pytest.approx(values, rel=1e-6)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-6)
-
-
-def test_only_tokens_whose_gradient_the_clip_removed_count_as_clipped() -> None:
-    logprobs, prox, advantages = tensors(LOGPROBS, PROX, ADVANTAGES)
-    clipped = ppo_clip(logprobs, prox, advantages, clip_low=LOW, clip_high=HIGH).clipped_N
-    assert clipped.tolist() == [False, True, True, False, False, False]
-
-
-def test_with_prox_at_the_present_policy_the_gradient_is_that_of_the_weighted_policy_gradient() -> None:
-    logprobs, behaviour, advantages = tensors(LOGPROBS, BEHAVIOUR, ADVANTAGES)
-    logprobs.requires_grad_()
-    prox = logprobs.detach()
-    token = decoupled(logprobs, prox, behaviour, advantages, clip_low=LOW, clip_high=HIGH, behaviour_cap=CAP)
-    token.loss_N.sum().backward()
-    assert logprobs.grad is not None
-    expected = -importance_weight(prox, behaviour).clamp(max=CAP) * advantages
-    assert torch.allclose(logprobs.grad, expected, rtol=1e-6)
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])
+def test_around_the_present_policy_every_ratio_loss_is_the_plain_policy_gradient(loss: str) -> None:
+    config = ObjectiveConfig(loss=loss)
+    rows = random_rows(1)
+    tokens = tokens_of(rows)
+    tokens = replace(tokens, prox_N=tokens.logprobs_N.detach())
+    token = LOSSES[loss](tokens, config)
+    means = joined([[1 / len(row)] * len(row) for row in rows])
+    (token.loss_N * means).sum().backward()
+    assert tokens.logprobs_N.grad is not None
+    assert torch.allclose(tokens.logprobs_N.grad, -tokens.advantages_N * means, rtol=1e-9)
     assert not token.clipped_N.any()
 
 
-def test_weights_carry_no_gradient_and_never_overflow() -> None:
-    logprobs = torch.tensor([0.0, -800.0], requires_grad=True)
-    weights = importance_weight(logprobs, torch.tensor([-800.0, 0.0]))
-    assert not weights.requires_grad
-    assert weights.tolist() == pytest.approx([math.exp(20.0), math.exp(-20.0)], rel=1e-6)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_policies_that_are_worlds_apart_give_finite_numbers(case: str, dtype: torch.dtype) -> None:
+    config = ObjectiveConfig(**CASES[case])
+    far = tensor([-1e-3, -800.0, -1e-3, -800.0]).to(dtype)
+    tokens = tokens_of(random_rows(0, sequences=2, longest=1))
+    tokens = replace(
+        tokens,
+        logprobs_N=far.clone().requires_grad_(),
+        prox_N=far.flip(0),
+        behaviour_N=far.flip(0),
+        advantages_N=tensor([1.0, 1.0, -1.0, -1.0]).to(dtype),
+        segment_N=torch.tensor([0, 0, 1, 1]),
+    )
+    token = LOSSES[config.loss](tokens, config)
+    token.loss_N.sum().backward()
+    assert tokens.logprobs_N.grad is not None
+    assert token.loss_N.isfinite().all()
+    assert tokens.logprobs_N.grad.isfinite().all()
+    assert token.loss_N.dtype == dtype
+
+
+def test_the_largest_ratio_is_e_to_the_20() -> None:
+    tokens = replace(tokens_of(random_rows(0, sequences=1, longest=1)), prox_N=tensor([-900.0]))
+    loss = LOSSES["ppo_clip"](replace(tokens, advantages_N=tensor([-1.0])), ObjectiveConfig(loss="ppo_clip"))
+    assert loss.loss_N.item() == pytest.approx(math.exp(20.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_micro_batch_without_trained_tokens_has_loss_zero(loss: str) -> None:
+    tokens = tokens_of([])
+    token = LOSSES[loss](tokens, ObjectiveConfig(loss=loss))
+    token.loss_N.sum().backward()
+    assert token.loss_N.shape == token.clipped_N.shape == (0,)
+    assert tokens.logprobs_N.grad is not None
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_advantage_zero_gives_no_gradient(loss: str) -> None:
+    tokens = tokens_of([replace(row, advantage=0.0) for row in random_rows(2)])
+    LOSSES[loss](tokens, ObjectiveConfig(loss=loss)).loss_N.sum().backward()
+    assert tokens.logprobs_N.grad is not None
+    assert not tokens.logprobs_N.grad.any()

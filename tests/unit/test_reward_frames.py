@@ -1,4 +1,4 @@
-"""Frames of the verifiers' pipes: there and back, and what is refused."""
+"""Frames of the workers' channels: there and back, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,30 +9,51 @@ import struct
 import pytest
 
 from async_grpo.errors import WireError
-from async_grpo.rewards.frames import MAX_FRAME_BYTES, Assignment, Score, pack, read_frame, read_frame_blocking
+from async_grpo.rewards.frames import MAX_FRAME_BYTES, Answer, Assignment, FrameReader, pack, read_frame_blocking
+
+FIRST, SECOND = Answer(score=1.0), Answer(kind="raised", reason="no")
 
 
-def stream_of(*pieces: bytes) -> asyncio.StreamReader:
+def reader_of(*pieces: bytes) -> FrameReader:
     stream = asyncio.StreamReader()
     stream.feed_data(b"".join(pieces))
     stream.feed_eof()
-    return stream
+    return FrameReader(stream, max_bytes=1000)
 
 
 async def test_messages_come_back_in_order() -> None:
-    first, second = Score(scores={"a": 1.0}), Score(scores={}, error="no")
-    stream = stream_of(pack(first), pack(second))
-    assert [await read_frame(stream, Score), await read_frame(stream, Score)] == [first, second]
+    reader = reader_of(pack(FIRST), pack(SECOND))
+    assert [await reader.next(Answer), await reader.next(Answer)] == [FIRST, SECOND]
+    with pytest.raises(asyncio.IncompleteReadError):
+        await reader.next(Answer)
+
+
+@pytest.mark.parametrize("there", [0, 2, 4, 6])
+async def test_waiting_that_is_cut_short_loses_nothing(there: int) -> None:
+    stream, frame = asyncio.StreamReader(), pack(FIRST)
+    reader = FrameReader(stream)
+    stream.feed_data(frame[:there])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await reader.next(Answer)
+    stream.feed_data(frame[there:] + pack(SECOND))
+    assert [await reader.next(Answer), await reader.next(Answer)] == [FIRST, SECOND]
+
+
+def test_an_assignment_comes_through_a_blocking_stream() -> None:
+    assignment = Assignment(["a", "b"], "completion", "answer", "prompt", {"key": "value"})
+    stream = io.BytesIO(pack(assignment))
+    assert read_frame_blocking(stream, Assignment) == assignment
+    assert read_frame_blocking(stream, Assignment) is None
 
 
 async def test_a_length_above_the_limit_is_refused_before_anything_is_read() -> None:
-    head = struct.pack(">I", MAX_FRAME_BYTES + 1)
-    with pytest.raises(WireError, match=rf"claims {MAX_FRAME_BYTES + 1} bytes"):
-        await read_frame(stream_of(head), Score)
-    with pytest.raises(WireError, match="claims"):
-        read_frame_blocking(io.BytesIO(head), Assignment)
+    with pytest.raises(WireError, match="claims 1001 bytes"):
+        await reader_of(struct.pack(">I", 1001)).next(Answer)
+    with pytest.raises(WireError, match=f"claims {MAX_FRAME_BYTES + 1} bytes"):
+        read_frame_blocking(io.BytesIO(struct.pack(">I", MAX_FRAME_BYTES + 1)), Assignment)
 
 
 async def test_bytes_that_are_no_message_are_refused() -> None:
-    with pytest.raises(WireError, match="not a Score"):
-        await read_frame(stream_of(struct.pack(">I", 2), b"no"), Score)
+    with pytest.raises(WireError, match="not a Answer"):
+        await reader_of(struct.pack(">I", 2), b"no").next(Answer)

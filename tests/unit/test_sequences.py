@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+from msgspec.structs import replace
 
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.wire import Batch, Group, Sample, Task, tokens_to_bytes
+from async_grpo.wire import Batch, Group, Sample, Task, Turn, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
 from trainer.metrics import step_row
-from trainer.sequences import micro_batch, sequences_of
+from trainer.sequences import MIXED, micro_batch, sequences_of, targets_of
 from trainer.step import StepResult
 
 PROMPT = [7, 8, 9]
@@ -59,3 +60,36 @@ def test_ages_are_those_of_the_tokens_with_a_gradient() -> None:
     result = StepResult(**{field.name: 0 for field in fields(StepResult)})
     rows = [step_row(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=below), result, lr=0.1, seconds={}) for below in (0, 2)]
     assert [(row["age_max"], row["masked_tokens"]) for row in rows] == [(2, 0), (0, 3)]
+
+
+def test_what_the_environment_wrote_is_context_and_counts_in_no_denominator() -> None:
+    turns = [Turn(0, 2, True, "tool"), Turn(2, 5, False), Turn(5, 6, True, "stop")]
+    tensors = micro_batch(
+        sequences_of(batch_of(replace(mixed_sample(3, 3, 6), turns=turns), YOUNG), ObjectiveConfig(), 64)
+    )
+    assert tensors.tokens_1T.tolist() == [[*PROMPT, 0, 1, 2, 3, 4, *PROMPT, 0, 1, 2]]
+    assert tensors.labels_N.tolist() == [0, 1, 5, 0, 1, 2, 3]
+    assert tensors.weights_N.tolist() == pytest.approx([1 / 7] * 7)
+
+
+def test_every_token_knows_its_version_its_sequence_and_its_place_in_the_batch() -> None:
+    members = sequences_of(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=2), ObjectiveConfig(), 64)
+    tensors = micro_batch([members[1], members[0]])
+    assert tensors.versions_N.tolist() == [3] * 7
+    assert tensors.whole_N.tolist() == [3] * 4 + [MIXED] * 3
+    assert tensors.segment_N.tolist() == [0] * 4 + [1] * 3
+    assert tensors.index_N.tolist() == [3, 4, 5, 6, 0, 1, 2]
+    assert targets_of(members).index_N.tolist() == list(range(7))
+
+
+def test_groups_of_unequal_size_have_advantages_of_their_own() -> None:
+    one, other = batch_of(scored(YOUNG, 1.0), scored(YOUNG, 0.0), scored(YOUNG, 0.5)), batch_of(scored(YOUNG, 2.0))
+    both = replace(one, groups=[*one.groups, *other.groups])
+    alone = [sequences_of(batch, ObjectiveConfig(), 64) for batch in (one, other)]
+    assert [member.advantage for member in sequences_of(both, ObjectiveConfig(), 64)] == pytest.approx(
+        [member.advantage for members in alone for member in members]
+    )
+
+
+def scored(sample: Sample, reward: float) -> Sample:
+    return replace(sample, reward=reward)

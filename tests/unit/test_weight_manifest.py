@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import msgpack
+import msgspec
 import pytest
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
-from async_grpo.weights.manifest import Identity, Manifest, count_chunks, hash_chunk, layout_of, manifest_of
+from async_grpo.weights.changes import changed_tensors, pack, unpack
+from async_grpo.weights.chunks import cut, digest, hash_chunk, hashes_of, pack_hashes
+from async_grpo.weights.manifest import Identity, Manifest, layout_of
 from async_grpo.wire import decode, encode
 
 LAYOUT = layout_of([("a", "bfloat16", [3]), ("b", "float32", [2, 5]), ("scalar", "float32", [])])
+
+
+def manifest_of(block: bytes, chunk_bytes: int = 64) -> Manifest:
+    chunks = cut(LAYOUT, chunk_bytes)
+    hashes = pack_hashes([hash_chunk(chunk.of(memoryview(block))) for chunk in chunks])
+    return Manifest(epoch=2, version=7, layout=LAYOUT, chunk_bytes=chunk_bytes, hashes=hashes, key=b"k" * 16)
 
 
 def test_tensors_are_aligned_and_do_not_overlap() -> None:
@@ -27,30 +36,69 @@ def test_an_unknown_dtype_names_the_tensor() -> None:
         layout_of([("a", "complex64", [1])])
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 64, 100, 192, 1000])
+@pytest.mark.parametrize("chunk_bytes", [64, 128, 192, 1024])
 def test_chunks_cover_every_byte_once(chunk_bytes: int) -> None:
     block = memoryview(bytes(range(192)))
-    manifest = manifest_of(Identity(0, 1), LAYOUT, block, chunk_bytes)
-    parts = [block[manifest.chunk(index)] for index in range(count_chunks(192, chunk_bytes))]
-    assert b"".join(parts) == bytes(block)
-    assert manifest.chunk_hashes == [hash_chunk(part) for part in parts]
+    chunks = cut(LAYOUT, chunk_bytes)
+    assert b"".join(chunk.of(block) for chunk in chunks) == bytes(block)
+    assert all(0 < chunk.nbytes <= chunk_bytes for chunk in chunks)
+
+
+def test_a_chunk_never_mixes_items_of_different_sizes() -> None:
+    assert [chunk.item_bytes for chunk in cut(LAYOUT, 1024)] == [2, 4]
+    mixed = layout_of([("w", "float8_e4m3fn", [100]), ("scale", "float32", [1]), ("v", "int8", [30])])
+    assert [tuple(chunk) for chunk in cut(mixed, 64)] == [(0, 64, 1), (64, 128, 1), (128, 192, 4), (192, 256, 1)]
+
+
+def test_a_tensor_without_elements_takes_no_room() -> None:
+    layout = layout_of([("empty", "float32", [0, 7]), ("a", "int8", [1]), ("none", "float32", [0])])
+    assert [tuple(chunk) for chunk in cut(layout, 64)] == [(0, 64, 1)]
 
 
 def test_a_manifest_survives_its_encoding_and_plain_msgpack_reads_it() -> None:
-    manifest = manifest_of(Identity(2, 7), LAYOUT, memoryview(bytes(192)), 64)
+    manifest = manifest_of(bytes(192))
     payload = encode(manifest)
     assert decode(payload, Manifest) == manifest
     assert msgpack.unpackb(payload)["layout"]["tensors"][1]["name"] == "b"
+    assert manifest.encoding == "dense"
 
 
-def test_a_manifest_of_another_encoding_or_with_missing_hashes_is_refused() -> None:
-    good = manifest_of(Identity(0, 0), LAYOUT, memoryview(bytes(192)), 64)
-    fields = {"epoch": 0, "version": 0, "layout": LAYOUT, "chunk_bytes": 64}
-    with pytest.raises(WeightsCorrupt, match="encoding 'other'"):
-        Manifest(**fields, chunk_hashes=good.chunk_hashes, encoding="other").validate()
-    with pytest.raises(WeightsCorrupt, match="2 chunk hashes"):
-        Manifest(**fields, chunk_hashes=good.chunk_hashes[:2]).validate()
+def test_a_manifest_that_cannot_be_applied_as_it_was_meant_is_refused() -> None:
+    good = manifest_of(bytes(192))
+    good.validate()
+    with pytest.raises(WeightsCorrupt, match="format 99"):
+        msgspec.structs.replace(good, format=99).validate()
+    with pytest.raises(WeightsCorrupt, match="multiples of 64"):
+        msgspec.structs.replace(good, chunk_bytes=100).validate()
+    beyond = msgspec.structs.replace(LAYOUT.tensors[0], offset=1 << 40)
+    with pytest.raises(WeightsCorrupt, match="do not lie"):
+        layout = msgspec.structs.replace(LAYOUT, tensors=[beyond, *LAYOUT.tensors[1:]])
+        msgspec.structs.replace(good, layout=layout).validate()
+    with pytest.raises(WeightsCorrupt, match=r"1 chunk hashes, 192 bytes in chunks of 64 need 3"):
+        hashes_of(msgspec.structs.replace(good, hashes=good.hashes[:8]), cut(LAYOUT, 64))
+
+
+def test_the_digest_stands_for_every_byte() -> None:
+    block = bytearray(192)
+    before = digest(manifest_of(bytes(block)).hashes)
+    assert digest(manifest_of(bytes(block)).hashes) == before
+    block[191] = 1
+    assert digest(manifest_of(bytes(block)).hashes) != before
 
 
 def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
     assert Identity(1, 3) > Identity(0, 9) > Identity(0, 8)
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 256])
+@pytest.mark.parametrize(
+    ("at", "names"), [(0, ["a"]), (5, ["a"]), (10, []), (64, ["b"]), (103, ["b"]), (131, ["scalar"]), (150, [])]
+)
+def test_changed_tensors_are_told_exactly_wherever_chunks_end(at: int, names: list[str], chunk_bytes: int) -> None:
+    old, new = bytes(192), bytearray(192)
+    new[at] = 1
+    chunks = cut(LAYOUT, chunk_bytes)
+    hashes = [hashes_of(manifest_of(bytes(block), chunk_bytes), chunks) for block in (old, new)]
+    flags = changed_tensors(LAYOUT, chunks, *hashes, memoryview(old), memoryview(new))
+    assert [spec.name for spec, flag in zip(LAYOUT.tensors, flags, strict=True) if flag] == names
+    assert unpack(pack(flags), 3) == flags

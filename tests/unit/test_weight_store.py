@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from async_grpo.errors import WeightsCorrupt, WeightsError
+from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
+from async_grpo.weights import memory
+from async_grpo.weights import store as store_module
+from async_grpo.weights.changes import pack
 from async_grpo.weights.manifest import Identity, layout_of
-from async_grpo.weights.store import WeightStore, remove_stores, store_path
+from async_grpo.weights.store import Notes, WeightStore, remove_stores, store_path
 
 LAYOUT = layout_of([("a", "uint8", [100]), ("b", "float32", [16])])
 RUN = "unit-weight-store"
@@ -56,7 +60,7 @@ def test_both_slots_can_be_read_until_one_is_overwritten(path: Path) -> None:
 
 def test_weights_that_the_store_does_not_hold_are_refused_by_name(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
-    with pytest.raises(WeightsError, match="does not hold version 1 of epoch 0"):
+    with pytest.raises(WeightsReplaced, match="does not hold version 1 of epoch 0"):
         store.snapshot(Identity(0, 1))
     for version in (1, 2, 3):
         write(store, Identity(0, version), version)
@@ -88,7 +92,16 @@ def test_the_file_is_private_and_can_be_removed_while_it_is_mapped(path: Path) -
 
 def test_too_little_shared_memory_is_refused_with_the_arithmetic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(WeightsError, match=r"of 16384 bytes .* 1000 bytes are free, 15384 too few"):
+    with pytest.raises(WeightsError, match=r"of 32768 bytes .* 1000 bytes are free, 31768 too few"):
+        WeightStore.create(path, LAYOUT)
+
+
+def test_too_little_memory_is_refused_with_the_arithmetic(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    10 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(WeightsError, match=r"of 32768 bytes .* 10240 bytes are available, 22528 too few"):
         WeightStore.create(path, LAYOUT)
 
 
@@ -98,3 +111,69 @@ def test_something_that_is_no_store_is_refused(tmp_path: Path) -> None:
         WeightStore.open(tmp_path / "x")
     with pytest.raises(WeightsError, match="no weight store"):
         WeightStore.open(tmp_path / "missing")
+
+
+def test_the_version_that_is_spared_stays_whole_and_the_newest_one_is_overwritten(path: Path) -> None:
+    store = WeightStore.create(path, LAYOUT)
+    for version in (1, 2):
+        write(store, Identity(0, version), version)
+    spared = store.snapshot(Identity(0, 1))
+    np.frombuffer(store.begin(Identity(0, 1)), np.uint8)[:] = 3
+    assert store.identity == (0, 1)
+    store.commit(Identity(0, 3))
+    assert store.identities == {(0, 1), (0, 3)}
+    assert spared.view("a")[0] == 1
+    spared.verify()
+
+
+def test_the_next_victim_is_what_begin_overwrites(path: Path) -> None:
+    store = WeightStore.create(path, LAYOUT)
+    assert store.next_victim() is None
+    write(store, Identity(0, 1), 1)
+    assert store.next_victim() is None
+    write(store, Identity(0, 2), 2)
+    assert store.next_victim() == (0, 1)
+    store.begin()
+    assert store.next_victim() is None
+
+
+def test_a_version_says_which_tensors_differ_from_its_base_and_no_other(path: Path) -> None:
+    store = WeightStore.create(path, LAYOUT)
+    store.begin()
+    store.commit(Identity(0, 2), Notes(base=(0, 1), changed=pack([False, True])))
+    snapshot = WeightStore.open(path).snapshot(Identity(0, 2))
+    changed = snapshot.changed_since(Identity(0, 1))
+    assert changed is not None
+    assert [spec.name for spec in changed] == ["b"]
+    assert snapshot.changed_since(Identity(0, 0)) is None
+    write(store, Identity(0, 3), 3)
+    assert store.snapshot(Identity(0, 3)).changed_since(Identity(0, 2)) is None
+
+
+def test_notes_too_long_for_the_store_are_left_out(path: Path) -> None:
+    store = WeightStore.create(path, LAYOUT, chunks=2)
+    store.begin()
+    store.commit(Identity(0, 1), Notes(hashes=bytes(100_000)))
+    assert store.snapshot(Identity(0, 1)).notes == Notes()
+
+
+def test_a_store_whose_writer_died_amid_a_version_is_taken_over(path: Path) -> None:
+    writer = WeightStore.create(path, LAYOUT)
+    for version in (1, 2):
+        write(writer, Identity(0, version), version)
+    reader = WeightStore.open(path)
+    snapshot = reader.snapshot(Identity(0, 2))
+    writer.begin()
+    heir = WeightStore.adopt(path)
+    assert heir.identities == {(0, 2)}
+    write(heir, Identity(0, 3), 3)
+    snapshot.verify()
+    assert reader.snapshot(Identity(0, 3)).view("a")[0] == 3
+
+
+def test_a_process_that_stops_with_the_lock_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = WeightStore.create(path, LAYOUT), WeightStore.open(path)
+    monkeypatch.setattr(store_module, "LOCK_TIMEOUT_S", 0.05)
+    with other._header(fcntl.LOCK_SH), pytest.raises(WaitTimeout, match=r"the lock of .*test\.weights"):
+        store.begin()
+    store.begin()

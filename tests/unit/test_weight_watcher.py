@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollout_fakes import FakeEngine, FakeReceiver, cast_of, config_of, until, watcher_of
 
-from async_grpo.errors import EngineError, WaitTimeout
+from async_grpo.errors import EngineError, WaitTimeout, WeightsReplaced
 from async_grpo.weights.manifest import Identity
 from rollout_server.weight_watcher import WeightWatcher
 
@@ -91,3 +92,38 @@ async def test_an_older_epoch_is_never_applied_over_a_newer_one(tmp_path: Path) 
         await receiver.publish(1, 9)
         await asyncio.sleep(0.02)
         assert engine.updates == [3]
+
+
+async def test_weights_that_were_replaced_before_they_could_be_loaded_are_left_for_the_newest(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    load = engine.update_weights
+
+    async def replaced_once(store: Path, **keywords: Any) -> float:
+        engine.update_weights = load  # type: ignore[method-assign]
+        await receiver.publish(1, 2)
+        raise WeightsReplaced("the store does not hold version 1.")
+
+    async with watching(tmp_path, engine, receiver) as watcher:
+        engine.update_weights = replaced_once  # type: ignore[method-assign]
+        await receiver.publish(1, 1)
+        await until(lambda: engine.version == 2)
+        assert watcher.updates == 2
+
+
+async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_pinned(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    held: list[bool] = []
+    load = engine.update_weights
+
+    async def watched(store: Path, **keywords: Any) -> float:
+        held.append(receiver.held)
+        return await load(store, **keywords)
+
+    engine.update_weights = watched  # type: ignore[method-assign]
+    async with watching(tmp_path, engine, receiver) as watcher:
+        async with watcher.pin():
+            await receiver.publish(1, 1)
+            await asyncio.sleep(0.01)
+            assert not receiver.held
+        await until(lambda: engine.version == 1)
+        assert held == [True, True]

@@ -61,7 +61,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     for version in range(first, VERSIONS):
         batch = make_batch(version, poisoned=case["poisoned"])
         try:
-            result = train_step(policy, batch, config.trainer, lr=config.trainer.optimizer.lr, phases=Phases())
+            result = train_step(policy, batch, config, lr=config.trainer.optimizer.lr, phases=Phases())
         except TrainingError as error:
             found["refused"] = str(error)
             break
@@ -85,8 +85,10 @@ def logprobs(policy: Any, config: RunConfig) -> list[float]:
 
     if dist.get_world_size() > 1:
         return []
-    packed, _ = pack_for_rank(make_batch(0), config.trainer)
-    found = policy.run(packed, lambda logprobs_N, _batch: (logprobs_N.sum(), logprobs_N.tolist()), train=False)
+    packed = pack_for_rank(make_batch(0), config).micro_batches
+    found = policy.run(
+        packed, lambda logprobs_N, _entropy, _batch: (logprobs_N.sum(), logprobs_N.tolist()), train=False
+    )
     return [value for part in found for value in part]
 
 

@@ -1,0 +1,150 @@
+"""A judge behind HTTP: one POST a completion, JSON there and back.
+
+    item --POST {completion, answer, prompt, metadata, ...extra}--> judge
+    item <-- {"score": 0.5}, or wherever `score_pointer` points ---- judge
+
+It waits for one of `concurrency` places (a request that ends frees it, at the latest after all its attempts and
+pauses), then for the reply, at most `timeout_s` an attempt. Runs on the event loop and never blocks it.
+
+No redirects are followed, no proxies or passwords are taken from the environment, a reply is read up to
+`max_reply_bytes`, and the token appears in no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from async_grpo.config.rewards import HttpRewardConfig
+from async_grpo.errors import ConfigError
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.score import as_score
+from async_grpo.rewards.verdict import Failure, Outcome
+
+_WORTH_ANOTHER_TRY = frozenset({408, 425, 429, *range(500, 600)})
+_READ_BYTES = 16 << 10
+
+
+class HttpJudge:
+    """One reward of kind `http`. Made anywhere, used on one event loop."""
+
+    def __init__(self, name: str, config: HttpRewardConfig, environment: Mapping[str, str]) -> None:
+        """Raises ConfigError if the variable that should hold the token is empty or not set."""
+        self._name = name
+        self._config = config
+        self._headers = {**config.headers, "Accept-Encoding": "identity", **_token_header(name, config, environment)}
+        self._room = asyncio.Semaphore(config.concurrency)
+        self._random = random.Random()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def judge(self, item: Item) -> dict[str, Outcome]:
+        """The score, or what kept it from coming in the last attempt."""
+        async with self._room:
+            for attempt in range(self._config.retries + 1):
+                if attempt:
+                    await asyncio.sleep(pause_s(self._config, attempt, self._random.random()))
+                outcome, again = await self._attempt(item)
+                if not again:
+                    break
+        return {self._name: outcome}
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _attempt(self, item: Item) -> tuple[Outcome, bool]:
+        """The outcome, and whether another attempt may do better."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                status, reply = await self._post(item)
+        except TimeoutError:
+            return Failure("http_timeout", f"no reply within {self._config.timeout_s:g} s"), True
+        except (aiohttp.ClientError, OSError) as error:
+            return Failure("http_connection", f"the judge cannot be reached: {type(error).__name__}"), True
+        if status != 200:
+            return Failure("http_status", f"the judge answered with status {status}"), status in _WORTH_ANOTHER_TRY
+        if len(reply) > self._config.max_reply_bytes:
+            return Failure("http_bad_reply", f"the reply is above {self._config.max_reply_bytes} bytes"), False
+        return score_of(reply, self._config.score_pointer), False
+
+    async def _post(self, item: Item) -> tuple[int, bytes]:
+        """Status and body; of a body that is too large, or of an error, no more than shows that."""
+        body = msgspec.json.encode({**self._config.extra, **item._asdict()})
+        headers = {"Content-Type": "application/json", **self._headers}
+        session = self._open_session()
+        async with session.post(self._config.url, data=body, headers=headers, allow_redirects=False) as response:
+            reply = bytearray()
+            if response.status == 200:
+                async for chunk in response.content.iter_chunked(_READ_BYTES):
+                    reply += chunk
+                    if len(reply) > self._config.max_reply_bytes:
+                        response.close()
+                        break
+            return response.status, bytes(reply)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._config.concurrency)
+            timeout = aiohttp.ClientTimeout(total=self._config.timeout_s)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+
+def pause_s(config: HttpRewardConfig, attempt: int, chance: float) -> float:
+    """Before attempt 1, 2, ...: exponential with full jitter; chance in [0, 1)."""
+    return min(config.backoff_max_s, config.backoff_s * 2.0 ** min(attempt, 64)) * (1.0 - chance)
+
+
+def score_of(reply: bytes, pointer: str) -> Outcome:
+    """The number at `pointer` in a JSON document; JSON's null is the judge's own "cannot say"."""
+    try:
+        value = look_up(msgspec.json.decode(reply), pointer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Failure("http_bad_reply", f"the reply is no JSON: {error}")
+    except LookupError as error:
+        return Failure("http_bad_reply", f"the reply has nothing at {pointer!r}: {error}")
+    if value is None:
+        return Failure("none", "the judge answered null")
+    try:
+        return as_score(value)
+    except ValueError as error:
+        return Failure("http_bad_reply", f"the reply has no score at {pointer!r}: {error}")
+
+
+def look_up(document: Any, pointer: str) -> Any:
+    """What a JSON pointer (RFC 6901) points at. Raises LookupError.
+
+    >>> look_up({"choices": [{"score": 0.5}]}, "/choices/0/score")
+    0.5
+    """
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, list):
+            if not (key.isascii() and key.isdigit()):
+                raise LookupError(f"{key!r} is no position in a list")
+            document = document[int(key)]
+        elif isinstance(document, dict):
+            document = document[key]
+        else:
+            raise LookupError(f"{key!r} below a {type(document).__name__}")
+    return document
+
+
+def _token_header(name: str, config: HttpRewardConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    if config.token_env is None:
+        return {}
+    token = environment.get(config.token_env, "").strip()
+    if not token:
+        raise ConfigError(
+            f"rewards.functions: {name!r} wants its token in the environment variable {config.token_env}, which is "
+            "empty or not set here. Set it where the rollout server starts"
+        )
+    return {config.token_header: config.token_prefix + token}

@@ -1,0 +1,103 @@
+"""From the name of a reward function to something that can be called with an item.
+
+A reward function is a function or an object with `__call__`, or a class of such objects (made once in every
+verifier process, without arguments); it may be `async`. It takes the completion and the reference answer by
+position, and by keyword `prompt` and `metadata`, if it has parameters of these names:
+
+    def score(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, str]) -> float | None
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import ConfigError
+from async_grpo.rewards.item import Item
+
+Judge = Callable[[Item], Any]
+"""The score of an item, or an awaitable of it."""
+
+BUILTIN = {
+    "answer_tag": "async_grpo.rewards.verifiers:answer_tag",
+    "format": "async_grpo.rewards.verifiers:format_tags",
+    "gsm8k": "async_grpo.rewards.verifiers:gsm8k",
+    "math_verify": "async_grpo.rewards.symbolic:math_verify",
+}
+
+SIGNATURE = "(completion: str, answer: str) -> float, with the keywords prompt and metadata where it wants them"
+_EXTRAS = ("prompt", "metadata")
+
+
+def resolve_verifier(name: str) -> Judge:
+    """A built-in verifier, or `module:attribute` (on the Python path or in the working folder).
+
+    Raises ConfigError that says what to change.
+    """
+    return _adapt(name, _find(name))
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError if the name can be none of a reward function; imports nothing."""
+    module_name, _, attribute = name.partition(":")
+    if name not in BUILTIN and not (module_name and attribute):
+        raise ConfigError(
+            f"rewards.functions: there is no verifier {name!r}. "
+            f"Use one of {', '.join(BUILTIN)}, or module:attribute for your own"
+        )
+
+
+def _find(name: str) -> object:
+    check_name(name)
+    module_name, _, attribute = BUILTIN.get(name, name).partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found() if inspect.isclass(found) else found
+    except Exception as error:
+        raise ConfigError(
+            f"rewards.functions: verifier {name!r} cannot be imported ({type(error).__name__}: {error}). "
+            "Is the module in the working folder or on PYTHONPATH, and the name right?"
+        ) from error
+
+
+def _adapt(name: str, found: object) -> Judge:
+    if not callable(found):
+        raise ConfigError(
+            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function {SIGNATURE}. Name a callable"
+        )
+    function: Callable[..., Any] = found
+    extras = _check_signature(name, function)
+    return lambda item: function(item.completion, item.answer, **{extra: getattr(item, extra) for extra in extras})
+
+
+def _check_signature(name: str, function: Callable[..., Any]) -> list[str]:
+    """Which extras it takes. Raises ConfigError if it cannot be called with them."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C modules do not tell
+        return []
+    extras = [extra for extra in _EXTRAS if _takes(signature, extra)]
+    try:
+        signature.bind("", "", **dict.fromkeys(extras))
+    except TypeError as error:
+        raise ConfigError(
+            f"rewards.functions: {name!r} has the signature {signature} and cannot be called with a completion and "
+            f"an answer ({error}). Give it {SIGNATURE}"
+        ) from error
+    return extras
+
+
+def _takes(signature: inspect.Signature, extra: str) -> bool:
+    parameters = signature.parameters
+    if extra in parameters:
+        return parameters[extra].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

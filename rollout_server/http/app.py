@@ -1,0 +1,81 @@
+"""The routes put together, behind what every request passes.
+
+request --> Doorstep (known host? counted) --> route --> answer, or {"error": ...} with a status
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_server.http.admin import admin_routes
+from rollout_server.http.completions import completion_routes
+from rollout_server.http.errors import HttpError
+from rollout_server.http.lobby import Lobby
+from rollout_server.http.metrics import metrics_routes
+from rollout_server.http.probes import probe_routes
+
+
+def make_app(lobby: Lobby) -> ASGIApp:
+    """Everything but the socket. No documentation pages and no CORS: no web page has business here."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    for routes in (probe_routes(lobby), metrics_routes(lobby), completion_routes(lobby), admin_routes(lobby)):
+        app.include_router(routes)
+    app.add_exception_handler(HttpError, _explain)
+    app.add_exception_handler(HTTPException, _explain_unknown)
+    local_only = lobby.config.rollout.http.is_local and not lobby.keys.completions
+    return Doorstep(app, lobby.responses, local_only=local_only)
+
+
+class Doorstep:
+    """Counts answers. Without a key, refuses names that are not this machine's: a web page whose name resolves to
+    the loopback would otherwise be of the same origin."""
+
+    def __init__(self, app: ASGIApp, responses: Counter[tuple[str, int]], *, local_only: bool) -> None:
+        self._app = app
+        self._responses = responses
+        self._local_only = local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._responses[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
+            await send(message)
+
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if self._local_only and not is_local_name(host):
+            refusal = HttpError(403, "this server answers to localhost only. Use its address from the log")
+            await refusal.response()(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a Host header names the loopback."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+async def _explain(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return error.response()
+
+
+async def _explain_unknown(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return HttpError(error.status_code, str(error.detail), headers=error.headers).response()

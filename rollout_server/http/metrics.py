@@ -1,0 +1,148 @@
+"""/metrics, for Prometheus. docs/http.md has the table; a test compares the two.
+
+The counters of a server begin anew when its engine is started anew, as Prometheus expects of a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from async_grpo.errors import BufferFault
+from buffer.protocol import BufferStats, ReplayBuffer
+from rollout_server.http.lobby import Backstage, Lobby
+
+STATS_MAX_AGE_S = 1.0
+STATS_TIMEOUT_S = 2.0
+
+
+def metrics_routes(lobby: Lobby) -> APIRouter:
+    """It needs no key and tells no text."""
+    registry = CollectorRegistry()
+    window = WindowView()
+    registry.register(ServerCollector(lobby, window))
+    ProcessCollector(registry=registry)
+    routes = APIRouter()
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        if lobby.backstage is not None:
+            await window.refresh(lobby.backstage.cast.buffer)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+class WindowView:
+    """The buffer's counters, asked for at most once a second however often somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.stats: BufferStats | None = None
+        """None if the buffer did not answer."""
+        self._at_s = -STATS_MAX_AGE_S
+        self._asking = asyncio.Lock()
+
+    async def refresh(self, buffer: ReplayBuffer) -> None:
+        """Ask unless the last answer is young enough."""
+        async with self._asking:
+            if time.monotonic() - self._at_s < STATS_MAX_AGE_S:
+                return
+            try:
+                async with asyncio.timeout(STATS_TIMEOUT_S):
+                    self.stats = await buffer.stats()
+            except (BufferFault, TimeoutError):
+                self.stats = None  # `async_grpo_buffer_up` says so; the loops that need the buffer deal with it
+            self._at_s = time.monotonic()
+
+
+class ServerCollector(Collector):
+    """Looks at the server when it is asked."""
+
+    def __init__(self, lobby: Lobby, window: WindowView) -> None:
+        self._lobby = lobby
+        self._window = window
+
+    def collect(self) -> Iterable[Metric]:
+        """All families of this server."""
+        lobby = self._lobby
+        info = GaugeMetricFamily("async_grpo_server_info", "This server, always 1", labels=["run", "server"])
+        info.add_metric([lobby.config.name, lobby.name], 1)
+        yield info
+        yield _gauge("async_grpo_ready", "1: ready for completions and training", float(not lobby.why_not_ready))
+        responses = CounterMetricFamily(
+            "async_grpo_http_responses", "Answers over HTTP, by route and status", labels=["route", "status"]
+        )
+        for (route, status), number in list(lobby.responses.items()):
+            responses.add_metric([route, str(status)], number)
+        yield responses
+        if lobby.backstage is not None:
+            yield from _of_engine(lobby.backstage)
+            yield from _of_groups(lobby.backstage)
+            yield from _of_window(self._window.stats, lobby.backstage.cast.engine.version)
+
+
+def _of_engine(backstage: Backstage) -> Iterable[Metric]:
+    engine, watcher = backstage.cast.engine, backstage.watcher
+    load = engine.load()
+    yield _count("async_grpo_generated_tokens", "Made for training and evaluation", load.generated_tokens)
+    yield _count("async_grpo_evaluation_tokens", "Of those, made for evaluation", backstage.evaluator.tokens)
+    yield _count("async_grpo_http_tokens", "Made for HTTP; in no other counter", load.streamed_tokens)
+    yield _gauge("async_grpo_requests_running", "In the engine, with a first token", load.running)
+    yield _gauge("async_grpo_requests_waiting", "In the engine, without a token", load.waiting)
+    yield _gauge("async_grpo_kv_cache_use_ratio", "Of the KV cache, by requests in flight; 0 if unknown", load.kv_use)
+    yield _gauge("async_grpo_http_completions_running", "Under way for HTTP", backstage.writers.busy)
+    yield _gauge("async_grpo_policy_version", "Of the weights that the next token comes from", engine.version)
+    yield _gauge("async_grpo_policy_epoch", "Of those weights", watcher.applied.epoch)
+    yield _count("async_grpo_weight_updates", "Applied", watcher.updates)
+    yield _gauge("async_grpo_weight_pause_seconds", "Without a token, in the last update", watcher.last_pause_s)
+
+
+def _of_groups(backstage: Backstage) -> Iterable[Metric]:
+    dispatcher = backstage.dispatcher
+    slots, tally = dispatcher.slots, dispatcher.tally
+    yield _gauge("async_grpo_concurrency_limit_samples", "That may run for training at once", slots.capacity)
+    yield _gauge("async_grpo_samples_running", "For training", slots.in_use)
+    yield _gauge("async_grpo_admission_open", "1: takes up new groups", float(dispatcher.admission.is_open))
+    yield _gauge("async_grpo_leases", "Groups in work", len(dispatcher.leases))
+    yield _count("async_grpo_leases_lost", "Groups dropped because another server has them", dispatcher.leases.lost)
+    yield _counts("async_grpo_groups", "That ended here", "outcome", tally.groups)
+    yield _counts("async_grpo_samples", "Of inserted groups", "finish_reason", tally.samples)
+    yield _counts("async_grpo_reward_failures", "Completions that were not judged", "kind", tally.reward_failures)
+
+
+def _of_window(stats: BufferStats | None, version: int) -> Iterable[Metric]:
+    yield _gauge("async_grpo_buffer_up", "1: the buffer answered", float(stats is not None))
+    if stats is None:
+        return
+    capacity = (stats.max_staleness + 1) * stats.groups_per_step
+    yield _gauge("async_grpo_window_groups", "Active in the whole run", stats.active)
+    yield _gauge("async_grpo_window_capacity_groups", "(S + 1) * P", capacity)
+    yield _gauge("async_grpo_window_fill_ratio", "1: the trainer is the bottleneck", stats.active / capacity)
+    yield _gauge("async_grpo_policy_versions_behind", "The newest published", max(0, stats.version - version))
+    states = {"waiting": stats.waiting, "inflight": stats.inflight, "ready": stats.ready, "taken": stats.taken}
+    groups = GaugeMetricFamily("async_grpo_buffer_groups", "Of the whole run, by state", labels=["state"])
+    for state, number in states.items():
+        groups.add_metric([state], number)
+    yield groups
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=value)
+
+
+def _count(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value=value)
+
+
+def _counts(name: str, help_text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for key, value in list(values.items()):
+        family.add_metric([key], value)
+    return family

@@ -1,0 +1,217 @@
+"""Judges behind HTTP, with a real server on this machine that does everything a server can do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import structlog
+from aiohttp import web
+
+from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.errors import ConfigError
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.pool import RewardPool
+
+TOKEN = "s3cret-t0ken"
+
+
+class Court:
+    """A server whose paths are what it does. It keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.at_once = self.most_at_once = 0
+        self.released = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            self.bodies.append(await request.json())
+            self.headers.append(dict(request.headers))
+            return await self._do(request)
+        finally:
+            self.at_once -= 1
+
+    async def _do(self, request: web.Request) -> web.StreamResponse:
+        match request.path:
+            case "/hangs":
+                await self.released.wait()
+            case "/once-500" if len(self.bodies) == 1:
+                return web.Response(status=500)
+            case "/500":
+                return web.Response(status=500, text="out of order")
+            case "/404":
+                return web.Response(status=404)
+            case "/elsewhere":
+                raise web.HTTPFound("/right")
+            case "/garbage":
+                return web.Response(text="<html>I am no JSON</html>")
+            case "/null":
+                return web.json_response({"score": None})
+            case "/text":
+                return web.json_response({"score": "1.0"})
+            case "/nested":
+                return web.json_response({"choices": [{"a/b": 0.25}]})
+            case "/hangs-up":
+                assert request.transport is not None
+                request.transport.abort()
+            case "/50mb":
+                return await self._flood(request)
+            case "/slow":
+                await asyncio.sleep(0.02)
+        return web.json_response({"score": float(self.bodies[-1]["completion"] == self.bodies[-1]["answer"])})
+
+    async def _flood(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(50):
+            await response.write(b" " * (1 << 20))
+        return response
+
+
+@pytest.fixture
+async def court() -> AsyncIterator[Court]:
+    court, application = Court(), web.Application()
+    application.router.add_post("/{path}", court.answer)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    court.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield court
+    court.released.set()
+    await runner.cleanup()
+
+
+def pool_of(url: str, *others: RewardConfig, required: bool = True, **http: Any) -> RewardPool:
+    settings = {"url": url, "timeout_s": 20.0, "retries": 2, "backoff_s": 0.01, **http}
+    judge = RewardConfig.model_validate({"name": "judge", "http": settings, "required": required})
+    return RewardPool(RewardsConfig(functions=[judge, *others]))
+
+
+async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(court: Court) -> None:
+    async with pool_of(f"{court.url}/right", extra={"rubric": "be right"}) as pool:
+        right, wrong = await pool.judge([Item("a", "a", "which letter?", {"level": "1"}), Item("b", "a")])
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert pool.warden_pid is None
+    (body,) = [body for body in court.bodies if body["completion"] == "a"]
+    assert body == {
+        "completion": "a",
+        "answer": "a",
+        "prompt": "which letter?",
+        "metadata": {"level": "1"},
+        "rubric": "be right",
+    }
+
+
+async def test_the_score_is_found_by_its_pointer(court: Court) -> None:
+    async with pool_of(f"{court.url}/nested", score_pointer="/choices/0/a~1b") as pool:
+        assert (await pool.judge([Item("a", "a")]))[0].reward == 0.25
+
+
+async def test_verifiers_and_judges_make_one_weighted_sum(court: Court) -> None:
+    async with pool_of(f"{court.url}/right", RewardConfig(name="answer_tag", weight=0.5)) as pool:
+        (verdict,) = await pool.judge([Item("<answer>a</answer>", "a")])
+    assert verdict.scores == {"answer_tag": 1.0, "judge": 0.0}
+    assert verdict.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "reason", "requests"),
+    [
+        ("500", "http_status", "the judge answered with status 500", 3),
+        ("404", "http_status", "the judge answered with status 404", 1),
+        ("elsewhere", "http_status", "the judge answered with status 302", 1),
+        ("hangs-up", "http_connection", "the judge cannot be reached: ServerDisconnectedError", 3),
+        ("garbage", "http_bad_reply", "the reply is no JSON", 1),
+        ("50mb", "http_bad_reply", "the reply is above 65536 bytes", 1),
+        ("text", "http_bad_reply", "the reply has no score at '/score': '1.0' is a str, not a number", 1),
+        ("nested", "http_bad_reply", "the reply has nothing at '/score': 'score'", 1),
+        ("null", "none", "the judge answered null", 1),
+    ],
+)
+async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind(
+    court: Court, path: str, kind: str, reason: str, requests: int
+) -> None:
+    async with pool_of(f"{court.url}/{path}") as pool:
+        (verdict,) = await pool.judge([Item("a", "a")])
+    assert (verdict.reward, verdict.failure) == (None, kind)
+    assert reason in verdict.reason
+    assert pool.failures_by_kind == {kind: 1}
+    assert len(court.bodies) == requests
+
+
+async def test_a_judge_that_hangs_times_out_and_the_event_loop_runs_on(court: Court) -> None:
+    async with pool_of(f"{court.url}/hangs", timeout_s=0.3, retries=1) as pool:
+        judging, turns = asyncio.create_task(pool.judge([Item("a", "a")])), 0
+        while not judging.done():
+            await asyncio.sleep(0.005)
+            turns += 1
+        (verdict,) = judging.result()
+    assert (verdict.failure, verdict.reason) == ("http_timeout", "judge: no reply within 0.3 s")
+    assert len(court.bodies) == 2
+    assert turns > 20
+
+
+async def test_a_judge_that_fails_once_is_asked_again(court: Court) -> None:
+    async with pool_of(f"{court.url}/once-500") as pool:
+        (verdict,) = await pool.judge([Item("a", "a")])
+    assert (verdict.reward, verdict.failures) == (1.0, {})
+    assert len(court.bodies) == 2
+
+
+async def test_a_judge_that_is_not_there_is_a_failed_connection() -> None:
+    async with pool_of("http://127.0.0.1:1/") as pool:
+        (verdict,) = await pool.judge([Item("a", "a")])
+    assert verdict.failure == "http_connection"
+
+
+async def test_a_judge_that_is_not_required_leaves_the_other_rewards_their_say(court: Court) -> None:
+    async with pool_of(f"{court.url}/500", RewardConfig(name="answer_tag"), required=False) as pool:
+        (verdict,) = await pool.judge([Item("<answer>a</answer>", "a")])
+    assert (verdict.reward, verdict.scores) == (1.0, {"answer_tag": 1.0})
+    assert pool.failures == {("judge", "http_status"): 1}
+
+
+async def test_no_more_requests_are_under_way_than_allowed(court: Court) -> None:
+    async with pool_of(f"{court.url}/slow", concurrency=3) as pool:
+        verdicts = await pool.judge([Item("a", "a")] * 20)
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 20
+    assert court.most_at_once == 3
+
+
+async def test_the_token_goes_to_the_judge_and_nowhere_else(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", f"{TOKEN}\n")
+    pool = pool_of(f"{court.url}/500", token_env="JUDGE_TOKEN", headers={"X-Run": "7"})
+    with structlog.testing.capture_logs() as logs:
+        async with pool:
+            (verdict,) = await pool.judge([Item("a", "a")])
+    assert court.headers[0]["Authorization"] == f"Bearer {TOKEN}"
+    assert court.headers[0]["X-Run"] == "7"
+    assert logs and TOKEN not in json.dumps(logs)
+    assert TOKEN not in repr(verdict)
+
+
+def test_a_token_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", " ")
+    with pytest.raises(ConfigError, match="'judge' wants its token in the environment variable JUDGE_TOKEN"):
+        pool_of("http://127.0.0.1:1/", token_env="JUDGE_TOKEN")
+
+
+async def test_a_judgement_that_is_cancelled_frees_its_place(court: Court) -> None:
+    async with pool_of(f"{court.url}/hangs", concurrency=1) as pool:
+        judging = asyncio.create_task(pool.judge([Item("a", "a")]))
+        async with asyncio.timeout(20):
+            while not court.bodies:
+                await asyncio.sleep(0.005)
+        judging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await judging
+        court.released.set()
+        assert (await pool.judge([Item("b", "b")]))[0].reward == 1.0

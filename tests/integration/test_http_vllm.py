@@ -1,0 +1,196 @@
+"""OpenAI's client against a real vLLM whose weights change meanwhile: what it is told is what happened.
+
+Every log-probability that comes over HTTP must be that of the policy version named beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+
+from async_grpo.config import RunConfig
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.store import remove_stores
+from async_grpo.wire import VersionSpan
+from rollout_server.admission import Admission
+from rollout_server.engines.protocol import Generation, GenerationRequest
+from rollout_server.http.front import HttpFront
+from rollout_server.http.prompts import Prompts
+from rollout_server.session import join
+from tests.support.vllm_lab import EXACT, FAR, VOCABULARY, Lab, prompt_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+RUN = "test-http-vllm"
+FIRST = 0x100
+
+
+class OneCharacterEach:
+    """A tokenizer whose text tells the tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - FIRST for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(FIRST + token) for token in token_ids)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_and_shared_memory_are_left_as_found() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    remove_stores(RUN)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("http"), run=RUN, tied=False)
+    await lab.engine.start()
+    yield lab
+    await lab.engine.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
+    config = RunConfig.model_validate(
+        {
+            "name": "policy",
+            "model": {"random": {"max_positions": 1024}},
+            "trainer": {"micro_batch_tokens": 2048},
+            "rollout": {"vllm": {"max_model_len": 1024}},
+        }
+    )
+    front = HttpFront(config, "rollout-0", Prompts(OneCharacterEach(), vocabulary=VOCABULARY, longest=1024))
+    await front.open()
+    nouns: list[Any] = [
+        SimpleNamespace(engine=lab.engine),
+        SimpleNamespace(applied=Identity(0, 0)),
+        SimpleNamespace(admission=Admission()),
+        None,
+    ]
+    front.attach(*nouns)
+    async with openai.AsyncOpenAI(base_url=f"{front.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    await front.detach()
+    await front.aclose()
+
+
+async def test_a_completion_is_of_the_version_that_it_names(lab: Lab, client: openai.AsyncOpenAI) -> None:
+    for index in range(2):
+        version = await lab.update("keep")
+        prompt = prompt_of(10, index)
+        answer = await client.completions.create(
+            model="policy", prompt=[prompt], max_tokens=30, logprobs=0, n=2, seed=index, temperature=0.7
+        )
+        assert answer.system_fingerprint == f"0-{version}"
+        assert answer.choices[0].text != answer.choices[1].text
+        for choice in answer.choices:
+            generation = generation_of(choice)
+            assert generation.spans == [VersionSpan(version, 0, 30)]
+            assert lab.error(prompt, generation, temperature=0.7) < EXACT
+
+
+async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
+    texts = [
+        (await client.completions.create(model="policy", prompt="Āā", max_tokens=20, seed=5)).choices[0].text
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+
+
+async def test_every_part_of_a_stream_is_of_its_version(lab: Lab, client: openai.AsyncOpenAI) -> None:
+    prompt = prompt_of(6, 3)
+    stream = await client.completions.create(
+        model="policy", prompt=cast(Any, prompt), max_tokens=400, logprobs=0, stream=True
+    )
+    pieces = [await anext(stream)]
+    for _ in range(2):
+        while sum(len(piece.choices[0].text) for piece in pieces) < 60 * (1 + len(fingerprints(pieces))):
+            pieces.append(await anext(stream))
+        version = await lab.update("keep")
+    pieces += [piece async for piece in stream]
+    assert len(pieces) > 10
+    assert fingerprints(pieces) == [f"0-{old}" for old in range(version - 2, version + 1)]
+    whole = generation_of(pieces[0].choices[0])
+    for piece in pieces[1:]:
+        whole = join(whole, generation_of(piece.choices[0]))
+    assert (len(whole.tokens), len(whole.spans)) == (400, 3)
+    assert lab.error(prompt, whole) < EXACT
+    assert lab.error(prompt, whole, keep=False) > FAR
+
+
+async def test_streams_that_start_around_updates_are_exact(lab: Lab) -> None:
+    """Those without a token are made again under the new weights, and nothing comes twice."""
+    prompt = prompt_of(150, 4)
+    reading = []
+    for turn in range(3):
+        reading += [asyncio.create_task(read(lab, f"s{turn}-{index}", prompt)) for index in range(6)]
+        await asyncio.sleep(0.01)
+        await lab.update("keep")
+    for generation in await asyncio.gather(*reading):
+        assert len(generation.tokens) == 30
+        assert lab.error(prompt, generation) < EXACT
+
+
+async def test_training_is_not_charged_for_streams(lab: Lab) -> None:
+    before = lab.engine.load()
+    await read(lab, "t", prompt_of(5, 1))
+    after = lab.engine.load()
+    assert after.streamed_tokens == before.streamed_tokens + 30
+    assert after.generated_tokens == before.generated_tokens
+    await lab.generate(prompt_of(5, 1), 10)
+    assert lab.engine.load().generated_tokens == before.generated_tokens + 10
+
+
+async def test_a_client_that_leaves_frees_vllm(lab: Lab, client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(model="policy", prompt="Āā", max_tokens=1000, stream=True)
+    await anext(stream)
+    assert lab.engine.load().running == 1
+    await stream.close()
+    async with asyncio.timeout(20):
+        while lab.engine.load().running or lab.engine._states():
+            await asyncio.sleep(0.01)
+
+
+async def test_an_update_that_drains_waits_for_a_stream_to_end(lab: Lab) -> None:
+    reading = asyncio.create_task(read(lab, "d", prompt_of(5, 2), max_tokens=100))
+    async with asyncio.timeout(20):
+        while not lab.engine.load().running:
+            await asyncio.sleep(0.005)
+    old = lab.engine.version
+    await lab.update("drain")
+    assert (await reading).spans == [VersionSpan(old, 0, 100)]
+
+
+async def read(lab: Lab, name: str, prompt: list[int], max_tokens: int = 30) -> Generation:
+    """All pieces of a stream."""
+    request = GenerationRequest(name, prompt, max_tokens, interruptible=False)
+    async with aclosing(lab.engine.stream(request)) as stream:
+        whole = await anext(stream)
+        async for piece in stream:
+            whole = join(whole, piece)
+    return whole
+
+
+def generation_of(choice: Any) -> Generation:
+    """What a choice, or a piece of one, says it is."""
+    tokens = np.array([ord(character) - FIRST for character in choice.text], np.int32)
+    logprobs = np.array(choice.logprobs.token_logprobs, np.float32)
+    spans = [VersionSpan(*span) for span in choice.policy_versions]
+    return Generation(tokens, logprobs, spans, choice.finish_reason or "")
+
+
+def fingerprints(pieces: Sequence[Any]) -> list[str]:
+    """In the order in which they came."""
+    return list(dict.fromkeys(piece.system_fingerprint for piece in pieces))

@@ -1,0 +1,193 @@
+"""The processes of the reward pool: how many, what they see, and that nothing of them is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.errors import ConfigError
+from async_grpo.rewards import memory
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.pool import RewardPool
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TRICKY = "tricky_rewards:tricky"
+PATIENCE_S = 30.0
+
+DOOMED_SERVER = f"""
+import asyncio
+from pathlib import Path
+from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.rewards import memory
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.pool import RewardPool
+
+async def main():
+    folder = Path({{folder!r}})
+    async with RewardPool(RewardsConfig(functions=[RewardConfig(name={TRICKY!r})], workers=3)) as pool:
+        for deed in ("fork", "daemon"):
+            await pool.judge([Item(deed, "a", "", {{{{"file": str(folder / deed)}}}})])
+        hanging = asyncio.create_task(pool.judge([Item("hang", "a")] * 2))
+        await asyncio.sleep(0.2)
+        family = memory.descendants(pool.warden_pid, memory.parents())
+        (folder / "family.part").write_text(" ".join(map(str, [pool.warden_pid, *family])))
+        (folder / "family.part").rename(folder / "family")
+        await hanging
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+
+
+def pool_of(name: str, **changes: Any) -> RewardPool:
+    return RewardPool(RewardsConfig(**{"functions": [RewardConfig(name=name)], "deadline_s": 30.0, **changes}))
+
+
+def family_of(pool: RewardPool) -> list[int]:
+    """Workers, and whatever lives below them."""
+    assert pool.warden_pid is not None
+    return memory.descendants(pool.warden_pid, memory.parents())
+
+
+async def gone(pids: Iterable[int]) -> None:
+    """Wait until none of them lives (a zombie lives no more)."""
+    async with asyncio.timeout(PATIENCE_S):
+        while any(_lives(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
+
+
+async def test_a_child_that_a_verifier_leaves_behind_ends_with_its_worker(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    async with pool_of(TRICKY, items_per_worker=2) as pool:
+        await pool.judge([Item("fork", "a", "", {"file": str(file)})])  # the trial was the first item
+        await pool.judge([Item("a", "a")])  # the second worker starts once nothing of the first is left
+        assert not _lives(int(file.read_text()))
+
+
+async def test_a_daemon_that_left_the_group_and_session_of_its_verifier_is_found_and_ended(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    async with pool_of(TRICKY) as pool:
+        (verdict,) = await pool.judge([Item("daemon", "a", "", {"file": str(file)})])
+        assert verdict.reward == 0.0
+        await gone([int(file.read_text())])
+        assert len([pid for pid in family_of(pool) if _lives(pid)]) == 1
+
+
+async def test_a_child_that_comes_back_into_the_worker_gives_no_second_answer() -> None:
+    async with pool_of(TRICKY) as pool:
+        verdicts = await pool.judge([Item("fork and come back", "a"), Item("a", "a"), Item("b", "a"), Item("a", "a")])
+    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 1.0]
+
+
+async def test_memory_is_that_of_the_verifier_with_all_its_children(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    item = Item("family that eats memory", "a", "", {"file": str(file)})
+    async with pool_of(TRICKY, memory_bytes=128 << 20) as pool:
+        (verdict,) = await pool.judge([item])
+        assert verdict.failure == "memory"
+        assert not _lives(int(file.read_text()))
+
+
+async def test_a_worker_that_dies_between_two_items_costs_neither() -> None:
+    async with pool_of(TRICKY) as pool:
+        (worker,) = family_of(pool)
+        os.kill(worker, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while family_of(pool):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # the warden has buried it and says so
+        (verdict,) = await pool.judge([Item("a", "a")])
+    assert (verdict.reward, pool.failures_by_kind) == (1.0, {})
+
+
+async def test_a_worker_is_replaced_after_so_many_items() -> None:
+    async with pool_of("tricky_rewards:counting", items_per_worker=3) as pool:
+        counts = [verdict.reward for verdict in await pool.judge([Item("", "")] * 8)]
+    assert counts == [2, 3, 1, 2, 3, 1, 2, 3]  # the trial at the start was the first
+
+
+async def test_never_more_workers_run_than_there_are_places() -> None:
+    deeds = ["crash", "hang", "a", "raise", "segfault", "thread"] * 3
+    async with pool_of(TRICKY, workers=2, deadline_s=1.5, items_per_worker=3) as pool:
+        judging, most = asyncio.create_task(pool.judge([Item(deed, "a") for deed in deeds])), 0
+        while not judging.done():
+            most = max(most, len(family_of(pool)))
+            await asyncio.sleep(0.003)
+        kinds = ["crashed", "timeout", "", "raised", "crashed", ""]
+        assert [verdict.failure for verdict in judging.result()] == kinds * 3
+    assert most == 2
+
+
+async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Path) -> None:
+    before = {pid for pid, parent in memory.parents().items() if parent == os.getpid()}
+    async with pool_of(TRICKY, workers=2) as pool:
+        await pool.judge([Item("fork", "a", "", {"file": str(tmp_path / "pid")}), Item("thread", "a")])
+        hanging = asyncio.create_task(pool.judge([Item("hang", "a")]))
+        await asyncio.sleep(0.1)
+        hanging.cancel()
+        family = [pool.warden_pid or 0, *family_of(pool)]
+    assert not [pid for pid in family if _lives(pid)]
+    assert {pid for pid, parent in memory.parents().items() if parent == os.getpid()} <= before
+
+
+async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    program = DOOMED_SERVER.format(folder=str(tmp_path))
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (tmp_path / "family").exists() and server.returncode is None:
+            await asyncio.sleep(0.02)
+    family = [int(pid) for pid in (tmp_path / "family").read_text().split()]
+    assert len(family) >= 4 and all(map(_lives, family[:4]))
+    server.kill()
+    await server.wait()
+    await gone(family)
+
+
+async def test_a_warden_that_is_killed_costs_the_items_under_way_and_is_replaced() -> None:
+    async with pool_of(TRICKY) as pool:
+        first = pool.warden_pid or 0
+        family = family_of(pool)
+        judging = asyncio.create_task(pool.judge([Item("hang", "a")]))
+        await asyncio.sleep(0.1)
+        os.kill(first, signal.SIGKILL)
+        (lost,) = await judging
+        assert (lost.failure, lost.reason) == ("crashed", f"{TRICKY}: its process ended with its warden")
+        await gone(family)
+        (verdict,) = await pool.judge([Item("a", "a")])
+        assert verdict.reward == 1.0
+        assert pool.warden_pid != first
+
+
+async def test_a_verifier_sees_only_the_variables_that_it_needs_or_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("THE_TOKEN", "secret")
+    items = [Item(name, "") for name in ("THE_TOKEN", "PATH", "HOME", "PYTHONPATH", "PYTEST_CURRENT_TEST")]
+    async with pool_of("tricky_rewards:sees") as pool:
+        assert [verdict.reward for verdict in await pool.judge(items)] == [0, 1, 1, 1, 0]
+    async with pool_of("tricky_rewards:sees", environment=["THE_TOKEN"]) as pool:
+        assert [verdict.reward for verdict in await pool.judge(items)] == [1, 1, 1, 1, 0]
+
+
+def test_a_named_variable_that_is_not_set_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"rewards.environment names NO_SUCH_VARIABLE, which is not set here"):
+        pool_of("answer_tag", environment=["NO_SUCH_VARIABLE"])

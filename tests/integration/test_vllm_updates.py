@@ -1,0 +1,175 @@
+"""After every update the engine multiplies with exactly the weights of the store, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+
+from async_grpo.weights.store import remove_stores
+from async_grpo.wire import VersionSpan
+from rollout_server.bench.moving_weights import ModelSize
+from rollout_server.bench.updates import UpdateBench, measure_updates
+from rollout_server.engines.protocol import GenerationRequest
+from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+RUN = "test-vllm-updates"
+PROBE = "tests.support.weight_probe.WeightProbe"
+"""Only vLLM's worker imports it."""
+MLP = "model.layers.1.mlp"
+ATTENTION = "model.layers.0.self_attn"
+
+Weights = dict[str, npt.NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_and_shared_memory_are_left_as_found() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    remove_stores(RUN)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[True, False], ids=["tied", "untied"])
+async def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    lab = probed_lab(tmp_path_factory.mktemp("model"), tied=request.param)
+    await lab.engine.start()
+    yield lab
+    await lab.engine.aclose()
+
+
+async def test_every_weight_is_the_stores_after_each_of_several_updates(lab: Lab) -> None:
+    assert_same(await engine_weights(lab), expected_weights(lab, -1))
+    for _ in range(4):
+        version = await lab.update("keep")
+        assert_same(await engine_weights(lab), expected_weights(lab, version))
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        [f"{ATTENTION}.k_proj.weight"],
+        [f"{MLP}.up_proj.weight"],
+        [f"{ATTENTION}.q_proj.bias", f"{MLP}.down_proj.weight", "model.norm.weight"],
+        ["model.embed_tokens.weight"],
+        [],
+    ],
+    ids=["part of a fused matrix", "part of another", "several", "embedding", "nothing"],
+)
+async def test_an_update_of_some_tensors_gives_the_same_weights_as_one_of_all(lab: Lab, moved: list[str]) -> None:
+    version = await lab.update("keep", moved=moved, told=moved)
+    assert_same(await engine_weights(lab), expected_weights(lab, version))
+    generation = await lab.generate(prompt_of(10, 1), 30)
+    assert generation.spans == [VersionSpan(version, 0, 30)]
+    assert lab.error(prompt_of(10, 1), generation) < EXACT
+
+
+async def test_what_is_said_to_be_unchanged_is_not_loaded(lab: Lab) -> None:
+    before = await lab.update("keep")
+    after = await lab.update("keep", moved=None, told=[f"{MLP}.gate_proj.weight"])
+    old, new = expected_weights(lab, before), expected_weights(lab, after)
+    mixed = {name: new[name] if name.startswith(MLP) else old[name] for name in old}
+    assert_same(await engine_weights(lab), mixed)
+    version = await lab.update("keep")  # nothing is known of its base: everything is loaded
+    assert_same(await engine_weights(lab), expected_weights(lab, version))
+
+
+@pytest.mark.parametrize("lab", [True], indirect=True, ids=["tied"])
+async def test_an_updated_engine_samples_what_a_fresh_one_of_the_same_weights_samples(lab: Lab, tmp_path: Path) -> None:
+    await lab.update("keep")
+    version = await lab.update("keep", moved=[f"{MLP}.up_proj.weight"], told=[f"{MLP}.up_proj.weight"])
+    lab.models[version].save_pretrained(tmp_path)
+    fresh = engine_of(tmp_path)
+    await fresh.start()
+    try:
+        for seed in range(3):
+            request = GenerationRequest(f"same{seed}", prompt_of(20, seed), 60, seed=seed)
+            updated, reference = await lab.engine.generate(request), await fresh.generate(request)
+            assert updated.tokens.tolist() == reference.tokens.tolist()
+            assert updated.logprobs.tobytes() == reference.logprobs.tobytes()
+    finally:
+        await fresh.aclose()
+
+
+@pytest.mark.slow
+async def test_two_workers_load_their_shards_from_one_store(tmp_path: Path) -> None:
+    lab = probed_lab(tmp_path, tied=True, tensor_parallel=2, multiprocessing=True)
+    await lab.engine.start()
+    try:
+        moved = [f"{ATTENTION}.v_proj.weight", "model.embed_tokens.weight"]
+        running = asyncio.create_task(lab.generate(prompt_of(5, 9), 400))
+        await lab.update("keep")
+        await lab.update("recompute", moved=moved, told=moved)
+        for weights in await shards(lab):
+            rows = weights["model.embed_tokens.weight"].shape[0]
+            assert rows == lab.models[-1].config.vocab_size // 2
+        generation = await lab.generate(prompt_of(10, 1), 40)
+        assert generation.spans == [VersionSpan(1, 0, 40)]
+        assert lab.error(prompt_of(10, 1), generation) < EXACT
+        assert len((await running).tokens) == 400
+    finally:
+        await lab.engine.aclose()
+
+
+async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact() -> None:
+    small = ModelSize(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=160, vocab_size=512)
+    bench = UpdateBench(seconds=4.5, interval_s=0.5, concurrency=32, max_tokens=(50, 200), model=small)
+    figures = {figure.name: figure.value for figure in await measure_updates(bench)}
+    assert figures["updates"] == 9
+    assert figures["requests across updates"] > 0
+    for name in ("requests cut short", "requests with inexact spans", "requests whose spans vLLM disputes"):
+        assert figures[name] == 0
+
+
+def probed_lab(model_dir: Path, *, tied: bool, **vllm: Any) -> Lab:
+    return Lab(model_dir, run=RUN, tied=tied, extra={"worker_extension_cls": PROBE}, **vllm)
+
+
+async def shards(lab: Lab) -> list[Weights]:
+    """What every worker multiplies with."""
+    answers = await lab.engine._llm.collective_rpc("read_weights")
+    return [
+        {name: np.frombuffer(data, np.float32).reshape(shape) for name, (shape, data) in answer.items()}
+        for answer in answers
+    ]
+
+
+async def engine_weights(lab: Lab) -> Weights:
+    (weights,) = await shards(lab)
+    return weights
+
+
+def expected_weights(lab: Lab, version: int) -> Weights:
+    """The store's tensors under vLLM's names, fused as vLLM fuses them."""
+    tensors = lab.tensors(version)
+    expected = {name: tensor for name, tensor in tensors.items() if "norm" in name}
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        for kind, key in (("weight", "packed"), ("bias", "bias")):
+            parts = [tensors[f"{attention}.{part}_proj.{kind}"] for part in "qkv"]
+            expected[f"{attention}.qkv_proj.{key}"] = np.concatenate(parts)
+        expected[f"{mlp}.gate_up_proj.packed"] = np.concatenate(
+            [tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"]]
+        )
+        expected[f"{attention}.o_proj.packed"] = tensors[f"{attention}.o_proj.weight"]
+        expected[f"{mlp}.down_proj.packed"] = tensors[f"{mlp}.down_proj.weight"]
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors.get("lm_head.weight", embedding)
+    return expected | {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "lm_head.packed": head}
+
+
+def assert_same(actual: Weights, expected: Weights) -> None:
+    """`model.embed_tokens.packed` is never multiplied with."""
+    assert actual.keys() - {"model.embed_tokens.packed"} == expected.keys()
+    differing = [name for name in expected if not np.array_equal(actual[name], expected[name])]
+    assert differing == []

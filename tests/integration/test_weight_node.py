@@ -1,0 +1,190 @@
+"""One receiver process a machine: shared, restarted by whoever is left, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_grpo.errors import ConfigError, WeightsError
+from async_grpo.process import MARK_VARIABLE
+from async_grpo.weights.publisher import WeightPublisher
+from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.weights.store import WeightStore, remove_stores, store_path
+from tests.support.weight_plane import (
+    CONFIG,
+    LAYOUT,
+    RUN,
+    Board,
+    assert_holds,
+    proxy_to,
+    publish,
+    receiving,
+    until,
+    with_,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_stores_are_left() -> Iterator[None]:
+    yield
+    remove_stores(RUN)
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+@pytest.fixture
+def publisher(board: Board) -> Iterator[WeightPublisher]:
+    with WeightPublisher(LAYOUT, RUN, 0, CONFIG) as publisher:
+        board.address = publisher.address
+        yield publisher
+
+
+def receiver_processes() -> list[psutil.Process]:
+    """Those of this test's run, whoever their parent is."""
+    folder = str(store_path(RUN, "node").parent)
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(folder in argument for argument in process.info["cmdline"] or [])
+        and "async_grpo.weights.receiver.process" in (process.info["cmdline"] or [])
+    ]
+
+
+async def test_servers_of_one_machine_share_one_process_one_store_and_one_copy(
+    publisher: WeightPublisher, board: Board
+) -> None:
+    async with receiving(board, name="a") as first, receiving(board, name="b") as second:
+        publish(publisher, 0)
+        assert await first.next_version(None, 30) == await second.next_version(None, 30)
+        assert_holds(first.store_path, (await second.next_version(None, 1)))
+        assert len(receiver_processes()) == 1
+        assert publisher.stats().served_bytes == LAYOUT.total_bytes
+        async with first.hold() as mine, second.hold() as theirs:
+            assert mine == theirs == (0, 0)
+
+
+async def test_the_process_outlives_the_server_that_started_it(publisher: WeightPublisher, board: Board) -> None:
+    async with receiving(board) as second:
+        async with receiving(board) as first:
+            publish(publisher, 0)
+            await first.next_version(None, 30)
+            await second.next_version(None, 30)
+            (process,) = receiver_processes()
+        publish(publisher, 1)
+        assert await second.next_version((0, 0), 30) == (0, 1)
+        assert [found.pid for found in receiver_processes()] == [process.pid]
+        assert second.restarts == 0
+    await until(lambda: not receiver_processes())
+
+
+async def test_a_server_that_holds_does_not_keep_the_others_from_what_is_there(
+    publisher: WeightPublisher, board: Board
+) -> None:
+    async with receiving(board) as slow, receiving(board) as fast:
+        publish(publisher, 0)
+        await slow.next_version(None, 30)
+        async with slow.hold() as held:
+            publish(publisher, 1)
+            assert await fast.next_version(held, 30) == (0, 1)
+            async with fast.hold() as newer:
+                assert newer == (0, 1)
+                assert_holds(fast.store_path, newer)
+            assert_holds(slow.store_path, held)
+
+
+async def test_a_process_killed_amid_a_transfer_is_started_again_and_servers_keep_their_weights(
+    publisher: WeightPublisher, board: Board
+) -> None:
+    async with proxy_to(publisher, board) as proxy, receiving(board) as first, receiving(board) as second:
+        publish(publisher, 0)
+        seen = await first.next_version(None, 30)
+        await second.next_version(None, 30)
+        async with second.hold() as held:
+            snapshot = WeightStore.open(second.store_path).snapshot(held)
+            proxy.pause_s, before = 0.02, proxy.chunks
+            publish(publisher, 1)
+            await until(lambda: proxy.chunks > before + 5)
+            receiver_processes()[0].kill()
+            proxy.pause_s = 0.0
+            assert await first.next_version(seen, 30) == (0, 1)
+            snapshot.verify()
+        assert await second.next_version(seen, 30) == (0, 1)
+        assert_holds(second.store_path, await second.next_version(seen, 1))
+        assert len(receiver_processes()) == 1
+        assert first.restarts >= 1
+
+
+async def test_what_a_killed_process_had_whole_is_the_base_of_the_next_delta(board: Board) -> None:
+    with WeightPublisher(LAYOUT, RUN, 0, CONFIG) as publisher:
+        board.address = publisher.address
+        async with receiving(board) as receiver:
+            publish(publisher, 0)
+            await receiver.next_version(None, 30)
+            async with receiver.hold():
+                pass
+            receiver_processes()[0].kill()
+            await until(lambda: receiver.restarts >= 1 and len(receiver_processes()) == 1)
+            publish(publisher, 1)
+            assert await receiver.next_version((0, 0), 30) == (0, 1)
+            assert_holds(receiver.store_path, await receiver.next_version((0, 0), 1))
+            assert receiver.stats.unchanged_chunks > 0  # the frozen tensor was not fetched again
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from tests.support.weight_plane import Board, CONFIG
+from async_grpo.weights.receiver import WeightReceiver
+async def main():
+    receiver = WeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
+    while receiver._writer is None:
+        await asyncio.sleep(0.01)
+    print("connected", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def test_when_the_last_server_is_killed_the_process_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    path = store_path(RUN, "node")
+    environment = {**os.environ, MARK_VARIABLE: "a role"}
+    server = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", SERVER, str(path)], stdout=subprocess.PIPE, env=environment, cwd=Path.cwd()
+    )
+    assert server.stdout is not None
+    assert await asyncio.to_thread(server.stdout.readline) == b"connected\n"
+    (process,) = receiver_processes()
+    assert MARK_VARIABLE not in process.environ()
+    server.send_signal(signal.SIGKILL)
+    server.wait()
+    await until(lambda: not receiver_processes())
+    assert [entry.suffix for entry in path.parent.iterdir()] in ([], [".lock"])
+
+
+async def test_a_process_that_cannot_start_is_an_error(board: Board) -> None:
+    taken = with_(relay_bind="tcp://203.0.113.1:0")  # an address that this machine does not have
+    receiver = WeightReceiver(board.publisher, store_path(RUN, "node"), taken)
+    with pytest.raises(WeightsError, match="ended with code 1 before it was ready"):
+        await receiver.next_version(None, 30)
+    await receiver.close()
+
+
+async def test_a_missing_secret_is_said_before_anything_is_started(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ASYNC_GRPO_WEIGHTS_SECRET", raising=False)
+    with pytest.raises(ConfigError, match=r"weights.encrypt is 'all', but ASYNC_GRPO_WEIGHTS_SECRET has 0 characters"):
+        WeightReceiver(board.publisher, store_path(RUN, "node"), with_(encrypt="all"))
+    with pytest.raises(ConfigError, match="ASYNC_GRPO_WEIGHTS_SECRET"):
+        WeightPublisher(LAYOUT, RUN, 0, with_(encrypt="control"))

@@ -1,0 +1,137 @@
+"""Pausing and draining: nothing new comes in, nothing in flight is lost, and the server leaves by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from http_fakes import House, dispatching, house_of
+from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
+
+from async_grpo.weights.manifest import Identity
+from buffer import InMemoryBuffer
+from rollout_server.admission import Admission
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.server import RolloutServer
+
+
+async def held_house(tmp_path: Path, buffer: InMemoryBuffer) -> House:
+    """Two groups of four, none of which finishes before it may."""
+    engine = FakeEngine()
+    engine.hold = True
+    return await house_of(tmp_path, engine, config=config_of(), buffer=buffer, version=0)
+
+
+async def full(house: House) -> None:
+    await until(lambda: len(house.engine.held) == 8)
+
+
+async def test_a_paused_server_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
+    buffer = buffer_of(config_of())
+    house = await held_house(tmp_path, buffer)
+    async with dispatching(house):
+        await full(house)
+        house.dispatcher.admission.pause()
+        house.engine.hold = False
+        house.engine.let_go()
+        await until(lambda: house.dispatcher.tally.groups["inserted"] == 2)
+        await asyncio.sleep(0.05)
+        assert (len(house.dispatcher.leases), (await buffer.stats()).ready) == (0, 2)
+        house.dispatcher.admission.resume()
+        await until(lambda: house.dispatcher.tally.groups["inserted"] == 4)
+
+
+async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
+    running = asyncio.create_task(house.dispatcher.run())
+    await until(lambda: house.dispatcher.asking_since_s is not None)
+    house.dispatcher.admission.pause()
+    await buffer.put_tasks([house.cast.source.task(0)])
+    await until_async(lambda: _is_admitted(buffer))
+    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=2.0)
+    assert ticket.seq == 0
+    assert not house.engine.requests
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_drained_dispatcher_ends_when_its_groups_have_finished(tmp_path: Path) -> None:
+    buffer = buffer_of(config_of())
+    house = await held_house(tmp_path, buffer)
+    async with dispatching(house) as running:
+        await full(house)
+        house.dispatcher.admission.drain()
+        await asyncio.sleep(0.02)
+        assert not running.done()
+        house.engine.hold = False
+        house.engine.let_go()
+        async with asyncio.timeout(5):
+            await running
+    assert (await buffer.stats()).ready == 2
+
+
+async def test_a_dispatcher_drained_in_a_hurry_gives_everything_back_with_partials(tmp_path: Path) -> None:
+    config = config_of(sampling={"max_tokens": 40}, rollout={"vllm": {"max_model_len": 256}})
+    buffer = buffer_of(config)
+    engine = ScriptedEngine(lambda request: [ord("a")] * 40, tokens_per_s=100)
+    await engine.start()
+    house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
+    async with dispatching(house) as running:
+        await until(lambda: engine.load().generated_tokens >= 8 and len(house.dispatcher.leases) > 0)
+        house.dispatcher.admission.drain(now=True)
+        await buffer.publish_version(epoch=0, version=0)
+        async with asyncio.timeout(15):
+            await running
+    assert (await buffer.stats()).ready == 0
+    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    assert ticket.partial is not None
+    assert ticket.partial.longest >= 1
+
+
+async def test_what_does_not_finish_in_time_is_given_back(tmp_path: Path) -> None:
+    config = config_of(rollout={"max_concurrency": 8, "http": {"drain_timeout_s": 0.05}})
+    buffer = buffer_of(config)
+    engine = FakeEngine()
+    engine.hold = True
+    house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
+    async with dispatching(house) as running:
+        await full(house)
+        house.dispatcher.admission.drain()
+        async with asyncio.timeout(5):
+            await running
+    assert len(await buffer.admit(1, holder="rollout-1", timeout_s=1.0)) == 1
+
+
+async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Path) -> None:
+    config = config_of(eval={"prompts": 1, "greedy": False, "samples": 1})
+    buffer = buffer_of(config)
+    cast = cast_of(tmp_path, config, FakeEngine(), buffer)
+    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    await watcher.first(1.0)
+    server = RolloutServer(cast, watcher)
+    serving = asyncio.create_task(server.serve())
+    await until_async(lambda: _has_ready(buffer, 4))
+    server._dispatcher.admission.drain(now=True)
+    async with asyncio.timeout(15):
+        await serving
+    stats = await buffer.stats()
+    assert not stats.ended
+    assert (stats.inflight, stats.ready) == (0, 4)
+
+
+def test_a_server_that_drains_cannot_be_called_back() -> None:
+    admission = Admission()
+    admission.drain()
+    admission.resume()
+    admission.pause()
+    assert admission.is_draining
+
+
+async def _is_admitted(buffer: InMemoryBuffer) -> bool:
+    return (await buffer.stats()).admitted > 0
+
+
+async def _has_ready(buffer: InMemoryBuffer, groups: int) -> bool:
+    return (await buffer.stats()).ready >= groups

@@ -1,0 +1,138 @@
+"""Presets, defaults that follow from the loss, and combinations that are refused with a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_grpo.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, PROXIMALS
+from async_grpo.algorithms.kl import ESTIMATORS
+from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.presets import PRESETS
+from async_grpo.errors import ConfigError
+
+
+def run_with(objective: dict[str, Any]) -> RunConfig:
+    raw = {"name": "test", "model": {"random": {}}, "trainer": {"objective": objective}}
+    return validate(raw, "test.yaml")
+
+
+def shown(objective: ObjectiveConfig) -> tuple[Any, ...]:
+    keys = ("advantage", "aggregation", "loss", "prox", "clip_low", "clip_high", "behaviour_cap")
+    return tuple(getattr(objective, key) for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("preset", "resolved"),
+    [
+        ("grpo", ("grpo", "seq_mean_token_mean", "ppo_clip", "behaviour", 0.2, 0.2, None)),
+        ("dr_grpo", ("dr_grpo", "seq_mean_token_sum_norm", "ppo_clip", "behaviour", 0.2, 0.2, None)),
+        ("dapo", ("grpo", "token_mean", "ppo_clip", "behaviour", 0.2, 0.28, None)),
+        ("gspo", ("grpo", "seq_mean_token_mean", "gspo", "behaviour", 3e-4, 4e-4, None)),
+        ("cispo", ("grpo", "token_mean", "cispo", "behaviour", None, 4.0, None)),
+        ("areal", ("grpo", "token_mean", "decoupled", "recompute", 0.2, 0.28, 5.0)),
+    ],
+)
+def test_a_preset_sets_all_rows_together(preset: str, resolved: tuple[Any, ...]) -> None:
+    assert shown(ObjectiveConfig(preset=preset)) == resolved  # type: ignore[arg-type]
+
+
+def test_every_preset_is_a_choice_of_the_key() -> None:
+    assert [ObjectiveConfig(preset=preset).preset for preset in PRESETS] == list(PRESETS)  # type: ignore[arg-type]
+
+
+def test_the_default_is_areal() -> None:
+    assert ObjectiveConfig() == ObjectiveConfig(preset="areal")
+
+
+def test_explicit_keys_win_over_the_preset() -> None:
+    objective = ObjectiveConfig(preset="gspo", advantage="rloo", clip_high=0.01)
+    assert (objective.advantage, objective.clip_low, objective.clip_high) == ("rloo", 3e-4, 0.01)
+
+
+def test_a_loss_that_differs_from_the_presets_brings_its_own_defaults() -> None:
+    assert shown(ObjectiveConfig(loss="gspo"))[1:6] == ("seq_mean_token_mean", "gspo", "behaviour", 3e-4, 4e-4)
+    assert ObjectiveConfig(loss="ppo_clip").prox == "behaviour"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_resolved_copy_shows_every_value_and_reads_back_equal(preset: str) -> None:
+    config = run_with({"preset": preset, "corrections": ["geo_rs", {"kind": "opsm", "limit": 0.1}]})
+    text = dump(config)
+    assert f"loss: {config.trainer.objective.loss}" in text
+    assert "high: 1.002" in text
+    assert ObjectiveConfig.model_validate(config.trainer.objective.model_dump(mode="json")) == config.trainer.objective
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_every_advantage_goes_with_every_loss(advantage: str, loss: str) -> None:
+    assert ObjectiveConfig(advantage=advantage, loss=loss).loss == loss
+
+
+@pytest.mark.parametrize("prox", PROXIMALS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_choice_of_the_code_is_a_choice_of_the_configuration(prox: str, estimator: str) -> None:
+    objective = ObjectiveConfig(loss="ppo_clip", prox=prox, kl_estimator=estimator)  # type: ignore[arg-type]
+    assert (objective.prox, objective.kl_estimator) == (prox, estimator)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_correction_is_named_alone_and_gets_its_defaults(kind: str) -> None:
+    (correction,) = ObjectiveConfig(loss="ppo_clip", prox="recompute", corrections=[kind]).corrections  # type: ignore[list-item]
+    dials = [correction.cap, correction.low, correction.high, correction.limit]
+    assert any(dial is not None for dial in dials)
+
+
+@pytest.mark.parametrize(
+    ("objective", "says"),
+    [
+        ({"preset": "grpp"}, "trainer.objective.preset: 'grpp' does not fit"),
+        ({"loss": "gspoo"}, "there is no loss 'gspoo'. Did you mean 'gspo'"),
+        ({"advantage": "gae"}, "there is no advantage 'gae'. Use one of grpo"),
+        ({"aggregation": "token_men"}, "Did you mean 'token_mean'"),
+        ({"aggregation": "my.module:mean"}, "there is no aggregation"),
+        ({"corrections": ["token_tys"]}, "Did you mean 'token_tis'"),
+        ({"corrections": [{"kind": "opsm", "cap": 2}]}, "cap has no effect on correction opsm: it knows limit"),
+        ({"corrections": [{"kind": "seq_mis", "low": 3}]}, "it would reject everything. Lower low"),
+        ({"corrections": [{"kind": "seq_mis", "low": None}]}, "correction seq_mis needs low"),
+        ({"corrections": [{"kind": "geo_rs", "whole_batch": True}]}, "are for corrections of your own"),
+        ({"corrections": ["geo_rs", "geo_rs"]}, "geo_rs stands twice"),
+        ({"corrections": ["token_tis"]}, "loss decoupled already carries the importance weight.*Drop token_tis"),
+        ({"loss": "topr", "corrections": ["seq_tis"]}, "loss topr already carries the importance weight"),
+        ({"preset": "grpo", "corrections": ["icepop"]}, "ratio of ppo_clip already is the importance weight"),
+        (
+            {"loss": "ppo_clip", "prox": "recompute", "corrections": ["token_tis", "icepop"]},
+            "both multiply by the importance weight",
+        ),
+        ({"loss": "gspo", "aggregation": "token_mean"}, "Set aggregation to seq_mean_token_mean"),
+        ({"loss": "gmpo", "aggregation": "token_sum"}, "Set aggregation to seq_mean_token_mean"),
+        ({"loss": "decoupled", "prox": "behaviour"}, "then w is 1.*Set prox to recompute or loglinear"),
+        ({"loss": "dppo_tv", "prox": "recompute"}, "Set trainer.objective.prox to behaviour"),
+        ({"loss": "sapo", "clip_low": 0.1}, "clip_low has no effect on loss sapo"),
+        ({"preset": "gspo", "dual_clip": None, "behaviour_cap": 2}, "behaviour_cap has no effect on loss gspo"),
+        ({"clip_low": 1.5}, "1 - clip_low is the least ratio"),
+        ({"clip_high": None}, "loss decoupled needs clip_high"),
+        ({"options": {"scale": 2}}, "options are for a loss of your own"),
+        ({"kl_beta": 0.04}, "no reference model in this version.*Set trainer.objective.kl_beta to 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason_and_the_fix(objective: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refusal:
+        run_with(objective)
+    assert "trainer.objective" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["seq_mis", "geo_rs", "m2po", "opsm", "ess_lr"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_only_rejects_or_scales_the_step_goes_with_every_preset(preset: str, kind: str) -> None:
+    assert run_with({"preset": preset, "corrections": [kind]}).trainer.objective.corrections[0].kind == kind
+
+
+def test_a_line_shows_the_resolved_values() -> None:
+    assert ObjectiveConfig(corrections=["geo_rs"]).summary == (
+        "areal: grpo advantages, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, behaviour_cap 5) + geo_rs, "
+        "token_mean"
+    )

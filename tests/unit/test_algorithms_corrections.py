@@ -1,0 +1,175 @@
+"""Corrections equal their formulas, written as loops over sequences and tokens, and hold their edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from async_grpo.algorithms import CORRECTIONS, ess_scale, ess_sums
+from async_grpo.config.objective import CorrectionConfig
+from async_grpo.config.presets import CORRECTIONS as NAMES
+from tests.support.objective_cases import Row, joined, log_ratio, random_rows, tensor, tokens_of
+
+torch.set_num_threads(1)
+SEEDS = range(12)
+
+Reference = Callable[[list[Row], CorrectionConfig], list[list[float]]]
+
+
+def log_w(row: Row) -> list[float]:
+    return [log_ratio(prox, old) for prox, old in zip(row.prox, row.behaviour, strict=True)]
+
+
+def log_rho(row: Row) -> list[float]:
+    return [log_ratio(now, old) for now, old in zip(row.logprobs, row.behaviour, strict=True)]
+
+
+def product(logs: list[float]) -> float:
+    return math.exp(log_ratio(math.fsum(logs), 0.0))
+
+
+def each(row: Row, value: float) -> list[float]:
+    return [float(value)] * len(row)
+
+
+def token_tis(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    return [[min(math.exp(value), dials.cap) for value in log_w(row)] for row in rows]
+
+
+def seq_tis(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    return [each(row, min(product(log_w(row)), dials.cap)) for row in rows]
+
+
+def icepop(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    weights = [[math.exp(value) for value in log_w(row)] for row in rows]
+    return [[weight if dials.low <= weight <= dials.high else 0.0 for weight in row] for row in weights]
+
+
+def seq_mis(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    return [each(row, dials.low <= product(log_rho(row)) <= dials.high) for row in rows]
+
+
+def geo_rs(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    return [each(row, dials.low <= math.exp(math.fsum(log_rho(row)) / len(row)) <= dials.high) for row in rows]
+
+
+def m2po(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    """Drop the largest one after another, until the mean of what is left is below the limit."""
+    left = sorted(value**2 for row in rows for value in log_rho(row))
+    while left and math.fsum(left) / len(left) >= dials.limit:
+        left.pop()
+    bound = left[-1] if left else -1.0
+    return [[float(value**2 <= bound) for value in log_rho(row)] for row in rows]
+
+
+def opsm(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
+    return [each(row, not (row.advantage < 0 and -math.fsum(log_rho(row)) / len(row) > dials.limit)) for row in rows]
+
+
+REFERENCES: dict[str, Reference] = {
+    "token_tis": token_tis,
+    "seq_tis": seq_tis,
+    "icepop": icepop,
+    "seq_mis": seq_mis,
+    "geo_rs": geo_rs,
+    "m2po": m2po,
+    "opsm": opsm,
+}
+CASES = [
+    *({"kind": kind} for kind in REFERENCES),
+    {"kind": "token_tis", "cap": 1.1},
+    {"kind": "geo_rs", "low": 0.9, "high": 1.2},
+    {"kind": "m2po", "limit": 0.1},
+    {"kind": "opsm", "limit": 0.2},
+]
+
+
+def test_every_correction_of_the_configuration_is_here() -> None:
+    assert {*CORRECTIONS, "ess_lr"} == NAMES.keys()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_multipliers_equal_the_formula(case: dict[str, float], seed: int) -> None:
+    dials, rows = CorrectionConfig.model_validate(case), random_rows(seed)
+    found = CORRECTIONS[dials.kind](tokens_of(rows).detached(), dials)
+    assert torch.allclose(found, joined(REFERENCES[dials.kind](rows, dials)), rtol=1e-6, atol=0)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["icepop", "seq_mis", "geo_rs", "m2po", "opsm"])
+def test_the_random_batches_have_tokens_that_are_rejected_and_tokens_that_are_not(kind: str) -> None:
+    dials = CorrectionConfig.model_validate({"kind": kind, **({"low": 0.9, "high": 1.2} if kind == "geo_rs" else {})})
+    found = torch.cat([CORRECTIONS[kind](tokens_of(random_rows(seed)).detached(), dials) for seed in SEEDS])
+    assert 0 < (found == 0).sum() < len(found)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_tokens_of_the_present_policy_are_left_alone(kind: str) -> None:
+    tokens = tokens_of(random_rows(0))
+    present = tokens.logprobs_N.detach()
+    tokens = replace(tokens, prox_N=present, behaviour_N=present)
+    assert CORRECTIONS[kind](tokens.detached(), CorrectionConfig(kind=kind)).tolist() == [1.0] * len(present)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_micro_batch_without_trained_tokens_has_no_multipliers(kind: str) -> None:
+    assert CORRECTIONS[kind](tokens_of([]).detached(), CorrectionConfig(kind=kind)).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_policies_that_are_worlds_apart_give_finite_multipliers(kind: str) -> None:
+    far = tensor([-1e-3, -800.0, -1e-3])
+    tokens = replace(tokens_of(random_rows(0, sequences=1, longest=1)), logprobs_N=far, prox_N=far)
+    tokens = replace(
+        tokens,
+        behaviour_N=tensor([-800.0, -1e-3, -1e-3]),
+        advantages_N=tensor([-1.0, -1.0, 1.0]),
+        segment_N=torch.tensor([0, 0, 1]),
+        segments=2,
+    )
+    found = CORRECTIONS[kind](tokens, CorrectionConfig(kind=kind))
+    assert found.isfinite().all()
+    assert found[2] == 1.0
+
+
+def test_m2po_leaves_a_batch_alone_whose_mean_is_below_the_limit() -> None:
+    tokens = tokens_of(random_rows(0))
+    found = CORRECTIONS["m2po"](tokens.detached(), CorrectionConfig(kind="m2po", limit=100.0))
+    assert found.all()
+
+
+def test_m2po_may_reject_everything() -> None:
+    tokens = replace(tokens_of(random_rows(0, sequences=1, longest=1)), behaviour_N=tensor([-9.0]))
+    assert not CORRECTIONS["m2po"](tokens.detached(), CorrectionConfig(kind="m2po")).any()
+
+
+def test_m2po_treats_equal_tokens_alike() -> None:
+    """Two of the three equal ones would fit under the limit; which of them must not be left to their order."""
+    logs = tensor([0.0, 0.3, -0.3, 0.3])
+    tokens = replace(
+        tokens_of([]), logprobs_N=logs, prox_N=logs, behaviour_N=0 * logs, segment_N=torch.arange(4), segments=4
+    )
+    found = CORRECTIONS["m2po"](tokens, CorrectionConfig(kind="m2po", limit=0.065))
+    assert found.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_step_is_scaled_by_the_root_of_the_effective_share_of_sequences(seed: int) -> None:
+    rows = random_rows(seed)
+    weights = [product(log_rho(row)) for row in rows]
+    ess = math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights)
+    found = ess_scale(*ess_sums(tokens_of(rows).detached()).tolist())
+    assert found == pytest.approx(math.sqrt(ess / len(rows)), rel=1e-9)
+    assert 0 < found <= 1
+
+
+def test_the_step_is_whole_on_policy_and_where_nothing_is_trained() -> None:
+    tokens = tokens_of(random_rows(0))
+    on_policy = replace(tokens, behaviour_N=tokens.logprobs_N.detach()).detached()
+    assert ess_scale(*ess_sums(on_policy).tolist()) == pytest.approx(1.0, rel=1e-12)
+    assert ess_scale(*ess_sums(tokens_of([]).detached()).tolist()) == 1.0

@@ -1,0 +1,189 @@
+"""The whole objective: its rows put together, and the same however a batch is cut and dealt out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithms import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    LOSSES,
+    Tokens,
+    ess_sums,
+    token_objective,
+    whole_batch_multiplier,
+)
+from async_grpo.algorithms.kl import token_kl
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.presets import PRESETS
+from tests.support.objective_cases import Row, random_rows, tokens_of
+
+torch.set_num_threads(1)
+LONGEST = 9
+SEQUENCES = 9
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    **{preset: {"preset": preset} for preset in PRESETS},
+    **{loss: {"loss": loss} for loss in ("sapo", "gmpo", "dppo_tv", "topr")},
+    "token_tis and geo_rs": {
+        "loss": "ppo_clip",
+        "prox": "recompute",
+        "corrections": ["token_tis", {"kind": "geo_rs", "low": 0.8, "high": 1.3}],
+    },
+    "seq_tis and opsm": {"loss": "cispo", "prox": "loglinear", "corrections": ["seq_tis", "opsm"]},
+    "decoupled, seq_mis and ess_lr": {"corrections": ["seq_mis", "ess_lr"]},
+    "gspo and icepop": {"preset": "gspo", "prox": "recompute", "corrections": ["icepop"]},
+    "m2po over the batch": {"preset": "dapo", "corrections": [{"kind": "m2po", "limit": 0.1}, "seq_mis"]},
+    "token sum": {"aggregation": "token_sum"},
+    "mean of sums": {"aggregation": "seq_mean_token_sum"},
+}
+
+
+def bonus_config(**keys: Any) -> ObjectiveConfig:
+    """With a divergence or an entropy bonus; no reference model exists yet, so validation would refuse the former."""
+    return ObjectiveConfig(loss="ppo_clip").model_copy(update=keys)
+
+
+def batch_loss(rows: list[Row], bins: list[list[int]], config: ObjectiveConfig) -> tuple[torch.Tensor, list[Any]]:
+    """What ranks and micro-batches add up: the loss, and the gradient of every token by sequence.
+
+    Weights and whole-batch multipliers are computed once, over the batch in the order of the bins.
+    """
+    order = [index for members in bins for index in members]
+    lengths = torch.tensor([len(row) for row in rows])
+    weights = AGGREGATIONS[config.aggregation](lengths, LONGEST)
+    whole = whole_batch_multiplier(tokens_of([rows[index] for index in order]), config)
+    given_of = dict(zip(order, whole.split([len(rows[index]) for index in order]), strict=True))
+    total, gradients = torch.zeros((), dtype=torch.float64), [None] * len(rows)
+    for members in bins:
+        tokens = tokens_of([rows[index] for index in members])
+        given_N = torch.cat([torch.zeros(0, dtype=torch.float64), *(given_of[index] for index in members)])
+        weights_N = tokens.spread(weights[members])
+        loss = (token_objective(tokens, config, given_N).loss_N * weights_N).sum()
+        loss.backward()
+        total = total + loss.detach()
+        assert tokens.logprobs_N.grad is not None
+        for index, gradient in zip(members, tokens.logprobs_N.grad.split([len(rows[i]) for i in members]), strict=True):
+            gradients[index] = gradient
+    return total, gradients
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 50),
+    homes=st.lists(st.integers(0, 4), min_size=SEQUENCES, max_size=SEQUENCES),
+    order=st.permutations(range(SEQUENCES)),
+)
+def test_neither_micro_batches_nor_packing_order_nor_ranks_change_loss_or_gradient(
+    name: str, seed: int, homes: list[int], order: list[int]
+) -> None:
+    """A bin is a micro-batch of some rank; some are empty."""
+    rows, config = random_rows(seed, sequences=SEQUENCES), ObjectiveConfig(**OBJECTIVES[name])
+    whole, expected = batch_loss(rows, [list(range(SEQUENCES))], config)
+    bins = [[index for index in order if homes[index] == home] for home in range(5)]
+    loss, gradients = batch_loss(rows, bins, config)
+    assert torch.allclose(loss, whole, rtol=1e-9, atol=1e-12)
+    for gradient, alone in zip(gradients, expected, strict=True):
+        assert torch.allclose(gradient, alone, rtol=1e-9, atol=1e-12)
+
+
+@given(homes=st.lists(st.integers(0, 4), min_size=SEQUENCES, max_size=SEQUENCES))
+@settings(max_examples=25, deadline=None)
+def test_the_sums_behind_the_scale_of_the_step_add_up_over_micro_batches(homes: list[int]) -> None:
+    rows = random_rows(7, sequences=SEQUENCES)
+    parts = [[row for row, home in zip(rows, homes, strict=True) if home == number] for number in range(5)]
+    added = torch.stack([ess_sums(tokens_of(part).detached()) for part in parts]).sum(0)
+    assert torch.allclose(added, ess_sums(tokens_of(rows).detached()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_objective_is_the_loss_times_every_multiplier(name: str) -> None:
+    rows, config = random_rows(11), ObjectiveConfig(**OBJECTIVES[name])
+    tokens = tokens_of(rows)
+    expected = LOSSES[config.loss](tokens, config).loss_N
+    for correction in config.corrections:
+        if correction.kind != "ess_lr":
+            expected = expected * CORRECTIONS[correction.kind](tokens.detached(), correction)
+    (slope,) = torch.autograd.grad(expected.sum(), tokens.logprobs_N)
+    found = token_objective(tokens, config, whole_batch_multiplier(tokens, config))
+    found.loss_N.sum().backward()
+    assert torch.allclose(found.loss_N, expected, rtol=1e-12)
+    assert tokens.logprobs_N.grad is not None
+    assert torch.allclose(tokens.logprobs_N.grad, slope, rtol=1e-12)
+
+
+def test_rejected_tokens_have_no_gradient_and_leave_that_of_the_others_as_it_is() -> None:
+    """Above all, the denominator still counts them."""
+    rows = random_rows(5)
+    without, gradients = batch_loss(rows, [[*range(6)]], ObjectiveConfig(loss="ppo_clip"))
+    config = ObjectiveConfig(loss="ppo_clip", corrections=["seq_mis"])
+    rejected = token_objective(tokens_of(rows), config).rejected_N.split([len(row) for row in rows])
+    assert 0 < sum(bool(one.all()) for one in rejected) < len(rows)
+    with_rejection, kept = batch_loss(rows, [[*range(6)]], config)
+    assert with_rejection != without
+    for gradient, before, out in zip(kept, gradients, rejected, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(before) if out.all() else before)
+
+
+def test_a_batch_that_is_rejected_whole_has_loss_and_gradient_zero() -> None:
+    config = ObjectiveConfig(corrections=[{"kind": "seq_mis", "low": 1e6, "high": 1e7}])
+    loss, gradients = batch_loss(random_rows(1), [[*range(6)]], config)
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
+def test_the_divergence_is_added_for_every_token_rejected_or_not(estimator: str) -> None:
+    config = bonus_config(kl_beta=0.3, kl_estimator=estimator)
+    rejecting = ObjectiveConfig(loss="ppo_clip", corrections=[{"kind": "seq_mis", "low": 1e6, "high": 1e7}])
+    tokens = tokens_of(random_rows(2))
+    assert tokens.reference_N is not None
+    divergence = 0.3 * token_kl(tokens.logprobs_N, tokens.reference_N, estimator)
+    policy = LOSSES["ppo_clip"](tokens, config).loss_N
+    assert torch.allclose(token_objective(tokens, config).loss_N, policy + divergence, rtol=1e-12)
+    config = rejecting.model_copy(update={"kl_beta": 0.3, "kl_estimator": estimator})
+    assert torch.allclose(token_objective(tokens, config).loss_N, divergence, rtol=1e-12)
+
+
+def test_a_divergence_in_the_reward_is_not_in_the_loss_as_well() -> None:
+    tokens, config = tokens_of(random_rows(2)), bonus_config(kl_beta=0.3, kl_in="reward")
+    assert torch.equal(token_objective(tokens, config).loss_N, LOSSES["ppo_clip"](tokens, config).loss_N)
+
+
+def test_the_entropy_bonus_is_subtracted_with_its_gradient() -> None:
+    tokens, config = tokens_of(random_rows(2)), bonus_config(entropy_coef=0.01)
+    entropy_N = torch.linspace(0.1, 2.0, len(tokens.logprobs_N), dtype=torch.float64, requires_grad=True)
+    found = token_objective(replace(tokens, entropy_N=entropy_N), config).loss_N
+    found.sum().backward()
+    assert torch.allclose(found, LOSSES["ppo_clip"](tokens, config).loss_N - 0.01 * entropy_N, rtol=1e-12)
+    assert entropy_N.grad is not None
+    assert torch.allclose(entropy_N.grad, torch.full_like(entropy_N, -0.01))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_float32_tensors_stay_float32(name: str) -> None:
+    config, tokens = ObjectiveConfig(**OBJECTIVES[name]), tokens_of(random_rows(0))
+    narrow = Tokens(
+        *(tensor.float() for tensor in (tokens.logprobs_N, tokens.prox_N, tokens.behaviour_N, tokens.advantages_N)),
+        segment_N=tokens.segment_N,
+        segments=tokens.segments,
+    )
+    found = token_objective(narrow, config, whole_batch_multiplier(narrow, config))
+    assert found.loss_N.dtype == torch.float32
+
+
+def test_m2po_computed_in_pieces_would_be_another_objective() -> None:
+    """Why it needs the whole batch: this is what the pass before the step is for."""
+    rows, config = random_rows(3), ObjectiveConfig(**OBJECTIVES["m2po over the batch"])
+    random.Random(0).shuffle(rows)
+    whole = whole_batch_multiplier(tokens_of(rows), config)
+    pieces = torch.cat([whole_batch_multiplier(tokens_of([row]), config) for row in rows])
+    assert not torch.equal(whole, pieces)

@@ -1,0 +1,57 @@
+"""Figures of a bench: the table, the file, and what they are made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from async_grpo.bench.buffer.latency import percentile
+from async_grpo.bench.buffer.records import GroupMaker, task
+from async_grpo.bench.figures import Figure, Machine, table, write
+from async_grpo.wire import Ticket, encode
+
+MACHINE = Machine(cpu="a [bold]processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
+FIGURES = [Figure("speed", 1234.5, "groups/s", 2000.0, "a plain list", 0.617), Figure("alone", 0.0123, "s")]
+
+
+def test_the_table_shows_every_figure_and_its_machine() -> None:
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(table("bench", FIGURES, MACHINE))
+    shown = capture.get()
+    for part in ("1,234 groups/s", "2,000 groups/s", "0.62", "a plain list", "0.0123 s", "a [bold]processor, 2 cores"):
+        assert part in shown
+
+
+def test_the_file_holds_the_figures_and_the_machine(tmp_path: Path) -> None:
+    write(tmp_path / "figures.json", FIGURES, MACHINE)
+    content = json.loads((tmp_path / "figures.json").read_text())
+    assert content == {"figures": [asdict(figure) for figure in FIGURES], **asdict(MACHINE)}
+    assert set(content["figures"][0]) == {"name", "value", "unit", "baseline", "baseline_name", "ratio"}
+
+
+def test_this_machine_is_described() -> None:
+    machine = Machine.here()
+    assert machine.cores >= 1 and machine.cpu and machine.python.count(".") == 2
+
+
+@pytest.mark.parametrize(("percent", "value"), [(1, 1), (50, 50), (99, 99), (100, 100)])
+def test_a_percentile_is_one_of_the_values(percent: int, value: int) -> None:
+    assert percentile([*range(100, 0, -1)], percent) == value
+
+
+def test_the_groups_of_the_bench_are_as_large_as_real_ones() -> None:
+    ticket = Ticket(seq=3, task=task(3), version=5, epoch=1, attempt=1, holder="x", lease_s=1.0)
+    sizes = []
+    for seed in range(8):
+        maker = GroupMaker(seed)
+        groups = [maker.group(ticket) for _ in range(16)]
+        sizes += [len(encode(group)) for group in groups]
+    for sample in groups[0].samples:
+        sample.validate()
+    assert (len(groups[0].samples), groups[0].oldest_version, groups[0].newest_version) == (8, 5, 5)
+    assert sum(sizes) / len(sizes) == pytest.approx(276_000, rel=0.1)

@@ -1,0 +1,213 @@
+"""What of a new version is loaded into a running model, on a model that counts as vLLM's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from async_grpo.errors import WeightsCorrupt, WeightsError
+from async_grpo.weights import changes
+from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.store import Notes, WeightStore, remove_stores, store_path
+from rollout_server.engines.reload import LayerwiseReload, renew_tied_head, with_blocks
+from rollout_server.engines.vllm_api import VllmApi
+
+RUN = "unit-layerwise-reload"
+NAMES = ["embed.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.0.norm.weight", "head.weight"]
+LAYOUT = layout_of([(name, "float32", [4]) for name in NAMES])
+LAYERS = {
+    "embed": ["embed.weight"],
+    "gate_up": ["layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"],
+    "norm": ["layers.0.norm.weight"],
+    "head": ["head.weight"],
+}
+
+
+class CountingModel(torch.nn.Module):
+    """Layers that become whole, and only then change, when all of their elements were loaded."""
+
+    def __init__(self, layers: dict[str, list[str]], padded: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.calls: list[list[str]] = []
+        self.finalized = 0
+        self.after_finalize: Callable[[], object] = lambda: None
+        self.values: dict[str, float] = {}
+        self._layers = {name: torch.nn.Identity() for name in layers}
+        self._names = layers
+        self._total = {name: 4 * len(layers[name]) + (name in padded) for name in layers}
+        self._loaded: dict[str, dict[str, float]] = {}
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(self._layers.values())
+
+    def initialize(self, model: torch.nn.Module) -> None:
+        self._loaded = {name: {} for name in self._names}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.calls.append([])
+        for name, tensor in weights:
+            self.calls[-1].append(name)
+            layer = next(layer for layer, names in self._names.items() if name in names)
+            self._loaded[layer][name] = float(tensor[0])
+            if self._count(layer) == self._total[layer]:
+                self.values |= self._loaded.pop(layer)
+
+    def finalize(self, model: torch.nn.Module, model_config: object) -> None:
+        """What is left is processed as it is; the missing part of a layer is garbage."""
+        self.finalized += 1
+        for layer, loaded in self._loaded.items():
+            if loaded:
+                self.values |= {name: float("nan") for name in self._names[layer]} | loaded
+        self.after_finalize()
+
+    def info(self, layer: torch.nn.Module) -> SimpleNamespace:
+        name = next(name for name, module in self._layers.items() if module is layer)
+        waiting = name in self._loaded
+        return SimpleNamespace(can_load=lambda: waiting, load_numel=self._count(name) if waiting else 0)
+
+    def _count(self, layer: str) -> int:
+        return 4 * len(self._loaded[layer])
+
+
+class Bench:
+    """A model, its reload, and a store whose version v holds v * 10 + position in every tensor."""
+
+    def __init__(self, model: CountingModel, *, counts: bool = True) -> None:
+        self.model = model
+        api = VllmApi(object, None, model.initialize, model.finalize, model.info if counts else None)
+        self.reload = LayerwiseReload(api, model, None)
+        self.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)
+        self.values = dict.fromkeys(NAMES, -1.0)
+
+    def publish(self, version: int, changed: list[str] | None, base: int | None = None) -> Identity:
+        """A version in which `changed` moved since `base` (None: since the version before); None: all, untold."""
+        block = np.frombuffer(self.store.begin(), np.float32)
+        for position, spec in enumerate(LAYOUT.tensors):
+            if changed is None or spec.name in changed:
+                self.values[spec.name] = version * 10.0 + position
+            block[spec.offset // 4 : spec.offset // 4 + 4] = self.values[spec.name]
+        flags = [changed is not None and name in changed for name in NAMES]
+        told = None if changed is None else (0, version - 1 if base is None else base)
+        self.store.commit(Identity(0, version), Notes(base=told, changed=changes.pack(flags)))
+        return Identity(0, version)
+
+    def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:
+        """Publish and load; returns the names of each call of load_weights."""
+        self.model.calls.clear()
+        self.reload.load(self.store.path, self.publish(version, changed, base))
+        assert self.model.values == self.values
+        return self.model.calls
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_memory_is_left() -> Iterator[None]:
+    yield
+    remove_stores(RUN)
+
+
+def test_the_first_update_loads_everything_whatever_is_said_of_its_base() -> None:
+    assert Bench(CountingModel(LAYERS)).update(1, NAMES[:1] + NAMES[1:]) == [NAMES]
+
+
+def test_later_ones_load_what_changed_with_the_rest_of_its_block() -> None:
+    bench = Bench(CountingModel(LAYERS))
+    bench.update(1, None)
+    assert bench.update(2, ["layers.0.mlp.up.weight"]) == [["layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"]]
+    assert bench.update(3, ["head.weight", "layers.0.norm.weight"]) == [["layers.0.norm.weight", "head.weight"]]
+
+
+def test_nothing_is_touched_when_nothing_changed() -> None:
+    bench = Bench(CountingModel(LAYERS))
+    bench.update(1, None)
+    assert bench.update(2, []) == []
+    assert bench.model.finalized == 1
+
+
+def test_changes_since_another_version_than_the_loaded_one_mean_everything() -> None:
+    bench = Bench(CountingModel(LAYERS))
+    bench.update(1, None)
+    bench.publish(2, ["head.weight"])
+    assert bench.update(3, ["embed.weight"], base=2) == [NAMES]
+
+
+def test_a_layer_across_blocks_is_never_left_half_loaded() -> None:
+    layers = {"whole": [*LAYERS["embed"], *LAYERS["head"]], "gate_up": LAYERS["gate_up"], "norm": LAYERS["norm"]}
+    bench = Bench(CountingModel(layers))
+    bench.update(1, None)
+    first, rest = bench.update(2, ["head.weight"])
+    assert first == ["head.weight"]
+    assert sorted(first + rest) == sorted(NAMES)
+
+
+def test_a_padded_layer_is_known_to_be_whole_after_the_first_update() -> None:
+    bench = Bench(CountingModel(LAYERS, padded=("embed",)))
+    bench.update(1, None)
+    assert bench.update(2, ["embed.weight"]) == [["embed.weight"]]
+
+
+def test_without_vllms_count_everything_is_loaded() -> None:
+    bench = Bench(CountingModel(LAYERS), counts=False)
+    bench.update(1, None)
+    assert bench.update(2, ["head.weight"]) == [NAMES]
+
+
+def test_after_a_failed_update_everything_is_loaded() -> None:
+    bench = Bench(CountingModel(LAYERS))
+    bench.update(1, None)
+    identity = bench.publish(2, ["head.weight"])
+    bench.model.after_finalize = lambda: bench.store.begin(sparing=Identity(0, 1))
+    with pytest.raises(WeightsCorrupt, match="version 2 of epoch 0 was overwritten"):
+        bench.reload.load(bench.store.path, identity)
+    bench.model.after_finalize = lambda: None
+    bench.store.commit(Identity(0, 2))
+    assert bench.update(3, ["head.weight"]) == [NAMES]
+
+
+def test_a_store_that_was_made_anew_is_mapped_anew() -> None:
+    bench = Bench(CountingModel(LAYERS))
+    bench.update(1, None)
+    bench.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)
+    assert bench.update(2, None) == [NAMES]
+
+
+def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_was() -> None:
+    bench = Bench(CountingModel(LAYERS))
+    bench.update(1, None)
+    with pytest.raises(WeightsError, match="does not hold version 9"):
+        bench.reload.load(bench.store.path, Identity(0, 9))
+    with pytest.raises(WeightsError, match="no weight store"):
+        bench.reload.load(Path("/dev/shm/nowhere/x.weights"), Identity(0, 1))
+    assert bench.update(2, ["head.weight"]) == [["head.weight"]]
+
+
+def test_blocks_are_the_parts_of_a_numbered_layer() -> None:
+    names = ["m.layers.10.mlp.experts.3.w1.weight", "m.layers.10.mlp.gate.weight", "m.layers.1.mlp.gate.weight"]
+    assert with_blocks(names, names[:1]) == set(names[:2])
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(2)])
+def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor | None) -> None:
+    renewed: list[torch.nn.Module] = []
+    model = torch.nn.Module()
+    model.embed, model.lm_head = torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2, bias=False)
+    model.embed.cpu_linear, model.lm_head.cpu_linear = "new", "old"
+    renew_tied_head(model)
+    assert model.lm_head.cpu_linear == "old"
+    model.lm_head.weight = model.embed.weight
+    model.lm_head.bias = None if bias is None else torch.nn.Parameter(bias)
+    model.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=renewed.append)
+    renew_tied_head(model)
+    assert (model.lm_head.cpu_linear, renewed) == (("new", []) if bias is None else ("old", [model.lm_head]))
+
+
+def test_a_model_without_packed_copies_is_left_alone() -> None:
+    model = torch.nn.Module()
+    model.lm_head = torch.nn.Linear(2, 2)
+    renew_tied_head(model)
+    assert not hasattr(model.lm_head, "cpu_linear")

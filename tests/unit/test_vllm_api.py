@@ -1,0 +1,214 @@
+"""Which vLLM is installed, and what is done without it: fake modules stand in for several releases."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from async_grpo.errors import EngineError
+from rollout_server.engines.vllm_api import check_async_llm, find_vllm_api, finish_arguments, start_arguments
+
+TRANSFER = "vllm.distributed.weight_transfer"
+RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+class OldTransferEngine(ABC):
+    """As in 0.23: no lifecycle, and a method for the trainer's side."""
+
+    def __init__(self, config: object, parallel_config: object, model: torch.nn.Module) -> None:
+        self.model = model
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: object) -> None: ...
+
+    @abstractmethod
+    def receive_weights(self, update_info: object, load_weights: Callable[..., None]) -> None: ...
+
+    @abstractmethod
+    def shutdown(self) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None: ...
+
+
+class NewTransferEngine(ABC):
+    """As from 0.25 on."""
+
+    def __init__(self, config: object, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        self.model = model
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: object) -> None: ...
+
+    @abstractmethod
+    def start_weight_update(self) -> None: ...
+
+    @abstractmethod
+    def finish_weight_update(self) -> None: ...
+
+    @abstractmethod
+    def receive_weights(self, update_info: object) -> None: ...
+
+    @abstractmethod
+    def shutdown(self) -> None: ...
+
+
+class FakeVllm:
+    """Modules of a release, and what they were asked to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, transfer_engine: type) -> None:
+        self.registered: dict[str, type] = {}
+        factory = SimpleNamespace(_registry=self.registered, register_engine=self.registered.__setitem__)
+        self.modules = {
+            "vllm": {"__version__": "0.99"},
+            "vllm.config": {"set_current_vllm_config": self._entered},
+            f"{TRANSFER}.base": {"WeightTransferEngine": transfer_engine},
+            f"{TRANSFER}.factory": {"WeightTransferEngineFactory": factory},
+            RELOAD: {"initialize_layerwise_reload": print, "finalize_layerwise_reload": print},
+            f"{RELOAD}.layerwise": {"get_layerwise_info": id},
+        }
+        self.contexts: list[object] = []
+        self._monkeypatch = monkeypatch
+        for name, content in self.modules.items():
+            module = ModuleType(name)
+            vars(module).update(content)
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def lacks(self, module: str, name: str | None = None) -> None:
+        """Take a module, or one name out of it, away."""
+        if name is None:
+            self._monkeypatch.setitem(sys.modules, module, None)
+        else:
+            self._monkeypatch.delattr(sys.modules[module], name)
+
+    def import_worker(self) -> ModuleType:
+        """`vllm_worker` as a worker of this release would import it."""
+        name = "rollout_server.engines.vllm_worker"
+        self._monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is there now comes back
+        self._monkeypatch.delitem(sys.modules, name)
+        return importlib.import_module(name)
+
+    def _entered(self, config: object) -> Any:
+        self.contexts.append(config)
+        return torch.no_grad()
+
+
+@pytest.fixture
+def old(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    return FakeVllm(monkeypatch, OldTransferEngine)
+
+
+@pytest.fixture
+def new(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    return FakeVllm(monkeypatch, NewTransferEngine)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "missing"),
+    [
+        (f"{TRANSFER}.base", None, "base.WeightTransferEngine"),
+        (f"{TRANSFER}.base", "WeightTransferEngine", "base.WeightTransferEngine"),
+        (f"{TRANSFER}.factory", None, "factory.WeightTransferEngineFactory"),
+        (RELOAD, None, "reload.initialize_layerwise_reload"),
+        (RELOAD, "initialize_layerwise_reload", "reload.initialize_layerwise_reload"),
+        (RELOAD, "finalize_layerwise_reload", "reload.finalize_layerwise_reload"),
+    ],
+)
+def test_a_release_that_lacks_something_is_refused_by_what_it_lacks(
+    new: FakeVllm, module: str, name: str | None, missing: str
+) -> None:
+    new.lacks(module, name)
+    with pytest.raises(EngineError, match=rf"vLLM 0\.99 has no vllm\S*{missing}.*Releases 0\.23 to 0\.32 have it"):
+        find_vllm_api()
+    with pytest.raises(EngineError, match=missing):
+        new.import_worker()
+
+
+@pytest.mark.parametrize("name", [None, "get_layerwise_info"])
+def test_a_release_without_the_count_of_loaded_elements_loads_everything(new: FakeVllm, name: str | None) -> None:
+    new.lacks(f"{RELOAD}.layerwise", name)
+    assert find_vllm_api().layer_info is None
+
+
+def test_a_front_end_that_cannot_pause_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"has no AsyncLLM\.pause_generation"):
+        check_async_llm(type("AsyncLLM", (), {}))
+
+
+def test_a_worker_that_would_reload_by_itself_is_told_not_to() -> None:
+    def old_start(is_checkpoint_format: bool = True) -> None: ...
+
+    def new_start() -> None: ...
+
+    assert start_arguments(old_start) == {"is_checkpoint_format": False}
+    assert start_arguments(new_start) == {}
+
+
+def test_the_version_is_told_where_it_can_be() -> None:
+    def old_finish() -> None: ...
+
+    def new_finish(weight_version: str | None = None) -> None: ...
+
+    assert finish_arguments(old_finish, 7) == {}
+    assert finish_arguments(new_finish, 7) == {"weight_version": "7"}
+
+
+def test_an_old_release_is_given_a_whole_update_in_receive_weights(
+    old: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = old.import_worker()
+    loads = record_loads(worker, monkeypatch)
+    model = torch.nn.Linear(2, 2)
+    engine = old.registered["zmq"](None, None, model)
+    update = engine.update_info_cls(store="/x", epoch=1, version=2, dtype="bfloat16")
+    assert update.update_kind == "dense"
+    engine.receive_weights(update, load_weights=print)
+    assert loads == [(model, torch.bfloat16, "/x", (1, 2))]
+    assert old.contexts == []
+
+
+def test_a_new_release_is_given_its_own_configuration_around_the_update(
+    new: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = new.import_worker()
+    loads = record_loads(worker, monkeypatch)
+    model, config = torch.nn.Linear(2, 2), SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16))
+    engine = new.registered["zmq"](None, config, torch.device("cpu"), model)
+    engine.start_weight_update()
+    for version in (2, 3):
+        engine.receive_weights(engine.update_info_cls(store="/x", epoch=1, version=version, dtype="bfloat16"))
+    engine.finish_weight_update()
+    assert loads == [(model, torch.float16, "/x", (1, 2)), (model, torch.float16, "/x", (1, 3))]
+    assert new.contexts == [config, config]
+
+
+def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
+    worker = new.import_worker()
+    first = new.registered["zmq"]
+    worker.register(find_vllm_api())
+    assert new.registered["zmq"] is first
+
+
+def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of `LayerwiseReload.load`: model, dtype, store, identity."""
+    recorded: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        def __init__(self, api: object, model: object, model_config: Any) -> None:
+            self._facts = (model, model_config.dtype)
+
+        def load(self, path: object, identity: object) -> None:
+            recorded.append((*self._facts, str(path), identity))
+
+    monkeypatch.setattr(worker, "LayerwiseReload", Recorder)
+    return recorded

@@ -1,0 +1,176 @@
+"""Serving chunks of versions that are whole, growing, or gone; no sockets."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from async_grpo.weights.chunk_server import ChunkServer, Edition
+from async_grpo.weights.chunks import Chunk
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.messages import ChunkAnswer, ChunkReply, ChunkRequest, Done, Gone, Waiting, sign
+from async_grpo.wire import encode
+
+KEY = b"k" * 16
+V1, V2, V3 = (Identity(0, version) for version in (1, 2, 3))
+
+
+class Router:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Any, bytes]] = []
+
+    def send_multipart(self, frames: list[Any], **_: Any) -> None:
+        self.sent.append((frames[0], msgspec.msgpack.decode(frames[1], type=ChunkAnswer), b"".join(frames[2:])))
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def server(router: Router, now: list[float]) -> ChunkServer:
+    return ChunkServer(cast(Any, router), lambda: now[0], idle_s=5.0, longest_s=60.0)
+
+
+def edition(identity: Identity, *, arrived: bytes | None = None) -> Edition:
+    block = memoryview(bytearray(b"a" * 64 + b"b" * 64))
+    chunks = [Chunk(0, 64, 2), Chunk(64, 128, 2)]
+    hashes = np.zeros(2, np.uint64)
+    return Edition(
+        identity=identity,
+        key=KEY,
+        chunks=chunks,
+        hashes=hashes,
+        digest=b"",
+        block=block,
+        patches={1: b"patch"},
+        arrived=None if arrived is None else bytearray(arrived),
+    )
+
+
+def ask(server: ChunkServer, identity: Identity, index: int, *, patch: bool = False, key: bytes = KEY) -> None:
+    signature = sign(key, identity, index, patch)
+    request = ChunkRequest(
+        epoch=identity.epoch, version=identity.version, index=index, patch=patch, signature=signature
+    )
+    server.handle([b"peer", encode(request)])
+
+
+def test_a_chunk_is_served_dense_or_as_a_patch_if_that_is_asked_for_and_there(
+    server: ChunkServer, router: Router
+) -> None:
+    server.offer(edition(V1))
+    ask(server, V1, 1)
+    ask(server, V1, 1, patch=True)
+    ask(server, V1, 0, patch=True)
+    assert [(reply.index, reply.patch, data) for _, reply, data in router.sent] == [
+        (1, False, b"b" * 64),
+        (1, True, b"patch"),
+        (0, False, b"a" * 64),
+    ]
+    assert (server.served_bytes, server.served_chunks, server.served_patches) == (133, 2, 1)
+
+
+def test_a_request_without_the_versions_key_gets_no_answer(server: ChunkServer, router: Router) -> None:
+    server.offer(edition(V1))
+    ask(server, V1, 0, key=b"x" * 16)
+    server.handle([b"peer", b"rubbish"])
+    ask(server, V1, 2)
+    assert (router.sent, server.unsigned) == ([], 2)
+
+
+def test_a_signature_for_one_chunk_is_none_for_another(server: ChunkServer, router: Router) -> None:
+    server.offer(edition(V1))
+    request = ChunkRequest(epoch=0, version=1, index=1, patch=False, signature=sign(KEY, V1, 0, False))
+    server.handle([b"peer", encode(request)])
+    assert router.sent == []
+
+
+def test_a_chunk_that_has_not_arrived_is_served_when_it_has(server: ChunkServer, router: Router) -> None:
+    growing = edition(V1, arrived=b"\0\0")
+    server.offer(growing)
+    ask(server, V1, 0)
+    ask(server, V1, 0)
+    assert router.sent == []
+    assert growing.arrived is not None
+    growing.arrived[0] = 1
+    server.arrived(V1, 0)
+    server.arrived(V1, 0)
+    assert [reply.index for _, reply, _ in router.sent] == [0]
+
+
+def test_a_version_that_is_not_here_yet_is_waited_for_and_checked_when_it_comes(
+    server: ChunkServer, router: Router
+) -> None:
+    ask(server, V2, 0)
+    ask(server, V2, 1, key=b"x" * 16)
+    server.offer(edition(V1))
+    assert router.sent == []
+    server.offer(edition(V2))
+    assert [reply.index for _, reply, _ in router.sent] == [0]
+
+
+def test_whoever_waits_hears_that_the_server_is_there_and_nobody_else_does(server: ChunkServer, router: Router) -> None:
+    server.reassure()
+    assert router.sent == []
+    ask(server, V1, 0)
+    ask(server, V1, 1)
+    server.reassure()
+    assert [reply for _, reply, _ in router.sent] == [Waiting()]
+
+
+def test_an_older_version_and_one_that_was_passed_over_are_gone(server: ChunkServer, router: Router) -> None:
+    ask(server, V2, 0)
+    server.offer(edition(V3))
+    ask(server, V1, 0)
+    assert [reply for _, reply, _ in router.sent] == [Gone(epoch=0, version=2), Gone(epoch=0, version=1)]
+
+
+def test_whoever_waits_for_a_version_that_is_given_up_is_told(server: ChunkServer, router: Router) -> None:
+    server.offer(edition(V1, arrived=b"\0\0"))
+    ask(server, V1, 1)
+    server.withdraw(V1)
+    assert [reply for _, reply, _ in router.sent] == [Gone(epoch=0, version=1)]
+
+
+def test_a_version_is_in_use_from_the_first_request_until_done(server: ChunkServer, now: list[float]) -> None:
+    server.offer(edition(V1))
+    assert server.in_use_since(V1) is None
+    now[0] = 3.0
+    ask(server, V1, 0)
+    now[0] = 4.0
+    ask(server, V1, 1)
+    assert server.in_use_since(V1) == 3.0
+    server.handle([b"peer", encode(Done(epoch=0, version=1))])
+    assert server.in_use_since(V1) is None
+
+
+def test_a_receiver_that_falls_silent_or_never_ends_protects_nothing(server: ChunkServer, now: list[float]) -> None:
+    server.offer(edition(V1))
+    ask(server, V1, 0)
+    now[0] = 5.0
+    assert server.in_use_since(V1) is None
+    for second in range(5, 61, 4):
+        now[0] = float(second)
+        ask(server, V1, 0)
+    assert server.in_use_since(V1) == 0.0
+    now[0] = 60.0
+    ask(server, V1, 0)
+    assert server.in_use_since(V1) is None
+
+
+def test_a_chunk_reply_says_what_it_answers(server: ChunkServer, router: Router) -> None:
+    server.offer(edition(V1))
+    ask(server, V1, 0)
+    assert router.sent[0][1] == ChunkReply(epoch=0, version=1, index=0, patch=False)

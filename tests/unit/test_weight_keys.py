@@ -1,0 +1,43 @@
+"""Keys from a shared secret."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import ConfigError
+from async_grpo.weights.keys import SECRET_VARIABLE, derive_keys, keys_for
+
+
+def test_one_secret_gives_one_set_of_keys_and_another_gives_others() -> None:
+    keys, others = derive_keys("a secret of some length"), derive_keys("another secret of length")
+    assert keys == derive_keys("a secret of some length")
+    assert {keys.server_secret, keys.client_secret}.isdisjoint({others.server_secret, others.client_secret})
+    assert keys.server_secret != keys.client_secret
+
+
+def test_public_keys_belong_to_the_secret_ones() -> None:
+    keys = derive_keys("a secret of some length")
+    assert zmq.curve_public(keys.server_secret) == keys.server_public
+    assert zmq.curve_public(keys.client_secret) == keys.client_public
+    assert len(z85.decode(keys.server_public)) == 32
+
+
+def test_keys_are_not_shown() -> None:
+    keys = derive_keys("a secret of some length")
+    assert keys.server_secret.decode() not in repr(keys)
+
+
+def test_without_encryption_no_secret_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    assert keys_for(WeightsConfig()) is None
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_missing_or_short_secret_is_refused_without_being_shown(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    with pytest.raises(ConfigError, match=rf"has {len(secret)} characters, at least 16 are needed") as caught:
+        keys_for(WeightsConfig(encrypt="control"))
+    assert not secret or secret not in str(caught.value)

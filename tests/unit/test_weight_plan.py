@@ -1,0 +1,75 @@
+"""What a receiver asks for, and when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_grpo.errors import WeightsCorrupt
+from async_grpo.weights.errors import FetchInterrupted
+from async_grpo.weights.receiver.plan import MAX_ATTEMPTS, Plan
+
+
+def plan_of(count: int, *, patched: bool = False) -> Plan:
+    return Plan(range(count), patched=patched, credits=2, timeout_s=5.0)
+
+
+def test_never_more_than_the_credits_are_under_way() -> None:
+    plan = plan_of(3)
+    assert plan.take(0.0) == [(0, False), (1, False)]
+    assert plan.take(0.0) == []
+    plan.settle(1)
+    assert plan.take(1.0) == [(2, False)]
+    plan.settle(0)
+    plan.settle(2)
+    assert plan.done
+
+
+def test_nothing_to_fetch_is_done_at_once() -> None:
+    assert plan_of(0).done
+
+
+def test_a_late_chunk_is_asked_for_again_and_given_up_in_the_end() -> None:
+    plan = plan_of(1)
+    for attempt in range(MAX_ATTEMPTS - 1):
+        assert plan.take(10.0 * attempt) == [(0, False)]
+        assert plan.expire(10.0 * attempt + 4.9) == []
+        assert plan.expire(10.0 * attempt + 5.0) == [0]
+        assert not plan.awaits(0)
+    plan.take(100.0)
+    with pytest.raises(FetchInterrupted, match="chunk 0 was asked for 4 times"):
+        plan.expire(105.0)
+
+
+def test_a_wrong_patch_is_replaced_by_the_dense_chunk() -> None:
+    plan = plan_of(2, patched=True)
+    assert plan.take(0.0) == [(0, True), (1, True)]
+    plan.refuse(0, patch=True)
+    assert plan.take(0.0) == [(0, False)]
+
+
+def test_dense_chunks_that_keep_failing_are_an_error() -> None:
+    plan = plan_of(1)
+    for _ in range(MAX_ATTEMPTS - 1):
+        plan.take(0.0)
+        plan.refuse(0, patch=False)
+    plan.take(0.0)
+    with pytest.raises(WeightsCorrupt, match="chunk 0 failed its hash 4 times"):
+        plan.refuse(0, patch=False)
+
+
+def test_another_parent_is_asked_for_what_was_under_way_and_nothing_twice() -> None:
+    plan = plan_of(4)
+    plan.take(0.0)
+    plan.settle(0)
+    plan.take(0.0)
+    plan.restart()
+    assert [index for index, _ in plan.take(1.0)] == [1, 2]
+
+
+def test_a_chunk_can_be_added_while_others_are_under_way() -> None:
+    plan = plan_of(1)
+    plan.take(0.0)
+    plan.settle(0)
+    plan.add(7)
+    assert not plan.done
+    assert plan.take(0.0) == [(7, False)]
