@@ -18,10 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import TrainingError, WaitTimeout
-from async_grpo.staleness.window import StalenessWindow
 from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
-from buffer import connect, connect_board
+from buffer import connect_board, open_run
 from buffer.board import RunBoard
 from buffer.protocol import ReplayBuffer, Resume
 from trainer.parallel import is_leader, share_bytes, share_ints
@@ -153,14 +152,7 @@ class Leader:
 
     async def _connect(self) -> tuple[ReplayBuffer, RunBoard]:
         config = self._config
-        horizon = config.steps * config.groups_per_step
-        buffer = await connect(
-            config.redis,
-            config.name,
-            window=StalenessWindow(config.max_staleness, config.groups_per_step, horizon),
-            lease_s=config.rollout.lease_s,
-            max_attempts=config.rollout.max_attempts,
-        )
+        buffer = await open_run(config)
         return buffer, await connect_board(config.redis, config.name)
 
     async def _look_for_evaluation(self, version: int, timeout_s: float) -> Evaluation:

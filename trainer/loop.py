@@ -75,7 +75,7 @@ class TrainingLoop:
     def _train_on(self, batch: Batch) -> None:
         lr = learning_rate(self.config.trainer.optimizer, self.version, self.config.steps)
         phases = self.diary.phases
-        result = train_step(self.policy, batch, self.config.trainer, lr=lr, phases=phases)
+        result = train_step(self.policy, batch, self.config, lr=lr, phases=phases)
         self.version += 1
         self.stepped = True
         self._publish()
@@ -110,7 +110,7 @@ class TrainingLoop:
         if probe is None:
             self.diary.warn(self.version, self._missing("probe"))
         else:
-            self.diary.probe(self.version, measure_gap(self.policy, probe, self.config.trainer))
+            self.diary.probe(self.version, measure_gap(self.policy, probe, self.config))
         folder = self.checkpoints.export(self.policy, self.model_folder)
         if not self.coordinator.wait_for_evaluation(self.version, timeout_s):
             self.diary.warn(self.version, self._missing("evaluation"))

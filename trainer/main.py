@@ -36,6 +36,7 @@ def _arguments() -> argparse.Namespace:
 
 def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     """Imports come late: the platform must be active before anything imports megatron."""
+    from async_grpo.algorithms import check_objective
     from trainer.checkpoint import CheckpointFolder
     from trainer.coordinator import join_run
     from trainer.diary import Diary
@@ -43,6 +44,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     from trainer.parallel import start_ranks, stop_ranks
     from trainer.start import load_policy
 
+    check_objective(config.trainer.objective)
     longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s)
     start_ranks(config.trainer, platform, config.seed, longest_wait_s)
     diary = Diary(config)

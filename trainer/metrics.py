@@ -59,15 +59,19 @@ def _informative(group: Group) -> bool:
 
 
 def _ages(batch: Batch) -> dict[str, Any]:
-    """Ages of the trained tokens, in optimizer steps."""
+    """Ages of the tokens that get a gradient, in optimizer steps, and how many are too old to."""
     tokens: Counter[int] = Counter()
-    for group in batch.groups:
-        for sample in group.samples:
-            if sample.reward is not None:
-                for span in sample.spans:
-                    tokens[age(batch.version, span.version)] += span.end - span.start
+    masked = 0
+    for sample in (sample for group in batch.groups for sample in group.samples if sample.reward is not None):
+        versions, counts = np.unique(sample.token_versions()[sample.written_by_policy()], return_counts=True)
+        for version, count in zip(versions.tolist(), counts.tolist(), strict=True):
+            if version < batch.mask_below:
+                masked += count
+            else:
+                tokens[age(batch.version, version)] += count
     total = max(1, tokens.total())
     return {
+        "masked_tokens": masked,
         "age_mean": sum(steps * count for steps, count in tokens.items()) / total,
         "age_max": max(tokens, default=0),
         "age_histogram": {str(steps): tokens[steps] for steps in sorted(tokens)},

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
-from async_grpo.weights.client import WeightPublisher
 from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.publisher import WeightPublisher
 from trainer.coordinator import Coordinator
 from trainer.model.plan import model_tensors
 from trainer.parallel import is_leader

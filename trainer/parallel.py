@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_grpo.config.schema import TrainerConfig
+from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from trainer.platform import Platform
 

@@ -19,15 +19,16 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from async_grpo.config.schema import OptimizerConfig
+from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.errors import TrainingError
+from trainer.entropy import vocab_parallel_entropy
 from trainer.model.build import build_model
 from trainer.model.convert import export_hf
 from trainer.platform import Platform
 from trainer.sequences import MicroBatch
 
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
-"""(logprobs_N, micro-batch) -> (loss to differentiate, anything to hand back)."""
+LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
+"""(logprobs_N, entropy_N if asked for, micro-batch) -> (loss to differentiate, anything to hand back)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +47,24 @@ class Policy:
         """Of the weights."""
         return self.model.config.params_dtype
 
-    def run(self, batches: Sequence[MicroBatch], loss: LossFunction, *, train: bool) -> list[Any]:
+    def run(
+        self, batches: Sequence[MicroBatch], loss: LossFunction, *, train: bool, entropy: bool = False
+    ) -> list[Any]:
         """Forward (and, to train, backward) over the micro-batches, through Megatron's schedule.
 
         Returns what `loss` handed back for each, on the last pipeline stage; [] on the others.
         Gradients end up summed over micro-batches and data-parallel ranks, with no other scaling.
         """
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=lambda iterator, model: self._forward(iterator, model, loss),
-            data_iterator=iter(batches),
-            model=[self.wrapped],
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens_1T.shape[1] for batch in batches),
-            micro_batch_size=1,
-            forward_only=not train,
-        )
+        with torch.set_grad_enabled(train):
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=lambda iterator, model: self._forward(iterator, model, loss, entropy),
+                data_iterator=iter(batches),
+                model=[self.wrapped],
+                num_microbatches=len(batches),
+                seq_length=max(batch.tokens_1T.shape[1] for batch in batches),
+                micro_batch_size=1,
+                forward_only=not train,
+            )
         return results
 
     def zero_grad(self) -> None:
@@ -93,27 +97,28 @@ class Policy:
             yield from export_hf(self.model, self.hf)
 
     def _forward(
-        self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction
+        self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         batch = next(iterator)
         output = model(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packing)
 
         def finish(logits_1TV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logprobs_N = token_logprobs(logits_1TV, batch, self.temperature)
-            value, handed_back = loss(logprobs_N, batch)
+            logits_NV = trained_logits(logits_1TV, batch, self.temperature)
+            entropy_N = vocab_parallel_entropy(logits_NV) if entropy else None
+            logprobs_N = -vocab_parallel_cross_entropy(logits_NV, batch.labels_N)  # overwrites the logits: last
+            value, handed_back = loss(logprobs_N, entropy_N, batch)
             return value, torch.ones((), dtype=torch.int), handed_back
 
         return output, finish
 
 
-def token_logprobs(logits_1TV: Tensor, batch: MicroBatch, temperature: float) -> Tensor:
-    """float32 [N] log-probabilities of the trained tokens, under the distribution that is sampled from.
+def trained_logits(logits_1TV: Tensor, batch: MicroBatch, temperature: float) -> Tensor:
+    """float32 [N, V] logits of the distribution that the trained tokens are sampled from.
 
-    Each tensor-parallel rank has its slice of the vocabulary V. The cross entropy overwrites its
-    input, so it is given a tensor of its own: `index_select` copies, whatever the temperature is.
+    Each tensor-parallel rank has its slice of the vocabulary V. They are a tensor of their own (`index_select`
+    copies, whatever the temperature is), so that what follows may overwrite them.
     """
-    logits_NV = logits_1TV[0].index_select(0, batch.trained_N).float() / temperature
-    return -vocab_parallel_cross_entropy(logits_NV, batch.labels_N)
+    return logits_1TV[0].index_select(0, batch.trained_N).float() / temperature
 
 
 def build_policy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from async_grpo.config.schema import OptimizerConfig
+from async_grpo.config.trainer import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, version: int, steps: int) -> float:

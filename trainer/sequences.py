@@ -3,22 +3,25 @@
     Batch --sequences_of--> [Sequence] --pack_batch--> indices --micro_batch--> tensors
 
 The network reads all tokens but the last of a sequence; position t predicts token t + 1. Of those
-predictions, the ones of completion tokens of verifiable samples are trained.
+predictions, the ones of tokens that the policy wrote in verifiable samples are trained. Tokens of its environment
+are context. So are those of versions below the batch's `mask_below`; but the loss is divided by the count with them,
+so that masking never makes the gradient of the others larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms import ADVANTAGES, AGGREGATIONS
-from async_grpo.config.schema import ObjectiveConfig
-from async_grpo.wire import Group, Sample
+from async_grpo.algorithms import AGGREGATIONS, advantage_of
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.wire import Batch, Group, Sample
 from trainer.model.spec import PackedSequences, pack
 
 MIXED = -1
@@ -31,21 +34,55 @@ class Sequence:
     tokens: npt.NDArray[np.int32]
     prompt_tokens: int
     behaviour_C: npt.NDArray[np.float32]
-    version: int
-    """Of the policy that sampled all of it; MIXED if several did."""
-    trained: bool
+    versions_C: npt.NDArray[np.int32]
+    """Of the policy that sampled each token."""
+    places_N: npt.NDArray[np.int64]
+    """Of the tokens of the completion that get a gradient; none if no verifier could judge it."""
     advantage: float
     weight: float
     """Of each trained token in the loss of the batch."""
+    first: int
+    """Place of the first trained token among those of the batch."""
 
     @property
     def length(self) -> int:
         """Positions that the network reads."""
         return len(self.tokens) - 1
 
+    @property
+    def trained_tokens(self) -> int:
+        """Completion tokens that get a gradient."""
+        return len(self.places_N)
+
+    @property
+    def version(self) -> int:
+        """Of the policy that sampled the whole completion; MIXED if several did."""
+        oldest, newest = int(self.versions_C[0]), int(self.versions_C[-1])
+        return newest if oldest == newest else MIXED
+
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class Targets:
+    """N trained tokens of whole sequences, and what is known of them before the step."""
+
+    labels_N: Tensor
+    """int64: the token that was sampled."""
+    behaviour_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    versions_N: Tensor
+    """int64: version of the policy that sampled this token."""
+    whole_N: Tensor
+    """int64: version of the policy that sampled the whole completion of this token, or MIXED."""
+    segment_N: Tensor
+    """int64: the sequence of each token, counted from 0 over those with trained tokens."""
+    segments: int
+    index_N: Tensor
+    """int64: place of each token among the trained ones of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Targets):
     """T packed positions, N of which predict a trained token."""
 
     tokens_1T: Tensor
@@ -53,77 +90,111 @@ class MicroBatch:
     packing: PackedSequences
     trained_N: Tensor
     """int64: positions whose prediction is trained."""
-    labels_N: Tensor
-    """int64: the token predicted there."""
-    behaviour_N: Tensor
-    advantages_N: Tensor
-    weights_N: Tensor
-    versions_N: Tensor
-    """int64: version of the policy that sampled the whole completion of this token, or MIXED."""
+    given_N: Tensor | None = None
+    """Multiplier of the corrections that look at the whole batch."""
 
 
-def sequences_of(groups: Many[Group], objective: ObjectiveConfig) -> list[Sequence]:
-    """All samples of the batch, with advantages and loss weights computed over the whole of it."""
+def sequences_of(batch: Batch, objective: ObjectiveConfig, longest: int) -> list[Sequence]:
+    """All samples of the batch, with advantages and loss weights computed over the whole of it.
+
+    `longest`: the most tokens that a completion may have.
+    """
+    groups = batch.groups
     samples = [sample for group in groups for sample in group.samples]
-    advantages = [a for group in groups for a in _advantages(group.samples, objective.advantage)]
-    trained_tokens = [0 if sample.reward is None else len(sample.token_ids()) for sample in samples]
-    weights = AGGREGATIONS[objective.aggregation](torch.tensor(trained_tokens)).tolist()
+    advantages = _advantages(groups, objective.advantage)
+    tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
+    weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
     prompts = [group.task.prompt_ids() for group in groups for _ in group.samples]
-    return [
-        _sequence(prompt, sample, advantage, weight)
-        for prompt, sample, advantage, weight in zip(prompts, samples, advantages, weights, strict=True)
-    ]
+    sequences, first = [], 0
+    for prompt, sample, advantage, weight in zip(prompts, samples, advantages, weights, strict=True):
+        sequence = _sequence(prompt, sample, advantage, weight, batch.mask_below, first)
+        first += sequence.trained_tokens
+        sequences.append(sequence)
+    return sequences
 
 
 def micro_batch(members: Many[Sequence]) -> MicroBatch:
     """Sequences end to end. An empty one is a single token that nothing is predicted from."""
-    if not members:
-        return _tensors([np.zeros(1, np.int32)], [], [])
-    starts = np.cumsum([0] + [member.length for member in members[:-1]])
-    trained = [(start, member) for start, member in zip(starts, members, strict=True) if member.trained]
-    return _tensors([member.tokens[:-1] for member in members], [m for _, m in trained], [s for s, _ in trained])
-
-
-def _tensors(inputs: Many[npt.NDArray[np.int32]], trained: Many[Sequence], starts: Many[int]) -> MicroBatch:
-    """`trained` members, whose inputs start at `starts`, give the N predictions."""
+    inputs = [member.tokens[:-1] for member in members] or [np.zeros(1, np.int32)]
     lengths = [len(tokens) for tokens in inputs]
-    counts = [len(member.behaviour_C) for member in trained]
+    starts = np.cumsum([0, *lengths[:-1]])
     where = [
-        start + member.prompt_tokens - 1 + np.arange(count)
-        for start, member, count in zip(starts, trained, counts, strict=True)
+        start + member.prompt_tokens - 1 + member.places_N
+        for start, member in zip(starts, members, strict=False)  # one start and no member: the empty one
     ]
     return MicroBatch(
+        **_target_fields(members),
         tokens_1T=_join(inputs, np.int64)[None],
         positions_1T=_join([np.arange(length) for length in lengths], np.int64)[None],
         packing=pack(lengths),
         trained_N=_join(where, np.int64),
-        labels_N=_join([member.tokens[member.prompt_tokens :] for member in trained], np.int64),
-        behaviour_N=_join([member.behaviour_C for member in trained], np.float32),
-        advantages_N=_join([np.repeat(m.advantage, n) for m, n in zip(trained, counts, strict=True)], np.float32),
-        weights_N=_join([np.repeat(m.weight, n) for m, n in zip(trained, counts, strict=True)], np.float32),
-        versions_N=_join([np.repeat(m.version, n) for m, n in zip(trained, counts, strict=True)], np.int64),
     )
 
 
-def _join(arrays: Many[npt.NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+def targets_of(members: Many[Sequence]) -> Targets:
+    """Of the trained tokens of these sequences, in their order."""
+    return Targets(**_target_fields(members))
+
+
+def _target_fields(members: Many[Sequence]) -> dict[str, Any]:
+    trained = [member for member in members if member.trained_tokens]
+
+    def repeated(values: Many[float]) -> list[npt.NDArray[Any]]:
+        return [np.repeat(value, member.trained_tokens) for value, member in zip(values, trained, strict=True)]
+
+    return {
+        "labels_N": _join([m.tokens[m.prompt_tokens + m.places_N] for m in trained], np.int64),
+        "behaviour_N": _join([m.behaviour_C[m.places_N] for m in trained], np.float32),
+        "advantages_N": _join(repeated([m.advantage for m in trained]), np.float32),
+        "weights_N": _join(repeated([m.weight for m in trained]), np.float32),
+        "versions_N": _join([m.versions_C[m.places_N] for m in trained], np.int64),
+        "whole_N": _join(repeated([m.version for m in trained]), np.int64),
+        "segment_N": _join(repeated(range(len(trained))), np.int64),
+        "segments": len(trained),
+        "index_N": _join([m.first + np.arange(m.trained_tokens) for m in trained], np.int64),
+    }
+
+
+def _join(arrays: Many[npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype))
 
 
-def _advantages(samples: Many[Sample], rule: str) -> list[float]:
-    rewards = [float("nan") if sample.reward is None else sample.reward for sample in samples]
-    rewards_1G = torch.tensor([rewards], dtype=torch.float64)
-    valid_1G = torch.tensor([[sample.reward is not None for sample in samples]])
-    values: list[float] = ADVANTAGES[rule](rewards_1G, valid_1G)[0].tolist()
-    return values
+def _judged_tokens(sample: Sample) -> int:
+    """Tokens that count in the denominator of the loss; none if no verifier could judge the sample."""
+    return 0 if sample.reward is None else int(sample.written_by_policy().sum())
 
 
-def _sequence(prompt: npt.NDArray[np.int32], sample: Sample, advantage: float, weight: float) -> Sequence:
+def _advantages(groups: Many[Group], rule: str) -> list[float]:
+    """Of all samples, group after group. Groups of unequal size are padded with samples that are not valid."""
+    size = max(len(group.samples) for group in groups)
+    rewards_BG = torch.full((len(groups), size), float("nan"), dtype=torch.float64)
+    lengths_BG = torch.zeros(len(groups), size, dtype=torch.int64)
+    for row, group in enumerate(groups):
+        for column, sample in enumerate(group.samples):
+            lengths_BG[row, column] = _judged_tokens(sample)
+            if sample.reward is not None:
+                rewards_BG[row, column] = sample.reward
+    values = advantage_of(rule)(rewards_BG, _valid(groups, size), lengths_BG).tolist()
+    return [a for row, group in zip(values, groups, strict=True) for a in row[: len(group.samples)]]
+
+
+def _valid(groups: Many[Group], size: int) -> Tensor:
+    rows = [[sample.reward is not None for sample in group.samples] for group in groups]
+    return torch.tensor([row + [False] * (size - len(row)) for row in rows])
+
+
+def _sequence(
+    prompt: npt.NDArray[np.int32], sample: Sample, advantage: float, weight: float, mask_below: int, first: int
+) -> Sequence:
+    versions_C = sample.token_versions()
+    trained_C = sample.written_by_policy() & (versions_C >= mask_below) & (sample.reward is not None)
     return Sequence(
         tokens=np.concatenate([prompt, sample.token_ids()]),
         prompt_tokens=len(prompt),
         behaviour_C=sample.token_logprobs(),
-        version=sample.spans[0].version if len(sample.spans) == 1 else MIXED,
-        trained=sample.reward is not None,
+        versions_C=versions_C,
+        places_N=np.flatnonzero(trained_C),
         advantage=advantage,
         weight=weight,
+        first=first,
     )

@@ -1,13 +1,35 @@
 """Objectives as pure torch functions: advantages -> per-token loss -> weights that aggregate it.
 
-rewards_BG --advantages--> A_BG          (one number a sample)
-log-probs_N, A_N --losses--> loss_N      (one number a trained token)
-sum(weight_N * loss_N)                   (aggregation: the weights are known before the step,
-                                          so micro-batches and ranks only ever add up)
+rewards_BG --advantages--> A_BG                    one number a sample
+log-probs_N, A_N --losses, corrections--> loss_N   one number a trained token
+sum(weight_N * loss_N)                             aggregation: the weights are known before the step,
+                                                   so micro-batches and ranks only ever add up
+
+They see the model through log-probabilities and entropies alone. docs/algorithms.md has every row.
 """
 
 from async_grpo.algorithms.advantages import ADVANTAGES
 from async_grpo.algorithms.aggregation import AGGREGATIONS
-from async_grpo.algorithms.losses import TokenLoss, decoupled, importance_weight, ppo_clip
+from async_grpo.algorithms.corrections import CORRECTIONS, ess_scale, ess_sums
+from async_grpo.algorithms.losses import LOSSES, TokenLoss
+from async_grpo.algorithms.objective import Objective, token_objective, whole_batch_multiplier
+from async_grpo.algorithms.own import advantage_of, check_objective
+from async_grpo.algorithms.proximal import PROXIMALS
+from async_grpo.algorithms.tokens import Tokens
 
-__all__ = ["ADVANTAGES", "AGGREGATIONS", "TokenLoss", "decoupled", "importance_weight", "ppo_clip"]
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "LOSSES",
+    "PROXIMALS",
+    "Objective",
+    "TokenLoss",
+    "Tokens",
+    "advantage_of",
+    "check_objective",
+    "ess_scale",
+    "ess_sums",
+    "token_objective",
+    "whole_batch_multiplier",
+]

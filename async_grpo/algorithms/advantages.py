@@ -1,9 +1,12 @@
-"""Advantages of the samples of a group, relative to that group.
+"""Advantages of the samples of a batch, relative to their group.
 
-Shapes: rewards_BG float, valid_BG bool (B groups of G samples). A sample that is not valid (no
-verifier could judge it) has no part in the statistics of its group, and its advantage is 0.
-A group with a single valid sample has nothing to be compared with: its baseline is 0 and its
+Shapes: rewards_BG float, valid_BG bool, lengths_BG trained tokens (B groups of at most G samples). A sample
+that is not valid (no verifier could judge it, or there is none in this place) has no part in any statistic, and
+its advantage is 0. A group with a single valid sample has nothing to be compared with: its baseline is 0 and its
 deviation 1.
+
+All rules see the rewards of the whole batch, on every rank: those that whiten over the batch need no
+communication, and none depends on micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -14,32 +17,27 @@ import torch
 from torch import Tensor
 
 EPS = 1e-6
-"""Keeps a group of equal rewards at advantage 0 instead of 0 / 0."""
+"""Keeps equal rewards at advantage 0 instead of 0 / 0."""
+
+Advantage = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rewards_BG, valid_BG, lengths_BG) -> advantages_BG, float64. Also the signature of your own."""
 
 
-def grpo(rewards_BG: Tensor, valid_BG: Tensor) -> Tensor:
-    """(R - mean) / (std + 1e-6), unbiased std: GRPO, DeepSeekMath, arXiv 2402.03300.
+def grpo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """(R - mean) / (std + 1e-6), unbiased std of the group: GRPO, DeepSeekMath, arXiv 2402.03300.
 
-    >>> grpo(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))
+    >>> grpo(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]), torch.ones(1, 2))
     tensor([[ 0.7071, -0.7071]])
     """
-    centred_BG = dr_grpo(rewards_BG, valid_BG)
-    count_B1 = valid_BG.sum(-1, keepdim=True)
-    variance_B1 = centred_BG.square().sum(-1, keepdim=True) / (count_B1 - 1).clamp(min=1)
-    std_B1 = torch.where(count_B1 > 1, variance_B1.sqrt(), torch.ones_like(variance_B1))
-    return centred_BG / (std_B1 + EPS)
+    return dr_grpo(rewards_BG, valid_BG, lengths_BG) / (_deviation(rewards_BG, valid_BG) + EPS)
 
 
-def dr_grpo(rewards_BG: Tensor, valid_BG: Tensor) -> Tensor:
+def dr_grpo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
     """R - mean: Dr. GRPO, arXiv 2503.20783."""
-    kept_BG = _kept(rewards_BG, valid_BG)
-    count_B1 = valid_BG.sum(-1, keepdim=True)
-    mean_B1 = kept_BG.sum(-1, keepdim=True) / count_B1.clamp(min=1)
-    baseline_B1 = torch.where(count_B1 > 1, mean_B1, torch.zeros_like(mean_B1))
-    return _kept(rewards_BG - baseline_B1, valid_BG)
+    return _less(rewards_BG, valid_BG, _mean(rewards_BG, valid_BG))
 
 
-def rloo(rewards_BG: Tensor, valid_BG: Tensor) -> Tensor:
+def rloo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
     """R - mean of the others: leave-one-out, arXiv 2402.14740."""
     kept_BG = _kept(rewards_BG, valid_BG)
     others_B1 = valid_BG.sum(-1, keepdim=True) - 1
@@ -47,10 +45,58 @@ def rloo(rewards_BG: Tensor, valid_BG: Tensor) -> Tensor:
     return _kept(rewards_BG - baseline_BG, valid_BG)
 
 
+def reinforce_pp_baseline(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """D = R - mean of the group, then (D - mean(D)) / (std(D) + 1e-6) over the samples of the batch: REINFORCE++
+    with baseline, arXiv 2501.03262. Every sample counts once, whatever its length."""
+    centred_BG = dr_grpo(rewards_BG, valid_BG, lengths_BG)
+    all_1N, valid_1N = centred_BG.reshape(1, -1), valid_BG.reshape(1, -1)
+    whitened_1N = dr_grpo(all_1N, valid_1N, lengths_BG) / (_deviation(all_1N, valid_1N) + EPS)
+    return whitened_1N.reshape(rewards_BG.shape)
+
+
+def opo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """R - sum(len * R) / sum(len): the baseline of least variance, OPO, arXiv 2505.23585."""
+    tokens_BG = _kept(lengths_BG.to(rewards_BG.dtype), valid_BG)
+    weighted_B1 = (tokens_BG * _kept(rewards_BG, valid_BG)).sum(-1, keepdim=True)
+    return _less(rewards_BG, valid_BG, weighted_B1 / tokens_BG.sum(-1, keepdim=True).clamp(min=1))
+
+
+def lite_ppo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """(R - mean of the group) / (std of the rewards of the batch + 1e-6): Lite PPO, arXiv 2508.08221."""
+    deviation_11 = _deviation(rewards_BG.reshape(1, -1), valid_BG.reshape(1, -1))
+    return dr_grpo(rewards_BG, valid_BG, lengths_BG) / (deviation_11 + EPS)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "opo": opo,
+    "lite_ppo": lite_ppo,
+}
+"""Rule by its name in the configuration."""
+
+
 def _kept(values_BG: Tensor, valid_BG: Tensor) -> Tensor:
     """Zero where not valid, whatever stands there (NaN too)."""
     return torch.where(valid_BG, values_BG, torch.zeros_like(values_BG))
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""Rule by its name in the configuration."""
+def _mean(values_BG: Tensor, valid_BG: Tensor) -> Tensor:
+    """Of each row's valid values, [B, 1]."""
+    return _kept(values_BG, valid_BG).sum(-1, keepdim=True) / valid_BG.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _deviation(values_BG: Tensor, valid_BG: Tensor) -> Tensor:
+    """Unbiased standard deviation of each row's valid values, [B, 1]; 1 where there are fewer than two."""
+    count_B1 = valid_BG.sum(-1, keepdim=True)
+    squares_B1 = _kept(values_BG - _mean(values_BG, valid_BG), valid_BG).square().sum(-1, keepdim=True)
+    variance_B1 = squares_B1 / (count_B1 - 1).clamp(min=1)
+    return torch.where(count_B1 > 1, variance_B1.sqrt(), torch.ones_like(variance_B1))
+
+
+def _less(rewards_BG: Tensor, valid_BG: Tensor, baseline_B1: Tensor) -> Tensor:
+    """R - baseline, where the baseline of a lone valid sample is 0."""
+    lone_B1 = valid_BG.sum(-1, keepdim=True) <= 1
+    return _kept(rewards_BG - torch.where(lone_B1, torch.zeros_like(baseline_B1), baseline_B1), valid_BG)

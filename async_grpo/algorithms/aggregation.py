@@ -2,10 +2,13 @@
 
     loss = sum over sequences i of weight_i * (sum of the losses of its trained tokens)
 
-The weights come from the whole batch and are known before the step. The sum is linear, so its
-value and gradient do not depend on how sequences fall into micro-batches and ranks.
+The weights come from the whole batch and are known before the step. The sum is linear, so its value and gradient
+do not depend on how sequences fall into micro-batches and ranks. They are computed before anything is rejected:
+a rejected token adds 0 to the sum and stays in the denominator, so that rejecting some tokens never makes the
+gradient of the others larger.
 
-Shapes: tokens_N, trained tokens of each of the N sequences of the batch (0: masked out).
+Shapes: tokens_N, tokens of each of the N sequences of the batch (0: no verifier could judge it). `longest` is the
+most tokens that a completion may have, a constant of the run.
 """
 
 from __future__ import annotations
@@ -15,22 +18,49 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-
-def token_mean(tokens_N: Tensor) -> Tensor:
-    """1 / (trained tokens of the batch): every token counts the same. DAPO, arXiv 2503.14476."""
-    weight = 1.0 / tokens_N.sum().clamp(min=1).double()
-    return torch.where(tokens_N > 0, weight, torch.zeros_like(weight))
+Aggregation = Callable[[Tensor, int], Tensor]
+"""(tokens_N, longest) -> weight of each token of each sequence, float64 [N]."""
 
 
-def seq_mean_token_mean(tokens_N: Tensor) -> Tensor:
+def token_mean(tokens_N: Tensor, longest: int) -> Tensor:
+    """1 / (tokens of the batch): every token counts the same. DAPO, arXiv 2503.14476."""
+    return _where_trained(tokens_N, 1.0 / tokens_N.sum().clamp(min=1).double())
+
+
+def seq_mean_token_mean(tokens_N: Tensor, longest: int) -> Tensor:
     """1 / (sequences * own tokens): every sequence counts the same. GRPO, arXiv 2402.03300."""
-    sequences = (tokens_N > 0).sum().clamp(min=1).double()
-    weight_N = 1.0 / (sequences * tokens_N.clamp(min=1))
-    return torch.where(tokens_N > 0, weight_N, torch.zeros_like(weight_N))
+    return _where_trained(tokens_N, 1.0 / (_sequences(tokens_N) * tokens_N.clamp(min=1)))
 
 
-AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+def seq_mean_token_sum_norm(tokens_N: Tensor, longest: int) -> Tensor:
+    """1 / (sequences * longest): the divisor is a constant, so length has no part in it. Dr. GRPO, arXiv 2503.20783."""
+    return _where_trained(tokens_N, 1.0 / (_sequences(tokens_N) * longest))
+
+
+def token_sum(tokens_N: Tensor, longest: int) -> Tensor:
+    """1: the plain sum over tokens. It grows with the batch, and so should the learning rate shrink."""
+    return _where_trained(tokens_N, torch.ones((), dtype=torch.float64))
+
+
+def seq_mean_token_sum(tokens_N: Tensor, longest: int) -> Tensor:
+    """1 / sequences: the mean over sequences of the sum over their tokens, as in REINFORCE."""
+    return _where_trained(tokens_N, 1.0 / _sequences(tokens_N))
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "token_sum": token_sum,
+    "seq_mean_token_sum": seq_mean_token_sum,
 }
 """Rule by its name in the configuration."""
+
+
+def _sequences(tokens_N: Tensor) -> Tensor:
+    """How many have a token."""
+    return (tokens_N > 0).sum().clamp(min=1).double()
+
+
+def _where_trained(tokens_N: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(tokens_N > 0, weight, torch.zeros_like(weight))

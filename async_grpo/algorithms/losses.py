@@ -1,18 +1,18 @@
 """Policy losses, one number a trained token (N of them), to be minimised.
 
-Notation: r = pi_theta / pi_prox, w = pi_prox / pi_behaviour, A = advantage. `logprobs_N` carries
-the gradient; everything else is constant.
+r = pi_theta / pi_prox, w = pi_prox / pi_behaviour, rho = pi_theta / pi_behaviour, A = advantage, sg: constant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20, so that exp never overflows."""
+from async_grpo.algorithms.tokens import Tokens, bounded, required
+from async_grpo.config.objective import ObjectiveConfig
 
 
 class TokenLoss(NamedTuple):
@@ -20,43 +20,111 @@ class TokenLoss(NamedTuple):
 
     loss_N: Tensor
     clipped_N: Tensor
-    """bool: the clip was active, so the token has no gradient."""
+    """bool: the trust region is left, so the token (or its sequence) has no gradient, or a capped one."""
 
 
-def ppo_clip(
-    logprobs_N: Tensor, prox_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float
-) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO, arXiv 1707.06347; asymmetric as in DAPO."""
-    ratio_N = _ratio(logprobs_N, prox_N)
-    unclipped_N = -ratio_N * advantages_N
-    clipped_N = -ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_N
-    return TokenLoss(torch.maximum(unclipped_N, clipped_N), clipped_N.detach() > unclipped_N.detach())
+Loss = Callable[[Tokens, ObjectiveConfig], TokenLoss]
+"""Also the signature of your own; `config.options` holds its dials."""
 
 
-def decoupled(
-    logprobs_N: Tensor,
-    prox_N: Tensor,
-    behaviour_N: Tensor,
-    advantages_N: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    behaviour_cap: float,
-) -> TokenLoss:
-    """min(w, cap) * ppo_clip(r), w constant: decoupled PPO of AReaL, arXiv 2505.24298.
+def ppo_clip(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO, arXiv 1707.06347; clip-higher as in DAPO, arXiv
+    2503.14476. With dual_clip c: at most c |A| where A < 0, arXiv 1912.09729."""
+    return _clip(tokens.log_r_N.exp(), tokens.advantages_N, config)
 
-    The trust region is around the policy just before the step (prox), and w corrects for the
-    older policy that sampled the token.
+
+def decoupled(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """min(w, behaviour_cap) * ppo_clip(r), w constant: decoupled PPO of AReaL, arXiv 2505.24298.
+
+    The trust region is around the policy just before the step (prox), and w corrects for the older policy that
+    sampled the token.
     """
-    token = ppo_clip(logprobs_N, prox_N, advantages_N, clip_low=clip_low, clip_high=clip_high)
-    weight_N = importance_weight(prox_N, behaviour_N).clamp(max=behaviour_cap)
+    token = ppo_clip(tokens, config)
+    weight_N = tokens.log_w_N.exp().clamp(max=required(config.behaviour_cap))
     return token._replace(loss_N=weight_N * token.loss_N)
 
 
-def importance_weight(logprobs_N: Tensor, behaviour_N: Tensor) -> Tensor:
-    """pi / pi_behaviour without gradient, before any cap."""
-    return _ratio(logprobs_N.detach(), behaviour_N)
+def gspo(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """ppo_clip with the ratio of the sequence, s = exp(mean of log r), at each of its tokens: GSPO, arXiv 2507.18071.
+
+    The mean over the tokens of a sequence is then min(s A, clip(s) A).
+    """
+    ratio_M = tokens.mean(tokens.log_r_N).exp()
+    return _clip(tokens.spread(ratio_M), tokens.advantages_N, config)
 
 
-def _ratio(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    return (logprobs_N - reference_N.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def cispo(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """-sg(clip(r)) A log pi: CISPO, MiniMax-M1, arXiv 2506.13585. No token loses its gradient.
+
+    r is at most 1 + clip_high and, only if clip_low is set, at least 1 - clip_low; the paper sets no lower bound.
+    """
+    ratio_N = tokens.log_r_N.detach().exp()
+    low = None if config.clip_low is None else 1.0 - config.clip_low
+    weight_N = ratio_N.clamp(low, 1.0 + required(config.clip_high))
+    return TokenLoss(-weight_N * tokens.advantages_N * tokens.logprobs_N, weight_N != ratio_N)
+
+
+def sapo(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: SAPO, arXiv 2511.20347. A soft gate, no clip; its
+    slope at r = 1 is 1."""
+    positive, negative = required(config.sapo_tau_positive), required(config.sapo_tau_negative)
+    tau_N = torch.where(tokens.advantages_N >= 0, positive, negative).to(tokens.advantages_N.dtype)
+    gate_N = torch.sigmoid(tau_N * (tokens.log_r_N.exp() - 1.0)) * 4.0 / tau_N
+    return TokenLoss(-gate_N * tokens.advantages_N, torch.zeros_like(tau_N, dtype=torch.bool))
+
+
+def gmpo(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """-A exp(mean of clip(log r)) at each token of the sequence: GMPO, arXiv 2507.20673.
+
+    log r is cut at +clip_high where A >= 0 and at -clip_low where A < 0, which is the min of PPO taken a token.
+    """
+    log_r_N, advantages_N = tokens.log_r_N, tokens.advantages_N
+    low, high = required(config.clip_low), required(config.clip_high)
+    clipped_N = torch.where(advantages_N >= 0, log_r_N.clamp(max=high), log_r_N.clamp(min=-low))
+    ratio_M = tokens.mean(clipped_N).exp()
+    return TokenLoss(-tokens.spread(ratio_M) * advantages_N, clipped_N.detach() != log_r_N.detach())
+
+
+def dppo_tv(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """-A sg(min(rho, behaviour_cap)) log pi, but 0 where A > 0 and pi - mu > clip_high, or A <= 0 and pi - mu <
+    -clip_low (mu = pi_behaviour): DPPO with binary total variation, arXiv 2602.04879."""
+    moved_N = tokens.logprobs_N.detach().exp() - tokens.behaviour_N.exp()
+    low, high = required(config.clip_low), required(config.clip_high)
+    left_N = torch.where(tokens.advantages_N > 0, moved_N > high, moved_N < -low)
+    weight_N = tokens.log_rho_N.exp().clamp(max=required(config.behaviour_cap)) * ~left_N
+    return TokenLoss(-weight_N * tokens.advantages_N * tokens.logprobs_N, left_N)
+
+
+def topr(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
+    """-sg(c) A log pi, c = 1 where A >= 0, clip(product of rho over the sequence, 0, 1) where A < 0: tapered
+    off-policy REINFORCE, arXiv 2503.14286."""
+    product_N = tokens.spread(bounded(tokens.sum(tokens.log_rho_N)).exp())
+    negative_N = tokens.advantages_N < 0
+    weight_N = torch.where(negative_N, product_N.clamp(max=1.0), torch.ones_like(product_N))
+    return TokenLoss(-weight_N * tokens.advantages_N * tokens.logprobs_N, negative_N & (product_N > 1.0))
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": ppo_clip,
+    "decoupled": decoupled,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "topr": topr,
+}
+"""Loss by its name in the configuration."""
+
+
+def _clip(ratio_N: Tensor, advantages_N: Tensor, config: ObjectiveConfig) -> TokenLoss:
+    plain_N = -ratio_N * advantages_N
+    bounded_N = -ratio_N.clamp(1.0 - required(config.clip_low), 1.0 + required(config.clip_high)) * advantages_N
+    token = TokenLoss(torch.maximum(plain_N, bounded_N), bounded_N.detach() > plain_N.detach())
+    return token if config.dual_clip is None else _dual_clip(token, advantages_N, config.dual_clip)
+
+
+def _dual_clip(token: TokenLoss, advantages_N: Tensor, factor: float) -> TokenLoss:
+    """A large ratio with A < 0 would give an unbounded loss: factor * |A| at most."""
+    over_N = (advantages_N < 0) & (token.loss_N.detach() > -factor * advantages_N)
+    return TokenLoss(torch.where(over_N, -factor * advantages_N, token.loss_N), token.clipped_N | over_N)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +11,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.cli import bench, buffer
+from async_grpo.cli.exits import exit_with
+from async_grpo.errors import ConfigError
 
 app = typer.Typer(
     help="Asynchronous GRPO: rollout servers generate without pause, the trainer takes what is ready.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # paragraphs of a docstring flow
 )
+app.add_typer(bench.app, name="bench")
+app.add_typer(buffer.app, name="buffer")
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml")]
 Overrides = Annotated[
@@ -50,19 +54,31 @@ def run(
             return 0
         return asyncio.run(run_all(resolved, fresh=fresh, command=_command_line()))
 
-    _exit_with(work)
+    exit_with(work)
 
 
 @app.command()
 def rollout(
-    config: ConfigArgument,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file with redis.url set.")] = None,
     override: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Join a run of this machine: runs/NAME, no CONFIG.")] = None,
     name: Annotated[str, typer.Option(help="Name of this server, unique in the run.")] = "rollout-0",
 ) -> None:
-    """Run one rollout server, for containers and clusters (needs redis.url)."""
-    from async_grpo.launch.single import run_rollout
+    """Run one rollout server, for containers and clusters, or as one more of a run that is going on.
 
-    _exit_with(lambda: run_rollout(config, override or [], name))
+    It joins and leaves as you start and stop it: the newest weights before its first token, and Ctrl-C stores what it
+    has begun and gives it back.
+    """
+    from async_grpo.launch.single import join_run, run_rollout
+
+    def work() -> int:
+        if run_dir is not None and config is None and not override:
+            return join_run(run_dir, name)
+        if config is None or run_dir is not None:
+            raise ConfigError("say which run: CONFIG (and -o) of a run with redis.url, or only --run-dir runs/NAME")
+        return run_rollout(config, override or [], name)
+
+    exit_with(work)
 
 
 @app.command()
@@ -70,7 +86,7 @@ def trainer(config: ConfigArgument, override: Overrides = None) -> None:
     """Run the trainer, for containers and clusters (needs redis.url)."""
     from async_grpo.launch.single import run_trainer
 
-    _exit_with(lambda: run_trainer(config, override or []))
+    exit_with(lambda: run_trainer(config, override or []))
 
 
 @app.command()
@@ -87,22 +103,6 @@ def doctor() -> None:
         table.add_row(mark, finding.name, finding.found, "" if finding.ok else finding.fix)
     Console().print(table)
     raise typer.Exit(1 if any(finding.ok is False for finding in findings) else 0)
-
-
-def _exit_with(work: Callable[[], int]) -> None:
-    """Run a command; an error raised on purpose is shown as its message, not as a traceback."""
-    try:
-        code = work()
-    except AsyncGrpoError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {_escape(str(error))}", highlight=False)
-        code = 1
-    raise typer.Exit(code)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _command_line() -> str:

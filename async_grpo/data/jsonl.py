@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import RunConfig
-from async_grpo.config.schema import DataConfig
+from async_grpo.config.data import DataConfig
 from async_grpo.data.order import Passes
 from async_grpo.data.source import Tokenizer, make_task, prompt_limit
 from async_grpo.errors import DataError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.config import RunConfig
-from async_grpo.config.schema import RandomModelConfig
+from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 
 if TYPE_CHECKING:

@@ -37,6 +37,12 @@ class StepRow(TypedDict, total=False):
     grad_norm: float
     lr: float
     clip_fraction: float
+    rejected_fraction: float
+    """Share of the trained tokens that a correction multiplies by 0."""
+    lr_scale: float
+    """What `lr` was multiplied by."""
+    entropy: float
+    """Mean over the trained tokens; only with an entropy bonus."""
     weight_mean: float
     weight_max: float
     ess: float

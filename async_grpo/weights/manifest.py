@@ -2,7 +2,7 @@
 
 - `Identity`    (epoch, version), ordered: a restarted trainer is newer whatever its version
 - `Layout`      where every tensor lies in one flat, 64-byte aligned block
-- `Manifest`    one version of that block, cut into chunks with their hashes
+- `Manifest`    one version of that block: the hashes of its chunks, and what its patches build on
 
 Records are MessagePack maps with named fields; the plain `msgpack` package reads them. Dtypes are
 strings ("bfloat16", "float32"): nothing here knows torch.
@@ -14,12 +14,10 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-import xxhash
-
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.wire.records import Record
 
-FORMAT = 1
+FORMAT = 2
 """Raised by one when a manifest or a store changes in a way that an older reader would misread."""
 
 ALIGNMENT = 64
@@ -72,44 +70,54 @@ class Layout(Record, frozen=True, kw_only=True, tag="layout"):
         return {spec.name: spec for spec in self.tensors}
 
 
-class Manifest(Record, frozen=True, kw_only=True, tag="manifest"):
-    """One version: chunk i is bytes [i * chunk_bytes, (i + 1) * chunk_bytes) of the block.
+class Base(Record, frozen=True, kw_only=True, tag="base"):
+    """The version that patches build on; `digest` proves that a receiver holds exactly these bytes."""
 
-    `base_version` names the version that an encoding other than "dense" builds on.
-    """
-
-    format: int = FORMAT
     epoch: int
     version: int
-    base_version: int | None = None
-    encoding: str = "dense"
-    layout: Layout
-    chunk_bytes: int
-    chunk_hashes: list[int]
-    """xxh3_64 of every chunk."""
+    digest: bytes
 
     @property
     def identity(self) -> Identity:
         """(epoch, version)."""
         return Identity(self.epoch, self.version)
 
-    def chunk(self, index: int) -> slice:
-        """Bytes of chunk `index` in the block."""
-        return chunk_slice(index, self.chunk_bytes, self.layout.total_bytes)
+
+class Manifest(Record, frozen=True, kw_only=True, tag="manifest"):
+    """One version of the block, cut into chunks (`chunks.cut`). With a `base` there are patches for some chunks."""
+
+    format: int = FORMAT
+    epoch: int
+    version: int
+    layout: Layout
+    chunk_bytes: int
+    hashes: bytes
+    """xxh3_64 of every chunk, little-endian uint64."""
+    key: bytes
+    """Every request for a chunk of this version is signed with it (`messages.sign`)."""
+    base: Base | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """(epoch, version)."""
+        return Identity(self.epoch, self.version)
+
+    @property
+    def encoding(self) -> str:
+        """`delta` if there are patches, else `dense`."""
+        return "dense" if self.base is None else "delta"
 
     def validate(self) -> None:
         """Raise WeightsCorrupt if this reader cannot apply the manifest exactly as it was meant."""
-        if (self.format, self.encoding) != (FORMAT, "dense"):
+        if self.format != FORMAT:
             raise WeightsCorrupt(
-                f"the manifest of {self.identity} has format {self.format} and encoding {self.encoding!r}, "
-                f"this reader knows format {FORMAT} and 'dense'. Run the same release on both sides."
+                f"the manifest of {self.identity} has format {self.format}, this reader knows {FORMAT}. "
+                "Run the same release on both sides."
             )
-        expected = count_chunks(self.layout.total_bytes, self.chunk_bytes)
-        if len(self.chunk_hashes) != expected:
-            raise WeightsCorrupt(
-                f"the manifest of {self.identity} has {len(self.chunk_hashes)} chunk hashes, "
-                f"{self.layout.total_bytes} bytes in chunks of {self.chunk_bytes} need {expected}."
-            )
+        if self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
+            raise WeightsCorrupt(f"chunks of {self.chunk_bytes} bytes: they must be multiples of {ALIGNMENT}.")
+        if layout_of((spec.name, spec.dtype, spec.shape) for spec in self.layout.tensors) != self.layout:
+            raise WeightsCorrupt(f"the tensors of {self.identity} do not lie where their shapes put them.")
 
 
 def layout_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Layout:
@@ -131,32 +139,9 @@ def layout_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Layout:
     return Layout(tensors=specs, total_bytes=offset)
 
 
-def manifest_of(identity: Identity, layout: Layout, block: memoryview, chunk_bytes: int) -> Manifest:
-    """The dense manifest of `block`, hashing every chunk."""
-    count = count_chunks(layout.total_bytes, chunk_bytes)
-    slices = (chunk_slice(index, chunk_bytes, layout.total_bytes) for index in range(count))
-    return Manifest(
-        epoch=identity.epoch,
-        version=identity.version,
-        layout=layout,
-        chunk_bytes=chunk_bytes,
-        chunk_hashes=[hash_chunk(block[part]) for part in slices],
-    )
-
-
-def hash_chunk(chunk: memoryview) -> int:
-    """xxh3_64 of a chunk."""
-    return xxhash.xxh3_64_intdigest(chunk)
-
-
-def count_chunks(total_bytes: int, chunk_bytes: int) -> int:
-    """Chunks that cover `total_bytes`; the last one may be short."""
-    return -(-total_bytes // chunk_bytes)
-
-
-def chunk_slice(index: int, chunk_bytes: int, total_bytes: int) -> slice:
-    """Bytes of chunk `index`."""
-    return slice(index * chunk_bytes, min((index + 1) * chunk_bytes, total_bytes))
+def item_bytes_of(spec: TensorSpec) -> int:
+    """Bytes of one element of the tensor."""
+    return _item_bytes(spec.name, spec.dtype)
 
 
 def _item_bytes(name: str, dtype: str) -> int:

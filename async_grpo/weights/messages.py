@@ -1,16 +1,37 @@
 """What travels between trainer, publisher and receivers.
 
-trainer  --Publish-->  publisher  --Announcement (PUB)-->     receivers
-         <-Ready----              <-ManifestRequest (DEALER)-
-         <-Published              --ManifestReply (ROUTER)-->
-                                  <-ChunkRequest------------
-                                  --ChunkReply + bytes | Gone->
+    trainer   --Prepare-->          publisher     "which slot may be written?"; waits for the encoder
+              <-Cleared---
+              --Publish-->                        "the store holds v"
+              <-Published-
+              --StatsRequest--> <-PublisherStats-
+
+    publisher --Announcement(PUB)--> receivers    newest version, at once and every heartbeat
+              <--Beat(DEALER)-------              registration, every heartbeat and at every change
+              ---Assignment(ROUTER)->             from whom to fetch
+              <--ManifestRequest----
+              ---ManifestReply------>
+
+    publisher | relay  <--ChunkRequest(DEALER)--  receiver
+                       ---ChunkReply + bytes | Waiting | Gone-->
+                       <--Done------------------
+
+Records are MessagePack maps with named fields. Every chunk request is signed with the key of its
+version, which only a manifest gives away: who cannot read manifests gets no chunk, and a recorded
+request gives nothing but the same chunk once more.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import struct
+
 from async_grpo.weights.manifest import Identity, Manifest
 from async_grpo.wire.records import Record
+
+SIGNATURE_BYTES = 16
+_SIGNED = struct.Struct("<qqq?")
 
 
 class Ready(Record, frozen=True, kw_only=True, tag="ready"):
@@ -20,18 +41,33 @@ class Ready(Record, frozen=True, kw_only=True, tag="ready"):
     requests: str
 
 
+class Prepare(Record, frozen=True, kw_only=True, tag="prepare"):
+    """The trainer is about to write a slot."""
+
+
+class Cleared(Record, frozen=True, kw_only=True, tag="cleared"):
+    """It may write one; `spare` is being fetched and should be left whole."""
+
+    spare: tuple[int, int] | None = None
+
+
 class Publish(Record, frozen=True, kw_only=True, tag="publish"):
-    """The store holds this version: serve and announce it."""
+    """The store holds this version: encode, serve and announce it. `snapshot_s` is what copying it took."""
 
     epoch: int
     version: int
+    snapshot_s: float = 0.0
 
 
 class Published(Record, frozen=True, kw_only=True, tag="published"):
-    """The announcement of this version is out."""
+    """The order has been taken."""
 
     epoch: int
     version: int
+
+
+class StatsRequest(Record, frozen=True, kw_only=True, tag="stats_request"):
+    """Asks for the publisher's counters."""
 
 
 class Announcement(Record, frozen=True, kw_only=True, tag="announcement"):
@@ -46,6 +82,30 @@ class Announcement(Record, frozen=True, kw_only=True, tag="announcement"):
         return None if self.version is None else Identity(self.epoch, self.version)
 
 
+class Beat(Record, frozen=True, kw_only=True, tag="beat"):
+    """A receiver is there: where it serves others, what it has, and whom it could not fetch from."""
+
+    node: str
+    host: str
+    relay: str
+    held: tuple[int, int] | None = None
+    suspect: str = ""
+    """The relay endpoint that failed this receiver."""
+
+
+class Leave(Record, frozen=True, kw_only=True, tag="leave"):
+    """A receiver ends."""
+
+    node: str
+
+
+class Assignment(Record, frozen=True, kw_only=True, tag="assignment"):
+    """Fetch chunks from this endpoint: a relay's, or the publisher's own."""
+
+    parent: str
+    relay: bool
+
+
 class ManifestRequest(Record, frozen=True, kw_only=True, tag="manifest_request"):
     """Asks for the newest manifest."""
 
@@ -57,19 +117,29 @@ class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
 
 
 class ChunkRequest(Record, frozen=True, kw_only=True, tag="chunk_request"):
-    """Asks for one chunk; may be repeated at will."""
+    """Asks for one chunk, as a patch if there is one and `patch` is set; may be repeated at will."""
 
     epoch: int
     version: int
     index: int
+    patch: bool
+    signature: bytes
 
 
 class ChunkReply(Record, frozen=True, kw_only=True, tag="chunk_reply"):
-    """The next frame holds the chunk."""
+    """The next frame holds the chunk, or the patch that makes it out of the base."""
 
     epoch: int
     version: int
     index: int
+    patch: bool
+
+
+class Done(Record, frozen=True, kw_only=True, tag="done"):
+    """This receiver needs no more chunks of that version from here."""
+
+    epoch: int
+    version: int
 
 
 class Gone(Record, frozen=True, kw_only=True, tag="gone"):
@@ -79,5 +149,24 @@ class Gone(Record, frozen=True, kw_only=True, tag="gone"):
     version: int
 
 
-Request = ManifestRequest | ChunkRequest
-Reply = ManifestReply | ChunkReply | Gone
+class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
+    """What was asked for is not here yet, but whoever was asked is: sent every heartbeat."""
+
+
+TrainerOrder = Prepare | Publish | StatsRequest
+TrackerRequest = Beat | Leave | ManifestRequest
+TrackerReply = Assignment | ManifestReply
+ChunkOrder = ChunkRequest | Done
+ChunkAnswer = ChunkReply | Gone | Waiting
+
+
+def sign(key: bytes, identity: Identity, index: int, patch: bool) -> bytes:
+    """The signature of a chunk request."""
+    message = _SIGNED.pack(*identity, index, patch)
+    return hashlib.blake2b(message, key=key, digest_size=SIGNATURE_BYTES).digest()
+
+
+def is_signed(request: ChunkRequest, key: bytes) -> bool:
+    """Whether whoever made the request knows the key of the version."""
+    expected = sign(key, Identity(request.epoch, request.version), request.index, request.patch)
+    return hmac.compare_digest(expected, request.signature)

@@ -1,49 +1,66 @@
 """The whole model in shared memory, two versions of it, for every process of one machine.
 
-    header | layout | slot 0 | slot 1
+    header | layout | notes 0 | notes 1 | slot 0 | slot 1
 
 Each slot has a sequence number, even while its content is whole and odd while it is written (a
-seqlock), and the identity of its content. The writer fills the back slot and then makes it active;
-readers ask for one identity, read in place, and check afterwards that the sequence has not moved.
-Nobody waits for anybody.
+seqlock), the identity of its content and notes on where it came from. The writer fills a slot and
+then commits it; readers ask for one identity, read in place, and check afterwards that the sequence
+has not moved. Nobody waits while bytes of weights are copied.
+
+Why that holds on any processor. The header is read and written only under `flock` of the store's
+file, for microseconds; the kernel's lock orders what comes before an unlock before what follows the
+next lock, on aarch64 as on x86. So a reader that found a version sees all its bytes: they were
+written before the commit's unlock. And a reader that saw a byte of the next version learns of it: had
+its final check come before the writer's `begin`, every read before that check would have happened
+before the write. Hence the check comes after `begin`, and finds the sequence moved.
 """
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import mmap
 import os
-import shutil
 import struct
+import threading
+import time
+import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.errors import WeightsCorrupt, WeightsError
+from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
+from async_grpo.weights import changes
 from async_grpo.weights.manifest import FORMAT, Identity, Layout, TensorSpec
+from async_grpo.weights.memory import PAGE, allocate, page_up
+from async_grpo.weights.memory import SHARED_MEMORY as SHARED_MEMORY
+from async_grpo.weights.memory import remove_stores as remove_stores
+from async_grpo.weights.memory import store_path as store_path
 from async_grpo.wire import decode, encode
+from async_grpo.wire.records import Record
 
-SHARED_MEMORY = Path("/dev/shm")
 MAGIC = b"agrpo-ws"
-PAGE = 4096
-_PREFIX = struct.Struct("<8sQQ")  # magic, format, bytes of the layout
+LOCK_TIMEOUT_S = 10.0
+_PREFIX = struct.Struct("<8sQQQ")  # magic, format, bytes of the layout, bytes of one slot's notes
 _COUNTERS_OFFSET = 64
-_COUNTERS = 8  # active slot, sequence of commits, then (sequence, epoch, version) of each slot
-_NO_VERSION = -(1 << 62)
+_COUNTERS = 1 + 2 * 5  # commits, then of each slot: sequence, epoch, version, commit number, length of its notes
+_SEQUENCE, _EPOCH, _VERSION, _COMMIT, _NOTES = range(5)
+_LOCK_RETRY_S = 0.0005
 
 
-def store_path(run: str, name: str) -> Path:
-    """Where the store `name` of a run lies."""
-    return _run_folder(run) / f"{name}.weights"
+class Notes(Record, frozen=True, kw_only=True, tag="notes"):
+    """Where a committed version came from. A receiver that is started again takes them over."""
 
-
-def remove_stores(run: str) -> None:
-    """Remove whatever stores of `run` are left; processes that still map them keep their pages."""
-    shutil.rmtree(_run_folder(run), ignore_errors=True)
+    base: tuple[int, int] | None = None
+    changed: bytes = b""
+    """A bit a tensor: differs from `base`."""
+    digest: bytes = b""
+    chunk_bytes: int = 0
+    hashes: bytes = b""
+    key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +70,8 @@ class Snapshot:
     identity: Identity
     layout: Layout
     block: memoryview
-    _counters: npt.NDArray[np.int64]
+    notes: Notes
+    _store: WeightStore
     _slot: int
     _sequence: int
 
@@ -67,10 +85,17 @@ class Snapshot:
         for spec in self.layout.tensors:
             yield spec, self.block[spec.offset : spec.offset + spec.nbytes]
 
+    def changed_since(self, base: Identity) -> list[TensorSpec] | None:
+        """The tensors whose bytes differ from those of `base`; None if that is not known."""
+        if self.notes.base is None or Identity(*self.notes.base) != base:
+            return None
+        flags = changes.unpack(self.notes.changed, len(self.layout.tensors))
+        return [spec for spec, changed in zip(self.layout.tensors, flags, strict=True) if changed]
+
     @property
     def still_valid(self) -> bool:
         """False once the writer has begun to overwrite this slot."""
-        return int(self._counters[_sequence_index(self._slot)]) == self._sequence
+        return self._store.sequence(self._slot) == self._sequence
 
     def verify(self) -> None:
         """Raise WeightsCorrupt if anything read from this snapshot may have been overwritten."""
@@ -79,84 +104,133 @@ class Snapshot:
 
 
 class WeightStore:
-    """One writer (`create`), any number of readers (`open`). Not safe for two writers."""
+    """One writer (`create`, `adopt`), any number of readers (`open`). Not safe for two writers."""
 
-    def __init__(self, path: Path, memory: mmap.mmap, layout: Layout, slots_offset: int) -> None:
-        """Use `create` or `open`."""
+    def __init__(self, path: Path, descriptor: int, memory: mmap.mmap) -> None:
+        """Use `create`, `adopt` or `open`."""
+        weakref.finalize(self, os.close, descriptor)
         self.path = path
-        self.layout = layout
-        self._memory = memory
+        self._descriptor = descriptor
+        self._threads = threading.Lock()
+        self._writing: int | None = None
+        magic, version, layout_bytes, self._notes_bytes = _PREFIX.unpack_from(memory, 0)
+        if (magic, version) != (MAGIC, FORMAT):
+            raise WeightsError(f"{path} is not a weight store of format {FORMAT}.")
+        self.layout = decode(memory[PAGE : PAGE + layout_bytes], Layout)
+        notes_at = page_up(PAGE + layout_bytes)
         self._counters = np.frombuffer(memory, np.int64, _COUNTERS, _COUNTERS_OFFSET)
         block = memoryview(memory)
-        starts = (slots_offset, slots_offset + _slot_bytes(layout))
-        self._slots = [block[start : start + layout.total_bytes] for start in starts]
+        self._notes = [block[notes_at + slot * self._notes_bytes :][: self._notes_bytes] for slot in (0, 1)]
+        slot_bytes = page_up(self.layout.total_bytes)
+        slots_at = notes_at + 2 * self._notes_bytes
+        self._slots = [block[slots_at + slot * slot_bytes :][: self.layout.total_bytes] for slot in (0, 1)]
 
     @classmethod
-    def create(cls, path: Path, layout: Layout) -> WeightStore:
-        """Make (or replace) the store at `path`, mode 600, all pages allocated.
+    def create(cls, path: Path, layout: Layout, *, chunks: int = 0) -> WeightStore:
+        """Make (or replace) the store at `path`, mode 600, all pages allocated, with room for notes on `chunks`.
 
-        Raises WeightsError where the file system has no room for two copies of the model.
+        Raises WeightsError where there is no room for two copies of the model.
         """
         described = encode(layout)
-        slots_offset = _page_up(PAGE + len(described))
-        size = slots_offset + 2 * _slot_bytes(layout)
-        memory = _allocate(path, size)
-        _PREFIX.pack_into(memory, 0, MAGIC, FORMAT, len(described))
+        notes_bytes = page_up(PAGE + 8 * chunks + len(layout.tensors))
+        slots_at = page_up(PAGE + len(described)) + 2 * notes_bytes
+        descriptor, memory = allocate(path, slots_at + 2 * page_up(layout.total_bytes))
+        _PREFIX.pack_into(memory, 0, MAGIC, FORMAT, len(described), notes_bytes)
         memory[PAGE : PAGE + len(described)] = described
-        store = cls(path, memory, layout, slots_offset)
-        for slot in (0, 1):
-            store._set_identity(slot, Identity(_NO_VERSION, _NO_VERSION))
-        return store
+        return cls(path, descriptor, memory)
 
     @classmethod
     def open(cls, path: Path) -> WeightStore:
         """Map the store at `path` read-only. Raises WeightsError if there is none."""
+        return cls._map(path, os.O_RDONLY, mmap.ACCESS_READ)
+
+    @classmethod
+    def adopt(cls, path: Path) -> WeightStore:
+        """Go on writing the store that a dead writer left. Raises WeightsError if there is none."""
+        return cls._map(path, os.O_RDWR, mmap.ACCESS_WRITE)
+
+    @classmethod
+    def _map(cls, path: Path, flags: int, access: int) -> WeightStore:
         try:
-            with path.open("rb") as file:
-                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            descriptor = os.open(path, flags)
+            try:
+                memory = mmap.mmap(descriptor, 0, access=access)
+                if len(memory) < PAGE:
+                    raise WeightsError(f"{path} is not a weight store of format {FORMAT}.")
+                return cls(path, os.dup(descriptor), memory)
+            finally:
+                os.close(descriptor)
         except (OSError, ValueError) as error:
             raise WeightsError(f"no weight store can be mapped at {path}: {error}.") from error
-        magic, version, length = _PREFIX.unpack_from(memory, 0)
-        if (magic, version) != (MAGIC, FORMAT):
-            raise WeightsError(f"{path} is not a weight store of format {FORMAT}.")
-        layout = decode(memory[PAGE : PAGE + length], Layout)
-        return cls(path, memory, layout, _page_up(PAGE + length))
 
     @property
     def identity(self) -> Identity | None:
-        """What was committed last; None before the first commit."""
-        identity = self._identity(int(self._counters[0]))
-        return None if identity.version == _NO_VERSION else identity
+        """What was committed last and is whole; None if there is nothing."""
+        with self._header(fcntl.LOCK_SH):
+            whole = [slot for slot in (0, 1) if self._is_whole(slot)]
+            return self._identity(max(whole, key=self._commit_number)) if whole else None
+
+    @property
+    def identities(self) -> set[Identity]:
+        """All that can be read now."""
+        with self._header(fcntl.LOCK_SH):
+            return {self._identity(slot) for slot in (0, 1) if self._is_whole(slot)}
 
     @property
     def commits(self) -> int:
         """How many versions were committed."""
-        return int(self._counters[1])
+        return int(self._counters[0])
 
-    def begin(self) -> memoryview:
-        """The back slot to write into; readers of what it held find their snapshots invalid."""
-        back = 1 - int(self._counters[0])
-        if self._counters[_sequence_index(back)] % 2 == 0:
-            self._counters[_sequence_index(back)] += 1
-        return self._slots[back]
+    def sequence(self, slot: int) -> int:
+        """Moves when the slot begins to be written, and when it is whole."""
+        with self._header(fcntl.LOCK_SH):
+            return int(self._counters[_at(slot, _SEQUENCE)])
 
-    def commit(self, identity: Identity) -> None:
-        """The back slot, now whole, becomes the active one."""
-        back = 1 - int(self._counters[0])
-        if self._counters[_sequence_index(back)] % 2 == 0:
+    def begin(self, sparing: Identity | None = None) -> memoryview:
+        """A slot to write into: the one without the newest version, unless it holds `sparing`.
+
+        Readers of what it held find their snapshots invalid.
+        """
+        with self._header(fcntl.LOCK_EX):
+            slot = self._next_slot(sparing)
+            if self._counters[_at(slot, _SEQUENCE)] % 2 == 0:
+                self._counters[_at(slot, _SEQUENCE)] += 1
+            self._writing = slot
+        return self._slots[slot]
+
+    def next_victim(self) -> Identity | None:
+        """What `begin` would overwrite."""
+        with self._header(fcntl.LOCK_SH):
+            slot = self._next_slot(None)
+            return self._identity(slot) if self._is_whole(slot) else None
+
+    def commit(self, identity: Identity, notes: Notes | None = None) -> None:
+        """The slot that was begun, now whole, becomes the newest."""
+        if self._writing is None:
             raise WeightsError(f"commit of {identity} without begin.")
-        self._set_identity(back, identity)
-        self._counters[_sequence_index(back)] += 1
-        self._counters[0] = back
-        self._counters[1] += 1
+        slot, self._writing = self._writing, None
+        described = encode(notes or Notes())
+        if len(described) > self._notes_bytes:  # other chunks than the store was made for
+            described = encode(Notes())
+        with self._header(fcntl.LOCK_EX):
+            self._counters[0] += 1
+            self._counters[_at(slot, _EPOCH)] = identity.epoch
+            self._counters[_at(slot, _VERSION)] = identity.version
+            self._counters[_at(slot, _COMMIT)] = self._counters[0]
+            self._counters[_at(slot, _NOTES)] = len(described)
+            self._notes[slot][: len(described)] = described
+            self._counters[_at(slot, _SEQUENCE)] += 1
 
     def snapshot(self, identity: Identity) -> Snapshot:
-        """Exactly these weights, in place. Raises WeightsError if the store does not hold them."""
-        for slot in (0, 1):
-            sequence = int(self._counters[_sequence_index(slot)])
-            if sequence % 2 == 0 and self._identity(slot) == identity:
-                return Snapshot(identity, self.layout, self._slots[slot], self._counters, slot, sequence)
-        raise WeightsError(f"{self.path} does not hold {identity}; it was replaced by {self.identity}.")
+        """Exactly these weights, in place. Raises WeightsReplaced if the store does not hold them."""
+        with self._header(fcntl.LOCK_SH):
+            for slot in (0, 1):
+                if self._is_whole(slot) and self._identity(slot) == identity:
+                    sequence = int(self._counters[_at(slot, _SEQUENCE)])
+                    return Snapshot(
+                        identity, self.layout, self._slots[slot], self._read_notes(slot), self, slot, sequence
+                    )
+        raise WeightsReplaced(f"{self.path} does not hold {identity}; it was replaced by {self.identity}.")
 
     def unlink(self) -> None:
         """Remove the file, and the run's folder with its last store; mapped pages live on."""
@@ -165,55 +239,44 @@ class WeightStore:
             with suppress(OSError):  # other stores of the run are still there
                 self.path.parent.rmdir()
 
+    @contextmanager
+    def _header(self, kind: int) -> Iterator[None]:
+        """Hold the store's lock, exclusive to write the header. Raises WaitTimeout."""
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        with self._threads:  # flock does not tell threads apart
+            while True:
+                try:
+                    fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise WaitTimeout(
+                            f"the lock of {self.path}", LOCK_TIMEOUT_S, "Is a process that uses it stopped"
+                        ) from None
+                    time.sleep(_LOCK_RETRY_S)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _next_slot(self, sparing: Identity | None) -> int:
+        if not (self._is_whole(0) and self._is_whole(1)):
+            return 1 if self._is_whole(0) else 0
+        older = min((0, 1), key=self._commit_number)
+        return 1 - older if self._identity(older) == sparing else older
+
+    def _is_whole(self, slot: int) -> bool:
+        return self._commit_number(slot) > 0 and int(self._counters[_at(slot, _SEQUENCE)]) % 2 == 0
+
+    def _commit_number(self, slot: int) -> int:
+        return int(self._counters[_at(slot, _COMMIT)])
+
     def _identity(self, slot: int) -> Identity:
-        at = _sequence_index(slot)
-        return Identity(int(self._counters[at + 1]), int(self._counters[at + 2]))
+        return Identity(int(self._counters[_at(slot, _EPOCH)]), int(self._counters[_at(slot, _VERSION)]))
 
-    def _set_identity(self, slot: int, identity: Identity) -> None:
-        at = _sequence_index(slot)
-        self._counters[at + 1] = identity.epoch
-        self._counters[at + 2] = identity.version
+    def _read_notes(self, slot: int) -> Notes:
+        return decode(bytes(self._notes[slot][: int(self._counters[_at(slot, _NOTES)])]), Notes)
 
 
-def _run_folder(run: str) -> Path:
-    return SHARED_MEMORY / f"async-grpo-{run}"
-
-
-def _sequence_index(slot: int) -> int:
-    return 2 + 3 * slot
-
-
-def _page_up(count: int) -> int:
-    return -(-count // PAGE) * PAGE
-
-
-def _slot_bytes(layout: Layout) -> int:
-    return _page_up(layout.total_bytes)
-
-
-def _allocate(path: Path, size: int) -> mmap.mmap:
-    """A new file of `size` bytes with every page present: the first touch is slow, so it is now."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    _check_room(path, size)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            _check_room(path, size)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _check_room(path: Path, size: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        raise WeightsError(
-            f"a weight store of {size} bytes (2 slots of the whole model) does not fit into {path.parent}: "
-            f"{free} bytes are free, {size - free} too few. Free or enlarge it "
-            "(mount -o remount,size=..., docker run --shm-size=...)."
-        )
+def _at(slot: int, field: int) -> int:
+    return 1 + 5 * slot + field

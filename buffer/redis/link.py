@@ -73,8 +73,8 @@ class Link:
         return await self._persist(do, self._deadline())
 
     async def run(self, script: Script, keys: Sequence[str], *args: object, payloads: Sequence[Payload] = ()) -> Any:
-        """The reply of a script. The payloads are stored in the same transaction: both happen, or neither (a server that
-        was restarted stores the payloads and asks for the script, and gets it at once: nothing refers to them before).
+        """The reply of a script. The payloads are stored in the same transaction: both happen, or neither. (A server
+        that was restarted stores them and asks for the script, which it gets; nothing refers to them before.)
 
         Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
         """

@@ -1,4 +1,9 @@
-"""The trainer's end of the weight plane: copy into shared memory, tell the publisher, go on."""
+"""The trainer's handle: copy into shared memory, tell the publisher process, go on.
+
+publish --Prepare--> process (waits for its encoder, at most encode_wait_s) --Cleared-->
+        copy all tensors into a slot
+        --Publish--> process --Published--> return;  hashing, encoding and the announcement follow
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -18,8 +24,10 @@ import zmq
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
+from async_grpo.weights.keys import keys_for
 from async_grpo.weights.manifest import Identity, Layout, TensorSpec
-from async_grpo.weights.messages import Publish, Published, Ready
+from async_grpo.weights.messages import Cleared, Prepare, Publish, Published, Ready, StatsRequest
+from async_grpo.weights.stats import PublisherStats
 from async_grpo.weights.store import WeightStore, store_path
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import PublisherAddress
@@ -29,6 +37,17 @@ _STOP_TIMEOUT_S = 5.0
 _LIVENESS_MS = 100
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """How long the trainer stood still for one version."""
+
+    stall_s: float
+    waited_s: float
+    """Of it, for the encoding of the version before."""
+    copied_s: float
+    """And for the copy into shared memory (with whatever gathers the tensors)."""
 
 
 class WeightPublisher:
@@ -42,7 +61,8 @@ class WeightPublisher:
     """
 
     def __init__(self, layout: Layout, run: str, epoch: int, config: WeightsConfig) -> None:
-        """Allocate the store and start the process. Raises WeightsError, PublisherLost, WaitTimeout."""
+        """Allocate the store and start the process. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
+        keys_for(config)  # a missing secret is said here, not by a process that ends
         self._epoch = epoch
         self._config = config
         self._newest: int | None = None
@@ -70,27 +90,32 @@ class WeightPublisher:
         """PID of the publisher process."""
         return self._process.pid
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> float:
-        """Copy all tensors and announce `version`; returns the seconds it took.
+    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
+        """Copy all tensors and have `version` published; the announcement follows when it can be served.
 
         `tensors` gives every name of the layout exactly once, in any order, as C-contiguous arrays
         of the layout's dtype and shape, or as raw bytes (uint8, or uint16 for bfloat16, which numpy
-        does not know). When this returns, the announcement is out and the arrays may change.
+        does not know). When this returns the arrays may change.
         Raises WeightsError on arrays that do not fit, PublisherLost if the process has ended and
         WaitTimeout if it does not answer.
         """
         started = time.monotonic()
         if self._newest is not None and version <= self._newest:
             raise WeightsError(f"version {version} was published after version {self._newest}; versions only rise.")
-        self._fill(self._store.begin(), tensors)
+        cleared = self._ask(Prepare(), Cleared, "the publisher to clear a slot")
+        waited_s = time.monotonic() - started
+        self._fill(self._store.begin(Identity(*cleared.spare) if cleared.spare else None), tensors)
         identity = Identity(self._epoch, version)
         self._store.commit(identity)
         self._newest = version
-        waited_for = f"the publisher to announce {identity}"
-        self._wait(zmq.POLLOUT, waited_for, self._config.update_timeout_s)
-        self._control.send(encode(Publish(epoch=self._epoch, version=version)))
-        self._receive(Published, waited_for, self._config.update_timeout_s)
-        return time.monotonic() - started
+        copied_s = time.monotonic() - started - waited_s
+        order = Publish(epoch=self._epoch, version=version, snapshot_s=copied_s)
+        self._ask(order, Published, f"the publisher to take {identity}")
+        return Publication(time.monotonic() - started, waited_s, copied_s)
+
+    def stats(self) -> PublisherStats:
+        """The publisher's counters. Raises PublisherLost, WaitTimeout."""
+        return self._ask(StatsRequest(), PublisherStats, "the publisher's counters")
 
     def close(self) -> None:
         """End the process and remove the store. Safe to call twice."""
@@ -127,15 +152,18 @@ class WeightPublisher:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         options = {
-            "store": self._store.path,
-            "epoch": self._epoch,
-            "bind": self._config.bind,
+            "store": str(self._store.path),
+            "epoch": str(self._epoch),
             "control": f"ipc://{self._control_path}",
-            "chunk-bytes": self._config.chunk_bytes,
-            "heartbeat-s": self._config.heartbeat_s,
+            "config": self._config.model_dump_json(),
         }
-        arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        return subprocess.Popen([sys.executable, "-m", "async_grpo.weights.publisher", *arguments])
+        arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
+        return subprocess.Popen([sys.executable, "-m", "async_grpo.weights.publisher.process", *arguments])
+
+    def _ask(self, order: msgspec.Struct, kind: type[R], waited_for: str) -> R:
+        self._wait(zmq.POLLOUT, waited_for, self._config.update_timeout_s)
+        self._control.send(encode(order))
+        return self._receive(kind, waited_for, self._config.update_timeout_s)
 
     def _receive(self, kind: type[R], waited_for: str, timeout_s: float) -> R:
         self._wait(zmq.POLLIN, waited_for, timeout_s)

@@ -1,0 +1,107 @@
+"""Corrections for tokens that another policy or another engine sampled: a multiplier a token, constant.
+
+Those that reweight (token_tis, seq_tis, icepop) take w = pi_prox / pi_behaviour, the part of the way from the samples
+that the loss's own r does not cover. Those that reject (0 or 1) take rho = pi_theta / pi_behaviour, the whole way. With
+`prox: recompute` both are the same numbers. Rejected tokens stay in every denominator; see `aggregation`.
+
+All but `m2po` look at one sequence at a time, so micro-batches and ranks change nothing. `m2po` must be given the
+tokens of the whole batch: the trainer makes a forward pass over it first, and every rank computes the same mask.
+`ess_lr` is no multiplier: it adds up three sums over micro-batches and ranks, and scales the learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from async_grpo.algorithms.tokens import Tokens, bounded, required
+from async_grpo.config.objective import CorrectionConfig
+
+Correction = Callable[[Tokens, CorrectionConfig], Tensor]
+"""(tokens without gradient, its dials) -> multiplier [N], >= 0. Also the signature of your own."""
+
+
+def token_tis(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """min(w, cap): truncated importance sampling a token, as in arXiv 1802.01561 (IMPALA)."""
+    return tokens.log_w_N.exp().clamp(max=required(dials.cap))
+
+
+def seq_tis(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """min(product of w over the sequence, cap), at each of its tokens."""
+    return tokens.spread(_product(tokens, tokens.log_w_N).clamp(max=required(dials.cap)))
+
+
+def icepop(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """w, but 0 outside [low, high]: IcePop, arXiv 2510.18855."""
+    weight_N = tokens.log_w_N.exp()
+    return weight_N * _within(weight_N, dials)
+
+
+def seq_mis(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """Reject sequences whose product of rho is outside [low, high]: masked importance sampling a sequence."""
+    return tokens.spread(_within(_product(tokens, tokens.log_rho_N), dials))
+
+
+def geo_rs(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """Reject sequences whose exp(mean of log rho) is outside [low, high]: their length has no part in it."""
+    return tokens.spread(_within(tokens.mean(tokens.log_rho_N).exp(), dials))
+
+
+def m2po(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """Reject the tokens of the batch with the largest (log rho)^2 until the mean of the others is below `limit`: M2PO,
+    arXiv 2510.01161. Tokens of equal value go together, so the order of the tokens does not matter."""
+    squares_N = tokens.log_rho_N.double().square()
+    sorted_N = squares_N.sort().values
+    means_N = sorted_N.cumsum(0) / torch.arange(1, len(sorted_N) + 1, dtype=torch.float64, device=sorted_N.device)
+    above_N = sorted_N[means_N >= required(dials.limit)]  # the means rise: one token too many, and all larger ones
+    if len(above_N) == 0:
+        return torch.ones_like(tokens.log_rho_N)
+    return (squares_N < above_N[0]).to(tokens.log_rho_N.dtype)
+
+
+def opsm(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
+    """Reject sequences with A < 0 and mean of -log rho, an estimate of KL(behaviour | theta), above `limit`: off-policy
+    sequence masking, DeepSeek-V3.2, arXiv 2512.02556."""
+    strayed_N = tokens.spread(tokens.mean(-tokens.log_rho_N)) > required(dials.limit)
+    return (~(strayed_N & (tokens.advantages_N < 0))).to(tokens.log_rho_N.dtype)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "token_tis": token_tis,
+    "seq_tis": seq_tis,
+    "icepop": icepop,
+    "seq_mis": seq_mis,
+    "geo_rs": geo_rs,
+    "m2po": m2po,
+    "opsm": opsm,
+}
+"""Multiplier by its name in the configuration."""
+
+
+def ess_sums(tokens: Tokens) -> Tensor:
+    """(sum of w, sum of w^2, count) over the sequences, w = product of rho; float64 [3]. Add them up over micro-batches
+    and ranks, then take `ess_scale`."""
+    present_M = tokens.sum(torch.ones_like(tokens.log_rho_N)) > 0
+    weight_M = _product(tokens, tokens.log_rho_N).double() * present_M
+    return torch.stack([weight_M.sum(), weight_M.square().sum(), present_M.sum().double()])
+
+
+def ess_scale(weights: float, squares: float, sequences: float) -> float:
+    """sqrt(ESS / B), ESS = (sum w)^2 / sum w^2 over the B sequences of the batch: VCPO, arXiv 2602.17616.
+
+    In (0, 1]; 1 for a batch on which nothing is trained. It scales the learning rate, because Adam would undo a scaled
+    gradient.
+    """
+    return math.sqrt(weights**2 / (squares * sequences)) if squares and sequences else 1.0
+
+
+def _product(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
+    return bounded(tokens.sum(log_ratio_N)).exp()
+
+
+def _within(ratio: Tensor, dials: CorrectionConfig) -> Tensor:
+    """1 inside [low, high], 0 outside and for NaN."""
+    return ((ratio >= required(dials.low)) & (ratio <= required(dials.high))).to(ratio.dtype)

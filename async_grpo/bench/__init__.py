@@ -1,0 +1,8 @@
+"""Benches: each measures figures together with their baselines in the same run.
+
+A bench is a module (or package) here with
+
+    async def measure(progress: Progress, *, quick: bool, ...) -> list[Figure]
+
+and a command of two lines in `async_grpo/cli/bench.py`.
+"""

@@ -1,0 +1,94 @@
+"""Measured figures: as a table for people, as JSON for machines, with the machine they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value and the baseline of the same run. `ratio` is value to baseline: of the medians, or, where
+    both were measured in pairs, the median of the pairs' ratios."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float | None = None
+    baseline_name: str = ""
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where and when: figures of different machines, or of a busy one, do not compare."""
+
+    cpu: str
+    cores: int
+    python: str
+    date: str
+    load: float
+    """Load average of the last minute, taken before the bench."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, now."""
+        return cls(
+            cpu=_cpu_model(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            python=platform.python_version(),
+            date=time.strftime("%Y-%m-%d %H:%M:%S%z"),
+            load=round(os.getloadavg()[0], 2),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.cores} cores, load {self.load:g}, Python {self.python}, {self.date}"
+
+
+def table(title: str, figures: Sequence[Figure], machine: Machine) -> Table:
+    """One figure a row, the machine below."""
+    view = Table(title=Text(title), caption=Text(str(machine)), caption_justify="left")
+    view.add_column("figure")
+    for column in ("value", "baseline", "ratio"):
+        view.add_column(column, justify="right")
+    view.add_column("baseline is")
+    for figure in figures:
+        view.add_row(
+            Text(figure.name),
+            f"{_short(figure.value)} {figure.unit}",
+            "" if figure.baseline is None else f"{_short(figure.baseline)} {figure.unit}",
+            "" if figure.ratio is None else f"{figure.ratio:.2f}",
+            Text(figure.baseline_name),
+        )
+    return view
+
+
+def write(path: Path, figures: Sequence[Figure], machine: Machine) -> None:
+    """`{"figures": [...], "cpu": ..., "cores": ..., "python": ..., "date": ..., "load": ...}`."""
+    content = {"figures": [asdict(figure) for figure in figures], **asdict(machine)}
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _short(value: float) -> str:
+    """Three significant digits, and whole numbers with separators."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _cpu_model() -> str:
+    """Of the first core; the architecture where the kernel does not say."""
+    try:
+        lines = _CPU_FACTS.read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,84 @@
+"""The bench of the rollout server on a real engine.
+
+    one engine <-- the whole server   tickets from a real Valkey, rewards from real processes, groups back into it
+               <-- bare vLLM          the same requests from a plain loop (`rollout_server.engines.bare`)
+
+- overhead   of the whole server: tokens a second beside bare vLLM, with a model that keeps the engine busy, and
+             with one of the quickstart's size, whose tokens cost Python more than the engine
+- dispatch   where lengths differ much: completions that start as slots become free, beside waves
+
+The weights stand still and nothing is evaluated; what updates cost is a figure of its own. Figures of one
+invocation compare; those of two machines, or of a busy one, do not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rich.progress import Progress
+
+from async_grpo.bench.figures import Figure
+from async_grpo.bench.rollout.pairs import in_pairs
+from async_grpo.bench.rollout.report import dispatch, overhead
+from async_grpo.bench.rollout.stage import open_stage
+from async_grpo.bench.rollout.work import LogNormal, Uniform, Work
+from async_grpo.bench.server import bench_server
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.telemetry.log import configure_logging
+from rollout_server.bench.moving_weights import ModelSize
+
+LARGE = ModelSize(hidden_size=640, layers=12, heads=10, kv_heads=2, intermediate_size=1792, vocab_size=4096)
+"""56 million parameters."""
+TINY = ModelSize(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=384, vocab_size=32)
+"""As the quickstart's."""
+PAIRS = 3
+
+
+STEADY = Work(groups=32, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(64, 192))
+UNEVEN = Work(groups=32, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(48, 1.0, 512))
+SHORT = Work(groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8)
+"""As the quickstart's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A model, and the work that is measured with it; `uneven` is for dispatch beside waves."""
+
+    size: ModelSize
+    even: Work
+    uneven: Work | None = None
+
+
+FULL = (Scene(LARGE, STEADY, UNEVEN), Scene(TINY, SHORT))
+QUICK = (
+    Scene(
+        TINY, replace(SHORT, groups=16, lengths=Uniform(4, 8)), replace(UNEVEN, groups=8, lengths=LogNormal(8, 1.0, 64))
+    ),
+)
+
+
+async def measure(progress: Progress, *, quick: bool) -> list[Figure]:
+    """All figures; `quick` only shows that the bench works, and has the tiny model only."""
+    configure_logging("bench")
+    figures: list[Figure] = []
+    with bench_server(None) as redis:
+        for scene in QUICK if quick else FULL:
+            figures += await _measure(scene, redis, 1 if quick else PAIRS, progress)
+    return [*figures, Figure("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes")]
+
+
+async def _measure(scene: Scene, redis: RedisConfig, count: int, progress: Progress) -> list[Figure]:
+    def steps(what: str) -> Callable[[], None]:
+        task = progress.add_task(what, total=count)
+        return lambda: progress.advance(task)
+
+    works = [work for work in (scene.even, scene.uneven) if work is not None]
+    async with open_stage(scene.size, redis, longest=max(work.longest for work in works)) as stage:
+        pairs = await in_pairs(stage.whole, stage.bare, scene.even, count, steps(f"whole server, {stage.policy}"))
+        figures = overhead(stage.policy, scene.even, pairs)
+        if scene.uneven is not None:
+            pairs = await in_pairs(stage.whole, stage.waves, scene.uneven, count, steps(f"dispatch, {stage.policy}"))
+            figures += dispatch(stage.policy, scene.uneven, pairs)
+    return figures

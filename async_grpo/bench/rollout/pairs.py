@@ -1,0 +1,80 @@
+"""Rounds of two feeders in turn, so that the noise of the machine cancels.
+
+    whole, baseline | baseline, whole | whole, baseline | ...     ratio of each pair, and of these the median
+
+What slows the machine down for a while slows down both rounds of a pair; the order alternates, so that
+being second favours neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+from async_grpo.bench.rollout.work import Work
+
+Feeder = Callable[[Work], Awaitable[list[int]]]
+"""Has a round's work done; returns the tokens of every completion, in the order of the requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round took, on the clock and of this process's CPU time."""
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole round, its start and its end included."""
+        return self.tokens / self.seconds
+
+    @property
+    def cpu_us_per_token(self) -> float:
+        """Of the feeding process; the engine has its own."""
+        return 1e6 * self.cpu_s / self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Rounds of the whole server and of its baseline, pair by pair; each did the same work."""
+
+    whole: list[Round]
+    baseline: list[Round]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Speed of the whole to that of the baseline, ascending."""
+        return sorted(a.tokens_per_s / b.tokens_per_s for a, b in zip(self.whole, self.baseline, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """The median of the pairs' ratios."""
+        return median(self.ratios)
+
+
+async def in_pairs(whole: Feeder, baseline: Feeder, work: Work, count: int, step: Callable[[], None]) -> Pairs:
+    """`count` pairs, after a short round of each that warms up; `step` is called after every pair.
+
+    Raises EngineError if a round did not make exactly the tokens of `work`.
+    """
+    for feeder in (whole, baseline):
+        await one_round(feeder, replace(work, groups=work.groups_per_step))
+    pairs = Pairs([], [])
+    for number in range(count):
+        turns = [(whole, pairs.whole), (baseline, pairs.baseline)]
+        for feeder, rounds in turns if number % 2 == 0 else reversed(turns):
+            rounds.append(await one_round(feeder, work))
+        step()
+    return pairs
+
+
+async def one_round(feeder: Feeder, work: Work) -> Round:
+    """The work, done and checked."""
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    tokens = await feeder(work)
+    seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    return Round(work.check(tokens), seconds, cpu_s)

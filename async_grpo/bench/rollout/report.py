@@ -1,0 +1,47 @@
+"""Figures of pairs of rounds."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from async_grpo.bench.figures import Figure
+from async_grpo.bench.rollout.pairs import Pairs, Round
+from async_grpo.bench.rollout.work import Work
+
+BARE = "bare AsyncLLM, same requests"
+WAVES = "bare AsyncLLM in waves, same requests"
+
+
+def overhead(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
+    """Of the whole server: its speed beside that of bare vLLM, and what it costs in Python."""
+    name = f"whole server, {policy}, {work.concurrency} in flight"
+    used, used_by_bare = _cpu_us(pairs.whole), _cpu_us(pairs.baseline)
+    return [
+        *_speed(f"{name}, {work.lengths}", BARE, pairs),
+        Figure("its process's CPU time", used, "us/token", used_by_bare, BARE, used / used_by_bare),
+    ]
+
+
+def dispatch(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
+    """What it is worth to start a completion whenever a slot is free."""
+    name = f"continuous dispatch (whole server), {policy}, {work.concurrency} in flight, {work.lengths}"
+    return _speed(name, WAVES, pairs)
+
+
+def _speed(name: str, baseline: str, pairs: Pairs) -> list[Figure]:
+    speed, speed_of_baseline = _tokens_per_s(pairs.whole), _tokens_per_s(pairs.baseline)
+    count, tokens = len(pairs.ratios), pairs.whole[0].tokens
+    return [
+        Figure(name, speed, "tokens/s", speed_of_baseline, baseline, pairs.ratio),
+        Figure(f"lowest of its {count} ratios", pairs.ratios[0], "x"),
+        Figure(f"highest of its {count} ratios", pairs.ratios[-1], "x"),
+        Figure("tokens of each round", tokens, "tokens", pairs.baseline[0].tokens, "the same, asserted"),
+    ]
+
+
+def _tokens_per_s(rounds: list[Round]) -> float:
+    return median(one.tokens_per_s for one in rounds)
+
+
+def _cpu_us(rounds: list[Round]) -> float:
+    return median(one.cpu_us_per_token for one in rounds)

@@ -1,0 +1,113 @@
+"""What is there once and used by all rounds: a model, its engine, a reward pool.
+
+Stage.whole   rounds through the whole server   --+
+Stage.bare    rounds of the plain loop          --+--> one engine
+Stage.waves   rounds of waves                   --+
+"""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from async_grpo.bench.rollout.whole_server import Surroundings, through_the_server
+from async_grpo.bench.rollout.work import Lengths, Work
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.config.model import Precision
+from async_grpo.config.rewards import RewardsConfig
+from async_grpo.config.rollout import VllmConfig
+from async_grpo.data.source import Tokenizer, load_tokenizer
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.weights.store import remove_stores, store_path
+from rollout_server.bench.moving_weights import ModelSize, MovingWeights
+from rollout_server.engines import bare
+from rollout_server.engines.protocol import Generation, GenerationRequest
+from rollout_server.engines.vllm_engine import VllmEngine
+
+PRECISION: Precision = "bfloat16"
+
+
+class DrawnLengths(VllmEngine):
+    """vLLM that ends every completion at the length that was drawn for its seed."""
+
+    lengths: Lengths
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """As `VllmEngine.generate`, with another max_tokens."""
+        assert request.seed is not None
+        return await super().generate(replace(request, max_tokens=self.lengths.of(request.seed)))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A started engine that has its first weights."""
+
+    engine: DrawnLengths
+    around: Surroundings
+    parameters: int
+
+    @property
+    def policy(self) -> str:
+        """The model, in words."""
+        return f"{self.parameters / 1e6:.3g}M parameters"
+
+    async def whole(self, work: Work) -> list[int]:
+        """A round through the whole server."""
+        self.engine.lengths = work.lengths
+        return await through_the_server(self.around, work)
+
+    async def bare(self, work: Work) -> list[int]:
+        """A round of bare vLLM, its slots always full."""
+        requests = work.requests(self.around.vocabulary)
+        return await bare.continuous(self.engine.async_llm, requests, work.concurrency)
+
+    async def waves(self, work: Work) -> list[int]:
+        """A round of bare vLLM in waves."""
+        requests = work.requests(self.around.vocabulary)
+        return await bare.waves(self.engine.async_llm, requests, work.concurrency)
+
+
+@asynccontextmanager
+async def open_stage(size: ModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[Stage]:
+    """A random model of that size, for sequences of up to `longest` tokens. Raises EngineError,
+    DependencyError."""
+    run = f"bench-{uuid.uuid4().hex}"
+    config = VllmConfig(max_model_len=longest)
+    try:
+        with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
+            model = Path(folder) / "model"
+            weights = MovingWeights(size, model, store_path(run, "weights"), seed=1)
+            tokenizer = _number_words(model, size.vocab_size)
+            engine = DrawnLengths(model, config, precision=PRECISION, seed=1, name="bench")
+            async with RewardPool(RewardsConfig()) as pool:
+                around = Surroundings(model, Path(folder), engine, pool, tokenizer, size.vocab_size, redis)
+                try:
+                    await _start(engine, weights)
+                    yield Stage(engine, around, weights.parameters)
+                finally:
+                    await engine.aclose()
+    finally:
+        remove_stores(run)
+
+
+async def _start(engine: DrawnLengths, weights: MovingWeights) -> None:
+    """With version 0 of the weights, which the tickets ask for."""
+    await engine.start()
+    first = weights.step()
+    await engine.update_weights(weights.store.path, epoch=first.epoch, version=first.version, interruption="keep")
+
+
+def _number_words(model: Path, size: int) -> Tokenizer:
+    """A tokenizer whose tokens are numbers, in the model's folder; every id has a text."""
+    from tokenizers import Tokenizer as Words
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Words(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(model)
+    return load_tokenizer(model)

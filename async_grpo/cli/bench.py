@@ -1,0 +1,66 @@
+"""`async-grpo bench`: measured figures, each with its baseline from the same run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from async_grpo.cli.exits import exit_with
+
+app = typer.Typer(
+    help="Measure this installation: each figure comes with its baseline from the same run.", no_args_is_help=True
+)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here, too.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Only show that the bench works; the figures mean little.")]
+
+
+@app.command()
+def buffer(
+    json_file: JsonFile = None,
+    quick: Quick = False,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Of a server; else one of its own is started.")] = None,
+) -> None:
+    """The replay buffer: throughput and latency against a plain list, cost of a transition when it is full.
+
+    Groups of 8 samples, 276 KB, go from producer processes to a consumer process. Takes about three minutes.
+    """
+    _measure("buffer", json_file, quick=quick, url=url)
+
+
+@app.command()
+def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
+    """A rollout server: tokens a second beside bare vLLM on the same engine, and beside dispatch in waves.
+
+    On random models of 56 million and of half a million parameters. Takes about seven minutes.
+    """
+    _measure("rollout", json_file, quick=quick)
+
+
+def _measure(name: str, json_file: Path | None, **options: Any) -> None:
+    """Run `measure` of async_grpo.bench.NAME, which is only imported now; print its figures, and write them."""
+    import uvloop
+
+    from async_grpo.bench.figures import Machine, table, write
+
+    def work() -> int:
+        machine = Machine.here()
+        with _progress() as progress:
+            figures = uvloop.run(import_module(f"async_grpo.bench.{name}").measure(progress, **options))
+        Console().print(table(f"async-grpo bench {name}", figures, machine))
+        if json_file is not None:
+            write(json_file, figures, machine)
+        return 0
+
+    exit_with(work)
+
+
+def _progress() -> Progress:
+    """On standard error, so that the table can be piped."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))

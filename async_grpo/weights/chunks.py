@@ -1,0 +1,94 @@
+"""The block of all tensors, cut into the pieces that travel.
+
+    tensors   | a: bf16 | b: bf16      | c: fp32 | d: fp8 |
+    chunks    |   0   |   1   |   2    |    3    |   4    |
+
+Both sides cut the same layout in the same way, so a chunk is named by its number. A chunk never mixes
+items of different sizes, because a patch counts in items; otherwise chunks are as long as allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from async_grpo.errors import WeightsCorrupt
+from async_grpo.weights.manifest import Layout, Manifest, item_bytes_of
+
+Hashes = npt.NDArray[np.uint64]
+_HASH_DTYPE = np.dtype("<u8")
+
+
+class Chunk(NamedTuple):
+    """Bytes [start, stop) of the block, items of `item_bytes`."""
+
+    start: int
+    stop: int
+    item_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.stop - self.start
+
+    def of(self, block: memoryview) -> memoryview:
+        """These bytes of `block`, in place."""
+        return block[self.start : self.stop]
+
+
+def cut(layout: Layout, chunk_bytes: int) -> list[Chunk]:
+    """Chunks of at most `chunk_bytes` that cover the block, each with items of one size.
+
+    >>> from async_grpo.weights.manifest import layout_of
+    >>> [tuple(chunk) for chunk in cut(layout_of([("a", "bfloat16", [64]), ("b", "float32", [16])]), 64)]
+    [(0, 64, 2), (64, 128, 2), (128, 192, 4)]
+    """
+    chunks: list[Chunk] = []
+    for start, stop, item_bytes in _runs(layout):
+        bounds = [*range(start, stop, chunk_bytes), stop]
+        chunks += [Chunk(*pair, item_bytes) for pair in pairwise(bounds)]
+    return chunks
+
+
+def hash_chunk(chunk: memoryview) -> int:
+    """xxh3_64 of a chunk."""
+    return xxhash.xxh3_64_intdigest(chunk)
+
+
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """As a manifest carries them."""
+    return np.asarray(hashes, _HASH_DTYPE).tobytes()
+
+
+def hashes_of(manifest: Manifest, chunks: Sequence[Chunk]) -> Hashes:
+    """Raises WeightsCorrupt unless there is one for every chunk."""
+    hashes = np.frombuffer(manifest.hashes, _HASH_DTYPE)
+    if len(hashes) != len(chunks):
+        raise WeightsCorrupt(
+            f"the manifest of {manifest.identity} has {len(hashes)} chunk hashes, {manifest.layout.total_bytes} bytes "
+            f"in chunks of {manifest.chunk_bytes} need {len(chunks)}."
+        )
+    return hashes
+
+
+def digest(hashes: bytes) -> bytes:
+    """Stands for all bytes of a version: equal only if every chunk hash is."""
+    return xxhash.xxh3_128_digest(hashes)
+
+
+def _runs(layout: Layout) -> list[tuple[int, int, int]]:
+    """(start, stop, item bytes) of neighbouring tensors whose items have one size."""
+    runs: list[tuple[int, int, int]] = []
+    ends = [spec.offset for spec in layout.tensors[1:]] + [layout.total_bytes]
+    for spec, end in zip(layout.tensors, ends, strict=True):
+        item_bytes = item_bytes_of(spec)
+        if runs and runs[-1][2] == item_bytes:
+            runs[-1] = (runs[-1][0], end, item_bytes)
+        elif end > spec.offset:
+            runs.append((spec.offset, end, item_bytes))
+    return runs

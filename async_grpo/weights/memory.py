@@ -1,0 +1,81 @@
+"""Files in shared memory: where they lie, and room for them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from async_grpo.errors import WeightsError
+
+SHARED_MEMORY = Path("/dev/shm")
+PAGE = 4096
+_MEMINFO = Path("/proc/meminfo")
+
+
+def run_folder(run: str) -> Path:
+    """Everything of a run that lies in shared memory."""
+    return SHARED_MEMORY / f"async-grpo-{run}"
+
+
+def store_path(run: str, name: str) -> Path:
+    """Where the store `name` of a run lies."""
+    return run_folder(run) / f"{name}.weights"
+
+
+def remove_stores(run: str) -> None:
+    """Remove whatever stores of `run` are left; processes that still map them keep their pages."""
+    shutil.rmtree(run_folder(run), ignore_errors=True)
+
+
+def page_up(count: int) -> int:
+    """The next multiple of a page."""
+    return -(-count // PAGE) * PAGE
+
+
+def allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
+    """A new file of `size` bytes, its descriptor and its memory, with every page present: the first touch is
+    slow, so it is now. Raises WeightsError, with the arithmetic, where there is no room."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    check_room(path, size)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return descriptor, mmap.mmap(descriptor, size, flags=flags)
+    except BaseException as error:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            check_room(path, size)
+        raise
+
+
+def check_room(path: Path, size: int) -> None:
+    """Raise WeightsError if the file system, or the memory behind it, cannot take `size` bytes more."""
+    free = shutil.disk_usage(path.parent).free
+    if free < size:
+        raise WeightsError(
+            f"a weight store of {size} bytes (2 slots of the whole model) does not fit into {path.parent}: "
+            f"{free} bytes are free, {size - free} too few. Free or enlarge it "
+            "(mount -o remount,size=..., docker run --shm-size=...)."
+        )
+    available = _available_bytes()
+    if available is not None and available < size:
+        raise WeightsError(
+            f"a weight store of {size} bytes (2 slots of the whole model) does not fit into memory: {available} bytes "
+            f"are available, {size - available} too few. Free memory, or use a machine with more: pages of "
+            f"{path.parent} cannot be given back while they are in use."
+        )
+
+
+def _available_bytes() -> int | None:
+    with suppress(OSError):
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,126 @@
+"""Sockets of the weight plane: bound, connected, encrypted, and who was refused.
+
+A guarded process answers ZMQ's authentication requests (ZAP) itself: only the clients' key of this
+run is let in. Peers that fail before that, with other keys or none, show up as failed handshakes.
+Both are logged, at most once in `REPORT_EVERY_S`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import structlog
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from async_grpo.weights.keys import Keys
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+HEARTBEATS_OF_SILENCE = 4
+"""Who was not heard for this many heartbeats is taken for lost."""
+
+REPORT_EVERY_S = 10.0
+HEARTBEAT_MS = 500
+HEARTBEAT_TIMEOUT_MS = 4 * HEARTBEAT_MS
+_WILDCARDS = ("0.0.0.0", "*")
+_LOOPBACKS = ("127.", "localhost")
+_DOMAIN = b"weights"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+log = structlog.get_logger()
+
+
+def listen(listener: Socket, bind: str, port_offset: int, keys: Keys | None) -> str:
+    """Bind to the given port (0: any free one; otherwise plus the offset) and say where others reach it:
+    a wildcard host is announced as this machine's name."""
+    _set_common(listener)
+    if keys is not None:
+        listener.curve_server = True
+        listener.curve_secretkey = keys.server_secret
+        listener.zap_domain = _DOMAIN
+    host, port = bind.removeprefix("tcp://").rsplit(":", 1)
+    listener.bind(f"tcp://{host}:{int(port) + port_offset if int(port) else '*'}")
+    real_port = listener.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
+    return f"tcp://{socket.gethostname() if host in _WILDCARDS else host}:{real_port}"
+
+
+def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: Keys | None) -> None:
+    """Connect in the background; a message above the limit ends the connection."""
+    _set_common(client)
+    client.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    client.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if keys is not None:
+        client.curve_serverkey = keys.server_public
+        client.curve_publickey = keys.client_public
+        client.curve_secretkey = keys.client_secret
+    client.connect(endpoint)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Only this machine can reach it."""
+    return endpoint.removeprefix("tcp://").startswith(_LOOPBACKS)
+
+
+class Guard:
+    """Lets only this run's clients in, and counts whom it refused. Without keys it has nothing to do."""
+
+    def __init__(self, context: Context, keys: Keys | None) -> None:
+        """Make it before the sockets that it guards are bound."""
+        self.refused = 0
+        self._reported = 0
+        self._reported_s = -REPORT_EVERY_S
+        self._allowed = z85.decode(keys.client_public) if keys else b""
+        self._zap: Socket | None = None
+        self._monitors: list[Socket] = []
+        if keys is not None:
+            self._zap = context.socket(zmq.REP)
+            self._zap.bind(_ZAP_ENDPOINT)
+
+    def watch(self, listener: Socket) -> None:
+        """Notice failed handshakes of this socket."""
+        if self._zap is not None:
+            self._monitors.append(listener.get_monitor_socket(_REFUSALS))
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """To be polled; hand those that are readable to `handle`."""
+        return [*self._monitors, *([self._zap] if self._zap is not None else [])]
+
+    def handle(self, ready: Socket) -> None:
+        """Answer one authentication request, or count one failed handshake."""
+        if ready is self._zap:
+            self._authenticate(ready)
+        else:
+            event = recv_monitor_message(ready)
+            self._refuse(f"handshake failed ({zmq.Event(event['event']).name})", event["endpoint"].decode())
+
+    def _authenticate(self, zap: Socket) -> None:
+        version, request, _domain, address, _identity, mechanism, *credentials = zap.recv_multipart()
+        allowed = mechanism == b"CURVE" and credentials == [self._allowed]
+        if not allowed:
+            self._refuse("the key is not of this run", address.decode())
+        status = [b"200", b"OK"] if allowed else [b"400", b"refused"]
+        zap.send_multipart([version, request, *status, b"weights", b""])
+
+    def _refuse(self, reason: str, address: str) -> None:
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._reported_s >= REPORT_EVERY_S:
+            log.warning(
+                "a peer was refused: is ASYNC_GRPO_WEIGHTS_SECRET the same everywhere?",
+                reason=reason,
+                address=address,
+                refused=self.refused - self._reported,
+            )
+            self._reported, self._reported_s = self.refused, now
+
+
+def _set_common(made: Socket) -> None:
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

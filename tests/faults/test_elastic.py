@@ -1,0 +1,139 @@
+"""Rollout servers die, join and leave in the middle of a real run, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_grpo.config import RunConfig
+from async_grpo.wire import Group, Partial, decode
+from async_grpo.wire.board import ServerBeat
+from buffer import connect_board, make_client
+from buffer.redis.keys import Keys
+from tests.support.whole_run import WholeRun, check_books
+
+STEPS = 8
+LONG = 200
+PROGRESS = ("rollout.progress_interval_s=0.3", "rollout.lease_s=3")
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., WholeRun]]:
+    """Starts a run with the given overrides."""
+    started: list[WholeRun] = []
+
+    def started_with(*overrides: str) -> WholeRun:
+        whole = WholeRun(tmp_path, steps=STEPS, max_tokens=LONG, overrides=overrides)
+        started.append(whole)
+        whole.start()
+        return whole
+
+    yield started_with
+    for whole in started:
+        whole.close()
+
+
+@asynccontextmanager
+async def server_of(config: RunConfig) -> AsyncIterator[Any]:
+    client = make_client(config.redis, config.name)
+    yield client
+    await client.aclose()
+
+
+async def stored_partials(config: RunConfig) -> dict[int, Partial]:
+    async with server_of(config) as client:
+        names = [name async for name in client.scan_iter(match=Keys(config.name).of("partial:*"), count=1000)]
+        payloads = {int(name.rpartition(b":")[2]): await client.get(name) for name in names}
+        return {seq: decode(payload, Partial) for seq, payload in payloads.items() if payload}
+
+
+async def finished_groups(config: RunConfig, seqs: set[int]) -> dict[int, Group]:
+    """Each of them, caught before the next checkpoint forgets it."""
+    groups: dict[int, Group] = {}
+    async with server_of(config) as client, asyncio.timeout(120):
+        while seqs - groups.keys():
+            for seq in seqs - groups.keys():
+                if payload := await client.get(Keys(config.name).of(f"group:{seq}")):
+                    groups[seq] = decode(payload, Group)
+            await asyncio.sleep(0.02)
+    return groups
+
+
+async def beats(config: RunConfig) -> list[ServerBeat]:
+    board = await connect_board(config.redis, config.name)
+    try:
+        return await board.servers()
+    finally:
+        await board.aclose()
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.1)
+
+
+def servers_of(run: WholeRun) -> list[psutil.Process]:
+    return [process for process in run.family() if "rollout_server.main" in " ".join(process.cmdline())]
+
+
+def begins_with(group: Group, partial: Partial) -> bool:
+    """Whether every stored token, with its log-probability, is where it was."""
+    pairs = zip(group.samples, partial.samples, strict=True)
+    return all(
+        stored is None or (whole.tokens.startswith(stored.tokens) and whole.logprobs.startswith(stored.logprobs))
+        for whole, stored in pairs
+    )
+
+
+def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_prefixes(
+    start: Callable[..., WholeRun],
+) -> None:
+    run = start("rollout.servers=2", *PROGRESS)
+    run.wait_for_step(2)
+    config = run.roles_config()
+    until(lambda: len(asyncio.run(stored_partials(config))) >= 4, "partials")
+    victim = servers_of(run)[-1]
+    victim.kill()
+    partials = asyncio.run(stored_partials(config))
+    groups = asyncio.run(finished_groups(config, set(partials)))
+    assert all(begins_with(groups[seq], partial) for seq, partial in partials.items())
+    resumed = {seq: partials[seq] for seq in partials if groups[seq].attempt > partials[seq].attempt}
+    assert resumed
+    kept = sum(sample.length for partial in resumed.values() for sample in partial.samples if sample)
+    whole = sum(sample.length for seq in resumed for sample in groups[seq].samples)
+    print(f"{len(resumed)} groups resumed from {kept} stored tokens of {whole}: {kept / whole:.0%} were not made again")
+    assert run.wait(400) == 0, run.printed[-3000:]
+    check_books(run.summary(), steps=STEPS)
+
+
+def test_a_server_joins_and_another_leaves_and_the_run_never_stops(start: Callable[..., WholeRun]) -> None:
+    run = start(*PROGRESS)
+    run.wait_for_step(1)
+    config = run.roles_config()
+    joined = run.join("extra")
+    try:
+        until(lambda: "extra" in [beat.name for beat in asyncio.run(beats(config))], "second server")
+        newest = max(row["step"] for row in run.steps())
+        assert next(beat for beat in asyncio.run(beats(config)) if beat.name == "extra").version >= newest - 2
+        run.wait_for_step(newest + 2)
+        joined.send_signal(signal.SIGTERM)
+        assert joined.wait(60) == 0, (run.folder / "extra.log").read_text()[-3000:]
+    finally:
+        joined.kill()
+    assert run.wait(400) == 0, run.printed[-3000:]
+    assert "restart" not in run.printed
+    check_books(run.summary(), steps=STEPS)
+    samples = "".join(path.read_text() for path in (run.run_dir / "samples").glob("*.jsonl"))
+    assert '"extra"' in samples or (run.run_dir / "samples" / "extra.jsonl").exists()
