@@ -82,7 +82,8 @@ class RolloutServer:
         """Somebody has drained this server: what is in flight has ended, but for completions over HTTP."""
         evaluation.cancel()
         if self._front is not None:
-            await self._front.finish(self._cast.config.rollout.http.drain_timeout_s)
+            in_a_hurry = self._dispatcher.admission.hurry.is_set()
+            await self._front.finish(0 if in_a_hurry else self._cast.config.rollout.http.drain_timeout_s)
 
     async def _finish(self, evaluation: asyncio.Task[None]) -> None:
         """After the run has ended: the final weights are on their way, or here."""

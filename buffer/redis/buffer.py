@@ -10,7 +10,7 @@ the trainer calls it; so each call may be repeated after a lost reply. Deadlines
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -173,10 +173,7 @@ class RedisBuffer:
         if status != b"ok":
             return _not_yet(status, rest)
         epoch, lease_ms, *leases = rest
-        seqs = leases[0::3]
-        tasks = await self._link.fetch(self._keys.payloads("task", seqs))
-        partials = await self._link.fetch(self._keys.payloads("partial", seqs))
-        tickets = [
+        return [
             Ticket(
                 seq=seq,
                 task=decode(task, Task),
@@ -187,12 +184,8 @@ class RedisBuffer:
                 lease_s=lease_ms / 1000,
                 partial=decode(partial, Partial) if partial is not None else None,
             )
-            for seq, attempt, version, task, partial in zip(
-                seqs, leases[1::3], leases[2::3], tasks, partials, strict=True
-            )
-            if task is not None  # gone: this lease has expired meanwhile, and another holder has finished
+            for seq, attempt, version, task, partial in _batched(leases, 5)
         ]
-        return tickets or NotYet(0.0)
 
     async def _try_take(self, epoch: int, version: int) -> Batch | NotYet:
         status, *rest = reply = await self._script("take", epoch, version)
@@ -225,6 +218,11 @@ def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
         *(rate.min_size, rate.samples_per_insert, rate.min_diff, rate.max_diff),
         *(policy.max_uses, policy.seed % (2**31 - 1)),
     )
+
+
+def _batched(values: list[Any], size: int) -> Iterator[list[Any]]:
+    """So many at a time."""
+    return (values[start : start + size] for start in range(0, len(values), size))
 
 
 def _mapping(book: list[bytes]) -> dict[str, str]:

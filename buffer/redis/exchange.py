@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ExecAbortError, ResponseError
 
-Command = Sequence[object]
+LARGE = 1 << 14
+"""Values from this size on, in bytes, are handed to the socket as they are instead of being copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command whose first `head_size` parts were packed before: those of a script and its keys never change."""
+
+    head: bytes
+    head_size: int
+    arguments: Sequence[object]
+
+
+Command = Sequence[object] | Call
+
+
+@lru_cache(maxsize=256)
+def script_head(digest: str, keys: tuple[str, ...]) -> tuple[bytes, int]:
+    """EVALSHA up to its last key, packed, and of how many parts that is."""
+    parts = ("EVALSHA", digest, len(keys), *keys)
+    return b"".join(_parts(parts)), len(parts)
 
 
 @asynccontextmanager
@@ -20,14 +42,16 @@ async def one_connection(client: Redis) -> AsyncIterator[Any]:
     connection = await client.connection_pool.get_connection()
     try:
         yield connection
-    finally:
+    except BaseException:
         # Shielded: a second cancellation may not keep it from the pool.
         await asyncio.shield(client.connection_pool.release(connection))
+        raise
+    await client.connection_pool.release(connection)
 
 
 async def exchange(connection: Any, *commands: Command) -> list[Any]:
     """The replies to commands that are sent at once. Raises the first error, once all replies are read."""
-    await connection.send_packed_command(connection.pack_commands(commands))
+    await connection.send_packed_command(pack(commands))
     replies = [await _reply(connection) for _ in commands]
     _raise_first(replies)
     return replies
@@ -38,6 +62,33 @@ async def transact(connection: Any, commands: Sequence[Command]) -> list[Any]:
     *_, replies = await exchange(connection, ("MULTI",), *commands, ("EXEC",))
     _raise_first(replies)
     return list(replies)
+
+
+def pack(commands: Sequence[Command]) -> list[bytes]:
+    """In the protocol of Redis (RESP 2, https://redis.io/docs/latest/develop/reference/protocol-spec), by hand:
+    redis-py packs every part of every command anew, which took longer than the server took for a script."""
+    chunks: list[bytes] = []
+    small: list[bytes] = []
+    for command in commands:
+        head, size, arguments = (
+            (command.head, command.head_size, command.arguments) if isinstance(command, Call) else (b"", 0, command)
+        )
+        small += [b"*%d\r\n" % (size + len(arguments)), head]
+        for part in _parts(arguments):
+            if len(part) < LARGE:
+                small.append(part)
+            else:
+                chunks += [b"".join(small), part]
+                small = []
+    return [*chunks, b"".join(small)]
+
+
+def _parts(values: Sequence[object]) -> Iterator[bytes]:
+    for value in values:
+        raw = value if isinstance(value, bytes) else str(value).encode()
+        yield b"$%d\r\n" % len(raw)
+        yield raw
+        yield b"\r\n"
 
 
 async def _reply(connection: Any) -> Any:

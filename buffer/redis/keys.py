@@ -1,6 +1,6 @@
 """Every key of a run, under one hash tag, so that a cluster keeps them on one node.
 
-Bookkeeping, passed to every script in this order (KEYS):
+Bookkeeping, passed to every script in the order of `_BOOKS`:
 
 - `meta`        hash    epoch, head version, counters, the policy
 - `released`    hash    reason -> groups that ended with it
@@ -22,6 +22,7 @@ Bookkeeping, passed to every script in this order (KEYS):
 - `pins`        hash    sequence -> reasons to keep the group's payload: it is active; a logged step has it
 - `wake:admit`  list    at most one element: somebody should look whether groups can be admitted
 - `wake:take`   list    at most one element: somebody should look whether a batch can be taken
+- `drained`     string  what `async-grpo buffer drain` will put back; only while the run is drained
 - `stage`       string  a payload on its way in; exists only within one transaction
 
 Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>`; and `grant:<request>`,
@@ -44,7 +45,7 @@ class Keys:
 
     def __init__(self, run: str) -> None:
         self.prefix = f"agrpo:{{{run}}}:"
-        self.books = [self.of(name) for name in _BOOKS]
+        self.books = tuple(self.of(name) for name in _BOOKS)
 
     def of(self, name: str) -> str:
         """The key called `name`."""

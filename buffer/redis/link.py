@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from async_grpo.errors import ReplicasBehind, WaitTimeout
 from buffer.redis.client import where
-from buffer.redis.exchange import exchange, one_connection, transact
+from buffer.redis.exchange import Call, exchange, one_connection, script_head, transact
 from buffer.redis.failures import cause_of, may_pass, named
 from buffer.redis.scripts import Script, script
 
@@ -154,7 +154,7 @@ class Link:
         self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload], deadline: float
     ) -> Any:
         sets = [("SET", each.key, each.value, *(("NX",) if each.only_new else ())) for each in payloads]
-        transition = ("EVALSHA", script.digest, len(keys), *keys, *args)
+        transition = Call(*script_head(script.digest, tuple(keys)), args)
         async with one_connection(self.client) as connection:
             send = transact(connection, [*sets, transition]) if sets else exchange(connection, transition)
             *_, reply = await send

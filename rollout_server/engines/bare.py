@@ -9,10 +9,13 @@ Both wait for vLLM only, and sample as `VllmEngine` does, log-probabilities incl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rollout_server.engines.protocol import GenerationRequest
+
+Loop = Callable[[Any, Sequence[GenerationRequest], int], Awaitable[list[int]]]
+"""Either of the two."""
 
 
 async def continuous(async_llm: Any, requests: Sequence[GenerationRequest], concurrency: int) -> list[int]:

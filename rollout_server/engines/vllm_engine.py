@@ -155,8 +155,9 @@ class VllmEngine:
         except BaseException:
             self._gate.set()
             raise
-        started = time.monotonic()
         try:
+            await self._announce()
+            started = time.monotonic()
             await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
             await self._mark_flights(version, interruption)
             await self._load(store, identity)
@@ -287,6 +288,11 @@ class VllmEngine:
         ]
         await self._llm.abort([flight_id for flight_id in ended if flight_id in counts])
 
+    async def _announce(self) -> None:
+        """Tell vLLM that an update comes. The transfer engine does nothing then, so generation goes on."""
+        start = self._llm.start_weight_update
+        await start(**start_arguments(start))
+
     async def _load(self, store: Path, identity: Identity) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -296,8 +302,7 @@ class VllmEngine:
             "version": identity.version,
             "dtype": self._precision,
         }
-        start, finish = self._llm.start_weight_update, self._llm.finish_weight_update
-        await start(**start_arguments(start))
+        finish = self._llm.finish_weight_update
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await finish(**finish_arguments(finish, identity.version))
 

@@ -114,7 +114,6 @@ class Proxy:
         context = zmq.asyncio.Context.instance()
         self.spoil = self.lose = self.chunks = 0
         self.pause_s = 0.0
-        self._chunk_back: zmq.asyncio.Socket | None = None
         self._control, control = self._listen(context)
         self._front, self._chunk_endpoint = self._listen(context)
         self._control_back: dict[bytes, zmq.asyncio.Socket] = {}

@@ -183,6 +183,18 @@ async def test_a_server_drained_over_http_leaves_by_itself(tmp_path: Path, monke
         assert (await asking).choices[0].text == "yes"
 
 
+async def test_a_server_drained_in_a_hurry_waits_for_no_reader(tmp_path: Path) -> None:
+    engine = await scripted(says("a" * 50), tokens_per_s=2)
+    async with serving(tmp_path, engine) as (front, server, _), client_of(front) as client:
+        asking = asyncio.create_task(client.completions.create(model="test", prompt="hi", max_tokens=50))
+        await until(lambda: engine.load().streamed_tokens > 0)
+        server._dispatcher.admission.drain(now=True)
+        async with asyncio.timeout(10):
+            await server.serve()
+        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+            await asking
+
+
 async def test_a_server_that_stops_tells_its_readers(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 50), tokens_per_s=5)
     async with serving(tmp_path, engine) as (front, _, _), client_of(front) as client:

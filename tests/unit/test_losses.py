@@ -107,6 +107,7 @@ CASES = {
     "ppo_clip, dual": {"loss": "ppo_clip", "dual_clip": 1.4},
     "decoupled, tight cap, dual": {"loss": "decoupled", "behaviour_cap": 1.1, "dual_clip": 1.4},
     "gspo, wide": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.2},
+    "gmpo, unequal bounds": {"loss": "gmpo", "clip_low": 0.1, "clip_high": 0.3},
     "cispo, both bounds": {"loss": "cispo", "clip_low": 0.2, "clip_high": 0.28},
     "dppo_tv, narrow": {"loss": "dppo_tv", "clip_low": 0.02, "clip_high": 0.03, "behaviour_cap": 1.2},
 }

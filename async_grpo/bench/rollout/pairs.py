@@ -15,27 +15,41 @@ from statistics import median
 
 from async_grpo.bench.rollout.work import Work
 
-Feeder = Callable[[Work], Awaitable[list[int]]]
-"""Has a round's work done; returns the tokens of every completion, in the order of the requests."""
-
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round took, on the clock and of this process's CPU time."""
+    """What one round made and took: the tokens of every completion, in the order of the requests; seconds on the
+    clock; seconds of this process's CPU time."""
 
-    tokens: int
+    tokens: list[int]
     seconds: float
     cpu_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole round, its start and its end included."""
-        return self.tokens / self.seconds
+        """Of the whole round, in which the engine fills up and runs empty."""
+        return sum(self.tokens) / self.seconds
 
     @property
     def cpu_us_per_token(self) -> float:
         """Of the feeding process; the engine has its own."""
-        return 1e6 * self.cpu_s / self.tokens
+        return 1e6 * self.cpu_s / sum(self.tokens)
+
+
+Feeder = Callable[[Work], Awaitable[Round]]
+"""Has a round's work done."""
+
+
+class Clock:
+    """Runs from its making."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._cpu_s = time.process_time()
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds on the clock and of CPU time so far."""
+        return time.perf_counter() - self._started_s, time.process_time() - self._cpu_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +88,6 @@ async def in_pairs(whole: Feeder, baseline: Feeder, work: Work, count: int, step
 
 async def one_round(feeder: Feeder, work: Work) -> Round:
     """The work, done and checked."""
-    started_s, cpu_s = time.perf_counter(), time.process_time()
-    tokens = await feeder(work)
-    seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
-    return Round(work.check(tokens), seconds, cpu_s)
+    done = await feeder(work)
+    work.check(done.tokens)
+    return done

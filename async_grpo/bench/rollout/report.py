@@ -30,12 +30,13 @@ def dispatch(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
 
 def _speed(name: str, baseline: str, pairs: Pairs) -> list[Figure]:
     speed, speed_of_baseline = _tokens_per_s(pairs.whole), _tokens_per_s(pairs.baseline)
-    count, tokens = len(pairs.ratios), pairs.whole[0].tokens
+    count = len(pairs.ratios)
+    tokens, tokens_of_baseline = sum(pairs.whole[0].tokens), sum(pairs.baseline[0].tokens)
     return [
         Figure(name, speed, "tokens/s", speed_of_baseline, baseline, pairs.ratio),
         Figure(f"lowest of its {count} ratios", pairs.ratios[0], "x"),
         Figure(f"highest of its {count} ratios", pairs.ratios[-1], "x"),
-        Figure("tokens of each round", tokens, "tokens", pairs.baseline[0].tokens, "the same, asserted"),
+        Figure("tokens of each round", tokens, "tokens", tokens_of_baseline, "asserted to be the same"),
     ]
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from async_grpo.bench.rollout.pairs import Clock, Round
 from async_grpo.bench.rollout.whole_server import Surroundings, through_the_server
 from async_grpo.bench.rollout.work import Lengths, Work
 from async_grpo.config.buffer import RedisConfig
@@ -55,20 +56,24 @@ class Stage:
         """The model, in words."""
         return f"{self.parameters / 1e6:.3g}M parameters"
 
-    async def whole(self, work: Work) -> list[int]:
+    async def whole(self, work: Work) -> Round:
         """A round through the whole server."""
         self.engine.lengths = work.lengths
         return await through_the_server(self.around, work)
 
-    async def bare(self, work: Work) -> list[int]:
+    async def bare(self, work: Work) -> Round:
         """A round of bare vLLM, its slots always full."""
-        requests = work.requests(self.around.vocabulary)
-        return await bare.continuous(self.engine.async_llm, requests, work.concurrency)
+        return await self._plain(bare.continuous, work)
 
-    async def waves(self, work: Work) -> list[int]:
+    async def waves(self, work: Work) -> Round:
         """A round of bare vLLM in waves."""
+        return await self._plain(bare.waves, work)
+
+    async def _plain(self, loop: bare.Loop, work: Work) -> Round:
         requests = work.requests(self.around.vocabulary)
-        return await bare.waves(self.engine.async_llm, requests, work.concurrency)
+        clock = Clock()
+        tokens = await loop(self.engine.async_llm, requests, work.concurrency)
+        return Round(tokens, *clock.stop())
 
 
 @asynccontextmanager

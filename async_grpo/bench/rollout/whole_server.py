@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import buffer
+from async_grpo.bench.rollout.pairs import Clock, Round
 from async_grpo.bench.rollout.work import Work
 from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
@@ -55,15 +56,17 @@ class Surroundings:
     redis: RedisConfig
 
 
-async def through_the_server(around: Surroundings, work: Work) -> list[int]:
-    """Tokens of every completion, in the order of the requests. Raises BufferFault if groups are missing,
-    WaitTimeout if they do not come."""
+async def through_the_server(around: Surroundings, work: Work) -> Round:
+    """From the start of the server's loops until the last batch is released. Raises BufferFault if groups are
+    missing, WaitTimeout if they do not come."""
     config = config_of(around, work)
     state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
     try:
         epoch = await _begin(config, state, board)
         async with _serving(_cast(around, work, config, state, board)):
+            clock = Clock()
             groups = await _consume(state, epoch, config.steps)
+            took = clock.stop()
             await state.end()
         await _check(state, work)
     finally:
@@ -71,7 +74,7 @@ async def through_the_server(around: Surroundings, work: Work) -> list[int]:
         await board.aclose()
         await buffer.wipe_run(config.redis, config.name)
     ordered = sorted(groups, key=lambda group: group.task.index)
-    return [sample.length for group in ordered for sample in group.samples]
+    return Round([sample.length for group in ordered for sample in group.samples], *took)
 
 
 def config_of(around: Surroundings, work: Work) -> RunConfig:

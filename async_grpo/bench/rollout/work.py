@@ -94,9 +94,9 @@ class Work:
             for place in range(self.group_size)
         ]
 
-    def check(self, tokens: list[int]) -> int:
-        """How many tokens that is in all. Raises EngineError unless the completions, in the order of the
-        requests, have exactly the lengths that were drawn: less work would look like more speed."""
+    def check(self, tokens: list[int]) -> None:
+        """Raises EngineError unless the completions, in the order of the requests, have exactly the lengths that
+        were drawn: less work would look like more speed."""
         drawn = self._drawn()
         if tokens != drawn:
             wrong = sum(a != b for a, b in zip(tokens, drawn, strict=False)) + abs(len(tokens) - len(drawn))
@@ -105,7 +105,6 @@ class Work:
                 f"({sum(tokens)} tokens instead of {sum(drawn)}): the figure would compare different work. "
                 "Did the engine stop early, or do the seeds of requests differ"
             )
-        return sum(tokens)
 
     def _request(self, group: int, place: int, prompt: list[int]) -> GenerationRequest:
         seed = self._seed_of(group, place)

@@ -12,7 +12,7 @@ if holds(seq, attempt) then
   redis.call('HSET', VERSIONS, seq, ARGV[4] .. ' ' .. ARGV[5])
   redis.call('HSET', LONGEST, seq, ARGV[6])
   redis.call('HINCRBY', META, 'inserted', 1)
-  make_ready(seq)
+  make_ready(seq, ARGV[4], ARGV[5])
   wake_take_if_ready()
   return {'ok'}
 end

@@ -1,8 +1,9 @@
--- Put before the body of every script of the buffer. KEYS are the books in the order of keys.py;
--- ARGV[1] is the prefix of the payload keys. Active groups: |OPEN| + |TAKEN|.
+-- Put before the body of every script of the buffer. KEYS are the books in the order of keys.py: all of them,
+-- so that a cluster refuses a script while their slot is half moved. ARGV[1] is the prefix of the payload keys.
+-- Active groups: |OPEN| + |TAKEN|.
 local META, RELEASED, LENGTHS, OPEN, READY, LEASES, BEGUN, OLDEST, NEWEST, VERSIONS, ATTEMPTS, STRIKES,
   LONGEST, USES, TAKEN, LOG, ENDINGS, PINS, WAKE_ADMIT, WAKE_TAKE, STAGE = unpack(KEYS)
-local ENDINGS_KEPT = 4096
+local ENDINGS_KEPT, TRIM_EVERY = 4096, 64
 local FORMAT = 2
 
 local function dial(name)
@@ -69,9 +70,8 @@ local function unpin(seq)
   redis.call('UNLINK', payload('group', seq))
 end
 
--- INFLIGHT or TAKEN -> READY, for a group whose VERSIONS are known.
-local function make_ready(seq)
-  local oldest, newest = redis.call('HGET', VERSIONS, seq):match('^(%d+) (%d+)$')
+-- INFLIGHT or TAKEN -> READY, with the versions of the oldest and of the newest token.
+local function make_ready(seq, oldest, newest)
   redis.call('ZADD', OPEN, seq, seq)
   redis.call('ZADD', READY, seq, seq)
   redis.call('ZADD', OLDEST, oldest, seq)
@@ -96,19 +96,23 @@ local function release(seq, reason, how)
   if how then
     local order = redis.call('HINCRBY', META, 'endings', 1)
     redis.call('ZADD', ENDINGS, order, ending(how, seq, redis.call('HGET', ATTEMPTS, seq)))
-    redis.call('ZREMRANGEBYRANK', ENDINGS, 0, -ENDINGS_KEPT - 1)
+    if order % TRIM_EVERY == 0 then redis.call('ZREMRANGEBYRANK', ENDINGS, 0, -ENDINGS_KEPT - 1) end
   end
   redis.call('HINCRBY', RELEASED, reason, 1)
   count_length(seq, reason)
   if redis.call('ZREM', LEASES, seq) == 1 then
     redis.call('ZREM', BEGUN, seq)
+    redis.call('ZREM', OPEN, seq)
+    redis.call('HDEL', STRIKES, seq)
     redis.call('UNLINK', payload('task', seq), payload('partial', seq))
   else
+    if redis.call('SREM', TAKEN, seq) == 0 then leave_ready(seq) end
+    redis.call('HDEL', VERSIONS, seq)
+    redis.call('HDEL', USES, seq)
     unpin(seq)
   end
-  leave_ready(seq)
-  redis.call('SREM', TAKEN, seq)
-  for _, book in ipairs({VERSIONS, ATTEMPTS, STRIKES, LONGEST, USES}) do redis.call('HDEL', book, seq) end
+  redis.call('HDEL', ATTEMPTS, seq)
+  redis.call('HDEL', LONGEST, seq)
   wake(WAKE_ADMIT)
 end
 
@@ -172,12 +176,13 @@ local function settle(version)
   if not step or step.settled then return end
   step.settled = true
   log(version, step)
+  local max_uses = meta('max_uses')
   for _, seq in ipairs(step.seqs) do
-    if tonumber(redis.call('HGET', USES, seq)) >= meta('max_uses') then
+    if tonumber(redis.call('HGET', USES, seq)) >= max_uses then
       release(seq, 'trained', 'insert')
     else
       redis.call('SREM', TAKEN, seq)
-      make_ready(seq)
+      make_ready(seq, redis.call('HGET', VERSIONS, seq):match('^(%d+) (%d+)$'))
     end
   end
   wake_take_if_ready()

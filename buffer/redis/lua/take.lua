@@ -35,9 +35,9 @@ local function end_what_is_too_old()
 end
 
 local function may_sample()
-  local left = meta('horizon') - meta('used')
-  local need = math.max(size, math.min(meta('min_size'), left))
-  local balance = meta('samples_per_insert') * meta('inserted') - (meta('used') + size)
+  local used = meta('used')
+  local need = math.max(size, math.min(meta('min_size'), meta('horizon') - used))
+  local balance = meta('samples_per_insert') * meta('inserted') - (used + size)
   return redis.call('ZCARD', READY) >= need and balance >= meta('min_diff')
 end
 

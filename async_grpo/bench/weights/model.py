@@ -1,0 +1,72 @@
+"""A model to move: the tensors of a Qwen2.5 in bfloat16, as raw bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.weights.chunks import cut
+from async_grpo.weights.manifest import Layout, layout_of
+
+HIDDEN, KEY_VALUE, INTERMEDIATE = 896, 128, 4864
+DTYPE = "bfloat16"
+
+Bits = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """How much of a Qwen2.5-0.5B, which has 24 layers and 151,936 tokens."""
+
+    layers: int
+    vocab: int
+
+    def layout(self) -> Layout:
+        """Of all tensors; the output matrix is the embedding."""
+        return layout_of((name, DTYPE, shape) for name, shape in _shapes(self))
+
+
+class Weights:
+    """The values of one model, in one warm buffer; `arrays` are what the trainer publishes."""
+
+    def __init__(self, layout: Layout, seed: int = 0) -> None:
+        self.layout = layout
+        self.flat: npt.NDArray[np.uint8] = np.random.default_rng(seed).integers(0, 256, layout.total_bytes, np.uint8)
+
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """Every tensor by name, in place."""
+        for spec in self.layout.tensors:
+            yield spec.name, self.flat[spec.offset : spec.offset + spec.nbytes]
+
+    def touch(self, chunk_bytes: int) -> None:
+        """Change something in every chunk, so that nothing can be left out of the next transfer."""
+        for chunk in cut(self.layout, chunk_bytes):
+            self.flat[chunk.start] += 1
+
+
+def _shapes(size: ModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (size.vocab, HIDDEN)
+    for layer in range(size.layers):
+        for name, shape in _LAYER:
+            yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (HIDDEN,)
+
+
+_LAYER: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("self_attn.q_proj.weight", (HIDDEN, HIDDEN)),
+    ("self_attn.q_proj.bias", (HIDDEN,)),
+    ("self_attn.k_proj.weight", (KEY_VALUE, HIDDEN)),
+    ("self_attn.k_proj.bias", (KEY_VALUE,)),
+    ("self_attn.v_proj.weight", (KEY_VALUE, HIDDEN)),
+    ("self_attn.v_proj.bias", (KEY_VALUE,)),
+    ("self_attn.o_proj.weight", (HIDDEN, HIDDEN)),
+    ("mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)),
+    ("mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)),
+    ("mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)),
+    ("input_layernorm.weight", (HIDDEN,)),
+    ("post_attention_layernorm.weight", (HIDDEN,)),
+)
