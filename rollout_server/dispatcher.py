@@ -1,4 +1,4 @@
-"""Keeps the engine full, without waves: a group is admitted whenever a sample slot is free.
+"""Keeps the engine full, without waves: groups are admitted whenever a sample slot is free.
 
     buffer --admit--> GroupWork --G samples--> engine --> reward pool --> insert | discard --> buffer
 
@@ -33,7 +33,7 @@ import structlog
 
 from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, WaitTimeout
 from async_grpo.rewards.item import Item
-from async_grpo.wire import ReleaseReason, Sample
+from async_grpo.wire import ReleaseReason, Sample, Ticket
 from rollout_server.admission import Admission
 from rollout_server.cast import Cast
 from rollout_server.failures import first_cause
@@ -130,27 +130,34 @@ class Dispatcher:
             await self.slots.room()
             await self.admission.opened()
             try:
-                work = await self._next_work()
+                taken_up = await self._next_works()
             except RunEnded:
                 return
-            if work is not None:
+            for work in taken_up:
                 work.doing = works.create_task(self._make(work), name=f"group {work.ticket.seq}")
 
-    async def _next_work(self) -> GroupWork | None:
-        """One more group, or None after a while without. Raises RunEnded."""
+    async def _next_works(self) -> list[GroupWork]:
+        """Groups for all free slots in one request, so that a buffer that answers slowly costs one wait and not one a
+        group; fewer, or none after a while, if there are no more. Raises RunEnded."""
+        config = self._cast.config
+        wanted = self.slots.groups_wanted(config.group_size + config.rollout.oversample)
         self.asking_since_s = time.time()
         try:
-            tickets = await self._cast.buffer.admit(1, holder=self._cast.name, timeout_s=ADMIT_TIMEOUT_S)
+            tickets = await self._cast.buffer.admit(wanted, holder=self._cast.name, timeout_s=ADMIT_TIMEOUT_S)
         except WaitTimeout:
-            return None
+            return []
         finally:
             self._note_wait(self.asking_since_s)
             self._feeder.nudge()
         if not self.admission.is_open:
-            await self._cast.buffer.give_back(tickets[0])
-            return None
+            for ticket in tickets:
+                await self._cast.buffer.give_back(ticket)
+            return []
+        return [self._take_up(ticket) for ticket in tickets]
+
+    def _take_up(self, ticket: Ticket) -> GroupWork:
         config = self._cast.config
-        work = GroupWork.resume(tickets[0], config.group_size, oversample=config.rollout.oversample)
+        work = GroupWork.resume(ticket, config.group_size, oversample=config.rollout.oversample)
         self.slots.commit(work.committed)
         self.leases.hold(work)
         return work

@@ -28,6 +28,14 @@ class SampleSlots:
         """Whether another group is wanted."""
         return self.committed < self.capacity
 
+    def groups_wanted(self, size: int) -> int:
+        """How many groups of `size` samples leave no slot free, at least one.
+
+        >>> SampleSlots(20).groups_wanted(8)
+        3
+        """
+        return max(1, -(-(self.capacity - self.committed) // size))
+
     async def room(self) -> None:
         """Wait until a sample slot is free; a sample that finishes, or a larger capacity, unblocks it."""
         while not self.has_room:

@@ -42,6 +42,15 @@ def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
     _measure("rollout", json_file, quick=quick)
 
 
+@app.command()
+def weights(json_file: JsonFile = None, quick: Quick = False) -> None:
+    """The weight plane: a whole model beside a TCP loop, gloo and a file; patches; relays; the trainer's stall.
+
+    1.08 GB in the shapes of Qwen2.5-0.5B. Needs 8 GB of free memory, and takes about five minutes.
+    """
+    _measure("weights", json_file, quick=quick)
+
+
 def _measure(name: str, json_file: Path | None, **options: Any) -> None:
     """Run `measure` of async_grpo.bench.NAME, which is only imported now; print its figures, and write them."""
     import uvloop

@@ -23,7 +23,7 @@ from rollout_fakes import (
 
 from async_grpo.errors import EngineError, RoleFailed
 from async_grpo.weights.manifest import Identity
-from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire import Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from buffer import InMemoryBuffer
 from rollout_server.cast import Cast
 from rollout_server.dispatcher import Dispatcher
@@ -92,6 +92,23 @@ async def test_the_engine_stays_full_and_is_never_overfilled(tmp_path: Path) -> 
             await until(lambda: len(engine.held) == 6)
             assert dispatcher.slots.committed <= 6 - 1 + 4
         assert engine.peak == 6
+
+
+async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> None:
+    config = config_of(max_staleness=8, rollout={"max_concurrency": 10})
+    buffer, limits = buffer_of(config), list[int]()
+    admit = buffer.admit
+
+    async def noted(limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
+        limits.append(limit)
+        return await admit(limit, holder=holder, timeout_s=timeout_s)
+
+    buffer.admit = noted  # type: ignore[method-assign]
+    engine = FakeEngine()
+    engine.hold = True
+    async with dispatching(cast_of(tmp_path, config, engine, buffer)) as dispatcher:
+        await until(lambda: len(engine.held) == 10)
+        assert (limits, dispatcher.slots.committed) == ([3], 12)
 
 
 async def test_a_new_group_starts_while_another_is_unfinished(tmp_path: Path) -> None:

@@ -79,3 +79,12 @@ async def test_a_sample_that_is_cancelled_leaves_its_slot_to_the_next(when: str)
 )
 def test_concurrency_follows_the_engines_load(capacity: int, in_use: int, load: EngineLoad, following: int) -> None:
     assert next_concurrency(capacity, in_use, load) == following
+
+
+@pytest.mark.parametrize(
+    ("capacity", "committed", "wanted"), [(20, 0, 3), (20, 12, 1), (20, 11, 2), (20, 19, 1), (4, 7, 1)]
+)
+def test_as_many_groups_are_wanted_as_fill_the_slots(capacity: int, committed: int, wanted: int) -> None:
+    slots = SampleSlots(capacity)
+    slots.commit(committed)
+    assert slots.groups_wanted(8) == wanted

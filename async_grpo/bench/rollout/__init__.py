@@ -36,8 +36,8 @@ TINY = ModelSize(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_si
 PAIRS = 3
 
 
-STEADY = Work(groups=32, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(64, 192))
-UNEVEN = Work(groups=32, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(48, 1.0, 512))
+STEADY = Work(groups=20, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(32, 96))
+UNEVEN = Work(groups=32, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(32, 1.2, 512))
 SHORT = Work(groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8)
 """As the quickstart's."""
 

@@ -80,7 +80,7 @@ class Stage:
 async def open_stage(size: ModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[Stage]:
     """A random model of that size, for sequences of up to `longest` tokens. Raises EngineError,
     DependencyError."""
-    run = f"bench-{uuid.uuid4().hex}"
+    run = f"bench-rollout-{uuid.uuid4().hex}"
     config = VllmConfig(max_model_len=longest)
     try:
         with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:

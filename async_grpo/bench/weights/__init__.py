@@ -20,6 +20,7 @@ from async_grpo.bench.figures import Figure
 from async_grpo.bench.weights.fanout import fanout
 from async_grpo.bench.weights.model import ModelSize
 from async_grpo.bench.weights.patches import WARM_UP_STEPS, patches
+from async_grpo.bench.weights.plane import WARM_UPS
 from async_grpo.bench.weights.transfer import transfer
 
 RECEIVERS = (4, 8)
@@ -37,7 +38,7 @@ class Effort:
 
 FULL = Effort(ModelSize(layers=27, vocab=151_936), 7, ModelSize(layers=4, vocab=8192), 5)
 """1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; and 134 MB."""
-QUICK = Effort(ModelSize(layers=1, vocab=1024), 1, ModelSize(layers=1, vocab=1024), 1)
+QUICK = Effort(ModelSize(layers=1, vocab=512, hidden=448), 1, ModelSize(layers=1, vocab=512, hidden=448), 1)
 
 
 async def measure(progress: Progress, *, quick: bool) -> list[Figure]:
@@ -48,10 +49,12 @@ async def measure(progress: Progress, *, quick: bool) -> list[Figure]:
         task = progress.add_task(what, total=total)
         return lambda: progress.advance(task)
 
-    figures = await transfer(effort.whole, effort.rounds, steps("a whole model to one receiver", 1 + effort.rounds))
+    figures = await transfer(
+        effort.whole, effort.rounds, steps("a whole model to one receiver", WARM_UPS + effort.rounds)
+    )
     step = steps("patches", WARM_UP_STEPS + effort.part_rounds)
     figures += await patches(effort.part, effort.part_rounds, step)
     for receivers in RECEIVERS:
-        step = steps(f"to {receivers} receivers", 1 + effort.part_rounds)
+        step = steps(f"to {receivers} receivers", WARM_UPS + effort.part_rounds)
         figures += await fanout(effort.part, receivers, effort.part_rounds, step)
     return figures

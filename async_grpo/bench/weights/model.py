@@ -12,18 +12,16 @@ import numpy.typing as npt
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import Layout, layout_of
 
-HIDDEN, KEY_VALUE, INTERMEDIATE = 896, 128, 4864
 DTYPE = "bfloat16"
-
-Bits = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """How much of a Qwen2.5-0.5B, which has 24 layers and 151,936 tokens."""
+    """In the proportions of Qwen2.5-0.5B, which has 24 layers of 896 and 151,936 tokens."""
 
     layers: int
     vocab: int
+    hidden: int = 896
 
     def layout(self) -> Layout:
         """Of all tensors; the output matrix is the embedding."""
@@ -49,24 +47,22 @@ class Weights:
 
 
 def _shapes(size: ModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (size.vocab, HIDDEN)
+    hidden, key_value, intermediate = size.hidden, size.hidden // 7, size.hidden * 38 // 7
+    yield "model.embed_tokens.weight", (size.vocab, hidden)
     for layer in range(size.layers):
-        for name, shape in _LAYER:
+        for name, shape in (
+            ("self_attn.q_proj.weight", (hidden, hidden)),
+            ("self_attn.q_proj.bias", (hidden,)),
+            ("self_attn.k_proj.weight", (key_value, hidden)),
+            ("self_attn.k_proj.bias", (key_value,)),
+            ("self_attn.v_proj.weight", (key_value, hidden)),
+            ("self_attn.v_proj.bias", (key_value,)),
+            ("self_attn.o_proj.weight", (hidden, hidden)),
+            ("mlp.gate_proj.weight", (intermediate, hidden)),
+            ("mlp.up_proj.weight", (intermediate, hidden)),
+            ("mlp.down_proj.weight", (hidden, intermediate)),
+            ("input_layernorm.weight", (hidden,)),
+            ("post_attention_layernorm.weight", (hidden,)),
+        ):
             yield f"model.layers.{layer}.{name}", shape
-    yield "model.norm.weight", (HIDDEN,)
-
-
-_LAYER: tuple[tuple[str, tuple[int, ...]], ...] = (
-    ("self_attn.q_proj.weight", (HIDDEN, HIDDEN)),
-    ("self_attn.q_proj.bias", (HIDDEN,)),
-    ("self_attn.k_proj.weight", (KEY_VALUE, HIDDEN)),
-    ("self_attn.k_proj.bias", (KEY_VALUE,)),
-    ("self_attn.v_proj.weight", (KEY_VALUE, HIDDEN)),
-    ("self_attn.v_proj.bias", (KEY_VALUE,)),
-    ("self_attn.o_proj.weight", (HIDDEN, HIDDEN)),
-    ("mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)),
-    ("mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)),
-    ("mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)),
-    ("input_layernorm.weight", (HIDDEN,)),
-    ("post_attention_layernorm.weight", (HIDDEN,)),
-)
+    yield "model.norm.weight", (hidden,)

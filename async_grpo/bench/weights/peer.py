@@ -13,12 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from async_grpo.bench.weights.signals import DONE, GO, WAIT_S
 from async_grpo.process import die_with_parent
-
-DONE = b"done\n"
-GO = b"go\n"
-WAIT_S = 120.0
-"""For whatever one end waits for: a bench that takes longer is broken."""
 
 Take = Callable[[], None]
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from async_grpo.bench.weights.model import Weights
+from async_grpo.bench.weights.signals import WAIT_S
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
 from async_grpo.weights.manifest import Identity, Layout
@@ -18,7 +19,8 @@ from async_grpo.weights.receiver import WeightReceiver
 from async_grpo.weights.store import remove_stores, store_path
 from async_grpo.wire.board import PublisherAddress
 
-WAIT_S = 120.0
+WARM_UPS = 2
+"""Versions before the first that is timed: one for each slot."""
 _LOOK_EVERY_S = 0.02
 
 
@@ -38,12 +40,22 @@ class BenchPlane:
         self.receivers = receivers
         self.version = -1
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the publisher and the receivers, not of this process."""
+        started = [receiver.process_id for receiver in self.receivers]
+        return [self.publisher.process_id, *(process for process in started if process is not None)]
+
+    def publish(self, weights: Weights) -> Publication:
+        """The next version; waits for nobody but the encoder."""
+        self.version += 1
+        return self.publisher.publish(self.version, weights.arrays())
+
     async def move(self, weights: Weights) -> Moved:
         """Publish the weights as they are. Raises WaitTimeout and whatever the plane fails with."""
-        before = Identity(0, self.version) if self.version >= 0 else None
-        self.version += 1
-        publication = self.publisher.publish(self.version, weights.arrays())
+        publication = self.publish(weights)
         started_s = time.monotonic()
+        before = Identity(0, self.version - 1) if self.version else None
         await asyncio.gather(*(receiver.next_version(before, WAIT_S) for receiver in self.receivers))
         return Moved(publication, time.monotonic() - started_s)
 

@@ -10,6 +10,7 @@ Each has a process of its own at the far end (`peer.py`), which is told to go on
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.bench.weights.peer import DONE, GO, WAIT_S
+from async_grpo.bench.weights.signals import DONE, GO, WAIT_S
 from async_grpo.errors import RoleFailed, WaitTimeout
 from async_grpo.process import die_with_parent
 from async_grpo.weights.manifest import Layout
@@ -61,6 +62,11 @@ class FarEnd:
             self._process.kill()
             await self._process.wait()
 
+    @property
+    def process_id(self) -> int:
+        """Its PID."""
+        return self._process.pid
+
     def go(self) -> None:
         """Take the next block."""
         assert self._process.stdin is not None
@@ -83,6 +89,11 @@ class Rival(ABC):
 
     def __init__(self, far: FarEnd) -> None:
         self._far = far
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of both ends."""
+        return [os.getpid(), self._far.process_id]
 
     async def seconds(self, block: memoryview) -> float:
         """To move the block until the far end has all of it."""

@@ -3,7 +3,7 @@
     ours    publish: copy into the store | hash, announce, fetch, verify, commit: the receiver holds it
     rivals                               | the bytes of that store into another shared memory
 
-The model is changed in every chunk between two rounds. Every round has each of them, and the memcpy, once.
+The model is changed in every chunk before every round, and a round has each of them, and the memcpy, once.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 
 from async_grpo.bench.figures import Figure
 from async_grpo.bench.weights.model import ModelSize, Weights
-from async_grpo.bench.weights.plane import BenchPlane, bench_plane
+from async_grpo.bench.weights.plane import WARM_UPS, BenchPlane, Moved, bench_plane
 from async_grpo.bench.weights.rivals import Rival, disk, gloo, tcp
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import Identity
 from async_grpo.weights.memory import allocate
 from async_grpo.weights.store import WeightStore
 
+Bytes = npt.NDArray[np.uint8]
+
 CONFIG = WeightsConfig(encoding="dense")
-WARM_UPS = 2
-"""One for each slot."""
-BASELINES = {
+RIVALS = {
     "tcp": "TCP loop, sendall to recv_into",
     "gloo": "gloo broadcast, one flat tensor",
     "disk": "safetensors, save and load",
@@ -39,16 +42,15 @@ BASELINES = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds."""
+    """Seconds; of processor time where it says `cpu`."""
 
-    whole: float
-    """From the end of `publish` until the receiver holds the version."""
-    fetch: float
-    """Of it, from the manifest to the commit."""
-    stall: float
-    waited: float
-    memcpy: float
-    rivals: dict[str, float]
+    moved: Moved
+    fetch_s: float
+    """Of the move, from the manifest to the commit."""
+    cpu_s: float
+    memcpy_s: float
+    rivals_s: dict[str, float]
+    tcp_cpu_s: float
 
 
 async def transfer(size: ModelSize, rounds: int, step: Callable[[], None]) -> list[Figure]:
@@ -66,23 +68,108 @@ async def transfer(size: ModelSize, rounds: int, step: Callable[[], None]) -> li
         }
         copy = np.frombuffer(memory, np.uint8, weights.layout.total_bytes)
         measured = []
-        for number in range(WARM_UPS + rounds):
+        for _ in range(WARM_UPS + rounds):
             measured.append(await _round(plane, weights, rivals, copy))
-            if number >= WARM_UPS - 1:
-                step()
-    return _figures(weights.layout.total_bytes, measured[WARM_UPS:])
+            step()
+        waits_s = [await _wait_for_the_encoder(plane, weights) for _ in range(rounds)]
+    return _figures(weights.layout.total_bytes, measured[WARM_UPS:], waits_s)
 
 
-async def _round(plane: BenchPlane, weights: Weights, rivals: dict[str, Rival], copy: np.ndarray) -> Round:
+async def _round(plane: BenchPlane, weights: Weights, rivals: dict[str, Rival], copy: Bytes) -> Round:
     weights.touch(CONFIG.chunk_bytes)
-    memcpy = _memcpy(copy, weights.flat)
-    moved = await plane.move(weights)
+    memcpy_s = _memcpy(copy, weights.flat)
+    with _Processor(plane.process_ids) as ours:
+        moved = await plane.move(weights)
+    memcpy_s = (memcpy_s + _memcpy(copy, weights.flat)) / 2
     block = WeightStore.adopt(plane.publisher.store).snapshot(Identity(0, plane.version)).block
-    return Round(
-        whole=moved.seconds,
-        fetch=plane.receivers[0].stats.last_transfer_s,
-        stall=moved.publication.stall_s,
-        waited=moved.publication.waited_s,
-        memcpy=memcpy,
-        rivals={name: await rival.seconds(block) for name, rival in rivals.items()},
+    with _Processor(rivals["tcp"].process_ids) as theirs:
+        took_s = {"tcp": await rivals["tcp"].seconds(block)}
+    for name in ("gloo", "disk"):
+        took_s[name] = await rivals[name].seconds(block)
+    return Round(moved, plane.receivers[0].stats.last_transfer_s, ours.seconds, memcpy_s, took_s, theirs.seconds)
+
+
+async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
+    """What the trainer waits if the next version follows at once."""
+    weights.touch(CONFIG.chunk_bytes)
+    plane.publish(weights)
+    weights.touch(CONFIG.chunk_bytes)
+    return (await plane.move(weights)).publication.waited_s
+
+
+def _memcpy(target: Bytes, source: Bytes) -> float:
+    started_s = time.monotonic()
+    np.copyto(target, source)
+    return time.monotonic() - started_s
+
+
+class _Processor:
+    """Processor time that these processes take within the block."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = [psutil.Process(process) for process in processes]
+        self.seconds = 0.0
+
+    def __enter__(self) -> _Processor:
+        self.seconds = -self._total()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.seconds += self._total()
+
+    def _total(self) -> float:
+        times = [process.cpu_times() for process in self._processes]
+        return sum(taken.user + taken.system for taken in times)
+
+
+def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]) -> list[Figure]:
+    gigabytes = total_bytes / 1e9
+    name = f"dense, {gigabytes:.2f} GB to one receiver"
+    return [
+        *(_against(name, rival, gigabytes, rounds) for rival in RIVALS),
+        Figure(
+            name=f"{name}, from manifest to commit",
+            value=median(gigabytes / each.fetch_s for each in rounds),
+            unit="GB/s",
+            baseline=median(gigabytes / each.rivals_s["tcp"] for each in rounds),
+            baseline_name=RIVALS["tcp"],
+            ratio=median(each.rivals_s["tcp"] / each.fetch_s for each in rounds),
+        ),
+        Figure(
+            name=f"{name}, processor time, both ends",
+            value=median(each.cpu_s / gigabytes for each in rounds),
+            unit="s/GB",
+            baseline=median(each.tcp_cpu_s / gigabytes for each in rounds),
+            baseline_name=RIVALS["tcp"],
+            ratio=median(each.cpu_s / each.tcp_cpu_s for each in rounds),
+        ),
+        Figure(
+            name="trainer's stall for one version",
+            value=median(1e3 * each.moved.publication.stall_s for each in rounds),
+            unit="ms",
+            baseline=median(1e3 * each.memcpy_s for each in rounds),
+            baseline_name="one memcpy of the weights",
+            ratio=median(each.moved.publication.stall_s / each.memcpy_s for each in rounds),
+        ),
+        Figure(
+            name="of it, waiting for the encoder",
+            value=median(1e3 * each.moved.publication.waited_s for each in rounds),
+            unit="ms",
+        ),
+        Figure(
+            name="waiting for the encoder, a version right after another",
+            value=median(1e3 * waited_s for waited_s in waits_s),
+            unit="ms",
+        ),
+    ]
+
+
+def _against(name: str, rival: str, gigabytes: float, rounds: Sequence[Round]) -> Figure:
+    return Figure(
+        name=name,
+        value=median(gigabytes / each.moved.seconds for each in rounds),
+        unit="GB/s",
+        baseline=median(gigabytes / each.rivals_s[rival] for each in rounds),
+        baseline_name=RIVALS[rival],
+        ratio=median(each.rivals_s[rival] / each.moved.seconds for each in rounds),
     )

@@ -1,0 +1,122 @@
+"""The bench of the rollout server: both sides get the same work, and less of it is no speed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.bench.rollout.pairs import Pairs, Round, in_pairs
+from async_grpo.bench.rollout.report import dispatch, overhead
+from async_grpo.bench.rollout.work import LogNormal, Uniform, Work
+from async_grpo.errors import EngineError
+from rollout_server.engines import bare
+from rollout_server.engines.protocol import GenerationRequest
+
+WORK = Work(groups=6, group_size=4, groups_per_step=2, concurrency=3, lengths=Uniform(2, 9), prompt_tokens=5)
+
+
+def drawn(work: Work) -> list[int]:
+    return [request.max_tokens for request in work.requests(vocabulary=50)]
+
+
+def test_the_same_work_has_the_same_requests_whoever_asks() -> None:
+    requests = WORK.requests(vocabulary=50)
+    assert requests == WORK.requests(vocabulary=50) != replace(WORK, seed=2).requests(vocabulary=50)
+    assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 24
+    assert all(request.prompt == requests[0].prompt for request in requests[:4])
+    assert all(len(request.prompt) == 5 and max(request.prompt) < 50 for request in requests)
+    assert [WORK.task(group, 50).prompt_ids().tolist() for group in range(6)] == [r.prompt for r in requests[::4]]
+
+
+def test_lengths_stay_within_their_bounds_and_differ() -> None:
+    assert {Uniform(2, 4).of(seed) for seed in range(200)} == {2, 3, 4}
+    lengths = [LogNormal(32, 1.2, 512).of(seed) for seed in range(4000)]
+    assert min(lengths) >= 1 and max(lengths) == 512
+    assert 30 <= np.median(lengths) <= 34 and np.mean(lengths) > 1.5 * np.median(lengths)
+
+
+@pytest.mark.parametrize("change", [lambda drawn: drawn[:-1], lambda drawn: [drawn[0] - 1, *drawn[1:]], sorted])
+def test_a_round_that_made_other_lengths_is_refused(change: Any) -> None:
+    WORK.check(drawn(WORK))
+    with pytest.raises(EngineError, match="of 24 completions do not have the length"):
+        WORK.check(change(drawn(WORK)))
+
+
+async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> None:
+    turns: list[tuple[str, int]] = []
+
+    def feeder(name: str, tokens_per_s: float) -> Any:
+        async def feed(work: Work) -> Round:
+            turns.append((name, work.groups))
+            return Round(drawn(work), sum(drawn(work)) / tokens_per_s, cpu_s=0.0)
+
+        return feed
+
+    steps: list[int] = []
+    pairs = await in_pairs(feeder("whole", 90.0), feeder("bare", 100.0), WORK, 3, lambda: steps.append(1))
+    assert turns[:2] == [("whole", 2), ("bare", 2)]
+    assert [name for name, _ in turns[2:]] == ["whole", "bare", "bare", "whole", "whole", "bare"]
+    assert {groups for _, groups in turns[2:]} == {6} and len(steps) == 3
+    assert pairs.ratio == pytest.approx(0.9)
+
+
+async def test_a_feeder_that_makes_too_little_ends_the_bench() -> None:
+    async def lazy(work: Work) -> Round:
+        return Round([1] * len(drawn(work)), 1.0, 1.0)
+
+    with pytest.raises(EngineError, match="different work"):
+        await in_pairs(lazy, lazy, WORK, 1, lambda: None)
+
+
+def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
+    whole = [Round([600], seconds, cpu_s=0.06) for seconds in (1.0, 2.0, 4.0)]
+    pairs = Pairs(whole, [Round([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)])
+    speed, lowest, highest, tokens, cpu = overhead("a model", WORK, pairs)
+    assert (speed.value, speed.baseline, speed.ratio) == (300.0, 600.0, 0.75)
+    assert (lowest.value, highest.value) == (0.5, 1.0)
+    assert tokens.value == tokens.baseline == 600
+    assert (cpu.value, cpu.baseline, cpu.ratio) == (pytest.approx(100.0), pytest.approx(50.0), pytest.approx(2.0))
+    assert "2 to 9 tokens" in speed.name
+    assert (
+        "lognormal, median 32, sigma 1.2"
+        in dispatch("m", replace(WORK, lengths=LogNormal(32, 1.2, 512)), pairs)[0].name
+    )
+
+
+class FakeLlm:
+    """Completes a request after a turn of the event loop for each of its tokens, and notes what is in flight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.running: set[int] = set()
+        self.seen: list[set[int]] = []
+        monkeypatch.setattr(bare, "complete", FakeLlm.complete)
+
+    async def complete(self, request: GenerationRequest) -> int:
+        self.running.add(int(request.request_id))
+        for _ in range(request.max_tokens):
+            await asyncio.sleep(0)
+        self.seen.append(set(self.running))
+        self.running.remove(int(request.request_id))
+        return request.max_tokens
+
+
+LENGTHS = [9, 1, 1, 1, 2, 3]
+REQUESTS = [GenerationRequest(str(place), [1], max_tokens=length) for place, length in enumerate(LENGTHS)]
+
+
+async def test_the_bare_loop_starts_the_next_request_when_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLlm(monkeypatch)
+    assert await bare.continuous(llm, REQUESTS, 2) == LENGTHS
+    assert max(len(running) for running in llm.seen) == 2
+    assert {0, 3} in llm.seen
+
+
+async def test_waves_start_when_all_of_the_wave_before_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLlm(monkeypatch)
+    assert await bare.waves(llm, REQUESTS, 2) == LENGTHS
+    assert all(len({place // 2 for place in running}) == 1 for running in llm.seen)
+    assert {0, 1} in llm.seen
