@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from async_grpo.bench.server import Fsync
 from async_grpo.cli.exits import exit_with
 
 app = typer.Typer(
@@ -25,19 +26,20 @@ def buffer(
     json_file: JsonFile = None,
     quick: Quick = False,
     url: Annotated[str | None, typer.Option(metavar="URL", help="Of a server; else one of its own is started.")] = None,
+    fsync: Annotated[Fsync, typer.Option(help="Of the server that is started; a run's is always.")] = "everysec",
 ) -> None:
     """The replay buffer: throughput and latency against a plain list, cost of a transition when it is full.
 
     Groups of 8 samples, 276 KB, go from producer processes to a consumer process. Takes about three minutes.
     """
-    _measure("buffer", json_file, quick=quick, url=url)
+    _measure("buffer", json_file, quick=quick, url=url, fsync=fsync)
 
 
 @app.command()
 def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
     """A rollout server: tokens a second beside bare vLLM on the same engine, and beside dispatch in waves.
 
-    On random models of 56 million and of half a million parameters. Takes about seven minutes.
+    On random models of 56 and of 0.4 million parameters. Takes about seven minutes.
     """
     _measure("rollout", json_file, quick=quick)
 

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,28 @@ def test_the_engine_ends_with_its_killed_owner(engine_program: str) -> None:
     owner.kill()
     owner.wait()
     assert psutil.wait_procs([engine], timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["merged", "with-worker"])
+def test_an_engine_that_was_still_starting_ends_too(wrapped: bool) -> None:
+    late = MERGED.replace("end_with_owner();", "time.sleep(1.5); end_with_owner();")
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {late!r}])" if wrapped else late
+    owner = subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, program], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    engine = psutil.Process(int(owner.stdout.readline()))
+    if wrapped:
+        wait_for(lambda: engine.children())
+    family = [engine, *engine.children()]
+    owner.kill()
+    owner.wait()
+    assert psutil.wait_procs(family, timeout=15)[1] == []
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def wait_until_watched(engine: psutil.Process) -> None:

@@ -37,7 +37,7 @@ PAIRS = 3
 
 
 STEADY = Work(groups=20, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(32, 96))
-UNEVEN = Work(groups=32, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(32, 1.2, 512))
+UNEVEN = Work(groups=24, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(24, 1.2, 384))
 SHORT = Work(groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8)
 """As the quickstart's."""
 

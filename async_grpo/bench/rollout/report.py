@@ -14,29 +14,26 @@ WAVES = "bare AsyncLLM in waves, same requests"
 
 def overhead(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
     """Of the whole server: its speed beside that of bare vLLM, and what it costs in Python."""
-    name = f"whole server, {policy}, {work.concurrency} in flight"
+    name = f"whole server, {policy}"
     used, used_by_bare = _cpu_us(pairs.whole), _cpu_us(pairs.baseline)
-    return [
-        *_speed(f"{name}, {work.lengths}", BARE, pairs),
-        Figure("its process's CPU time", used, "us/token", used_by_bare, BARE, used / used_by_bare),
-    ]
+    cpu = Figure(f"{name}: CPU time of its process", used, "us/token", used_by_bare, BARE, used / used_by_bare)
+    return [*_speed(name, work, BARE, pairs), cpu]
 
 
 def dispatch(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
     """What it is worth to start a completion whenever a slot is free."""
-    name = f"continuous dispatch (whole server), {policy}, {work.concurrency} in flight, {work.lengths}"
-    return _speed(name, WAVES, pairs)
+    return _speed(f"continuous dispatch, {policy}", work, WAVES, pairs)
 
 
-def _speed(name: str, baseline: str, pairs: Pairs) -> list[Figure]:
+def _speed(name: str, work: Work, baseline: str, pairs: Pairs) -> list[Figure]:
     speed, speed_of_baseline = _tokens_per_s(pairs.whole), _tokens_per_s(pairs.baseline)
-    count = len(pairs.ratios)
     tokens, tokens_of_baseline = sum(pairs.whole[0].tokens), sum(pairs.baseline[0].tokens)
+    asked = f"{work.concurrency} in flight, {work.lengths}"
     return [
-        Figure(name, speed, "tokens/s", speed_of_baseline, baseline, pairs.ratio),
-        Figure(f"lowest of its {count} ratios", pairs.ratios[0], "x"),
-        Figure(f"highest of its {count} ratios", pairs.ratios[-1], "x"),
-        Figure("tokens of each round", tokens, "tokens", tokens_of_baseline, "asserted to be the same"),
+        Figure(f"{name}, {asked}", speed, "tokens/s", speed_of_baseline, baseline, pairs.ratio),
+        Figure(f"{name}: lowest of {len(pairs.ratios)} ratios", pairs.ratios[0], "x"),
+        Figure(f"{name}: highest of {len(pairs.ratios)} ratios", pairs.ratios[-1], "x"),
+        Figure(f"{name}: tokens of a round", tokens, "tokens", tokens_of_baseline, "asserted to be the same"),
     ]
 
 
