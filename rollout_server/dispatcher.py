@@ -33,6 +33,7 @@ import structlog
 
 from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, WaitTimeout
 from async_grpo.rewards.item import Item
+from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
 from async_grpo.wire import ReleaseReason, Sample, Ticket
 from rollout_server.admission import Admission
 from rollout_server.cast import Cast
@@ -260,7 +261,7 @@ class Dispatcher:
         kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())
         for kind, count in kinds.items():
             self.tally.reward_failures[kind] += count
-            await self._cast.board.count(f"reward_failures.{kind}", count)
+            await self._cast.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
         return [with_verdict(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
     async def _discard(self, work: GroupWork, reason: ReleaseReason, why: str) -> None:

@@ -53,7 +53,7 @@ def headline(summary: dict[str, Any], folder: RunFolder) -> str:
     lines = [
         f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
         f"held-out accuracy (sampled) {_percent(summary['accuracy_before'])} -> {_percent(summary['accuracy_after'])}",
-        f"age of trained tokens: max {summary['max_age']} (bound {summary['max_staleness']})",
+        f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
         f"report: {folder.path / 'report.md'}",
     ]

@@ -103,19 +103,19 @@ def _loss(steps: Sequence[Row], _summary: Facts) -> Figure | None:
 
 
 def _staleness(_steps: Sequence[Row], summary: Facts) -> Figure | None:
-    """Share of the trained tokens by age, with the bound S."""
+    """Share of the trained tokens by age, with the bound."""
     tokens = {int(age): count for age, count in (summary.get("tokens_by_age") or {}).items()}
     total = sum(tokens.values())
     if not total:
         return None
-    bound = summary.get("max_staleness", max(tokens))
+    bound = summary.get("age_bound", max(tokens))
     figure, (axes,) = _figure("Age of the trained tokens", "age in optimizer steps")
     ages = range(max(bound, *tokens, 0) + 2)
     colors = [GREEN if age <= bound else RED for age in ages]
     bars = axes.bar(ages, [tokens.get(age, 0) / total for age in ages], width=0.7, color=colors)
     axes.bar_label(bars, [f"{tokens[age] / total:.1%}" if tokens.get(age) else "" for age in ages], padding=2)
     axes.axvline(bound + 0.5, color=GREY, linestyle="--", linewidth=1.2)
-    axes.annotate(f" bound: S = {bound}", (bound + 0.5, 0.92), xycoords=("data", "axes fraction"), color="#555")
+    axes.annotate(f" bound: {bound}", (bound + 0.5, 0.92), xycoords=("data", "axes fraction"), color="#555")
     axes.set_xticks(list(ages))
     axes.margins(y=0.15)
     axes.set_ylabel("share of trained tokens")

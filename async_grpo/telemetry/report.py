@@ -63,7 +63,7 @@ def _write(path: Path, text: str) -> Path:
 def _headline(summary: Facts) -> str:
     accuracy = _change(summary, "accuracy_before", "accuracy_after", ".1%")
     greedy = _change(summary, "greedy_accuracy_before", "greedy_accuracy_after", ".1%")
-    restarts = [f"{role} {count}" for role, count in (summary.get("restarts") or {}).items() if count]
+    restarts, failures = _counts(summary, "restarts"), _counts(summary, "reward_failures")
     lines = [
         ("**held-out accuracy, sampled**", f"**{accuracy}**"),
         ("held-out accuracy, greedy", greedy),
@@ -80,12 +80,18 @@ def _headline(summary: Facts) -> str:
         ),
         (
             "age of trained tokens",
-            f"max {_figure(summary, 'max_age', '')} of S = {_figure(summary, 'max_staleness', '')}",
+            f"max {_figure(summary, 'max_age', '')}, bound {_figure(summary, 'age_bound', '')}",
         ),
         ("log-probability gap, mean", _figure(summary, "logprob_gap_mean", ".2e")),
-        ("restarts", ", ".join(restarts) or "none"),
+        ("completions that could not be judged", failures),
+        ("restarts", restarts),
     ]
     return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in lines]])
+
+
+def _counts(summary: Facts, key: str) -> str:
+    """Names with their counts, those with none left out."""
+    return ", ".join(f"{name} {count}" for name, count in (summary.get(key) or {}).items() if count) or "none"
 
 
 def _balance(summary: Facts) -> str:
@@ -103,13 +109,13 @@ def _balance(summary: Facts) -> str:
 
 
 def _bound(summary: Facts) -> str:
-    oldest, bound = summary.get("max_age"), summary.get("max_staleness")
+    oldest, bound = summary.get("max_age"), summary.get("age_bound")
     if oldest is None or bound is None:
         return ""
     verdict = "kept" if oldest <= bound else "**BROKEN**"
     return (
         "## Staleness\n\n"
-        f"`max age <= S`: {oldest} <= {bound}, {verdict}. "
+        f"S = {_figure(summary, 'max_staleness', '')}; max age <= bound: {oldest} <= {bound}, {verdict}. "
         f"Mean age over the trained tokens: {_figure(summary, 'mean_age', '.2f')} optimizer steps."
     )
 

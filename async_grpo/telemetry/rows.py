@@ -18,6 +18,8 @@ GENERATED_TOKENS = "generated_tokens"
 """Counter of the run board: completion tokens sampled by all rollout servers."""
 RESTARTS_PREFIX = "restarts."
 """Counters of the run board: `restarts.<role>`."""
+REWARD_FAILURES_PREFIX = "reward_failures."
+"""Counters of the run board: `reward_failures.<kind>`, completions that a verifier could not judge."""
 
 TIME_KEYS = ("wait_s", "pack_s", "train_s", "optimizer_s", "publish_s", "checkpoint_s")
 """The parts of a step, in order; what they leave of `step_s` is "other"."""

@@ -9,6 +9,7 @@ from async_grpo.config.schema import RunConfig
 from async_grpo.telemetry.rows import (
     GENERATED_TOKENS,
     RESTARTS_PREFIX,
+    REWARD_FAILURES_PREFIX,
     Row,
     last_of_each,
     number,
@@ -42,6 +43,7 @@ def summarize(
         "name": config.name,
         "seed": config.seed,
         "max_staleness": config.max_staleness,
+        "age_bound": config.replay_policy.age_bound,
         "groups_per_step": config.groups_per_step,
         "group_size": config.group_size,
         "capacity_groups": config.capacity_groups,
@@ -56,7 +58,8 @@ def summarize(
         **_ages(steps),
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
         **_groups(stats),
-        "restarts": _restarts(counters),
+        "restarts": _counters_of(counters, RESTARTS_PREFIX),
+        "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
         "time_split_s": _time_split(steps),
         "evaluations": [_evaluation(evaluation) for evaluation in _by_version(evaluations)],
     }
@@ -139,12 +142,10 @@ def _groups(stats: Mapping[str, Any]) -> Facts:
     return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
 
 
-def _restarts(counters: Mapping[str, int]) -> dict[str, int]:
-    return {
-        name.removeprefix(RESTARTS_PREFIX): count
-        for name, count in sorted(counters.items())
-        if name.startswith(RESTARTS_PREFIX)
-    }
+def _counters_of(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """The counters whose names begin with `prefix`, without it."""
+    found = {name.removeprefix(prefix): count for name, count in counters.items() if name.startswith(prefix)}
+    return dict(sorted(found.items()))
 
 
 def _time_split(steps: Sequence[Row]) -> dict[str, float]:

@@ -177,7 +177,7 @@ def test_the_report_has_every_section_and_every_plot(run_dir: Path, summary: dic
     text = write_report(run_dir, summary).read_text()
     assert "14.0% → 83.0%" in text
     assert "1,960 admitted = 1,920 trained + 0 stale + 7 filtered" in text
-    assert "`max age <= S`: 2 <= 2, kept" in text
+    assert "max age <= bound: 2 <= 2, kept" in text
     assert "async-grpo run configs/made-up.yaml" in text
     assert "ui.perfetto.dev" in text and "all rewards of the step are equal" in text
     for name in PLOTS:

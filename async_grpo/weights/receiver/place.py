@@ -19,6 +19,10 @@ from pathlib import Path
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.process import MARK_VARIABLE
 
+_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+"""For glibc: else the memory of every received chunk goes back to the kernel, and comes again as pages that have to be
+cleared, which takes a quarter of the time of a transfer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -50,12 +54,12 @@ def start_receiver(place: Place, config: WeightsConfig) -> subprocess.Popen[byte
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
+        inherited = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
         arguments = ["--store", str(place.store), "--config", config.model_dump_json()]
         return subprocess.Popen(
             [sys.executable, "-m", "async_grpo.weights.receiver.process", *arguments],
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env=_KEPT_MEMORY | inherited,
             pass_fds=[lock],
             start_new_session=True,
         )

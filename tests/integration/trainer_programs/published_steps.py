@@ -1,0 +1,99 @@
+"""Train and publish after every step, in one case after another, and write down what each side holds.
+
+    python -m trainer_programs.published_steps CASES.json      (under torchrun for several ranks)
+
+A case: {"config": FILE, "model": FOLDER, "out": FILE, "readers": N, "steps": N}. `out` gets one JSON line a version:
+the hashes of the trainer's tensors, and what every reader said of its own. No step begins before all have spoken.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_grpo.config import RunConfig, load
+from async_grpo.weights.store import remove_stores, store_path
+from async_grpo.wire import encode
+from async_grpo.wire.board import PublisherAddress
+from trainer.platform import Platform, select_platform
+
+
+class OneRun:
+    """In place of the coordinator: the address lies in a file, and nobody asks for the version."""
+
+    def __init__(self, address: Path) -> None:
+        self._address = address
+
+    def set_publisher(self, address: PublisherAddress) -> None:
+        written = self._address.with_suffix(".new")
+        written.write_bytes(encode(address))
+        written.rename(self._address)
+
+    def publish_version(self, version: int) -> None: ...
+
+
+def main() -> None:
+    platform = select_platform("cpu")
+    platform.activate(1)
+    from megatron.core import parallel_state
+
+    from trainer.parallel import lay_out, start_ranks, stop_ranks
+
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    configs = [load(Path(case["config"])) for case in cases]
+    start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
+    for config, case in zip(configs, cases, strict=True):
+        parallel_state.destroy_model_parallel()
+        lay_out(config.trainer, config.seed)
+        run(config, case, platform)
+    stop_ranks()
+
+
+def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
+    from trainer.outlet import WeightOutlet
+    from trainer.parallel import is_leader
+    from trainer.phases import Phases
+    from trainer.start import load_policy
+    from trainer.step import train_step
+    from trainer_programs.batches import make_batch
+
+    out = Path(case["out"])
+    policy = load_policy(config, Path(case["model"]), platform)
+    address = out.with_suffix(".address")
+    outlet = WeightOutlet(policy, config, OneRun(address), epoch=1)
+    readers = [read(config, address, number, case["steps"]) for number in range(case["readers"] * is_leader())]
+    for version in range(case["steps"] + 1):
+        if version > 0:
+            train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=Phases())
+        outlet.publish(version)
+        hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
+        if is_leader():
+            said = [json.loads(reader.stdout.readline()) for reader in readers]
+            with out.open("a") as lines:
+                lines.write(json.dumps({"version": version, "hashes": hashes, "readers": said}) + "\n")
+    for reader in readers:
+        reader.wait(30)
+    outlet.close()
+    remove_stores(config.local_name)
+
+
+def read(config: RunConfig, address: Path, number: int, last: int) -> subprocess.Popen[str]:
+    store = store_path(config.local_name, f"machine-{number}")
+    arguments = [str(store), str(address), config.weights.model_dump_json(), str(last)]
+    command = [sys.executable, "-m", "trainer_programs.weight_reader", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def hash_of(tensor: Any) -> str:
+    import torch
+
+    return xxhash.xxh3_64_hexdigest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A rollout server that loads nothing: follows a run's weights and says, line by line, what it mapped.
+
+    python -m trainer_programs.weight_reader STORE ADDRESS CONFIG LAST
+
+STORE lies in shared memory, ADDRESS is the file that will name the publisher, CONFIG is a WeightsConfig as JSON.
+One JSON line a version, {"version": V, "hashes": {TENSOR: XXH3}, "patched": N, "dense": N}, until version LAST.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import xxhash
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.process import die_with_parent
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.weights.store import WeightStore
+from async_grpo.wire import decode
+from async_grpo.wire.board import PublisherAddress
+
+PATIENCE_S = 100.0
+
+
+async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -> None:
+    async def resolve() -> PublisherAddress | None:
+        return decode(address.read_bytes(), PublisherAddress) if address.exists() else None
+
+    receiver = WeightReceiver(resolve, store, config)
+    seen: Identity | None = None
+    while seen is None or seen.version < last:
+        await receiver.next_version(seen, PATIENCE_S)
+        async with receiver.hold() as seen:
+            hashes = hashes_in(store, seen)
+        stats = receiver.stats
+        line = {"version": seen.version, "hashes": hashes, "patched": stats.patched_chunks, "dense": stats.dense_chunks}
+        print(json.dumps(line), flush=True)
+    await receiver.close()
+
+
+def hashes_in(store: Path, identity: Identity) -> dict[str, str]:
+    """Of every tensor, in place."""
+    snapshot = WeightStore.open(store).snapshot(identity)
+    hashes = {spec.name: xxhash.xxh3_64_hexdigest(content) for spec, content in snapshot}
+    snapshot.verify()
+    return hashes
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    store, address, config, last = sys.argv[1:]
+    asyncio.run(follow(Path(store), Path(address), WeightsConfig.model_validate_json(config), int(last)))
