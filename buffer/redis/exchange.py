@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from redis.asyncio import Redis
 from redis.exceptions import ExecAbortError, ResponseError
@@ -35,18 +36,32 @@ def script_head(digest: str, keys: tuple[str, ...]) -> tuple[bytes, int]:
     return b"".join(_parts(parts)), len(parts)
 
 
+_kept: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""By pool: free connections that were taken out of it for good. Each time it hands one out, the pool asks the socket
+for stray data by a timer that runs out, which takes longer than a short command."""
+
+
 @asynccontextmanager
 async def one_connection(client: Redis) -> AsyncIterator[Any]:
-    """A connection of the pool, for the time of the block. redis-py closes one whose reply was not read to its
-    end, for whatever reason: the pool never gets it back half-read."""
-    connection = await client.connection_pool.get_connection()
+    """A connection of the client, for the time of the block. redis-py closes one whose reply was not read to its
+    end, for whatever reason: nobody gets it half-read."""
+    pool = client.connection_pool
+    kept = _kept.setdefault(pool, [])
+    connection = kept.pop() if kept else await pool.get_connection()
     try:
         yield connection
     except BaseException:
         # Shielded: a second cancellation may not keep it from the pool.
-        await asyncio.shield(client.connection_pool.release(connection))
+        await asyncio.shield(pool.release(connection))
         raise
-    await client.connection_pool.release(connection)
+    kept.append(connection)
+
+
+async def let_go(client: Redis) -> None:
+    """Give free connections back to the pool, which looks at them before they are used again."""
+    kept = _kept.pop(client.connection_pool, [])
+    for connection in kept:
+        await client.connection_pool.release(connection)
 
 
 async def exchange(connection: Any, *commands: Command) -> list[Any]:

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from async_grpo.errors import ReplicasBehind, WaitTimeout
 from buffer.redis.client import where
-from buffer.redis.exchange import Call, exchange, one_connection, script_head, transact
+from buffer.redis.exchange import Call, exchange, let_go, one_connection, script_head, transact
 from buffer.redis.failures import cause_of, may_pass, named
 from buffer.redis.scripts import Script, script
 
@@ -122,7 +122,8 @@ class Link:
             pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
 
     async def _look_elsewhere(self, deadline: float) -> None:
-        """Where another node may serve the run by now, the next attempt asks for it."""
+        """The next attempt trusts no connection, and asks for the node where another may serve the run by now."""
+        await let_go(self.client)
         if finder := getattr(self.client, "finder", None):
             finder.forget()
             with contextlib.suppress(server_errors.RedisError, OSError):

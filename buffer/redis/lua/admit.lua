@@ -10,7 +10,7 @@ for i, value in ipairs(redis.call('HMGET', META, 'lease_ms', 'version', 'max_sta
 end
 local lease_ms, version, staleness, size, horizon, min_size, samples_per_insert, max_diff, used, inserted, tasks_put,
   admitted, ended, epoch = unpack(dials)
-local answer = {'ok', epoch, lease_ms}
+local answer, leases = {'ok', epoch, lease_ms}, {}
 
 local function add(seq, attempt, begun, partial)
   for _, value in ipairs({tonumber(seq), tonumber(attempt), tonumber(begun), redis.call('GET', payload('task', seq)),
@@ -29,7 +29,7 @@ local function lease(seq)
   if not partial then redis.call('ZADD', BEGUN, version, seq) end
   local attempt = redis.call('HINCRBY', ATTEMPTS, seq, 1)
   redis.call('ZADD', LEASES, now + lease_ms, seq)
-  redis.call('APPEND', grant, seq .. ':' .. attempt .. ',')
+  leases[#leases + 1] = seq .. ':' .. attempt
   add(seq, attempt, partial and redis.call('ZSCORE', BEGUN, seq) or version, partial)
   granted = granted + 1
 end
@@ -76,6 +76,6 @@ while possible and granted < limit do
 end
 
 if granted == 0 then return wait(now) end
-redis.call('PEXPIRE', grant, lease_ms)
+redis.call('SET', grant, table.concat(leases, ','), 'PX', lease_ms)
 if #again > limit or possible then wake(WAKE_ADMIT) end
 return answer
