@@ -32,12 +32,30 @@ def test_a_late_chunk_is_asked_for_again_and_given_up_in_the_end() -> None:
     plan = plan_of(1)
     for attempt in range(MAX_ATTEMPTS - 1):
         assert plan.take(10.0 * attempt) == [(0, False)]
-        assert plan.expire(10.0 * attempt + 4.9) == []
-        assert plan.expire(10.0 * attempt + 5.0) == [0]
+        assert plan.expire(10.0 * attempt + 4.9, heard_s=0.0) == []
+        assert plan.expire(10.0 * attempt + 5.0, heard_s=0.0) == [0]
         assert not plan.awaits(0)
     plan.take(100.0)
     with pytest.raises(FetchInterrupted, match="chunk 0 was asked for 4 times"):
-        plan.expire(105.0)
+        plan.expire(105.0, heard_s=0.0)
+
+
+def test_a_chunk_behind_a_long_queue_is_not_late_while_the_queue_moves() -> None:
+    plan = plan_of(2)
+    plan.take(0.0)
+    plan.settle(0)
+    assert plan.expire(9.0, heard_s=4.5) == []
+    assert plan.expire(9.5, heard_s=4.5) == [1]
+
+
+def test_a_chunk_that_others_have_passed_is_late_although_the_other_side_is_heard() -> None:
+    plan = plan_of(2)
+    plan.take(0.0)
+    plan.settle(1)
+    assert plan.expire(4.9, heard_s=4.9) == []
+    assert plan.expire(5.0, heard_s=4.9) == [0]
+    assert plan.take(5.0) == [(0, False)]
+    assert plan.expire(10.0, heard_s=9.9) == []
 
 
 def test_a_wrong_patch_is_replaced_by_the_dense_chunk() -> None:

@@ -25,7 +25,7 @@ from async_grpo.data.source import Tokenizer, load_tokenizer
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.store import remove_stores, store_path
 from rollout_server.bench.moving_weights import ModelSize, MovingWeights
-from rollout_server.engines import bare
+from rollout_server.engines.bare import Loop, continuous, waves
 from rollout_server.engines.protocol import Generation, GenerationRequest
 from rollout_server.engines.vllm_engine import VllmEngine
 
@@ -63,13 +63,13 @@ class Stage:
 
     async def bare(self, work: Work) -> Round:
         """A round of bare vLLM, its slots always full."""
-        return await self._plain(bare.continuous, work)
+        return await self._plain(continuous, work)
 
     async def waves(self, work: Work) -> Round:
         """A round of bare vLLM in waves."""
-        return await self._plain(bare.waves, work)
+        return await self._plain(waves, work)
 
-    async def _plain(self, loop: bare.Loop, work: Work) -> Round:
+    async def _plain(self, loop: Loop, work: Work) -> Round:
         requests = work.requests(self.around.vocabulary)
         clock = Clock()
         tokens = await loop(self.engine.async_llm, requests, work.concurrency)
