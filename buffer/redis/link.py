@@ -159,7 +159,7 @@ class Link:
         async with one_connection(self.client) as connection:
             send = transact(connection, [*sets, transition]) if sets else exchange(connection, transition)
             *_, reply = await send
-            if self._replicas:
+            if self._replicas and not script.only_reads:
                 await self._confirm(connection, deadline)
             return reply
 

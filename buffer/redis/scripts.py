@@ -18,6 +18,11 @@ class Script:
     source: str
     digest: str
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether there is nothing that a replica could miss."""
+        return "no-writes" in self.source.split("\n", 1)[0]
+
 
 @cache
 def script(name: str, *, prelude: str | None = PRELUDE) -> Script:
