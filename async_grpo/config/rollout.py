@@ -30,9 +30,18 @@ class SamplingConfig(StrictModel):
         return self
 
 
+OURS = frozenset(
+    "model dtype max_model_len tensor_parallel_size enforce_eager skip_tokenizer_init logprobs_mode additional_config "
+    "worker_extension_cls weight_transfer_config kv_cache_memory_bytes gpu_memory_utilization".split()
+)
+"""Arguments of the engine that have a key of their own, or that its guarantees depend on."""
+
+
 class VllmConfig(StrictModel):
     """The inference engine."""
 
+    platform: Literal["cpu", "cuda", "ascend"] = "cpu"
+    """What it computes on; the installed vLLM must be the one for it."""
     max_model_len: PositiveInt = 256
     kv_cache_bytes: PositiveInt = 256 << 20
     """Memory for the KV cache on CPU."""
@@ -44,8 +53,43 @@ class VllmConfig(StrictModel):
     """The engine core in a process of its own: generation and Python's bookkeeping overlap."""
     threads: PositiveInt = 1
     """OpenMP threads of one engine on CPU."""
+    additional_config: dict[str, Any] = {}
+    """vllm-ascend's own settings; `rl_config: {enabled: true}`, which weight updates need, is added."""
+    environment: dict[str, str] = {}
+    """Of the engine; the environment that the server is started with goes first."""
     extra: dict[str, Any] = {}
     """Passed to AsyncEngineArgs unchanged."""
+
+    @model_validator(mode="after")
+    def _of_this_platform(self) -> VllmConfig:
+        accelerators = ("cuda", "ascend")
+        dials = {"kv_cache_bytes": ("cpu",), "gpu_memory_utilization": accelerators, "additional_config": ("ascend",)}
+        for name, platforms in dials.items():
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            if changed and self.platform not in platforms:
+                raise ValueError(
+                    f"{name} would have no effect: it is a dial of {' and '.join(platforms)}, and the platform is "
+                    f"{self.platform}. Remove it, or set rollout.vllm.platform"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_have_processes(self) -> VllmConfig:
+        if self.tensor_parallel > 1 and not self.multiprocessing:
+            raise ValueError(
+                f"tensor_parallel ({self.tensor_parallel}) needs a process for each worker, but multiprocessing is "
+                "false. Set rollout.vllm.multiprocessing to true, or tensor_parallel to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guarantees_stay(self) -> VllmConfig:
+        if taken := sorted(OURS & self.extra.keys()):
+            raise ValueError(
+                f"extra sets {', '.join(taken)}: these have keys of their own, or exact log-probabilities and weight "
+                "updates depend on them. Take them out of rollout.vllm.extra"
+            )
+        return self
 
 
 class ToolConfig(StrictModel):

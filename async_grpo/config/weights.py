@@ -32,8 +32,8 @@ class WeightsConfig(StrictModel):
     encrypt: Encryption = "off"
     """`control`: announcements, manifests and registration under CURVE; `all`: the chunks too, at a sixth of the
     speed. Both need ASYNC_GRPO_WEIGHTS_SECRET in the environment of every process."""
-    chunk_bytes: Annotated[int, Field(gt=0, multiple_of=64)] = 1 << 20
-    credits: PositiveInt = 4
+    chunk_bytes: Annotated[int, Field(gt=0, multiple_of=64)] = 2 << 20
+    credits: PositiveInt = 8
     """Chunk requests in flight of one receiver."""
     heartbeat_s: Seconds = 0.5
     request_timeout_s: Seconds = 5.0

@@ -15,7 +15,6 @@ last token unblocks it; the caller has a timeout); with `abort` it ends those th
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -32,12 +31,11 @@ from async_grpo.weights.store import WeightStore
 from rollout_server.engines import spans
 from rollout_server.engines.checkpoint import check_layout, has_tied_head, stop_tokens, tensor_shapes
 from rollout_server.engines.kinship import claim_ownership
+from rollout_server.engines.platforms import check_platform, platform_arguments, set_environment
 from rollout_server.engines.protocol import EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.vllm_api import check_async_llm, find_vllm_api, finish_arguments, start_arguments
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm_worker.WorkerExtension"
-_CPU_STEP_TOKENS = 2048
-"""Prompt tokens that one step of the CPU engine reads at most (or one whole prompt, if that is longer)."""
 MOST_LOST = 4096
 """Requests that failed, of which is remembered what they had."""
 _BEFORE_ANY_UPDATE = Identity(spans.CHECKPOINT_VERSION, spans.CHECKPOINT_VERSION)
@@ -99,8 +97,10 @@ class VllmEngine:
                 "rollout-ascend."
             ) from error
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_platform(self._config, current_platform.device_type)
         find_vllm_api()
         check_async_llm(AsyncLLM)
         self._shapes = tensor_shapes(self._model_dir)
@@ -367,9 +367,8 @@ class VllmEngine:
 
     def _engine_arguments(self) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
-        from vllm.platforms import current_platform
 
-        arguments: dict[str, Any] = {
+        return {
             "model": str(self._model_dir),
             "dtype": self._precision,
             "seed": self._seed,
@@ -382,35 +381,9 @@ class VllmEngine:
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER_EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend="zmq"),
+            **platform_arguments(self._config),
+            **self._config.extra,
         }
-        if current_platform.is_cpu():
-            arguments["kv_cache_memory_bytes"] = self._config.kv_cache_bytes
-            # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
-            # cannot do ("CPU Generator does not use offset"), and the engine dies: so prompts are read whole.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, self._config.max_model_len)
-        else:
-            arguments["gpu_memory_utilization"] = self._config.gpu_memory_utilization
-        return arguments | self._config.extra
-
-
-def set_environment(config: VllmConfig) -> None:
-    """What vLLM reads from the environment, where the user has not said otherwise.
-
-    Must come before vllm is imported. `nobind`: vLLM would otherwise bind every engine of the
-    machine to the same first cores.
-    """
-    defaults = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(config.threads),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing)),
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 def _generation(output: Any, flight: Flight) -> Generation:

@@ -13,7 +13,9 @@ from async_grpo.weights.memory import SHARED_MEMORY
 
 COMMAND = [sys.executable, "-m", "async_grpo.cli.main", "bench", "weights", "--quick"]
 COMPARED = (
-    "dense, 0.01 GB to one receiver",
+    "dense, 0.01 GB to one receiver, beside tcp",
+    "dense, 0.01 GB to one receiver, beside gloo",
+    "dense, 0.01 GB to one receiver, beside disk",
     "dense, 0.01 GB to one receiver, from manifest to commit",
     "dense, 0.01 GB to one receiver, processor time, both ends",
     "trainer's stall for one version",
@@ -43,7 +45,5 @@ def test_a_quick_bench_measures_every_figure_and_leaves_nothing_behind(tmp_path:
         assert by_name[name]["value"] > 0 and by_name[name]["baseline"] > 0 and by_name[name]["ratio"] > 0
     for figure in figures:
         assert figure["name"] in shown
-    rivals = [figure["baseline_name"] for figure in figures if figure["name"] == COMPARED[0]]
-    assert len(rivals) == 3
     assert by_name["0.01 GB to 8 receivers, fanout 2: the trainer sends"]["value"] <= 2.1
     assert by_name["AdamW, lr 1e-06: patches are smaller than dense"]["value"] > 30

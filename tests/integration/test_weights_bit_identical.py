@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.config import dump, validate
 
-PROGRAMS = Path(__file__).parent
+PROGRAMS, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 STEPS = 50
 LR = 3e-5
 
@@ -101,7 +101,7 @@ def train(folder: Path, cases: list[Case], make_model: Callable[[bool], Path]) -
     ranks = cases[0].tensor
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, "-m", "trainer_programs.published_steps", str(folder / "cases.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROGRAMS}:{ROOT}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [[json.loads(line) for line in (folder / f"{case}.jsonl").read_text().splitlines()] for case in cases]

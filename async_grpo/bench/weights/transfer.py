@@ -171,7 +171,7 @@ def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]
 
 def _against(name: str, rival: str, gigabytes: float, rounds: Sequence[Round]) -> Figure:
     return Figure(
-        name=name,
+        name=f"{name}, beside {rival}",
         value=median(gigabytes / each.moved.seconds for each in rounds),
         unit="GB/s",
         baseline=median(gigabytes / each.rivals_s[rival] for each in rounds),

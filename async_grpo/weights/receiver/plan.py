@@ -25,6 +25,7 @@ class Plan:
     def __init__(self, chunks: Iterable[int], *, patched: bool, credits: int, timeout_s: float) -> None:
         self._todo = deque(chunks)
         self._deadlines: dict[int, float] = {}
+        self._passed_over: set[int] = set()
         self._late: dict[int, int] = {}
         self._corrupt: dict[int, int] = {}
         self._dense: set[int] = set()
@@ -50,16 +51,28 @@ class Plan:
         return [(index, self._patched and index not in self._dense) for index in asked]
 
     def settle(self, index: int) -> None:
-        """The chunk has come."""
-        del self._deadlines[index]
+        """The chunk has come; those that were asked for before it and have not are passed over."""
+        for earlier in self._deadlines:  # in the order in which they were asked for
+            if earlier == index:
+                break
+            self._passed_over.add(earlier)
+        self._forget(index)
 
     def add(self, index: int) -> None:
         """One chunk more."""
         self._todo.append(index)
 
-    def expire(self, now_s: float) -> list[int]:
-        """Put late chunks back. Raises FetchInterrupted if one was late too often."""
-        late = [index for index, deadline in self._deadlines.items() if deadline <= now_s]
+    def expire(self, now_s: float, heard_s: float) -> list[int]:
+        """Put late chunks back; `heard_s` is when the other side was last heard. Raises FetchInterrupted if one was
+        late too often.
+
+        Answers come in the order of the requests. So on a slow link, where whole queues of chunks lie before one,
+        that one is not late as long as those before it come in: asked for again, it would come twice, and make
+        the link slower still.
+        """
+        silent = now_s - heard_s >= self._timeout_s
+        overdue = [index for index, deadline in self._deadlines.items() if deadline <= now_s]
+        late = [index for index in overdue if silent or index in self._passed_over]
         for index in late:
             self._late[index] = self._late.get(index, 0) + 1
             if self._late[index] >= MAX_ATTEMPTS:
@@ -91,5 +104,9 @@ class Plan:
         self._corrupt.clear()
 
     def _put_back(self, index: int) -> None:
-        del self._deadlines[index]
+        self._forget(index)
         self._todo.appendleft(index)
+
+    def _forget(self, index: int) -> None:
+        del self._deadlines[index]
+        self._passed_over.discard(index)

@@ -214,7 +214,7 @@ class Receiver:
             fetch.plan.restart()
         if not source.is_relay and now - uplink.heard_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
             raise FetchInterrupted(f"{uplink.address.announce} has been silent for {now - uplink.heard_s:.1f} s.")
-        late = fetch.plan.expire(now)
+        late = fetch.plan.expire(now, source.heard_s)
         self._stats.rerequests += len(late)
         if late and source.is_relay and now - source.heard_s > self._config.request_timeout_s:
             self._lose_source(f"it has been silent for {now - source.heard_s:.1f} s")

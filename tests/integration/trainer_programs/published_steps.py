@@ -85,7 +85,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
 def read(config: RunConfig, address: Path, number: int, last: int) -> subprocess.Popen[str]:
     store = store_path(config.local_name, f"machine-{number}")
     arguments = [str(store), str(address), config.weights.model_dump_json(), str(last)]
-    command = [sys.executable, "-m", "trainer_programs.weight_reader", *arguments]
+    command = [sys.executable, "-m", "tests.support.weight_reader", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,15 +1,14 @@
 """A rollout server that loads nothing: follows a run's weights and says, line by line, what it mapped.
 
-    python -m trainer_programs.weight_reader STORE ADDRESS CONFIG LAST
+    python -m tests.support.weight_reader STORE ADDRESS CONFIG LAST
 
 STORE lies in shared memory, ADDRESS is the file that will name the publisher, CONFIG is a WeightsConfig as JSON.
-One JSON line a version, {"version": V, "hashes": {TENSOR: XXH3}, "patched": N, "dense": N}, until version LAST.
+One JSON line a version, until version LAST.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from async_grpo.weights.receiver import WeightReceiver
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
+from tests.support.speech import Speech
 
 PATIENCE_S = 100.0
 
@@ -30,6 +30,7 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
     async def resolve() -> PublisherAddress | None:
         return decode(address.read_bytes(), PublisherAddress) if address.exists() else None
 
+    speech = Speech()
     receiver = WeightReceiver(resolve, store, config)
     seen: Identity | None = None
     while seen is None or seen.version < last:
@@ -37,8 +38,16 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
         async with receiver.hold() as seen:
             hashes = hashes_in(store, seen)
         stats = receiver.stats
-        line = {"version": seen.version, "hashes": hashes, "patched": stats.patched_chunks, "dense": stats.dense_chunks}
-        print(json.dumps(line), flush=True)
+        line = {
+            "version": seen.version,
+            "hashes": hashes,
+            "process": receiver.process_id,
+            "patched": stats.patched_chunks,
+            "dense": stats.dense_chunks,
+            "received": stats.received_bytes,
+            "relayed": stats.relayed_bytes,
+        }
+        speech.say(line)
     await receiver.close()
 
 

@@ -1,0 +1,64 @@
+"""What an engine is told on each platform, and what is refused before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from async_grpo.config.rollout import VllmConfig
+from async_grpo.errors import EngineError
+from rollout_server.engines.platforms import check_platform, environment, platform_arguments
+
+
+def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
+    config = VllmConfig(max_model_len=4096, kv_cache_bytes=1 << 20, threads=2)
+    assert platform_arguments(config) == {
+        "kv_cache_memory_bytes": 1 << 20,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 4096,
+    }
+    assert environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment(config)["OMP_NUM_THREADS"] == "2"
+
+
+def test_an_ascend_engine_can_replace_its_weights() -> None:
+    config = VllmConfig(platform="ascend", additional_config={"enable_weight_nz_layout": False})
+    assert platform_arguments(config) == {
+        "gpu_memory_utilization": 0.8,
+        "additional_config": {"rl_config": {"enabled": True}, "enable_weight_nz_layout": False},
+    }
+    assert environment(config)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert "OMP_NUM_THREADS" not in environment(config)
+
+
+def test_a_cuda_engine_is_told_its_share_of_the_memory_only() -> None:
+    config = VllmConfig(platform="cuda", gpu_memory_utilization=0.6)
+    assert platform_arguments(config) == {"gpu_memory_utilization": 0.6}
+
+
+def test_the_users_environment_goes_before_the_defaults() -> None:
+    assert environment(VllmConfig(environment={"VLLM_LOGGING_LEVEL": "DEBUG"}))["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu_memory_utilization": 0.5}, "a dial of cuda and ascend, and the platform is cpu"),
+        ({"platform": "cuda", "kv_cache_bytes": 1}, "a dial of cpu, and the platform is cuda"),
+        ({"platform": "cuda", "additional_config": {"a": 1}}, "a dial of ascend, and the platform is cuda"),
+        ({"tensor_parallel": 2, "multiprocessing": False}, "needs a process for each worker"),
+        ({"extra": {"logprobs_mode": "raw_logprobs"}}, "extra sets logprobs_mode"),
+    ],
+)
+def test_wrong_combinations_are_refused_before_the_engine_starts(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        VllmConfig(**changes)
+
+
+def test_a_vllm_for_another_device_is_named() -> None:
+    check_platform(VllmConfig(), "cpu")
+    check_platform(VllmConfig(platform="ascend"), "npu")
+    with pytest.raises(EngineError, match=r"platform is cuda, but the installed vLLM computes on cpu.*rollout-cuda"):
+        check_platform(VllmConfig(platform="cuda"), "cpu")
