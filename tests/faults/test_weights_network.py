@@ -224,8 +224,8 @@ async def test_a_relay_killed_amid_a_transfer_is_replaced_and_everybody_gets_the
 
 
 async def test_chunks_that_queue_on_a_slow_link_are_not_asked_for_twice(open_plane: Callable[..., Any]) -> None:
-    """Three receivers' credits are 20 seconds of this link, four times as long as a request may take."""
-    async with open_plane(rate="10mbit", megabytes=FEW_MEGABYTES, fanout=0, chunk_bytes=1 << 20) as plane:
+    """All that three receivers want is under way at once, 20 seconds of this link; a request may take three."""
+    async with open_plane(rate="10mbit", megabytes=FEW_MEGABYTES, fanout=0, credits=32) as plane:
         readers = [await plane.join() for _ in range(3)]
         await plane.publish("new")
         started = time.monotonic()
