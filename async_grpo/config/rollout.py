@@ -31,7 +31,11 @@ class SamplingConfig(StrictModel):
 
 
 OURS = frozenset(
-    ["model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init", "logprobs_mode", "additional_config", "worker_extension_cls", "weight_transfer_config", "kv_cache_memory_bytes", "gpu_memory_utilization"]
+    {
+        *("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init"),
+        *("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "additional_config"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization"),
+    }
 )
 """Arguments of the engine that have a key of their own, or that its guarantees depend on."""
 
