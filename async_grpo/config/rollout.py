@@ -33,7 +33,7 @@ class SamplingConfig(StrictModel):
 OURS = frozenset(
     {
         *("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init"),
-        *("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "additional_config"),
+        *("logprobs_mode", "weight_transfer_config", "additional_config"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization"),
     }
 )

@@ -79,7 +79,8 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     for reader in readers:
         reader.wait(30)
     outlet.close()
-    remove_stores(config.local_name)
+    if is_leader():
+        remove_stores(config.local_name)
 
 
 def read(config: RunConfig, address: Path, number: int, last: int) -> subprocess.Popen[str]:
