@@ -27,7 +27,7 @@ from tests.support.slow_link import FAR_HOST, NEAR_HOST, NotPermitted, SlowLink,
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
-RUN = "test-weights-network"
+RUN = f"test-weights-network-{os.getpid()}"
 ROOT = Path(__file__).parents[2]
 MEGABYTES = 24
 """Two seconds of the link."""

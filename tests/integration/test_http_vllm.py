@@ -30,7 +30,7 @@ from tests.support.vllm_lab import EXACT, FAR, VOCABULARY, Lab, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-RUN = "test-http-vllm"
+RUN = f"test-http-vllm-{os.getpid()}"
 FIRST = 0x100
 
 

@@ -28,7 +28,7 @@ from tests.support.vllm_lab import EXACT, FAR, STOP_TOKENS, Lab, log_softmax, pr
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-RUN = "test-vllm-engine"
+RUN = f"test-vllm-engine-{os.getpid()}"
 PREFIX_BLOCK = 128
 
 

@@ -18,7 +18,7 @@ from tests.support.vllm_lab import EXACT, Lab, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-RUN = "test-vllm-partials"
+RUN = f"test-vllm-partials-{os.getpid()}"
 LENGTH = 300
 VERY_LONG = 900
 """Not finished before an update has come, however busy the machine is."""

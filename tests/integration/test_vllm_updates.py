@@ -22,7 +22,7 @@ from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-RUN = "test-vllm-updates"
+RUN = f"test-vllm-updates-{os.getpid()}"
 PROBE = "tests.support.weight_probe.WeightProbe"
 """Only vLLM's worker imports it."""
 MLP = "model.layers.1.mlp"

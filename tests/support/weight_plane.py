@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from async_grpo.weights.store import WeightStore, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 
-RUN = "test-weight-plane"
+RUN = f"test-weight-plane-{os.getpid()}"
 LAYOUT = layout_of(
     [
         ("embed", "bfloat16", [400, 256]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from async_grpo.weights.store import Notes, WeightStore, remove_stores, store_pa
 from rollout_server.engines.reload import LayerwiseReload, renew_tied_head, with_blocks
 from rollout_server.engines.vllm_api import VllmApi
 
-RUN = "unit-layerwise-reload"
+RUN = f"unit-layerwise-reload-{os.getpid()}"
 NAMES = ["embed.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.0.norm.weight", "head.weight"]
 LAYOUT = layout_of([(name, "float32", [4]) for name in NAMES])
 LAYERS = {

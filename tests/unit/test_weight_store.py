@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from async_grpo.weights.manifest import Identity, layout_of
 from async_grpo.weights.store import Notes, WeightStore, remove_stores, store_path
 
 LAYOUT = layout_of([("a", "uint8", [100]), ("b", "float32", [16])])
-RUN = "unit-weight-store"
+RUN = f"unit-weight-store-{os.getpid()}"
 
 
 @pytest.fixture
