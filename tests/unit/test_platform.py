@@ -26,6 +26,7 @@ def test_the_cpu_platform_refuses_to_come_after_megatron(monkeypatch: pytest.Mon
 
 
 def test_the_cpu_platform_refuses_another_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)  # another test may have imported it
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
     with pytest.raises(ConfigError, match=r"pip install megatron-core=="):
         select_platform("cpu").activate(1)
