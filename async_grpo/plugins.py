@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,23 @@ def is_plugin(name: str) -> bool:
     return bool(module and colon and attribute)
 
 
-def load_plugin(name: str, *, key: str) -> Any:
+def load_plugin(name: str, *, key: str, expected: str = "a function or class") -> Any:
     """What `module:attribute` names, on the Python path or in the working folder; it must be callable.
 
-    `key`: where in the configuration it is named. Raises ConfigError that says what to change.
+    `key`: where in the configuration it is named; `expected`: what it should be. Raises ConfigError that says
+    what to change.
     """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        found = attrgetter(attribute)(importlib.import_module(module_name))
     except Exception as error:
         raise ConfigError(
             f"{key}: {name!r} cannot be imported ({type(error).__name__}: {error}). Is the module in the working "
-            "folder or on PYTHONPATH, and the name right"
+            "folder or on PYTHONPATH, and the name right?"
         ) from error
     if not callable(found):
-        raise ConfigError(
-            f"{key}: {name!r} is a {type(found).__name__}, which cannot be called. Name a function or class"
-        )
+        raise ConfigError(f"{key}: {name!r} is a {type(found).__name__}, not {expected}. Name a callable")
     return found

@@ -10,10 +10,7 @@ micro-batches and ranks change nothing.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +23,7 @@ from async_grpo.algorithms.tokens import Tokens
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import is_own
 from async_grpo.errors import ConfigError
+from async_grpo.plugins import load_plugin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,25 +77,8 @@ def check_objective(config: ObjectiveConfig) -> None:
 def _function(role: str, name: str, known: Mapping[str, F]) -> F:
     if name in known:
         return known[name]
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(_import(module_name), attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"trainer.objective: {role} {name!r} cannot be imported ({type(error).__name__}: {error}). "
-            "Is the module in the working folder or on PYTHONPATH, and the name right?"
-        ) from error
-    if not callable(found):
-        raise _wrong(role, name, f"is a {type(found).__name__}")
-    function: F = found
+    function: F = load_plugin(name, key=f"trainer.objective: {role}", expected=f"a function {SIGNATURES[role]}")
     return function
-
-
-def _import(module_name: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    return importlib.import_module(module_name)
 
 
 def _call(role: str, find: Callable[[str], Callable[..., Any]], name: str, arguments: tuple[Any, ...]) -> Any:

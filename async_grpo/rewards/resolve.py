@@ -9,14 +9,12 @@ position, and by keyword `prompt` and `metadata`, if it has parameters of these 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigError
+from async_grpo.plugins import load_plugin
 from async_grpo.rewards.item import Item
 
 Judge = Callable[[Item], Any]
@@ -53,19 +51,15 @@ def check_name(name: str) -> None:
 
 def _find(name: str) -> object:
     check_name(name)
-    module_name, _, attribute = BUILTIN.get(name, name).partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    found: object = load_plugin(BUILTIN.get(name, name), key="rewards.functions", expected=f"a function {SIGNATURE}")
+    if not inspect.isclass(found):
+        return found
     try:
-        found: object = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-        return found() if inspect.isclass(found) else found
-    except Exception as error:
+        return found()
+    except Exception as error:  # whatever a class of the user's own may raise
         raise ConfigError(
-            f"rewards.functions: verifier {name!r} cannot be imported ({type(error).__name__}: {error}). "
-            "Is the module in the working folder or on PYTHONPATH, and the name right?"
+            f"rewards.functions: {name!r} cannot be made ({type(error).__name__}: {error}). "
+            "A class must be callable without arguments"
         ) from error
 
 
