@@ -13,22 +13,10 @@ from async_grpo.errors import PublisherLost, WaitTimeout
 from async_grpo.weights.keys import SECRET_VARIABLE
 from async_grpo.weights.messages import Announcement, ChunkRequest, ManifestRequest
 from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.store import remove_stores
 from async_grpo.wire import encode
 from tests.support.weight_plane import LAYOUT, RUN, Board, assert_holds, proxy_to, publish, receiving, until, with_
 
 SECRET = "a secret of more than sixteen characters"
-
-
-@pytest.fixture(autouse=True)
-def _no_stores_are_left() -> Iterator[None]:
-    yield
-    remove_stores(RUN)
-
-
-@pytest.fixture
-def board() -> Board:
-    return Board()
 
 
 @pytest.fixture(params=["control", "all"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,17 +23,6 @@ from tests.support.weight_plane import (
     until,
     with_,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_stores_are_left() -> Iterator[None]:
-    yield
-    remove_stores(RUN)
-
-
-@pytest.fixture
-def board() -> Board:
-    return Board()
 
 
 def versions(count: int) -> list[Arrays]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import psutil
@@ -14,7 +13,6 @@ import pytest
 from async_grpo.weights.manifest import Identity
 from async_grpo.weights.publisher import WeightPublisher
 from async_grpo.weights.receiver import WeightReceiver
-from async_grpo.weights.store import remove_stores
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,
@@ -28,17 +26,6 @@ from tests.support.weight_plane import (
     until,
     with_,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_stores_are_left() -> Iterator[None]:
-    yield
-    remove_stores(RUN)
-
-
-@pytest.fixture
-def board() -> Board:
-    return Board()
 
 
 async def join_all(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ from async_grpo.errors import ConfigError, WeightsError
 from async_grpo.process import MARK_VARIABLE
 from async_grpo.weights.publisher import WeightPublisher
 from async_grpo.weights.receiver import WeightReceiver
-from async_grpo.weights.store import WeightStore, remove_stores, store_path
+from async_grpo.weights.store import WeightStore, store_path
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,
@@ -30,24 +29,6 @@ from tests.support.weight_plane import (
     until,
     with_,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_stores_are_left() -> Iterator[None]:
-    yield
-    remove_stores(RUN)
-
-
-@pytest.fixture
-def board() -> Board:
-    return Board()
-
-
-@pytest.fixture
-def publisher(board: Board) -> Iterator[WeightPublisher]:
-    with WeightPublisher(LAYOUT, RUN, 0, CONFIG) as publisher:
-        board.address = publisher.address
-        yield publisher
 
 
 def receiver_processes() -> list[psutil.Process]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import numpy as np
 import psutil
@@ -33,28 +33,10 @@ from tests.support.weight_plane import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_stores_are_left() -> Iterator[None]:
-    yield
-    remove_stores(RUN)
-
-
-@pytest.fixture
-def board() -> Board:
-    return Board()
-
-
 @pytest.fixture
 async def receiver(board: Board) -> AsyncIterator[WeightReceiver]:
     async with receiving(board) as receiver:
         yield receiver
-
-
-@pytest.fixture
-def publisher(board: Board) -> Iterator[WeightPublisher]:
-    with WeightPublisher(LAYOUT, RUN, 0, CONFIG) as publisher:
-        board.address = publisher.address
-        yield publisher
 
 
 async def test_every_byte_arrives(publisher: WeightPublisher, receiver: WeightReceiver) -> None:
