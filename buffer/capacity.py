@@ -1,7 +1,8 @@
 """How much memory a run can need at worst, worked out before it starts.
 
     active   (S + 1) * P groups, finished or partial            each of G samples of max_tokens tokens
-    logged   every_steps * P groups: batches since the last checkpoint, kept to be delivered again
+    logged   every_steps * P groups: batches since the last checkpoint, kept to be delivered again; twice as
+             many where it is written in the background, the next one being due before it is on disk
     waiting  2 * (S + 1) * P tasks, which the feeder keeps ahead
 
 A server without that much room would fill up with groups that only the next checkpoint lets go: nothing
@@ -70,6 +71,11 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         group_bytes=config.group_size * sample + prompt + GROUP_BYTES,
         task_bytes=prompt + GROUP_BYTES,
         active_groups=config.capacity_groups,
-        logged_groups=min(config.trainer.checkpoint.every_steps, config.steps) * config.groups_per_step,
+        logged_groups=min(_logged_steps(config), config.steps) * config.groups_per_step,
         waiting_tasks=TASKS_AHEAD * config.capacity_groups,
     )
+
+
+def _logged_steps(config: RunConfig) -> int:
+    checkpoint = config.trainer.checkpoint
+    return checkpoint.every_steps * (2 if checkpoint.background else 1)

@@ -35,6 +35,11 @@ def forgotten(version: int, committed: int) -> BufferFault:
     )
 
 
+def groups_of_step(version: int) -> str:
+    """What a take waits for."""
+    return f"the groups of the step after version {version} from the rollout servers"
+
+
 def gap(first: int, following: int) -> ValueError:
     """Tasks that leave out some of the stream."""
     return ValueError(f"task {first} does not continue the stream: task {following} is next")

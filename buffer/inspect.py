@@ -1,7 +1,7 @@
 """Looking into a run on its server without taking part in it, and the few moves of an operator.
 
 Reading the books (`keys.py`) and the payloads changes nothing, and never opens the run: `open` could
-write admission parameters. Every look is one transaction, so it is consistent in itself.
+write admission parameters. Every look is one script, so it is consistent in itself.
 
 `stop_admission` and `resume_admission` retune the run as `update_admission` does: horizon 0 and no
 limit of the ratio admit nothing, whatever is released. What was there before is kept under the run's
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import NamedTuple
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
@@ -29,9 +29,8 @@ from buffer.redis.keys import Keys
 from buffer.redis.link import Link
 from buffer.redis.scripts import script
 
-BOOKS_FORMAT = 2
-"""The books that this file reads: FORMAT of lua/prelude.lua."""
-PAYLOAD_KINDS = ("task", "partial", "group")
+BOOKS_FORMAT = 3
+"""The books that this file reads: FORMAT of lua/parts/policy.lua."""
 SIZES_AT_ONCE = 512
 GROUPS_AT_ONCE = 4
 """Payloads held in memory at a time."""
@@ -53,7 +52,8 @@ class GroupFacts:
 
     seq: int
     state: State
-    attempt: int | None = None
+    attempt: int
+    """Leases so far."""
     strikes: int = 0
     """Leases that expired."""
     uses: int = 0
@@ -101,18 +101,28 @@ class Overview:
     memory: ServerMemory
 
 
+class _Record(NamedTuple):
+    """RECORD of lua/parts/records.lua."""
+
+    attempt: int
+    strikes: int
+    longest: int
+    oldest: int
+    newest: int
+    uses: int
+    pins: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Books:
     """The books at one moment, as the server has them."""
 
     meta: dict[str, str]
     leases: dict[int, float]
+    begun: dict[int, int]
     ready: set[int]
     taken: set[int]
-    kept: set[int]
-    numbers: Mapping[str, dict[int, int]]
-    """attempts, strikes, longest, uses and begun, by sequence."""
-    versions: dict[int, tuple[int, int]]
+    records: dict[int, _Record]
     steps: dict[int, int]
     """Sequence -> the newest step that it was taken for."""
     drained: bool
@@ -162,23 +172,25 @@ class Inspector:
     async def groups(self, states: Iterable[State] = tuple(State)) -> list[GroupFacts]:
         """Every group in one of `states`, by sequence. Raises BufferFault for books of another format."""
         wanted, books = set(states), await self._books()
-        seqs = sorted(books.leases.keys() | books.ready | books.taken | books.kept)
-        found = [facts for seq in seqs if (facts := _facts(books, seq)).state in wanted]
+        found = [facts for seq in sorted(books.records) if (facts := _facts(books, seq)).state in wanted]
         sizes = await self._sizes(found)
         return [replace(facts, size_bytes=size) for facts, size in zip(found, sizes, strict=True)]
 
     async def records(self, seq: int) -> dict[str, bytes]:
         """What is stored of one group or waiting task, by kind (task, partial, group); empty: nothing."""
-        keys = [self._keys.of(f"{kind}:{seq}") for kind in PAYLOAD_KINDS]
-        found = await self._link.fetch(keys)
-        return {kind: payload for kind, payload in zip(PAYLOAD_KINDS, found, strict=True) if payload is not None}
+        keys = {kind: self._keys.of(f"{kind}:{seq}") for kind in ("task", "partial")}
+        if group := await self._link.call(lambda: self._find_group(seq)):
+            keys["group"] = group
+        found = await self._link.fetch(list(keys.values()))
+        return {kind: payload for kind, payload in zip(keys, found, strict=True) if payload is not None}
 
-    async def payloads(self, seqs: Sequence[int]) -> AsyncIterator[tuple[int, bytes | None]]:
-        """The stored groups, one after the other, a few in memory at a time; None: gone meanwhile."""
-        for start in range(0, len(seqs), GROUPS_AT_ONCE):
-            page = seqs[start : start + GROUPS_AT_ONCE]
-            for seq, payload in zip(page, await self._link.fetch(self._keys.payloads("group", page)), strict=True):
-                yield seq, payload
+    async def payloads(self, groups: Sequence[GroupFacts]) -> AsyncIterator[tuple[int, bytes | None]]:
+        """(sequence, stored group), one after the other, a few in memory at a time; None: gone meanwhile."""
+        for start in range(0, len(groups), GROUPS_AT_ONCE):
+            page = groups[start : start + GROUPS_AT_ONCE]
+            keys = [self._keys.group(group.seq, group.attempt) for group in page]
+            for group, payload in zip(page, await self._link.fetch(keys), strict=True):
+                yield group.seq, payload
 
     async def stop_admission(self) -> bool:
         """Admit nothing more until `resume_admission`; False: that was so already."""
@@ -222,46 +234,37 @@ class Inspector:
             )
 
     async def _books(self) -> _Books:
-        replies = await self._link.call(self._read_books)
-        meta = {name.decode(): value.decode() for name, value in replies[0].items()}
+        look = await self._link.run(script("look"), self._keys.books, self._keys.prefix)
+        meta = {name.decode(): value.decode() for name, value in _pairs(look[0])}
         if int(meta.get("format", 0)) != BOOKS_FORMAT:
             raise BufferFault(
                 f"the run {self._run} keeps its books in format {meta.get('format')}, and this release reads format "
                 f"{BOOKS_FORMAT}. Look into it with the release that runs it; single records can be read by their ID"
             )
-        leases, begun, ready, taken, pins, versions, log, drained, (seconds, micros) = replies[1:10]
-        ready_seqs, taken_seqs = {int(seq) for seq in ready}, {int(seq) for seq in taken}
+        leases, begun, ready, taken, records, log, drained, (seconds, micros) = look[1:]
         return _Books(
             meta=meta,
-            leases={int(seq): score for seq, score in leases},
-            ready=ready_seqs,
-            taken=taken_seqs,
-            kept={int(seq) for seq in pins} - ready_seqs - taken_seqs,
-            numbers={
-                "begun": {int(seq): int(score) for seq, score in begun},
-                **{name: _numbers(book) for name, book in zip(_NUMBERS, replies[10:], strict=True)},
-            },
-            versions={int(seq): _pair(pair) for seq, pair in versions.items()},
+            leases={int(seq): float(deadline) for seq, deadline in _pairs(leases)},
+            begun={int(seq): int(version) for seq, version in _pairs(begun)},
+            ready={int(seq) for seq in ready},
+            taken={int(seq) for seq in taken},
+            records={int(seq): _Record(*map(int, text.split())) for seq, text in _pairs(records)},
             steps=_steps(log),
             drained=bool(drained),
             now_ms=1000 * int(seconds) + int(micros) / 1000,
         )
 
-    async def _read_books(self) -> list[Any]:
-        of = self._keys.of
-        async with self._link.client.pipeline(transaction=True) as pipe:
-            pipe.hgetall(of("meta"))
-            pipe.zrange(of("leases"), 0, -1, withscores=True).zrange(of("begun"), 0, -1, withscores=True)
-            pipe.zrange(of("ready"), 0, -1).smembers(of("taken")).hkeys(of("pins"))
-            pipe.hgetall(of("versions")).hgetall(of("log")).exists(of("drained")).time()
-            for name in _NUMBERS:
-                pipe.hgetall(of(name))
-            replies: list[Any] = await pipe.execute()
-            return replies
+    async def _find_group(self, seq: int) -> str | None:
+        """Where the newest attempt has stored the group. Searched for, lest the books have another format."""
+        names = [name.decode() async for name in self._link.client.scan_iter(match=self._keys.of(f"group:{seq}:*"))]
+        return max(names, key=lambda name: int(name.rpartition(":")[2]), default=None)
 
     async def _sizes(self, groups: Sequence[GroupFacts]) -> list[int]:
         keys = [
-            self._keys.of(f"{'partial' if group.state is State.INFLIGHT else 'group'}:{group.seq}") for group in groups
+            self._keys.of(f"partial:{group.seq}")
+            if group.state is State.INFLIGHT
+            else self._keys.group(group.seq, group.attempt)
+            for group in groups
         ]
         sizes: list[int] = []
         for start in range(0, len(keys), SIZES_AT_ONCE):
@@ -285,22 +288,19 @@ class Inspector:
         return note
 
 
-_NUMBERS = ("attempts", "strikes", "longest", "uses")
-
-
 def _facts(books: _Books, seq: int) -> GroupFacts:
-    deadline_ms = books.leases.get(seq, 0.0)
-    oldest, newest = books.versions.get(seq, (books.numbers["begun"].get(seq), None))
+    record, state, deadline_ms = books.records[seq], _state(books, seq), books.leases.get(seq, 0.0)
+    finished = state is not State.INFLIGHT
     return GroupFacts(
         seq=seq,
-        state=_state(books, seq),
-        attempt=books.numbers["attempts"].get(seq),
-        strikes=books.numbers["strikes"].get(seq, 0),
-        uses=books.numbers["uses"].get(seq, 0),
-        oldest_version=oldest,
-        newest_version=newest,
+        state=state,
+        attempt=record.attempt,
+        strikes=record.strikes,
+        uses=record.uses,
+        oldest_version=record.oldest if finished else books.begun.get(seq),
+        newest_version=record.newest if finished else None,
         step=books.steps.get(seq),
-        longest=books.numbers["longest"].get(seq),
+        longest=record.longest or None,
         lease_s=(deadline_ms - books.now_ms) / 1000 if deadline_ms else None,
     )
 
@@ -315,12 +315,12 @@ def _state(books: _Books, seq: int) -> State:
 
 def _ages(books: _Books) -> dict[int, int]:
     head = int(books.meta.get("version", 0))
-    ages = Counter(age(head, books.versions[seq][0]) for seq in books.ready if seq in books.versions)
+    ages = Counter(age(head, books.records[seq].oldest) for seq in books.ready)
     return dict(sorted(ages.items()))
 
 
 def _policy(meta: Mapping[str, str]) -> ReplayPolicy:
-    """What `write_policy` of lua/prelude.lua wrote."""
+    """What `write_policy` of lua/parts/policy.lua wrote."""
     return ReplayPolicy(
         window=StalenessWindow(int(meta["max_staleness"]), int(meta["groups_per_step"]), int(meta["horizon"])),
         selector=Selector(meta["selector"]),
@@ -341,19 +341,15 @@ def _rate_values(rate: RateLimit) -> dict[str, float]:
     return {name: getattr(rate, name) for name in ("min_size", "samples_per_insert", "min_diff", "max_diff")}
 
 
-def _numbers(book: Mapping[bytes, bytes]) -> dict[int, int]:
-    return {int(seq): int(value) for seq, value in book.items()}
-
-
-def _pair(value: bytes) -> tuple[int, int]:
-    oldest, newest = value.split()
-    return int(oldest), int(newest)
-
-
-def _steps(log: Mapping[bytes, bytes]) -> dict[int, int]:
-    """From `version -> epoch|settled|mask_below|seq,seq,...`."""
+def _steps(log: list[bytes]) -> dict[int, int]:
+    """From `version, epoch|settled|mask_below|size|seq,seq,...` pairs."""
     steps: dict[int, int] = {}
-    for version, entry in sorted((int(version), entry) for version, entry in log.items()):
+    for version, entry in sorted((int(version), entry) for version, entry in _pairs(log)):
         seqs = entry.decode().rsplit("|", 1)[1]
         steps |= {int(seq): version for seq in seqs.split(",") if seq}
     return steps
+
+
+def _pairs(values: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Name, value, name, value, ..."""
+    return zip(values[::2], values[1::2], strict=True)

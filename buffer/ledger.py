@@ -43,8 +43,15 @@ class Step:
 
     epoch: int
     mask_below: int
-    groups: dict[int, Group]
+    size: int
+    """Groups that it is to have."""
+    groups: dict[int, Group] = field(default_factory=dict)
     settled: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Groups still to come."""
+        return self.size - len(self.groups)
 
 
 @dataclass(slots=True)
@@ -132,20 +139,24 @@ class Ledger:
         elif ("discard", ticket.seq, ticket.attempt) not in self.endings:
             raise lease_lost(ticket)
 
-    def take(self, epoch: int, version: int, now_s: float) -> Batch | None:
-        """The batch, or None if it is not complete yet."""
+    def take(self, epoch: int, version: int, now_s: float, *, have: int = 0, whole: bool = True) -> Batch | None:
+        """What the caller, who has the first `have` groups of the step, does not have of it: all of it, or, if not
+        `whole`, as much as there is. None if that is not there yet."""
         self._fence(epoch)
-        if step := self.steps.get(version):
-            return _batch(step, epoch, version)
+        step = self.steps.get(version)
+        if step and (not step.missing or (not whole and len(step.groups) > have)):
+            return _batch(step, epoch, version, have)
         if self.ended:
             raise run_ended()
         self.unheld(now_s)
         self._end_what_is_too_old(version)
-        if not self._may_sample():
+        missing = step.missing if step else self.policy.window.groups_per_step
+        least = 1 if self.policy.walks and not whole else missing
+        if not self._may_sample(least, begun=step is not None):
             return None
         open_groups = [(seq, slot.group is not None) for seq, slot in sorted(self.open.items())]
-        chosen = select(self.policy, version, open_groups)
-        return self._deliver(epoch, version, chosen) if chosen else None
+        chosen = select(self.policy, version, open_groups, missing)
+        return self._deliver(epoch, version, chosen, have) if len(chosen) >= least else None
 
     def release(self, batch: Batch) -> None:
         self._fence(batch.epoch)
@@ -259,22 +270,26 @@ class Ledger:
             partial=slot.partial,
         )
 
-    def _may_sample(self) -> bool:
+    def _may_sample(self, least: int, *, begun: bool) -> bool:
+        """A step that was begun may be finished."""
+        if begun:
+            return len(self.ready) >= least
         window, policy = self.policy.window, self.policy
-        size = max(window.groups_per_step, min(policy.size_to_take, window.horizon - self.used))
+        size = max(least, min(policy.rate.min_size, window.horizon - self.used))
         balanced = policy.rate.may_sample(window.groups_per_step, inserts=self.inserted, uses=self.used)
         return len(self.ready) >= size and balanced
 
-    def _deliver(self, epoch: int, version: int, seqs: list[int]) -> Batch:
-        groups: dict[int, Group] = {}
+    def _deliver(self, epoch: int, version: int, seqs: list[int], have: int) -> Batch:
+        step = self.steps.setdefault(version, Step(epoch, 0, self.policy.window.groups_per_step))
+        step.epoch = epoch
+        step.mask_below = max(step.mask_below, self.policy.mask_below(version))  # retuned between two parts
         for seq in seqs:
             slot = self.taken[seq] = self.open.pop(seq)
             slot.uses += 1
             assert slot.group is not None
-            groups[seq] = slot.group
+            step.groups[seq] = slot.group
         self.used += len(seqs)
-        self.steps[version] = Step(epoch, self.policy.mask_below(version), groups)
-        return _batch(self.steps[version], epoch, version)
+        return _batch(step, epoch, version, have)
 
     def _holds(self, ticket: Ticket) -> bool:
         """An expired lease that nobody has taken over yet still belongs to its holder."""
@@ -336,7 +351,12 @@ def length_bucket(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def _batch(step: Step, epoch: int, version: int) -> Batch:
-    replayed = step.epoch < epoch
-    groups = list(step.groups.values())
-    return Batch(epoch=epoch, version=version, groups=groups, replayed=replayed, mask_below=step.mask_below)
+def _batch(step: Step, epoch: int, version: int, have: int) -> Batch:
+    return Batch(
+        epoch=epoch,
+        version=version,
+        groups=list(step.groups.values())[have:],
+        replayed=step.epoch < epoch,
+        mask_below=step.mask_below,
+        missing=step.missing,
+    )

@@ -15,6 +15,7 @@ from typing import TypeVar
 from async_grpo.errors import WaitTimeout
 from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
+from buffer.faults import groups_of_step
 from buffer.ledger import Ledger
 from buffer.protocol import BufferStats, Resume
 
@@ -65,8 +66,14 @@ class InMemoryBuffer:
             with self._change() as ledger:
                 return ledger.take(epoch, version, self._clock())
 
-        waited_for = f"the groups of the step after version {version} from the rollout servers"
-        return await self._until(attempt, waited_for, timeout_s)
+        return await self._until(attempt, groups_of_step(version), timeout_s)
+
+    async def take_part(self, *, epoch: int, version: int, have: int, timeout_s: float) -> Batch:
+        def attempt() -> Batch | None:
+            with self._change() as ledger:
+                return ledger.take(epoch, version, self._clock(), have=have, whole=False)
+
+        return await self._until(attempt, groups_of_step(version), timeout_s)
 
     async def release(self, batch: Batch) -> None:
         with self._change() as ledger:

@@ -18,7 +18,7 @@ Guarantees (S, P, selector, on_stale, max_uses: `ReplayPolicy`):
 - Every admitted group is released exactly once, with one `ReleaseReason`; every call may be
   repeated after a lost reply without changing anything twice.
 - No token that gets a gradient is older than `ReplayPolicy.age_bound` when its batch is taken.
-- A batch comes in ticket order.
+- A batch comes in ticket order; one that was taken in parts, part after part.
 - Steps after the last committed checkpoint are kept: a trainer that resumes at version v takes
   exactly the batches again that were trained after v (`Batch.replayed`).
 """
@@ -141,6 +141,16 @@ class ReplayBuffer(Protocol):
         groups, even after `end`. What is too old by then ends on the way: READY groups as `stale` (as
         `trained`, if they were trained before), unfinished ones as `expired`. Raises Fenced, WaitTimeout,
         RunEnded.
+        """
+        ...
+
+    async def take_part(self, *, epoch: int, version: int, have: int, timeout_s: float) -> Batch:
+        """Further groups for the step, of whose groups the caller has the first `have`: as many as its selector
+        allows now, at least one, and `Batch.missing` says how many are still to come.
+
+        What was taken stays taken: asked again (by a trainer that takes over: from 0 on), it returns the same groups
+        in the same order before any others, and `take` returns them first as well. Selectors other than fifo and
+        windowed_fifo choose whole batches, so there it returns all P. Raises as `take` does.
         """
         ...
 

@@ -21,13 +21,12 @@ _MODULUS, _MULTIPLIER, _STRIDE, _SKIPPED = 2**31 - 1, 48271, 1_000_003, 3
 """The generator of Park and Miller ("minstd"): its products are exact in a script's double numbers."""
 
 
-def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tuple[int, bool]]) -> list[int]:
-    """The batch, in ticket order; empty unless it is whole.
+def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tuple[int, bool]], size: int) -> list[int]:
+    """`size` groups for the batch, or as many as may be taken now; in ticket order.
 
     `open_groups`: (sequence, whether it is READY; else it is in flight), by sequence.
     """
     ready = [seq for seq, is_ready in open_groups if is_ready]
-    size = policy.window.groups_per_step
     match policy.selector:
         case Selector.FIFO | Selector.WINDOWED_FIFO:
             chosen = list(_walk(open_groups, size, policy.selector_window))
@@ -35,7 +34,7 @@ def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tup
             chosen = ready[-size:]
         case Selector.UNIFORM:
             chosen = _draw(ready, size, policy.seed, trainer_version)
-    return sorted(chosen) if len(chosen) == size else []
+    return sorted(chosen)
 
 
 def too_old_to_train(policy: ReplayPolicy, trainer_version: int, group: Group) -> bool:

@@ -60,7 +60,7 @@ async def export(
     written = gone = 0
     try:
         with draft.open("xb") as stream:
-            async for seq, payload in inspector.payloads(sorted(by_seq)):
+            async for seq, payload in inspector.payloads([by_seq[seq] for seq in sorted(by_seq)]):
                 if payload is None:
                     gone += 1
                 else:

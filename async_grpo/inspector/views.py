@@ -125,7 +125,7 @@ def _cells(group: GroupFacts, head_version: int) -> list[str]:
     known_age = group.oldest_version is not None and group.state is not State.KEPT
     return [
         f"{group.state} {group.seq}",
-        _or_dash(group.attempt),
+        str(group.attempt),
         str(group.strikes or ""),
         str(group.uses or ""),
         _or_dash(group.oldest_version),

@@ -68,6 +68,11 @@ class ReplayPolicy:
         return ((self.window.capacity + self.selector_window - 1) * self.max_uses - 1) // self.window.groups_per_step
 
     @property
+    def walks(self) -> bool:
+        """Whether the selector goes through the groups one after the other, so that a batch may come in parts."""
+        return self.selector in (Selector.FIFO, Selector.WINDOWED_FIFO)
+
+    @property
     def size_to_take(self) -> int:
         """READY groups that a take needs, while that many are left to be trained."""
         return max(self.rate.min_size, self.window.groups_per_step)

@@ -229,7 +229,8 @@ class Batch(Record, frozen=True, kw_only=True, tag="batch"):
 
     `replayed` batches were delivered before to a trainer that died: they are the same groups in
     the same order and their release changes no counter twice. Tokens of versions below `mask_below`
-    are context only: they get no gradient.
+    are context only: they get no gradient. `missing` groups of the step are still to come, if it is
+    taken in parts.
     """
 
     epoch: int
@@ -237,6 +238,7 @@ class Batch(Record, frozen=True, kw_only=True, tag="batch"):
     groups: list[Group]
     replayed: bool = False
     mask_below: int = 0
+    missing: int = 0
 
 
 def tokens_to_bytes(tokens: npt.ArrayLike) -> bytes:

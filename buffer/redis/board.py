@@ -28,7 +28,7 @@ class RedisBoard:
 
     async def set_publisher(self, address: PublisherAddress) -> None:
         keys = [self._of("publisher"), self._of("publisher:epoch")]
-        await self._link.run(script("board_publisher", prelude=None), keys, address.epoch, encode(address))
+        await self._link.run(script("board_publisher"), keys, address.epoch, encode(address))
 
     async def publisher(self) -> PublisherAddress | None:
         (payload,) = await self._link.fetch([self._of("publisher")])
@@ -44,7 +44,7 @@ class RedisBoard:
 
     async def count(self, name: str, amount: int) -> None:
         keys = [self._of("counters"), self._of(f"counted:{uuid.uuid4().hex}")]
-        await self._link.run(script("board_count", prelude=None), keys, name, amount, REMEMBER_COUNT_MS)
+        await self._link.run(script("board_count"), keys, name, amount, REMEMBER_COUNT_MS)
 
     async def counters(self) -> dict[str, int]:
         counters = await self._link.call(lambda: self._client.hgetall(self._of("counters")))
@@ -52,7 +52,7 @@ class RedisBoard:
 
     async def claim(self, what: str, holder: str, *, ttl_s: float) -> bool:
         keys = [self._of(f"claim:{what}")]
-        return bool(await self._link.run(script("board_claim", prelude=None), keys, holder, _ms(ttl_s)))
+        return bool(await self._link.run(script("board_claim"), keys, holder, _ms(ttl_s)))
 
     async def put_evaluation(self, evaluation: Evaluation) -> None:
         version, payload = str(evaluation.version), encode(evaluation)
@@ -65,7 +65,7 @@ class RedisBoard:
     async def put_probe(self, probe: Probe) -> None:
         keys = [self._of(name) for name in ("stage", "probe", "probe:version", "wake:probe")]
         staged = [Payload(keys[0], encode(probe))]
-        await self._link.run(script("board_probe", prelude=None), keys, probe.version, payloads=staged)
+        await self._link.run(script("board_probe"), keys, probe.version, payloads=staged)
 
     async def probe(self, version: int, *, timeout_s: float) -> Probe:
         waited_for = f"the probe of version {version} from a rollout server"

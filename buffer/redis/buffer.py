@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from async_grpo.errors import BufferFault
 from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
-from buffer.faults import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
+from buffer.faults import checked_reason, checked_stream, fenced, forgotten, gap, groups_of_step, lease_lost, run_ended
 from buffer.protocol import BufferStats, Resume
 from buffer.redis.keys import Keys
 from buffer.redis.link import Link, NotYet, Payload
@@ -100,9 +100,9 @@ class RedisBuffer:
         await self._script("give_back", ticket.seq, ticket.attempt)
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
-        staged = [Payload(self._keys.of("stage"), encode(group))]
+        stored = [Payload(self._keys.group(ticket.seq, ticket.attempt), encode(group), only_new=True)]
         facts = (group.oldest_version, group.newest_version, group.longest)
-        reply = await self._script("insert", ticket.seq, ticket.attempt, *facts, payloads=staged)
+        reply = await self._script("insert", ticket.seq, ticket.attempt, *facts, payloads=stored, together=False)
         _check_lease(reply, ticket)
 
     async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
@@ -110,12 +110,10 @@ class RedisBuffer:
         _check_lease(reply, ticket)
 
     async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
-        return await self._link.until(
-            self._keys.of("wake:take"),
-            lambda: self._try_take(epoch, version),
-            waited_for=f"the groups of the step after version {version} from the rollout servers",
-            timeout_s=timeout_s,
-        )
+        return await self._take(epoch, version, 0, "whole", timeout_s)
+
+    async def take_part(self, *, epoch: int, version: int, have: int, timeout_s: float) -> Batch:
+        return await self._take(epoch, version, have, "part", timeout_s)
 
     async def release(self, batch: Batch) -> None:
         _check_epoch(await self._script("release", batch.epoch, batch.version), batch.epoch)
@@ -187,30 +185,46 @@ class RedisBuffer:
             for seq, attempt, version, task, partial in _batched(leases, 5)
         ]
 
-    async def _try_take(self, epoch: int, version: int) -> Batch | NotYet:
-        status, *rest = reply = await self._script("take", epoch, version)
+    async def _take(self, epoch: int, version: int, have: int, extent: str, timeout_s: float) -> Batch:
+        return await self._link.until(
+            self._keys.of("wake:take"),
+            lambda: self._try_take(epoch, version, have, extent),
+            waited_for=groups_of_step(version),
+            timeout_s=timeout_s,
+        )
+
+    async def _try_take(self, epoch: int, version: int, have: int, extent: str) -> Batch | NotYet:
+        status, *rest = reply = await self._script("take", epoch, version, have, extent)
         _check_epoch(reply, epoch)
         if status != b"ok":
             return _not_yet(status, rest)
-        replayed, mask_below, *seqs = rest
-        payloads = await self._link.fetch(self._keys.payloads("group", seqs))
-        groups = [decode(payload, Group) for payload in payloads if payload is not None]
-        if len(groups) < len(seqs):
-            if await self._script("take", epoch, version) != reply:
+        replayed, mask_below, missing, *chosen = rest
+        keys = [self._keys.group(seq, attempt) for seq, attempt in _batched(chosen, 2)]
+        groups = [decode(payload, Group) for payload in await self._link.fetch(keys) if payload is not None]
+        if len(groups) < len(keys):
+            if await self._script("take", epoch, version, have, extent) != reply:
                 return NotYet(0.0)  # overtaken meanwhile, or the server came back with less: ask again
             raise BufferFault(
-                f"{len(seqs) - len(groups)} of the {len(seqs)} groups taken for version {version} are no longer "
+                f"{len(keys) - len(groups)} of the {len(keys)} groups taken for version {version} are no longer "
                 f"stored: something else deletes keys of the run {self._run_name}. Give the run a server of its own"
             )
-        return Batch(epoch=epoch, version=version, groups=groups, replayed=bool(replayed), mask_below=mask_below)
+        return Batch(
+            epoch=epoch,
+            version=version,
+            groups=groups,
+            replayed=bool(replayed),
+            mask_below=mask_below,
+            missing=missing,
+        )
 
-    async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = ()) -> Any:
+    async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = (), together: bool = True) -> Any:
         """The reply of the script `name`, run on this run's keys."""
-        return await self._link.run(script(name), self._keys.books, self._keys.prefix, *args, payloads=payloads)
+        keys = self._keys
+        return await self._link.run(script(name), keys.books, keys.prefix, *args, payloads=payloads, together=together)
 
 
 def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
-    """In the order of `write_policy` in lua/prelude.lua."""
+    """In the order of `write_policy` in lua/parts/policy.lua."""
     window, rate = policy.window, policy.rate
     return (
         *(window.max_staleness, window.groups_per_step, window.horizon),

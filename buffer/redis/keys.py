@@ -9,25 +9,23 @@ Bookkeeping, passed to every script in the order of `_BOOKS`:
 - `ready`       zset    READY groups, scored by sequence
 - `leases`      zset    INFLIGHT groups, scored by deadline in ms (0: given back, nobody holds it)
 - `begun`       zset    INFLIGHT groups, scored by the policy version that no token of theirs is older than
-- `oldest`      zset    READY groups, scored by the version of their oldest token
-- `newest`      zset    READY groups, scored by the version of their newest token
-- `versions`    hash    sequence -> both, of every READY or TAKEN group
-- `attempts`    hash    sequence -> leases so far, of every active group
-- `strikes`     hash    sequence -> leases that expired, of the INFLIGHT groups that have any
-- `longest`     hash    sequence -> tokens of the longest completion, of every active group that has any
-- `uses`        hash    sequence -> how often it was taken, of every active group that was
+- `ages`        zset    READY groups, scored by the version of their newest token where the policy masks what is too
+                        old, else of their oldest
+- `groups`      hash    sequence -> attempt, strikes, longest, oldest, newest, uses, pins (RECORD in
+                        lua/parts/records.lua), of every active group and of every released one that a logged step has
 - `taken`       set     TAKEN groups
-- `log`         hash    version -> epoch, settled, mask_below, sequences of its batch, until it is committed
+- `log`         hash    version -> epoch, settled, mask_below, size, sequences of its batch, until it is committed
 - `endings`     zset    the newest endings, so that a repeated insert or discard is recognised
-- `pins`        hash    sequence -> reasons to keep the group's payload: it is active; a logged step has it
 - `wake:admit`  list    at most one element: somebody should look whether groups can be admitted
 - `wake:take`   list    at most one element: somebody should look whether a batch can be taken
 - `drained`     string  what `async-grpo buffer drain` will put back; only while the run is drained
-- `stage`       string  a payload on its way in; exists only within one transaction
+- `stage`       string  a partial on its way in; exists only within one transaction
 
-Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>`; and `grant:<request>`,
-the answer to an `admit` whose reply may have been lost. The index of a task is the sequence of its
-ticket: both count from 0, and tasks are admitted in order.
+Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>:<attempt>`; and
+`grant:<request>`, the answer to an `admit` whose reply may have been lost. The index of a task is the
+sequence of its ticket: both count from 0, and tasks are admitted in order. A group's key names the
+attempt that made it, so that it can be written where it will stay before anybody knows whether its
+lease still holds: what a lost attempt writes is nobody else's.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _BOOKS = (
-    *("meta", "released", "lengths", "open", "ready", "leases", "begun", "oldest", "newest", "versions", "attempts"),
-    *("strikes", "longest", "uses", "taken", "log", "endings", "pins", "wake:admit", "wake:take", "stage"),
+    *("meta", "released", "lengths", "open", "ready", "leases", "begun", "ages", "groups", "taken", "log"),
+    *("endings", "wake:admit", "wake:take", "stage"),
 )
 
 
@@ -52,8 +50,12 @@ class Keys:
         return self.prefix + name
 
     def payloads(self, kind: str, seqs: Iterable[int]) -> list[str]:
-        """The keys of the payloads of one kind (task, partial, group)."""
+        """The keys of the payloads of one kind (task, partial)."""
         return [f"{self.prefix}{kind}:{seq}" for seq in seqs]
+
+    def group(self, seq: int, attempt: int) -> str:
+        """The key of a finished group."""
+        return f"{self.prefix}group:{seq}:{attempt}"
 
     @property
     def pattern(self) -> str:

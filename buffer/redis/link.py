@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from async_grpo.errors import ReplicasBehind, WaitTimeout
 from buffer.redis.client import where
-from buffer.redis.exchange import Call, exchange, let_go, one_connection, script_head, transact
+from buffer.redis.exchange import Call, Command, exchange, let_go, one_connection, script_head, transact
 from buffer.redis.failures import cause_of, may_pass, named
 from buffer.redis.scripts import Script, script
 
@@ -37,7 +37,7 @@ CALLS_AT_ONCE = 32
 """Connections of one link, those that wait by BLPOP aside. More calls stand in line."""
 CONFIRM_MARGIN, LEAST_MARGIN_S = 0.1, 0.25
 """Of timeout_s, at least: kept back while waiting for replicas, lest their silence be taken for the server's."""
-BARRIER = script("barrier", prelude=None)
+BARRIER = script("barrier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,27 @@ class Payload:
     only_new: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A script with its arguments, and the payloads that go with it."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[object]
+    payloads: Sequence[Payload]
+    together: bool
+
+    @property
+    def atomic(self) -> bool:
+        """Whether it takes a transaction."""
+        return self.together and len(self.payloads) > 0
+
+    def commands(self) -> list[Command]:
+        """Payloads first."""
+        sets = [("SET", each.key, each.value, *(("NX",) if each.only_new else ())) for each in self.payloads]
+        return [*sets, Call(*script_head(self.script.digest, tuple(self.keys)), self.args)]
+
+
 class Link:
     """A client, and the policy for its failures."""
 
@@ -72,14 +93,23 @@ class Link:
         """
         return await self._persist(do, self._deadline())
 
-    async def run(self, script: Script, keys: Sequence[str], *args: object, payloads: Sequence[Payload] = ()) -> Any:
+    async def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        *args: object,
+        payloads: Sequence[Payload] = (),
+        together: bool = True,
+    ) -> Any:
         """The reply of a script. The payloads are stored in the same transaction: both happen, or neither. (A server
-        that was restarted stores them and asks for the script, which it gets; nothing refers to them before.)
+        that was restarted stores them and asks for the script, which it gets; nothing refers to them before.) With
+        `together` False they are stored just before, which is quicker: the script looks whether they are there.
 
         Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
         """
         deadline = self._deadline()
-        return await self._persist(lambda: self._run(script, keys, args, payloads, deadline), deadline)
+        transition = Transition(script, keys, args, payloads, together)
+        return await self._persist(lambda: self._run(transition, deadline), deadline)
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values by key."""
@@ -134,32 +164,28 @@ class Link:
         """Until an element comes, or for_s. A connection that is lost meanwhile is met by the next attempt."""
         try:
             async with asyncio.timeout(for_s + min(self._timeout_s, LATE_WAKE_S)):
-                await self.client.blpop([wake], timeout=max(for_s, 0.01))  # 0 would mean for ever
+                async with one_connection(self.client) as connection:
+                    await exchange(connection, ("BLPOP", wake, max(for_s, 0.01)))  # 0 would mean for ever
         except (server_errors.RedisError, OSError) as error:
             cause = cause_of(error)
             if not may_pass(cause):
                 raise named(cause, where(self.client), self._timeout_s) from error
             await asyncio.sleep(FIRST_BACKOFF_S)
 
-    async def _run(
-        self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload], deadline: float
-    ) -> Any:
+    async def _run(self, transition: Transition, deadline: float) -> Any:
         try:
-            return await self._once(script, keys, args, payloads, deadline)
+            return await self._once(transition, deadline)
         except server_errors.NoScriptError:  # a new server, or one that was restarted
-            for each in (script, BARRIER) if self._replicas else (script,):
+            for each in (transition.script, BARRIER) if self._replicas else (transition.script,):
                 await self.client.script_load(each.source)
-            return await self._once(script, keys, args, payloads, deadline)
+            return await self._once(transition, deadline)
 
-    async def _once(
-        self, script: Script, keys: Sequence[str], args: Sequence[object], payloads: Sequence[Payload], deadline: float
-    ) -> Any:
-        sets = [("SET", each.key, each.value, *(("NX",) if each.only_new else ())) for each in payloads]
-        transition = Call(*script_head(script.digest, tuple(keys)), args)
+    async def _once(self, transition: Transition, deadline: float) -> Any:
+        commands = transition.commands()
         async with one_connection(self.client) as connection:
-            send = transact(connection, [*sets, transition]) if sets else exchange(connection, transition)
+            send = transact(connection, commands) if transition.atomic else exchange(connection, *commands)
             *_, reply = await send
-            if self._replicas and not script.only_reads:
+            if self._replicas and not transition.script.only_reads:
                 await self._confirm(connection, deadline)
             return reply
 

@@ -1,4 +1,8 @@
-"""The Lua scripts in lua/: one a transition, called by digest, loaded where the server does not know them."""
+"""The Lua scripts in lua/: one a transition, called by digest, loaded where the server does not know them.
+
+The second line of a script may name the parts, in lua/parts/, that are put before it, in this order: a server makes
+all functions of a script anew at every call, so each gets those that it needs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-PRELUDE = "prelude"
+AFTER = "-- After: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,12 @@ class Script:
 
 
 @cache
-def script(name: str, *, prelude: str | None = PRELUDE) -> Script:
-    """`lua/<name>.lua`, with the prelude put between its flags (the first line) and its body."""
+def script(name: str) -> Script:
+    """`lua/<name>.lua`, its parts put between its flags (the first line) and its body."""
     flags, body = _read(name).split("\n", 1)
-    source = "\n".join([flags, _read(prelude) if prelude else "", body])
+    first = body.split("\n", 1)[0]
+    parts = first.removeprefix(AFTER).split() if first.startswith(AFTER) else []
+    source = "\n".join([flags, *(_read(f"parts/{part}") for part in parts), body])
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 

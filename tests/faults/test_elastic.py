@@ -62,8 +62,8 @@ async def finished_groups(config: RunConfig, seqs: set[int]) -> dict[int, Group]
     groups: dict[int, Group] = {}
     async with server_of(config) as client, asyncio.timeout(120):
         while seqs - groups.keys():
-            for seq in seqs - groups.keys():
-                if payload := await client.get(Keys(config.name).of(f"group:{seq}")):
+            async for name in client.scan_iter(match=Keys(config.name).of("group:*"), count=1000):
+                if (seq := int(name.split(b":")[-2])) in seqs and (payload := await client.get(name)):
                     groups[seq] = decode(payload, Group)
             await asyncio.sleep(0.02)
     return groups

@@ -180,7 +180,7 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
 ) -> None:
     client: Any = make_client(redis_config, run)
     await client.hset(Keys(run).of("meta"), "format", BOOKS_FORMAT + 1)
-    await client.set(Keys(run).of("group:3"), msgpack.packb({"kind": "group", "format": 9, "novelty": True}))
+    await client.set(Keys(run).group(3, 1), msgpack.packb({"kind": "group", "format": 9, "novelty": True}))
     await client.aclose()
     with pytest.raises(BufferFault, match=f"format {BOOKS_FORMAT + 1}"):
         await inspector.overview()
@@ -188,8 +188,8 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
 
 
 def test_the_inspector_reads_the_books_that_the_scripts_write() -> None:
-    prelude = (files("buffer.redis") / "lua" / "prelude.lua").read_text()
-    found = re.search(r"^local FORMAT = (\d+)$", prelude, re.MULTILINE)
+    policy = (files("buffer.redis") / "lua" / "parts" / "policy.lua").read_text()
+    found = re.search(r"^local FORMAT = (\d+)$", policy, re.MULTILINE)
     assert found is not None and int(found[1]) == BOOKS_FORMAT
 
 
@@ -343,7 +343,7 @@ async def test_an_export_overwrites_nothing_and_leaves_no_half_file(
     with pytest.raises(ConfigError, match="not overwritten"):
         await export(inspector, groups, tmp_path / "mine.jsonl", lambda: None)
     client: Any = make_client(redis_config, run)
-    await client.set(Keys(run).of("group:1"), b"\xc1 garbage")
+    await client.set(Keys(run).group(1, 1), b"\xc1 garbage")
     await client.aclose()
     for name in ("broken.jsonl", "broken.msgpack"):
         with pytest.raises(WireError, match="no MessagePack"):

@@ -60,7 +60,7 @@ def bulky(ticket: Ticket, tokens: int = BULK_TOKENS) -> Group:
 def payloads(server: Server, run: str) -> set[str]:
     """Groups, partials and staged values that the server stores."""
     names = [name.decode().split("}:")[1] for name in server.admin.scan_iter(match=f"*{run}*")]
-    return {name for name in names if name.startswith(("group", "partial", "stage"))}
+    return {name for name in names if name.startswith(("group:", "partial:", "stage"))}
 
 
 async def fill(buffer: RedisBuffer, server: Server) -> list[Ticket]:
@@ -119,7 +119,7 @@ async def test_a_full_server_can_be_drained_and_writers_go_on(server: Server, ru
     await buffer.aclose()
 
 
-@pytest.mark.parametrize("request_bytes", [b"EVALSHA", b"EXEC", b"MGET", b"BLPOP"])
+@pytest.mark.parametrize("request_bytes", [b"EVALSHA", b"NX", b"MGET", b"BLPOP"])
 async def test_a_connection_that_is_cut_before_the_reply_changes_nothing_twice(
     proxy: Proxy, run: str, request_bytes: bytes
 ) -> None:

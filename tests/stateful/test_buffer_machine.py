@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import AsyncGrpoError, Fenced
@@ -42,6 +43,7 @@ STEPS = 6
 POLICIES = [
     policy(S=1, P=2, steps=STEPS),
     policy(S=0, P=1, steps=2 * STEPS),
+    policy(S=1, P=3, steps=4),
     policy(S=2, P=1, steps=2 * STEPS, on_stale=OnStale.WAIT),
     policy(S=1, P=2, steps=STEPS, selector=Selector.WINDOWED_FIFO, selector_window=3),
     policy(S=1, P=2, steps=STEPS, selector=Selector.WINDOWED_FIFO, selector_window=4, on_stale=OnStale.WAIT),
@@ -81,6 +83,11 @@ class BufferMachine(RuleBasedStateMachine):
         self.redis = self.do(connect(self.config, self.run, policy=first, lease_s=LEASE_S, max_attempts=2))
         self.tickets: list[Ticket] = []
         self.taken: dict[int, Batch] = {}
+        """Whole batches, by version."""
+        self.delivered: dict[int, list[Group]] = {}
+        """What any trainer was given for each version, in order."""
+        self.have: list[Group] = []
+        """What this trainer has of the step, if it takes it in parts."""
         self.settled: set[int] = set()
         self.uses: Counter[int] = Counter()
         self.epoch, self.version, self.head, self.committed = 1, 0, 0, 0
@@ -182,17 +189,38 @@ class BufferMachine(RuleBasedStateMachine):
         batch = self.both(lambda buffer: buffer.take(epoch=self.epoch, version=self.version, timeout_s=0))
         if isinstance(batch, Batch):
             self.check(batch)
+            self.have = batch.groups
             self.taken[self.version] = batch
 
+    @precondition(lambda self: self.version not in self.taken or self.taken[self.version].epoch != self.epoch)
+    @rule()
+    def take_part(self) -> None:
+        have = len(self.have)
+        batch = self.both(
+            lambda buffer: buffer.take_part(epoch=self.epoch, version=self.version, have=have, timeout_s=0)
+        )
+        if isinstance(batch, Batch):
+            assert batch.groups
+            self.have = [*self.have, *batch.groups]
+            so_far = replace(batch, groups=self.have)
+            self.check(so_far)
+            if not batch.missing:
+                self.taken[self.version] = so_far
+
     def check(self, batch: Batch) -> None:
-        seqs = [group.seq for group in batch.groups]
-        assert seqs == sorted(set(seqs))
+        """What was delivered before comes again, first."""
+        before = self.delivered.get(batch.version, [])
+        both = min(len(before), len(batch.groups))
+        assert batch.groups[:both] == before[:both]
+        new = batch.groups[both:]
+        seqs = [group.seq for group in new]
+        assert seqs == sorted(set(seqs)) and not {group.seq for group in before} & set(seqs)
         if earlier := self.taken.get(batch.version):
-            assert (batch.groups, batch.mask_below) == (earlier.groups, earlier.mask_below)
-            return
+            assert not new and batch.mask_below == earlier.mask_below
+        self.delivered[batch.version] = [*before, *new]
         self.uses.update(seqs)
         assert max(self.uses.values()) <= max(dials.max_uses for dials in self.policies)
-        for group in batch.groups:
+        for group in new:
             assert self.age_with_gradient(batch, group) <= self.bound()
 
     def age_with_gradient(self, batch: Batch, group: Group) -> int:
@@ -217,6 +245,7 @@ class BufferMachine(RuleBasedStateMachine):
         batch = self.taken[self.version]
         self.settled.add(self.version)
         self.version += 1
+        self.have = []
         self.head = max(self.head, self.version)
         self.both(lambda buffer: buffer.publish_version(epoch=self.epoch, version=self.version))
         self.both(lambda buffer: buffer.release(batch))
@@ -236,10 +265,13 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def the_trainer_dies(self) -> None:
         old, self.epoch, self.version = self.epoch, self.epoch + 1, self.committed
+        self.have = []
         resume = self.both(lambda buffer: buffer.rollback(self.version))
         assert (resume.epoch, resume.head_version) == (self.epoch, self.head)
         assert self.both(lambda buffer: buffer.publish_version(epoch=old, version=99)) is Fenced
         assert self.both(lambda buffer: buffer.take(epoch=old, version=self.version, timeout_s=0)) is Fenced
+        late = self.both(lambda buffer: buffer.take_part(epoch=old, version=self.version, have=0, timeout_s=0))
+        assert late is Fenced
 
     @rule(dials=st.sampled_from(POLICIES))
     def retune(self, dials: ReplayPolicy) -> None:

@@ -29,10 +29,10 @@ def group(oldest: int, newest: int) -> Group:
 
 
 @pytest.mark.parametrize(
-    ("picture", "chosen"), [("RRR", [0, 1]), (" RR", [1, 2]), ("R.R", []), ("R", []), (".RR", []), ("", [])]
+    ("picture", "chosen"), [("RRR", [0, 1]), (" RR", [1, 2]), ("R.R", [0]), ("R", [0]), (".RR", []), ("", [])]
 )
 def test_fifo_takes_the_first_groups_and_waits_for_unfinished_ones(picture: str, chosen: list[int]) -> None:
-    assert select(FIFO, 0, groups(picture)) == chosen
+    assert select(FIFO, 0, groups(picture), 2) == chosen
 
 
 @pytest.mark.parametrize(
@@ -40,32 +40,32 @@ def test_fifo_takes_the_first_groups_and_waits_for_unfinished_ones(picture: str,
     [
         ("RRRR", [0, 1]),
         (".RRR", [1, 2]),
-        (". RR", []),  # group 3 lies beyond 0 + W
+        (". RR", [2]),  # group 3 lies beyond 0 + W
         ("R..R", [0, 3]),  # the window hangs from the first in flight, group 1
-        ("R...R", []),
-        ("..R R", []),
+        ("R...R", [0]),
+        ("..R R", [2]),
     ],
 )
 def test_windowed_fifo_lets_w_minus_1_groups_overtake_one_that_is_unfinished(picture: str, chosen: list[int]) -> None:
     dials = policy(S=3, P=2, selector=Selector.WINDOWED_FIFO, selector_window=3)
-    assert select(dials, 0, groups(picture)) == chosen
+    assert select(dials, 0, groups(picture), 2) == chosen
 
 
-@pytest.mark.parametrize(("picture", "chosen"), [("RRRR", [2, 3]), ("R.R.", [0, 2]), ("R...", [])])
+@pytest.mark.parametrize(("picture", "chosen"), [("RRRR", [2, 3]), ("R.R.", [0, 2]), ("R...", [0])])
 def test_freshest_takes_the_highest_tickets(picture: str, chosen: list[int]) -> None:
-    assert select(FRESHEST, 0, groups(picture)) == chosen
+    assert select(FRESHEST, 0, groups(picture), 2) == chosen
 
 
 def test_uniform_takes_every_ready_group_equally_often_and_no_other() -> None:
-    counts = Counter(seq for step in range(3000) for seq in select(UNIFORM, step, groups("R.RRR")))
+    counts = Counter(seq for step in range(3000) for seq in select(UNIFORM, step, groups("R.RRR"), 2))
     assert set(counts) == {0, 2, 3, 4}
     assert all(abs(count - 1500) < 150 for count in counts.values())  # 5.5 standard deviations
 
 
 def test_uniform_repeats_itself_for_the_same_step_and_seed_only() -> None:
     other = policy(S=3, P=2, selector=Selector.UNIFORM, seed=1)
-    first, second = ([select(dials, step, groups("RRRRRRRR")) for step in range(20)] for dials in (UNIFORM, other))
-    assert first == [select(UNIFORM, step, groups("RRRRRRRR")) for step in range(20)]
+    first, second = ([select(dials, step, groups("RRRRRRRR"), 2) for step in range(20)] for dials in (UNIFORM, other))
+    assert first == [select(UNIFORM, step, groups("RRRRRRRR"), 2) for step in range(20)]
     assert first != second
 
 

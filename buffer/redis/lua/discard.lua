@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
+-- After: books paging records many_records endings
 -- INFLIGHT -> RELEASED(reason). ARGV[2..4]: seq, attempt, reason.
-if holds(ARGV[2], ARGV[3]) then
-  release(ARGV[2], ARGV[4], 'discard')
+if held(ARGV[2], ARGV[3]) then
+  release_unfinished(ARGV[2], ARGV[4], 'discard')
   wake_take_if_ready()
   return {'ok'}
 end

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
+-- After: books paging records many_records endings
 -- READY -> RELEASED for every group, as if it had grown too old. Returns how many.
 local seqs = redis.call('ZRANGE', READY, 0, -1)
-for _, seq in ipairs(seqs) do end_as_stale(seq) end
+end_as_stale(seqs)
 return {'ok', #seqs}

@@ -1,22 +1,25 @@
 #!lua flags=allow-oom
--- INFLIGHT -> READY with the staged payload. ARGV[2..6]: seq, attempt, versions of the oldest and of the
--- newest token, tokens of the longest completion.
+-- After: books records
+-- INFLIGHT -> READY with the payload that was SET before, at the key of this attempt, unless the memory was full; the
+-- sender then knows. What nothing refers to goes when the lease ends. ARGV[2..6]: seq, attempt, versions of the
+-- oldest and of the newest token, tokens of the longest completion.
 local seq, attempt = ARGV[2], ARGV[3]
-if holds(seq, attempt) then
-  redis.call('RENAME', STAGE, payload('group', seq))
-  pin(seq)
+local record = held(seq, attempt)
+if record and redis.call('EXISTS', group_payload(seq, attempt)) == 1 then
   redis.call('UNLINK', payload('task', seq), payload('partial', seq))
   redis.call('ZREM', LEASES, seq)
   redis.call('ZREM', BEGUN, seq)
-  redis.call('HDEL', STRIKES, seq)
-  redis.call('HSET', VERSIONS, seq, ARGV[4] .. ' ' .. ARGV[5])
-  redis.call('HSET', LONGEST, seq, ARGV[6])
+  record.strikes, record.pins = 0, 1
+  record.oldest, record.newest, record.longest = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+  redis.call('HSET', GROUPS, seq, printed(record))
   redis.call('HINCRBY', META, 'inserted', 1)
-  make_ready(seq, ARGV[4], ARGV[5])
+  redis.call('ZADD', READY, seq, seq)
+  redis.call('ZADD', AGES, age_of(record, dial('on_stale')), seq)
   wake_take_if_ready()
   return {'ok'}
 end
-redis.call('UNLINK', STAGE)
-local past_inflight = not redis.call('ZSCORE', LEASES, seq)
-if past_inflight and redis.call('HGET', ATTEMPTS, seq) == attempt then return {'ok'} end
+record = record_of(seq)
+local finished = record and not redis.call('ZSCORE', LEASES, seq)
+if finished and record.attempt == tonumber(attempt) then return {'ok'} end -- SET NX: its payload is the first one
+redis.call('UNLINK', group_payload(seq, attempt))
 return {ended_by('insert', seq, attempt) and 'ok' or 'lost'}

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- After: books paging records many_records policy
 -- Attach to the run, or begin it. ARGV[2..]: the policy, lease_ms, max_attempts. Written only where they
 -- differ from those of the last time, so that a process that joins undoes no retuning.
 local stored = dial('format')

@@ -1,4 +1,5 @@
 #!lua
+-- After: books
 -- Append tasks that this transaction has SET (where they were not there). ARGV[2], ARGV[3]: first, count.
 -- Payloads that are not wanted (beyond a gap, or of groups that have gone on) are removed again.
 local first, put, admitted = tonumber(ARGV[2]), meta('tasks_put'), meta('admitted')

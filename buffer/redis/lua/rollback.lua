@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- After: books paging records many_records endings log settle
 -- A trainer takes over at `version` (ARGV[2]). What its checkpoint contains is trained, even if the
 -- last trainer died before it said so; the later steps stay in the log to be delivered again.
 local version = tonumber(ARGV[2])

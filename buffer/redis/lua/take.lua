@@ -1,55 +1,70 @@
 #!lua flags=allow-oom
--- READY -> TAKEN for P groups, all or nothing. ARGV[2], ARGV[3]: epoch, version. Returns
--- {'ok', replayed, mask_below, seq, ...}, {'wait', ms}, {'fenced', epoch} or {'ended'}. A step that is
--- in the log is delivered again as it was.
-local epoch, version, now = tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms()
+-- After: books paging records many_records endings leases log
+-- READY -> TAKEN for the P groups of a step: all or nothing, or ('part') as many as there are. ARGV[2..5]: epoch,
+-- version, how many of the step the caller has, 'whole' or 'part'. Returns {'ok', replayed, mask_below, missing, seq,
+-- attempt, ...} with those that it does not have, {'wait', ms}, {'fenced', epoch} or {'ended'}. What the log has of the
+-- step is delivered again as it was.
+local epoch, version, have, whole, now = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5] == 'whole',
+  now_ms()
 if fenced(epoch) then
   wake(WAKE_TAKE) -- the trainer that has taken over
   return {'fenced', meta('epoch')}
 end
 
-local function deliver(step)
-  local answer = {'ok', step.epoch < epoch and 1 or 0, step.mask_below}
-  for _, seq in ipairs(step.seqs) do answer[#answer + 1] = tonumber(seq) end
+local step = logged(version)
+local begun = step ~= nil
+if not begun then step = {settled = false, mask_below = 0, size = meta('groups_per_step'), seqs = {}} end
+local missing = step.size - #step.seqs
+
+local function deliver()
+  local new = {}
+  for i = have + 1, #step.seqs do new[#new + 1] = step.seqs[i] end
+  local answer = {'ok', step.epoch < epoch and 1 or 0, step.mask_below, step.size - #step.seqs}
+  for i, record in ipairs(records_of(new)) do
+    answer[2 * i + 3], answer[2 * i + 4] = tonumber(new[i]), record.attempt
+  end
   return answer
 end
 
-local known = logged(version)
-if known then return deliver(known) end
+if begun and (missing == 0 or not whole and #step.seqs > have) then return deliver() end
 if meta('ended') == 1 then
   wake(WAKE_TAKE)
   return {'ended'}
 end
 
-local size, staleness, on_stale = meta('groups_per_step'), meta('max_staleness'), dial('on_stale')
+local staleness, on_stale, selector = meta('max_staleness'), dial('on_stale'), dial('selector')
+-- Those that walk upwards can stop and go on; the others choose a whole batch.
+local walks = selector == 'fifo' or selector == 'windowed_fifo'
+local least = (whole or not walks) and missing or 1
 
 -- As too_old_to_train and too_old_to_finish in selection.py.
 local function end_what_is_too_old()
   if on_stale == 'wait' then return end
   local below = '(' .. (version - staleness)
-  for _, seq in ipairs(redis.call('ZRANGEBYSCORE', on_stale == 'drop' and OLDEST or NEWEST, '-inf', below)) do
-    end_as_stale(seq)
-  end
+  end_as_stale(redis.call('ZRANGEBYSCORE', AGES, '-inf', below))
   if on_stale ~= 'drop' then return end
-  for _, seq in ipairs(redis.call('ZRANGEBYSCORE', BEGUN, '-inf', below)) do release(seq, 'expired', nil) end
+  for _, seq in ipairs(redis.call('ZRANGEBYSCORE', BEGUN, '-inf', below)) do release_unfinished(seq, 'expired', nil) end
 end
 
-local function may_sample()
-  local used = meta('used')
-  local need = math.max(size, math.min(meta('min_size'), meta('horizon') - used))
-  local balance = meta('samples_per_insert') * meta('inserted') - (used + size)
-  return redis.call('ZCARD', READY) >= need and balance >= meta('min_diff')
+-- How many READY groups it takes to go on with the step.
+local function needed()
+  return begun and least or math.max(least, math.min(meta('min_size'), meta('horizon') - meta('used')))
+end
+
+local function balanced()
+  return begun or meta('samples_per_insert') * meta('inserted') - (meta('used') + step.size) >= meta('min_diff')
 end
 
 -- The selectors: as in selection.py.
 local function walk()
   local chosen, first_in_flight, offset, window = {}, nil, 0, meta('selector_window')
-  while #chosen < size do
-    local page = redis.call('ZRANGE', OPEN, offset, offset + size - 1)
+  while #chosen < missing do
+    local page = redis.call('ZRANGE', OPEN, offset, offset + math.min(step.size, PAGE) - 1)
     if #page == 0 then return chosen end
-    for _, seq in ipairs(page) do
-      if #chosen == size or (first_in_flight and tonumber(seq) >= first_in_flight + window) then return chosen end
-      if redis.call('ZSCORE', READY, seq) then
+    local ready = redis.call('ZMSCORE', READY, unpack(page))
+    for i, seq in ipairs(page) do
+      if #chosen == missing or (first_in_flight and tonumber(seq) >= first_in_flight + window) then return chosen end
+      if ready[i] then
         chosen[#chosen + 1] = seq
       elseif not first_in_flight then
         first_in_flight = tonumber(seq)
@@ -69,7 +84,7 @@ local function draw()
     return state
   end
   for _ = 1, 3 do number() end
-  for i = 1, size do
+  for i = 1, missing do
     local rank = number() % redis.call('ZCARD', READY)
     chosen[i] = redis.call('ZRANGE', READY, rank, rank)[1]
     redis.call('ZREM', READY, chosen[i])
@@ -78,28 +93,37 @@ local function draw()
 end
 
 local function select()
-  local selector = dial('selector')
   if selector == 'uniform' then return draw() end
-  if selector == 'freshest' then return redis.call('ZREVRANGE', READY, 0, size - 1) end
+  if selector == 'freshest' then return redis.call('ZREVRANGE', READY, 0, missing - 1) end
   return walk()
+end
+
+local function not_yet()
+  if meta('wanted') ~= needed() then redis.call('HSET', META, 'wanted', needed()) end
+  return wait(now)
 end
 
 unheld(now)
 end_what_is_too_old()
-if not may_sample() then return wait(now) end
+if redis.call('ZCARD', READY) < needed() or not balanced() then return not_yet() end
 local chosen = select()
-if #chosen < size then return wait(now) end
+if #chosen < least then return not_yet() end
 table.sort(chosen, function(a, b) return tonumber(a) < tonumber(b) end)
 
-for _, seq in ipairs(chosen) do
-  leave_ready(seq)
-  redis.call('SADD', TAKEN, seq)
-  redis.call('HINCRBY', USES, seq, 1)
-  pin(seq)
+leave_ready(chosen)
+call_with('SADD', TAKEN, chosen)
+local records, first_uses = records_of(chosen), 0
+for _, record in ipairs(records) do
+  if record.uses == 0 then first_uses = first_uses + 1 end
+  record.uses, record.pins = record.uses + 1, record.pins + 1
 end
-redis.call('HINCRBY', META, 'used', size)
+store(chosen, records)
+redis.call('HINCRBY', META, 'used_active', first_uses)
+redis.call('HINCRBY', META, 'used', #chosen)
 wake(WAKE_ADMIT) -- where the ratio of uses to inserts is limited, it waits for uses
-local mask_below = on_stale == 'mask' and math.max(0, version - staleness) or 0
-local step = {epoch = epoch, settled = false, mask_below = mask_below, seqs = chosen}
+-- The policy may have been retuned between two parts.
+if on_stale == 'mask' then step.mask_below = math.max(step.mask_below, version - staleness) end
+step.epoch = epoch
+for _, seq in ipairs(chosen) do step.seqs[#step.seqs + 1] = seq end
 log(version, step)
-return deliver(step)
+return deliver()

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- After: books paging records many_records policy
 -- Retune a live run. ARGV[2..]: the policy.
 write_policy(2)
 wake(WAKE_ADMIT)

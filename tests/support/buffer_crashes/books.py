@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_grpo.config.buffer import RedisConfig
 from buffer import make_client
@@ -12,9 +13,20 @@ from buffer.redis.keys import Keys
 from buffer.redis.link import Link
 from tests.support.buffer_crashes.plan import RUN, SERVER_TIMEOUT_S
 
-_SETS = ("open", "ready", "leases", "begun", "oldest", "newest")
-_HASHES = ("versions", "attempts", "strikes", "longest", "uses")
+_SETS = ("open", "ready", "leases", "begun", "ages")
 _PAYLOADS = ("task", "partial", "group")
+
+
+class Record(NamedTuple):
+    """RECORD of lua/parts/records.lua."""
+
+    attempt: int
+    strikes: int
+    longest: int
+    oldest: int
+    newest: int
+    uses: int
+    pins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +36,7 @@ class Books:
     seqs: Mapping[str, set[int]]
     logged: Mapping[int, list[int]]
     """Version -> sequences of its batch."""
-    pins: Mapping[int, int]
+    records: Mapping[int, Record]
     tasks_put: int
     admitted: int
     released: int
@@ -48,23 +60,21 @@ async def read_books(link: Link) -> Books:
         async with link.client.pipeline(transaction=True) as pipe:
             for name in _SETS:
                 pipe.zrange(keys.of(name), 0, -1)
-            for name in _HASHES:
-                pipe.hkeys(keys.of(name))
-            pipe.smembers(keys.of("taken")).hgetall(keys.of("log")).hgetall(keys.of("pins"))
+            pipe.smembers(keys.of("taken")).hgetall(keys.of("log")).hgetall(keys.of("groups"))
             pipe.hmget(keys.of("meta"), "tasks_put", "admitted").hvals(keys.of("released"))
             pipe.keys(keys.pattern)
             found: list[object] = await pipe.execute()
             return found
 
-    *sets, taken, log, pins, counters, released, names = await link.call(read)
-    seqs = {name: _numbers(found) for name, found in zip((*_SETS, *_HASHES), sets, strict=True)}
+    *sets, taken, log, records, counters, released, names = await link.call(read)
+    seqs = {name: _numbers(found) for name, found in zip(_SETS, sets, strict=True)}
     payloads = [name.decode().removeprefix(keys.prefix).split(":") for name in names]
     stored = {kind: {int(rest[0]) for found, *rest in payloads if found == kind} for kind in _PAYLOADS}
     tasks_put, admitted = (int(value or 0) for value in counters)
     return Books(
         seqs={**seqs, **stored, "taken": _numbers(taken)},
         logged={int(version): _logged(entry) for version, entry in log.items()},
-        pins={int(seq): int(count) for seq, count in pins.items()},
+        records={int(seq): Record(*map(int, text.split())) for seq, text in records.items()},
         tasks_put=tasks_put,
         admitted=admitted,
         released=sum(map(int, released)),
@@ -75,25 +85,23 @@ def complaints(books: Books) -> list[str]:
     """What does not fit together; nothing, if all is well."""
     of, kept = books.seqs, books.kept
     in_flight, active = of["leases"], of["open"] | of["taken"]
+    pins = Counter({seq: record.pins for seq, record in books.records.items() if record.pins})
     expected_pins = Counter(kept) + Counter(seq for seqs in books.logged.values() for seq in seqs)
     waiting = set(range(books.admitted, books.tasks_put))
     # A server that was just restarted stores payloads, but does not know the script yet (see Link._run): tasks
-    # may lie ahead of the stream until they are put again.
-    tasks = {seq for seq in of["task"] if seq < books.tasks_put}
+    # may lie ahead of the stream until they are put again, and groups beside a lease until it ends.
+    tasks, finished = {seq for seq in of["task"] if seq < books.tasks_put}, of["group"] - in_flight
     same = {
         "open groups are in flight or ready": (of["open"], in_flight | of["ready"]),
         "those in flight have a begun version": (of["begun"], in_flight),
-        "ready groups have an oldest version": (of["oldest"], of["ready"]),
-        "ready groups have a newest version": (of["newest"], of["ready"]),
-        "finished groups have versions": (of["versions"], kept),
-        "active groups have attempts": (of["attempts"], active),
-        "pinned groups have their payload": (of["group"], set(books.pins)),
+        "ready groups have an age": (of["ages"], of["ready"]),
+        "active and pinned groups have a record": (set(books.records), active | set(pins)),
+        "pinned groups have their payload": (finished, set(pins)),
         "waiting and unfinished groups have their task": (tasks, in_flight | waiting),
     }
     within = {
-        "strikes are of groups in flight": (of["strikes"], in_flight),
-        "uses are of finished groups": (of["uses"], kept),
-        "lengths are of active groups": (of["longest"], active),
+        "strikes are of groups in flight": ({seq for seq, it in books.records.items() if it.strikes}, in_flight),
+        "uses are of finished groups": ({seq for seq, it in books.records.items() if it.uses}, kept),
         "partials are of groups in flight": (of["partial"], in_flight),
         "taken groups are in the log": (of["taken"], {seq for seqs in books.logged.values() for seq in seqs}),
     }
@@ -101,8 +109,8 @@ def complaints(books: Books) -> list[str]:
     said += [f"{rule}: {_differ(*both)}" for rule, both in within.items() if not both[0] <= both[1]]
     if in_flight & of["ready"] or of["open"] & of["taken"]:
         said.append(f"in two states at once: {in_flight & of['ready'] | of['open'] & of['taken']}")
-    if expected_pins != Counter(books.pins):
-        said.append(f"pins are {books.pins}, not {dict(expected_pins)}")
+    if expected_pins != pins:
+        said.append(f"pins are {dict(pins)}, not {dict(expected_pins)}")
     if books.admitted != books.released + len(active):
         said.append(f"{books.admitted} admitted, {books.released} released, {len(active)} active")
     return said
