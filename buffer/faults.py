@@ -35,6 +35,14 @@ def forgotten(version: int, committed: int) -> BufferFault:
     )
 
 
+def forgotten_run(run: str) -> BufferFault:
+    """The books are gone."""
+    return BufferFault(
+        f"the server holds nothing of run {run}: its data were lost or wiped while the run was going on. Restore its "
+        "append-only file, or start over with --fresh"
+    )
+
+
 def groups_of_step(version: int) -> str:
     """What a take waits for."""
     return f"the groups of the step after version {version} from the rollout servers"

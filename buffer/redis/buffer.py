@@ -18,7 +18,17 @@ from redis.asyncio import Redis
 from async_grpo.errors import BufferFault
 from async_grpo.staleness.policy import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
-from buffer.faults import checked_reason, checked_stream, fenced, forgotten, gap, groups_of_step, lease_lost, run_ended
+from buffer.faults import (
+    checked_reason,
+    checked_stream,
+    fenced,
+    forgotten,
+    forgotten_run,
+    gap,
+    groups_of_step,
+    lease_lost,
+    run_ended,
+)
 from buffer.protocol import BufferStats, Resume
 from buffer.redis.keys import Keys
 from buffer.redis.link import Link, NotYet, Payload
@@ -139,6 +149,8 @@ class RedisBuffer:
     async def stats(self) -> BufferStats:
         books = await self._script("stats")
         meta, released, lengths = (_mapping(book) for book in books[:3])
+        if not meta:
+            raise forgotten_run(self._run_name)
         inflight, ready, taken, kept = books[3:]
         number = {name: int(meta.get(name, 0)) for name in _COUNTERS}
         return BufferStats(

@@ -81,7 +81,7 @@ def test_with_everysec_only_the_last_seconds_before_the_servers_own_death_are_at
 @pytest.mark.faults
 def test_a_file_that_lost_its_end_is_noticed_and_costs_no_more_than_that_end(crash: Crash) -> None:
     """As after a loss of power with everysec; and it shows that these tests can fail."""
-    cut = ("--fsync", "everysec", "--cut-bytes", "300000")
+    cut = ("--fsync", "everysec", "--cut-bytes", "100000")
     figures = crash("--kills", "8", "--server-kills", "3", "--pause-s", "0.4", *cut, timeout_s=120)
     assert figures["lost"] > 0
     assert figures["inconsistent"] == 0

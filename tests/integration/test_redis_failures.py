@@ -172,6 +172,14 @@ async def test_nothing_that_was_answered_is_lost_by_a_kill(tmp_path: Path, run: 
     server.stop()
 
 
+async def test_a_run_that_its_server_has_forgotten_is_named(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url), run)
+    server.admin.flushall()
+    with pytest.raises(BufferFault, match=f"holds nothing of run {run}"):
+        await buffer.stats()
+    await buffer.aclose()
+
+
 async def test_a_server_that_is_silent_for_a_while_is_waited_for(server: Server, run: str) -> None:
     buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
     tickets = await admit(buffer, 2)
