@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from async_grpo.config.base import PositiveInt, StrictModel
+from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
 from async_grpo.config.warmup import ArithmeticTaskConfig
+
+PLAIN_TEMPLATE = "{prompt}"
 
 
 class DataConfig(StrictModel):
@@ -17,15 +19,16 @@ class DataConfig(StrictModel):
     kind: Literal["arithmetic", "jsonl"] = "arithmetic"
     arithmetic: ArithmeticTaskConfig = ArithmeticTaskConfig()
     path: Path | None = None
-    """A JSON-lines file (kind: jsonl)."""
+    """A JSON-lines file, or a folder that `async-grpo prepare` has made (kind: jsonl)."""
     eval_path: Path | None = None
-    """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out."""
+    """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out. A prepared folder
+    has its own."""
     prompt_field: str = "question"
     answer_field: str = "answer"
-    template: str = "{prompt}"
-    """Text around the prompt; `{prompt}` is replaced."""
+    template: str = PLAIN_TEMPLATE
+    """Text around the prompt; `{prompt}` is replaced. A prepared folder has its own."""
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are dropped when the data are loaded, with a count."""
+    """Longer prompts are dropped when a JSON-lines file is loaded, with a count; a prepared folder may have none."""
     shuffle: bool = True
 
     @model_validator(mode="after")
@@ -34,4 +37,46 @@ class DataConfig(StrictModel):
             raise ValueError("kind jsonl needs a file. Set data.path, for example -o data.path=train.jsonl")
         if "{prompt}" not in self.template:
             raise ValueError(f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes")
+        return self
+
+
+class PrepareConfig(StrictModel):
+    """What `async-grpo prepare` is told; the names are those of its options."""
+
+    files: Annotated[list[Path], Field(min_length=1)]
+    out: Path
+    model: Path
+    """A checkpoint folder: the tokenizer in it makes the token ids."""
+    format: Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"] = "auto"
+    prompt_field: str = ""
+    answer_field: str = ""
+    keep_fields: list[str] = []
+    """They become metadata of the task, which verifiers see."""
+    template: str = "raw"
+    """raw, qwen_r1, chat, or a Jinja file."""
+    system: str = ""
+    max_prompt_tokens: PositiveInt = 512
+    held_out: NonNegativeInt = 256
+    """Rows that are kept from training, for evaluation."""
+    held_out_from: list[Path] = []
+    """Files whose rows are held out instead."""
+    keep_duplicates: bool = False
+    shuffle: bool = True
+    seed: NonNegativeInt = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrepareConfig:
+        named = bool(self.prompt_field) + bool(self.answer_field)
+        if named != (2 if self.format == "generic" else 0):
+            raise ValueError(
+                f"--format is {self.format}, --prompt-field {self.prompt_field!r} and --answer-field "
+                f"{self.answer_field!r}. Give both fields with --format generic, and only then"
+            )
+        if not self.held_out and not self.held_out_from:
+            raise ValueError("--held-out is 0 and there is no --held-out-from: nothing could be evaluated. Give one")
+        if self.keep_duplicates and not self.held_out_from:
+            raise ValueError(
+                "--keep-duplicates would put one question on both sides of the split. Name the held-out rows "
+                "with --held-out-from, or let duplicates go"
+            )
         return self

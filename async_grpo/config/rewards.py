@@ -68,7 +68,7 @@ class RewardConfig(StrictModel):
     """One reward; the reward of a sample is the weighted sum of all of them."""
 
     name: str
-    """`answer_tag`, `format`, `gsm8k`, `math_verify`, or `module:attribute`; with `http`, any name you like."""
+    """A verifier that ships (docs/verifiers.md), or `module:attribute`; with `http`, any name you like."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     required: bool = True
     """Whether a failure of this reward makes the sample unverifiable; if not, it is left out of the sum."""

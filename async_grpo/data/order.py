@@ -1,8 +1,55 @@
-"""The order of a finite data set in an endless stream: every pass visits each row once, reshuffled."""
+"""The order of a finite data set in an endless stream: every pass visits each row once, reshuffled.
+
+    index --> pass = index // N, position = index % N --> row = permutation(seed, pass)(position)
+
+A row is a pure function of (N, seed, index) in constant time and memory, so that the position in the stream is all
+that a run must remember: the buffer counts the tasks that were put, and whoever feeds next goes on behind them.
+
+The permutation is a Feistel network over the smallest square of a power of two that holds N, walked along its cycle
+until it lands below N (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The square is less than 4 N
+for N > 1, so fewer than 4 steps are taken on average.
+"""
 
 from __future__ import annotations
 
-import random
+import hashlib
+import struct
+
+import xxhash
+
+_ROUNDS = 8
+
+
+class Permutation:
+    """A permutation of range(size) that depends on `key` alone, and is not stored.
+
+    >>> permutation = Permutation(10, "seed 1, pass 0")
+    >>> sorted(permutation(position) for position in range(10)) == list(range(10))
+    True
+    """
+
+    def __init__(self, size: int, key: str) -> None:
+        self._size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._mask = (1 << self._half_bits) - 1
+        self._keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest())
+
+    def __call__(self, position: int) -> int:
+        """Where `position` (0 <= position < size) goes."""
+        if not 0 <= position < self._size:
+            raise IndexError(f"position {position} is not in range({self._size})")
+        value = self._mix(position)
+        while value >= self._size:
+            value = self._mix(value)
+        return value
+
+    def _mix(self, value: int) -> int:
+        """A bijection of range(4 ** half_bits): each round is one, whatever its function is."""
+        left, right = value >> self._half_bits, value & self._mask
+        for key in self._keys:
+            scrambled = xxhash.xxh3_64_intdigest(right.to_bytes(8, "little"), key)
+            left, right = right, left ^ (scrambled & self._mask)
+        return left << self._half_bits | right
 
 
 class Passes:
@@ -13,7 +60,7 @@ class Passes:
         self._seed = seed
         self._shuffle = shuffle
         self._pass = -1
-        self._order = list(range(rows))
+        self._permutation = Permutation(rows, "")
 
     def row(self, index: int) -> int:
         """The row at position `index` (>= 0)."""
@@ -21,7 +68,6 @@ class Passes:
         if not self._shuffle:
             return position
         if number != self._pass:
-            self._order = list(range(self._rows))
-            random.Random(f"{self._seed}/pass/{number}").shuffle(self._order)
+            self._permutation = Permutation(self._rows, f"{self._seed}/pass/{number}")
             self._pass = number
-        return self._order[position]
+        return self._permutation(position)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from async_grpo.config import RunConfig
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
+from async_grpo.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,12 +30,12 @@ _MAX_TEXTS = 4000
 def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: Path, seed: int) -> None:
     """Write the checkpoint to `out_dir`, whole or not at all. The same arguments give the same files."""
     with whole_checkpoint(out_dir) as draft:
-        tokenizer = _train_tokenizer(config, texts)
+        tokenizer = train_tokenizer(config, texts)
         tokenizer.save_pretrained(draft)
         build_tiny_qwen2(config, tokenizer, vocab_size=config.vocab_size, seed=seed).save_pretrained(draft)
 
 
-def _train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE: every text can be encoded, and decoding gives it back."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -64,6 +65,11 @@ def prompt_texts(config: RunConfig) -> Iterator[str]:
         from async_grpo.data.jsonl import read_pairs
 
         assert config.data.path is not None
+        if config.data.path.is_dir():
+            raise DataError(
+                f"{config.data.path} is a prepared folder: its token ids are those of a tokenizer that exists, and "
+                "model.random would make another. Give model.path, or point data.path at a JSON-lines file"
+            )
         return (prompt for _, prompt, _ in read_pairs(config.data.path, config.data, Counter()))
     from async_grpo.data.arithmetic_source import arithmetic_prompts
 

@@ -2,6 +2,7 @@
 
 - `TaskSource`        the contract
 - `JsonlSource`       rows of a JSON-lines file (`jsonl`)
+- `PreparedSource`    rows of a folder that `async-grpo prepare` has made (`prepared_source`)
 - `ArithmeticSource`  generated problems (`arithmetic_source`)
 - `make_source`       the one that a configuration asks for
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
 from async_grpo.wire import Task, tokens_to_bytes
 
 
@@ -50,7 +52,11 @@ class TaskSource(Protocol):
 
 def make_source(config: RunConfig, tokenizer: Tokenizer) -> TaskSource:
     """The source that `data` describes. Raises DataError if it holds nothing that can be used."""
-    if config.data.kind == "jsonl":
+    if config.data.path is not None and config.data.kind == "jsonl":
+        if config.data.path.is_dir():
+            from async_grpo.data.prepared_source import PreparedSource
+
+            return PreparedSource(config, tokenizer)
         from async_grpo.data.jsonl import JsonlSource
 
         return JsonlSource(config, tokenizer)
@@ -64,6 +70,19 @@ def load_tokenizer(model: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     return cast(Tokenizer, AutoTokenizer.from_pretrained(str(model)))
+
+
+def find_tokenizer(model: Path) -> Tokenizer:
+    """As `load_tokenizer`, of a folder that a user has named: nothing is fetched. Raises ConfigError."""
+    if not (model / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"--model: {model} has no tokenizer_config.json, so it holds no tokenizer. Name the folder of a Hugging "
+            "Face checkpoint"
+        )
+    try:
+        return load_tokenizer(model)
+    except Exception as error:  # whatever transformers raises for files that it cannot read
+        raise ConfigError(f"--model: the tokenizer in {model} cannot be loaded ({error}). Fetch it again") from error
 
 
 def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata: dict[str, str] | None = None) -> Task:

@@ -8,7 +8,7 @@ from async_grpo.config.rewards import RewardsConfig
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.resolve import BUILTIN
 
-_NEED_NO_TRIAL = frozenset(BUILTIN) - {"math_verify"}
+_NEED_NO_TRIAL = frozenset(name for name, where in BUILTIN.items() if "symbolic" not in where)
 """The others import what may not be there."""
 
 

@@ -25,7 +25,18 @@ BUILTIN = {
     "format": "async_grpo.rewards.verifiers:format_tags",
     "gsm8k": "async_grpo.rewards.verifiers:gsm8k",
     "math_verify": "async_grpo.rewards.symbolic:math_verify",
+    "format_reward": "async_grpo.rewards.verifiers:format_tags",
+    "accuracy_reward": "async_grpo.rewards.accuracy:accuracy_reward",
+    "qwen_accuracy_reward": "async_grpo.rewards.accuracy:qwen_accuracy_reward",
+    "acc": "async_grpo.rewards.symbolic:acc",
+    "base_acc": "async_grpo.rewards.symbolic:base_acc",
+    "math_17k_acc": "async_grpo.rewards.symbolic:math_17k_acc",
+    "math_verify_reward": "async_grpo.rewards.symbolic:math_verify_reward",
+    "acc_for_dapo": "async_grpo.rewards.accuracy:acc_for_dapo",
+    "strict_format": "async_grpo.rewards.formats:strict_format",
+    "step": "async_grpo.rewards.formats:step",
 }
+"""What each of them scores: docs/verifiers.md."""
 
 SIGNATURE = "(completion: str, answer: str) -> float, with the keywords prompt and metadata where it wants them"
 _EXTRAS = ("prompt", "metadata")

@@ -1,18 +1,38 @@
-"""`math_verify`: symbolic equality of mathematical answers, by the package of that name."""
+"""Symbolic equality of mathematical answers, by the package math-verify, and the verifiers that rest on it.
+
+The package's own time limits are switched off: they use SIGALRM, and a process that hangs is killed anyway.
+`acc` alone has a limit of its own, because its rule says what a timeout scores.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from async_grpo.errors import DependencyError
+from async_grpo.rewards.boxes import behind_last_boxed, last_boxed
+from async_grpo.rewards.formats import is_whole
+from async_grpo.rewards.verifiers import format_tags
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise DependencyError(f"the reward math_verify needs a package ({error}). Type: pip install math-verify") from error
+    raise DependencyError(
+        f"the rewards math_verify, math_verify_reward, acc, base_acc and math_17k_acc need a package ({error}). "
+        "Type: pip install math-verify"
+    ) from error
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: the pool is one
+
+ACC_TIMEOUT_S = 1.0
+_INTEGER = re.compile(r"[-+]?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})")
+"""Most answers are one, and comparing two of them needs no algebra."""
 
 
 def math_verify(completion: str, answer: str) -> float:
@@ -22,21 +42,105 @@ def math_verify(completion: str, answer: str) -> float:
     as one set (`\\boxed{1} and \\boxed{2}` is {1, 2}, and so is a box that is corrected by a second one).
     Raises ValueError if the reference is no expression.
 
-    The package's time limits are switched off: they use SIGALRM, and a process that hangs is killed anyway.
     `verify` is not symmetric: the reference comes first. A bare LaTeX reference is boxed before it is parsed,
     because outside of any environment `3\\sqrt{2}` would be read as 3.
 
     >>> math_verify("so it is $0.5$", r"\\frac{1}{2}")
     1.0
     """
-    gold = answer.rpartition("####")[2].strip()
+    return float(verify(_expected(answer), _parse(completion), timeout_seconds=None))
+
+
+def math_verify_reward(completion: str, answer: str) -> float:
+    """`math_verify` for a completion that `format` scores 1, else 0."""
+    return math_verify(completion, answer) if format_tags(completion, answer) == 1.0 else 0.0
+
+
+def acc(completion: str, answer: str) -> float:
+    """1 if what stands in (or behind) the last "boxed" equals the reference, -0.5 if it does not, -1 if there is no
+    "boxed" or nothing in it; 0 if comparing takes longer than a second or fails.
+
+    >>> [acc(text, "18") for text in (r"\\boxed{18}", r"\\boxed{17}", "18")]
+    [1.0, -0.5, -1.0]
+    """
+    given = behind_last_boxed(completion).strip()
+    if not given:
+        return -1.0
+    try:
+        with _at_most(ACC_TIMEOUT_S):
+            return 1.0 if equal(given, answer) else -0.5
+    except (Exception, _TimeIsUp):
+        return 0.0
+
+
+def base_acc(completion: str, answer: str) -> float:
+    """`math_17k_acc` for a completion that is `<think>..</think>..<answer>..\\boxed{..}..</answer>`, else 0."""
+    return math_17k_acc(completion, answer) if is_whole(completion) else 0.0
+
+
+def math_17k_acc(completion: str, answer: str) -> float:
+    """1 if the content of the last balanced `\\boxed{..}` equals the reference, else 0.
+
+    >>> [math_17k_acc(text, "18") for text in (r"17, no, \\boxed{18.0}", "18")]
+    [1.0, 0.0]
+    """
+    given = last_boxed(completion)
+    return float(given is not None and equal(given, answer))
+
+
+def equal(given: str, answer: str) -> bool:
+    """Whether an answer equals the reference (after `####`, where it has that): as a text without whitespace and in
+    lower case, else symbolically. Raises ValueError if the reference is no expression, and the texts differ."""
+    one, other = _squeezed(given), _squeezed(_gold(answer))
+    if one == other:
+        return True
+    if _INTEGER.fullmatch(one) and _INTEGER.fullmatch(other):
+        return int(one.replace(",", "")) == int(other.replace(",", ""))
+    expected = _expected(answer)
+    return bool(verify(expected, _parse(f"\\boxed{{{given}}}"), timeout_seconds=None))
+
+
+def _gold(answer: str) -> str:
+    return answer.rpartition("####")[2].strip()
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
+def _expected(answer: str) -> list[Any]:
+    gold = _gold(answer)
     marked = gold if "\\boxed" in gold or "$" in gold else f"\\boxed{{{gold}}}"
     expected = _parse(marked)
     if not expected:
         raise ValueError(f"the reference answer {answer[:80]!r} is no mathematical expression")
-    return float(verify(expected, _parse(completion), timeout_seconds=None))
+    return expected
 
 
 def _parse(text: str) -> list[Any]:
     found: list[Any] = parse(text, parsing_timeout=None)
     return found
+
+
+class _TimeIsUp(BaseException):
+    """No Exception, so that nothing that handles those can hold it up."""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise _TimeIsUp after so long. Signals reach Python code in the main thread only: elsewhere, and in a loop
+    written in C, the time is not limited here but by the pool, which kills."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, _end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _TimeIsUp

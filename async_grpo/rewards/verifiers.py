@@ -1,4 +1,8 @@
-"""Verifiers: `(completion, reference answer) -> score`, pure, without state or I/O.
+"""Verifiers: `(completion, reference answer) -> score`, pure, without state or I/O. This project's own are here.
+
+- `formats`   the form of a completion
+- `accuracy`  numbers compared as texts, and DAPO's `Answer:` line
+- `symbolic`  mathematics, by math-verify
 
 A verifier scores; it never guesses. Where it cannot judge (a reference that is not a number, say)
 it raises ValueError, and the sample becomes `unverifiable`, which is not 0.
@@ -9,10 +13,11 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from async_grpo.rewards.boxes import last_boxed
+
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_FORMAT = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
+_BETWEEN = re.compile(r"</think>\s*+<answer>")
 _HASHES = re.compile(r"####([^\n]*)")
-_BOXED = re.compile(r"\\boxed\s*\{")
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-−])?(?:\\?\$\s?(?P<inner_sign>[-−])?)?"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?P<decimals>\.[0-9]+)?(?P<under>/[0-9]+)?"
@@ -33,8 +38,17 @@ def answer_tag(completion: str, answer: str) -> float:
 
 
 def format_tags(completion: str, answer: str) -> float:
-    """1 if the whole completion matches `^<think>.*?</think>\\s*<answer>.*?</answer>$` (DOTALL), else 0."""
-    return float(_FORMAT.match(completion) is not None)
+    r"""1 if the completion matches `^<think>.*?</think>\s*<answer>.*?</answer>$` (DOTALL | MULTILINE), else 0.
+
+    So it begins with `<think>`, and some `</answer>` is the last of its line.
+
+    >>> [format_tags(text, "") for text in ("<think>a</think>\n<answer>b</answer>", "<answer>b</answer>")]
+    [1.0, 0.0]
+    """
+    if not completion.startswith("<think>"):
+        return 0.0
+    between = _BETWEEN.search(completion, len("<think>"))
+    return float(between is not None and between.end() <= _last_line_end(completion))
 
 
 def gsm8k(completion: str, answer: str) -> float:
@@ -55,7 +69,7 @@ def gsm8k(completion: str, answer: str) -> float:
 
 def _final_number(completion: str) -> Fraction | None:
     """The number that the completion gives as its answer; None if it gives none."""
-    marked = _last_boxed(completion)
+    marked = last_boxed(completion)
     if marked is None and (lines := _HASHES.findall(completion)):
         marked = lines[-1]
     if marked is None and (tags := _ANSWER.findall(completion)):
@@ -63,36 +77,32 @@ def _final_number(completion: str) -> Fraction | None:
     if marked is not None:
         return _single_number(marked)
     numbers = _numbers(completion)
-    return numbers[-1] if numbers else None
-
-
-def _last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{..}` whose braces balance."""
-    for start in reversed([match.end() for match in _BOXED.finditer(text)]):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start:position]
-    return None
+    return _value(numbers[-1]) if numbers else None
 
 
 def _single_number(text: str) -> Fraction | None:
     """The only number in the text (after its last `=`), or None."""
     numbers = _numbers(text.rpartition("=")[2])
-    return numbers[0] if len(numbers) == 1 else None
+    return _value(numbers[0]) if len(numbers) == 1 else None
 
 
-def _numbers(text: str) -> list[Fraction | None]:
-    """All numbers in order; None stands for one that has no value (x/0, absurdly long)."""
-    found = (match for match in _NUMBER.finditer(text) if match["whole"] or match["decimals"])
-    return [_value(match) for match in found]
+def _numbers(text: str) -> list[re.Match[str]]:
+    """All numbers in order, however many there are: what they are worth is asked of one at most."""
+    return [match for match in _NUMBER.finditer(text) if match["whole"] or match["decimals"]]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
+    """None for a number that has no value (x/0, absurdly long)."""
     digits = (match["whole"] or "0").replace(",", "") + (match["decimals"] or "")
     under = (match["under"] or "/1")[1:]
     if len(digits) > _MAX_DIGITS or len(under) > _MAX_DIGITS or int(under) == 0:
         return None
     value = Fraction(digits) / int(under)
     return -value if match["sign"] or match["inner_sign"] else value
+
+
+def _last_line_end(text: str) -> int:
+    """Where the last `</answer>` begins that ends its line or the text; -1 if there is none."""
+    if text.endswith("</answer>"):
+        return len(text) - len("</answer>")
+    return text.rfind("</answer>\n")

@@ -1,0 +1,257 @@
+"""A prepared data set on disk: a folder that is read through the page cache, in constant memory.
+
+    prepared.json           what this is: magic, format, how it was made, counts, sizes and checksums of the files
+    train.tokens            token ids of all prompts, one after the other: int32, little-endian
+    train.index             N + 1 pairs (first token, first byte of the record): uint64, little-endian
+    train.records           one MessagePack map a row: prompt, answer, metadata
+    held_out.*              the same for the rows that are held out
+    rejected.jsonl          the rows that were not taken: file, line, reason
+
+Every binary file begins with 16 bytes: the magic `AGRPODAT`, the format (uint16), its kind (uint16), 4 zeros. Row i
+has the tokens [first token of pair i, first token of pair i + 1), and its record likewise. Nothing is ever pickled.
+
+`prepared.json` is written last, and the folder gets its name when all of it is on the disk, so a folder by its final
+name is whole. Opening one proves it: sizes and checksums of every file, once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import xxhash
+
+from async_grpo.errors import DataError
+
+MANIFEST = "prepared.json"
+REJECTED = "rejected.jsonl"
+MAGIC = "async-grpo prepared data"
+FORMAT = 1
+"""Raised by one when an older reader would misunderstand a file."""
+
+FILE_MAGIC = b"AGRPODAT"
+_HEAD = struct.Struct("<8sHH4x")
+_PAIR = struct.Struct("<QQ")
+_TWO_PAIRS = struct.Struct("<QQQQ")
+TRAIN, HELD_OUT = "train", "held_out"
+_PARTS = ("tokens", "index", "records")
+_TOKEN_BYTES = 4
+_HASH_BYTES = 4 << 20
+_MAX_MANIFEST_BYTES = 1 << 20
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """How a file of the folder must be."""
+
+    bytes: int
+    xxh3: str
+    """xxh3 of 128 bits, in hexadecimal digits."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`prepared.json`."""
+
+    magic: str
+    format: int
+    rows: dict[str, int]
+    """By split: `train`, `held_out`."""
+    longest_prompt_tokens: int
+    special_tokens: bool
+    """Whether the tokenizer added its own to the prompts."""
+    rejected: dict[str, int]
+    """Rows that were not taken, by reason."""
+    recipe: dict[str, Any]
+    """How it was made."""
+    files: dict[str, FileFacts]
+
+
+class StoredRow(msgspec.Struct, frozen=True):
+    """What a record holds; the prompt is the text whose tokens are stored."""
+
+    prompt: str
+    answer: str
+    metadata: dict[str, str] = {}
+
+
+class _HashedFile:
+    """A new file that knows its size and checksum when it is closed."""
+
+    def __init__(self, path: Path, kind: int) -> None:
+        self._file = path.open("xb")
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
+        self.write(_HEAD.pack(FILE_MAGIC, FORMAT, kind))
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._size += len(data)
+
+    def close(self) -> FileFacts:
+        """On the disk, not only on its way there."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileFacts(self._size, self._hash.hexdigest())
+
+
+class SplitWriter:
+    """Rows of one split, in order, into three files of `folder`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._name = name
+        self._files = {part: _HashedFile(folder / f"{name}.{part}", kind) for kind, part in enumerate(_PARTS)}
+        self._tokens = self._bytes = 0
+        self.rows = self.longest = 0
+        self._mark()
+
+    def add(self, tokens: bytes, record: bytes) -> None:
+        """One row: token ids as int32, and its StoredRow in MessagePack."""
+        self._files["tokens"].write(tokens)
+        self._files["records"].write(record)
+        self._tokens += len(tokens) // _TOKEN_BYTES
+        self._bytes += len(record)
+        self.rows += 1
+        self.longest = max(self.longest, len(tokens) // _TOKEN_BYTES)
+        self._mark()
+
+    def close(self) -> dict[str, FileFacts]:
+        """Facts by file name."""
+        return {f"{self._name}.{part}": file.close() for part, file in self._files.items()}
+
+    def _mark(self) -> None:
+        self._files["index"].write(_PAIR.pack(self._tokens, self._bytes))
+
+
+class Split:
+    """Rows of one split, mapped into memory: what is not being read takes none of it."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._maps = [_map(folder / f"{name}.{part}", kind) for kind, part in enumerate(_PARTS)]
+        self._tokens, self._index, self._records = self._maps
+        self._decode = msgspec.msgpack.Decoder(StoredRow).decode
+        self._rows = (len(self._index) - _HEAD.size) // _PAIR.size - 1
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def stored(self, row: int) -> tuple[bytes, bytes]:
+        """Token ids of row `row` (from 0) as int32, little-endian, and its record in MessagePack."""
+        if not 0 <= row < self._rows:
+            raise IndexError(f"row {row} is not in range({self._rows})")
+        first, record, end, record_end = _TWO_PAIRS.unpack_from(self._index, _HEAD.size + row * _PAIR.size)
+        tokens = self._tokens[_HEAD.size + first * _TOKEN_BYTES : _HEAD.size + end * _TOKEN_BYTES]
+        return tokens, self._records[_HEAD.size + record : _HEAD.size + record_end]
+
+    def row(self, row: int) -> tuple[bytes, StoredRow]:
+        """The same, with the record decoded."""
+        tokens, record = self.stored(row)
+        return tokens, self._decode(record)
+
+    def close(self) -> None:
+        """Give the mappings back."""
+        for mapped in self._maps:
+            mapped.close()
+
+
+def remove_split(folder: Path, name: str) -> None:
+    """Remove the three files of a split."""
+    for part in _PARTS:
+        (folder / f"{name}.{part}").unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSet:
+    """A prepared folder that has been proved."""
+
+    manifest: Manifest
+    train: Split
+    held_out: Split
+
+    def close(self) -> None:
+        """Give the mappings back."""
+        self.train.close()
+        self.held_out.close()
+
+
+def open_prepared(folder: Path) -> PreparedSet:
+    """Check every file of a prepared folder, and map it. Raises DataError that says what is wrong, and where."""
+    manifest = read_manifest(folder)
+    for name, facts in manifest.files.items():
+        _check_file(folder / name, facts)
+    train, held_out = (Split(folder, name) for name in (TRAIN, HELD_OUT))
+    if (len(train), len(held_out)) != (manifest.rows[TRAIN], manifest.rows[HELD_OUT]):
+        raise _damaged(folder / MANIFEST, f"it counts {manifest.rows}, the files {len(train)} and {len(held_out)} rows")
+    return PreparedSet(manifest, train, held_out)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """`prepared.json`, checked. Raises DataError."""
+    path = folder / MANIFEST
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_MANIFEST_BYTES)
+    except OSError as error:
+        raise DataError(
+            f"{folder} has no {MANIFEST} that can be read ({error.strerror}), so `async-grpo prepare` has not made it. "
+            "Name a folder that it has made, or a JSON-lines file"
+        ) from error
+    try:
+        head = msgspec.json.decode(data, type=dict[str, Any])
+        if head.get("magic") != MAGIC or head.get("format") != FORMAT:
+            raise DataError(
+                f"{path} is {head.get('magic')!r} of format {head.get('format')!r}; this version reads {MAGIC!r} of "
+                f"format {FORMAT}. Prepare the data again with this version"
+            )
+        manifest = msgspec.convert(head, Manifest)
+    except msgspec.MsgspecError as error:
+        raise _damaged(path, str(error)) from error
+    expected = {f"{split}.{part}" for split in (TRAIN, HELD_OUT) for part in _PARTS}
+    if set(manifest.files) != expected or set(manifest.rows) != {TRAIN, HELD_OUT}:
+        raise _damaged(path, f"it names the files {', '.join(manifest.files) or 'none'}")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Last of all files."""
+    with (folder / MANIFEST).open("xb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_file(path: Path, facts: FileFacts) -> None:
+    try:
+        size = path.stat().st_size
+        if size != facts.bytes:
+            raise _damaged(path, f"it has {size} bytes, and had {facts.bytes}")
+        with path.open("rb") as file:
+            found = _checksum(file)
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+    if found != facts.xxh3:
+        raise _damaged(path, f"its checksum is {found}, and was {facts.xxh3}")
+
+
+def _checksum(file: BinaryIO) -> str:
+    running = xxhash.xxh3_128()
+    while data := file.read(_HASH_BYTES):
+        running.update(data)
+    return running.hexdigest()
+
+
+def _map(path: Path, kind: int) -> mmap.mmap:
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if _HEAD.unpack_from(mapped) != (FILE_MAGIC, FORMAT, kind):
+        raise _damaged(path, f"it begins with {mapped[: _HEAD.size]!r}")
+    return mapped
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: {what}, so the prepared data are damaged. Prepare them again, or copy them again")

@@ -1,0 +1,115 @@
+"""Tasks from a prepared folder: nothing is loaded, nothing is tokenized again, and memory does not grow with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from async_grpo.config import RunConfig
+from async_grpo.config.data import PLAIN_TEMPLATE, DataConfig
+from async_grpo.data.encode import encode_one
+from async_grpo.data.order import Passes
+from async_grpo.data.prepared import Manifest, PreparedSet, Split, open_prepared
+from async_grpo.data.source import Tokenizer, prompt_limit
+from async_grpo.errors import DataError
+from async_grpo.wire import Task, tokens_to_bytes
+
+_PROBES = 8
+"""Prompts that are tokenized again, to see that it is the model's tokenizer that has made their ids."""
+
+
+class PreparedSource:
+    """Training rows in reshuffled passes, each row a pure function of the index; the folder's own held-out rows.
+
+    Raises DataError for a damaged folder, for one of another tokenizer, for prompts without room for a whole
+    completion behind them, for settings that `prepare` has settled already, and where there is nothing to train on.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        data = config.data
+        assert data.path is not None
+        _check_settled(data)
+        self._set = open_prepared(data.path)
+        rows, held_out = len(self._set.train), len(self._set.held_out)
+        if not rows or not held_out:
+            raise DataError(f"{data.path} has {rows} training rows and {held_out} held-out rows. Prepare more data")
+        _check_lengths(config, self._set.manifest)
+        _check_tokenizer(data, self._set, tokenizer)
+        self._held_out = [_task(self._set.held_out, i, i) for i in range(min(held_out, config.eval.prompts))]
+        self._passes = Passes(rows, seed=config.seed, shuffle=data.shuffle)
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Nothing: what cannot be used was left out, and counted, when the folder was made."""
+        return {}
+
+    @property
+    def training_rows(self) -> int:
+        """Rows in one pass."""
+        return len(self._set.train)
+
+    def task(self, index: int) -> Task:
+        """The task at this position of the stream."""
+        return _task(self._set.train, self._passes.row(index), index)
+
+    def held_out(self) -> list[Task]:
+        """The tasks for evaluation."""
+        return self._held_out
+
+
+def _task(split: Split, row: int, index: int) -> Task:
+    tokens, stored = split.row(row)
+    return Task(
+        index=index,
+        prompt=stored.prompt,
+        prompt_tokens=tokens,
+        answer=stored.answer,
+        metadata=stored.metadata,
+    )
+
+
+def _check_settled(data: DataConfig) -> None:
+    given = [
+        f"data.{key} ({value!r})"
+        for key, value, default in (
+            ("template", data.template, PLAIN_TEMPLATE),
+            ("eval_path", data.eval_path, None),
+        )
+        if value != default
+    ]
+    if given:
+        raise DataError(
+            f"{data.path} is a prepared folder: `async-grpo prepare` has chosen its template and its held-out rows, so "
+            f"{' and '.join(given)} would do nothing. Leave it out (a template of the run's file is undone by "
+            "-o \"data.template='{prompt}'\"), or prepare the data again with --template and --held-out-from"
+        )
+
+
+def _check_lengths(config: RunConfig, manifest: Manifest) -> None:
+    limit, longest = prompt_limit(config), manifest.longest_prompt_tokens
+    if longest > limit:
+        raise DataError(
+            f"the longest prompt of {config.data.path} has {longest} tokens, but {limit} is the most: "
+            f"data.max_prompt_tokens is {config.data.max_prompt_tokens}, and rollout.vllm.max_model_len "
+            f"({config.rollout.vllm.max_model_len}) less sampling.max_tokens ({config.sampling.max_tokens}) must hold "
+            f"it. Prepare the data again with --max-prompt-tokens {limit}, or raise those"
+        )
+
+
+def _check_tokenizer(data: DataConfig, prepared: PreparedSet, tokenizer: Tokenizer) -> None:
+    rows, special = len(prepared.train), prepared.manifest.special_tokens
+    for row in range(0, rows, -(-rows // _PROBES)):
+        tokens, stored = prepared.train.row(row)
+        if not _gives(tokenizer, stored.prompt, tokens, special):
+            raise DataError(
+                f"{data.path} was prepared with another tokenizer than that of the run's model: the prompt "
+                f"{stored.prompt[:60]!r} has other token ids there. Prepare the data again with --model set to the "
+                "folder of the run's model. (A model that the run makes for itself, model.random, has a tokenizer of "
+                "its own: give it a JSON-lines file)"
+            )
+
+
+def _gives(tokenizer: Tokenizer, prompt: str, tokens: bytes, special_tokens: bool) -> bool:
+    try:
+        return tokens_to_bytes(encode_one(tokenizer, prompt, special_tokens=special_tokens)) == tokens
+    except Exception:  # a tokenizer that does not know the characters at all
+        return False

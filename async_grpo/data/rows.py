@@ -1,0 +1,245 @@
+"""Rows of data files as they are published: JSON lines, one JSON array, Parquet. Constant memory, whatever the file.
+
+    file --> RawRow(line, fields) | RawRow(line, problem)
+
+A row that cannot be read is no end: it comes with its problem, and the next one follows. Only where nothing behind
+can be trusted (an array that breaks off, a damaged Parquet file) reading ends with DataError.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from async_grpo.errors import DataError, DependencyError
+
+MAX_ROW_BYTES = 16 << 20
+"""A longer row is a problem: memory must not depend on what a file holds."""
+_CHUNK_BYTES = 1 << 20
+_PARQUET_ROWS = 1024
+_SPACE = " \t\r\n"
+_SHOWN = 200
+
+_KINDS = (
+    (b"PAR1", "parquet"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"PK\x03\x04", "a zip file"),
+    (b"AGRPODAT", "a part of a prepared folder"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row: its fields, or what is wrong with it. `line`: where it begins, from 1; a row's number in Parquet.
+    `position`: bytes of the file up to its end (of Parquet: a share of them)."""
+
+    line: int
+    position: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    shown: str = ""
+    """The beginning of the text of a row with a problem."""
+
+
+def kind_of(path: Path) -> str:
+    """`jsonl`, `json` (an array), `parquet`, or what else it is, in words. Raises DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). Name a data file that exists") from error
+    for magic, kind in _KINDS:
+        if head.startswith(magic):
+            return kind
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    return "json" if text.startswith(b"[") else "jsonl"
+
+
+def read_rows(path: Path) -> Iterator[RawRow]:
+    """Every row that is not blank. Raises DataError, and DependencyError for Parquet without pyarrow."""
+    kind = kind_of(path)
+    if kind == "parquet":
+        return _parquet(path)
+    if kind == "json":
+        return _array(path)
+    if kind == "jsonl":
+        return _lines(path)
+    raise DataError(f"{path} is {kind}, not JSON lines, a JSON array or Parquet. Unpack it, or name another file")
+
+
+def _lines(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as file:
+        position, line = 0, 0
+        while data := file.readline(MAX_ROW_BYTES + 1):
+            line += 1
+            position += len(data)
+            if len(data) > MAX_ROW_BYTES:
+                position += _skip_line(file, data)
+                yield RawRow(line, position, problem=f"above {MAX_ROW_BYTES} bytes", shown=_show(data))
+            elif data := (data.removeprefix(codecs.BOM_UTF8) if line == 1 else data).strip():
+                yield _line(line, position, data)
+
+
+def _skip_line(file: BinaryIO, data: bytes) -> int:
+    """Read on to the end of the line; returns the bytes that were read."""
+    skipped = 0
+    while data and not data.endswith(b"\n"):
+        data = file.readline(_CHUNK_BYTES)
+        skipped += len(data)
+    return skipped
+
+
+def _line(line: int, position: int, data: bytes) -> RawRow:
+    try:
+        return _row(line, position, _decode(data.decode()))
+    except UnicodeDecodeError as error:
+        return RawRow(line, position, problem=f"not UTF-8 ({error.reason} at byte {error.start})", shown=_show(data))
+    except (ValueError, RecursionError) as error:
+        return RawRow(line, position, problem=f"not JSON ({_of(error)})", shown=_show(data))
+
+
+def _row(line: int, position: int, value: Any) -> RawRow:
+    if isinstance(value, dict):
+        return RawRow(line, position, value)
+    return RawRow(line, position, problem=f"not an object but a {type(value).__name__}", shown=str(value)[:_SHOWN])
+
+
+class _ArrayText:
+    """The text of a JSON array, of which only the part is held that is being read."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.line, self.position = 1, 0
+        self._text, self._at, self._ended = "", 0, False
+
+    def peek(self) -> str:
+        """The next character that is no space; "" at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+                self.line += self._text[self._at] == "\n"
+                self._at += 1
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    def skip(self) -> None:
+        """Go on behind what `peek` returned."""
+        self._at += 1
+
+    def element(self) -> Any:
+        """The next value. Raises DataError if it is none, breaks off or is too large.
+
+        Text that breaks off is tried again with twice as much of it, so that a large element costs twice its size.
+        """
+        tried = 0
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                tried, problem = len(self._text) - self._at, error
+            else:
+                if end < len(self._text) or not self._more():
+                    self.line += self._text.count("\n", self._at, end)
+                    self._at = end
+                    return value
+                continue  # a number may go on behind the end of the text
+            if tried > MAX_ROW_BYTES or isinstance(problem, RecursionError) or not self._grow(tried):
+                raise self.error(f"no value that can be read ({_of(problem)})")
+
+    def error(self, what: str) -> DataError:
+        """At the present line."""
+        return DataError(
+            f"{self._path}, line {self.line}: {what}, so nothing behind it can be trusted. Mend the file, or bring "
+            "it into JSON lines, one object a line"
+        )
+
+    def _grow(self, held: int) -> bool:
+        """Hold at least twice as much; False if there is no more."""
+        grown = False
+        while len(self._text) - self._at < 2 * held + 1 and self._more():
+            grown = True
+        return grown
+
+    def _more(self) -> bool:
+        """Read on; what has been read is let go. False at the end of the file."""
+        if self._ended:
+            return False
+        data = self._file.read(_CHUNK_BYTES)
+        self.position += len(data)
+        self._ended = not data
+        try:
+            self._text = self._text[self._at :] + self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise self.error(f"bytes that are not UTF-8 ({error.reason})") from error
+        self._at = 0
+        return True
+
+
+def _array(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as file:
+        text = _ArrayText(path, file)
+        text.peek()
+        text.skip()  # the bracket that told what the file is
+        if text.peek() == "]":
+            return
+        while True:
+            text.peek()
+            line = text.line
+            yield _row(line, text.position, text.element())
+            separator = text.peek()
+            if separator not in ("]", ","):
+                raise text.error(f"{separator!r} where a comma or the end of the array should stand")
+            text.skip()
+            if separator == "]":
+                return
+
+
+def _parquet(path: Path) -> Iterator[RawRow]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DependencyError(
+            f"{path} is a Parquet file, and reading those needs pyarrow ({error}). Type: pip install "
+            "'async-grpo[parquet]', or bring the file into JSON lines"
+        ) from error
+    size = path.stat().st_size
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            total, number = max(1, file.metadata.num_rows), 0
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield RawRow(number, size * number // total, fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is a damaged Parquet file ({_of(error)}). Fetch it again") from error
+
+
+def _number(text: str) -> str:
+    """Numbers stay as they are written: "18.0" is not 18, and a long one is not rounded."""
+    return text
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=_no_number)
+
+
+def _decode(text: str) -> Any:
+    return _DECODER.decode(text)
+
+
+def _show(data: bytes) -> str:
+    return data[:_SHOWN].decode(errors="replace")
+
+
+def _of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:_SHOWN]}"

@@ -1,0 +1,118 @@
+r"""Answers compared as texts: the last number of a completion, a number in a box, DAPO's `Answer:` line."""
+
+from __future__ import annotations
+
+import re
+
+_DIGIT_COMMA = re.compile(r"(\d),(\d)")
+_NUMBER = re.compile(r"[-+]?\d++\.?\d*+")
+_BOXED_NUMBER = re.compile(r"boxed\{([-+]?)([\d.]*+)\}")
+
+_TAIL_CHARACTERS = 300
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_NO_ANSWER = "[INVALID]"
+_LONGEST_REFERENCE = 4096
+"""Of DAPO's; some rewriting below takes time that grows with the square of the length."""
+
+_REWRITTEN = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_UNITS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_UNWRAPPED = (
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+def accuracy_reward(completion: str, answer: str) -> float:
+    """1 if the last number of the completion is the first number of the reference, as texts, else 0.
+
+    A comma between two digits goes first. A number is `[-+]?\\d+\\.?\\d*`, so "18." and "18.0" are not "18". A text
+    without a number is compared as a whole, in lower case.
+
+    >>> [accuracy_reward(text, "1,800 eggs, 3 a day") for text in ("3 * 600 = 1,800", "so 1800.")]
+    [1.0, 0.0]
+    """
+    numbers = _NUMBER.findall(given := _without_commas(completion))
+    return _same(numbers[-1] if numbers else given, answer)
+
+
+def qwen_accuracy_reward(completion: str, answer: str) -> float:
+    r"""As `accuracy_reward`, with the number from the last `boxed{..}` that holds nothing but `[-+]?\d*\.?\d+`.
+
+    >>> [qwen_accuracy_reward(text, "18") for text in (r"\boxed{18}, not 17", "it is 18", r"\boxed{18 eggs}")]
+    [1.0, 0.0, 0.0]
+    """
+    boxes = _BOXED_NUMBER.findall(given := _without_commas(completion))
+    numbers = [sign + digits for sign, digits in boxes if _is_number(digits)]
+    return _same(numbers[-1] if numbers else given, answer)
+
+
+def acc_for_dapo(completion: str, answer: str) -> float:
+    """1 if the last `Answer: ...` line in the final 300 characters equals the reference, else -1.
+
+    Both are normalised as by Minerva (arXiv 2206.14858, appendix D): what follows the last `=`, without articles,
+    units and spaces, with the content of `$..$`, `\\text{..}`, `\\boxed{..}`, and fractions and roots in braces.
+    Raises ValueError for a reference above 4,096 characters.
+
+    >>> [acc_for_dapo(text, "1/2") for text in ("Answer: $x = 1/2$", "it is 1/2")]
+    [1.0, -1.0]
+    """
+    if len(answer) > _LONGEST_REFERENCE:
+        raise ValueError(f"a reference answer of {len(answer)} characters is above {_LONGEST_REFERENCE}")
+    lines = _ANSWER_LINE.findall(completion[-_TAIL_CHARACTERS:])
+    return 1.0 if minerva(lines[-1] if lines else _NO_ANSWER) == minerva(answer) else -1.0
+
+
+def minerva(text: str) -> str:
+    r"""A final answer in Minerva's normal form.
+
+    >>> [minerva(text) for text in (r"x = 1,800 dollars", r"$\frac12$", r"\text{even}", "the answer is a sqrt2")]
+    ['1800', '\\frac{1}{2}', 'even', 'theanswerissqrt{2}']
+    """
+    text = text.rpartition("=")[2]
+    for before, after in _REWRITTEN:
+        text = text.replace(before, after)
+    for unit in _UNITS:
+        text = text.replace(unit, "")
+    for pattern, inside in _UNWRAPPED:
+        text = pattern.sub(inside, text)
+    text = text.replace("$", "")
+    plain = text.replace(",", "")
+    return (plain if plain.isdigit() else text).strip()
+
+
+def _same(given: str, answer: str) -> float:
+    reference = _without_commas(answer)
+    number = _NUMBER.search(reference)
+    return float(given.lower() == (number[0] if number else reference).lower())
+
+
+def _without_commas(text: str) -> str:
+    """Without those between two digits; a digit belongs to one pair only, so "1,2,3" becomes "12,3"."""
+    return _DIGIT_COMMA.sub(r"\1\2", text)
+
+
+def _is_number(digits: str) -> bool:
+    r"""Whether all of it is `\d*\.?\d+`; it consists of digits and points."""
+    whole, _, decimals = digits.rpartition(".")
+    return decimals.isdecimal() and (not whole or whole.isdecimal())

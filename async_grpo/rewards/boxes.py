@@ -1,0 +1,69 @@
+"""`\\boxed{..}` in a completion. Everything here reads the text once, however its braces are (un)balanced."""
+
+from __future__ import annotations
+
+import re
+
+_BOX_OR_BRACE = re.compile(r"\\boxed\s*+\{|[{}]")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{..}` whose braces balance; None if there is none.
+
+    >>> last_boxed(r"\boxed{1}, no, \boxed{\frac{1}{2}} and \boxed{3")
+    '\\frac{1}{2}'
+    """
+    found, best = None, -1
+    opened: list[int] = []  # where the content of a box begins; -1 for any other brace
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if len(match[0]) > 1 else -1)
+        elif opened and (start := opened.pop()) > best:
+            found, best = text[start : match.start()], start
+    return found
+
+
+def behind_last_boxed(text: str) -> str:
+    r"""What follows the last "boxed": the content of its braces (all of the rest, if they never close), or without
+    braces what stands before the next `$`. "" where there is nothing.
+
+    >>> [behind_last_boxed(text) for text in (r"\boxed{1{2}3}4", r"$\boxed 12$", "boxed{1", "none")]
+    ['1{2}3', '12', '1', '']
+    """
+    _, word, rest = text.rpartition("boxed")
+    if not word:
+        return ""
+    if not rest.startswith("{"):
+        return rest.partition("$")[0].strip()
+    depth = 0
+    for match in re.finditer(r"[{}]", rest):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return rest[1 : match.start()]
+    return rest[1:]
+
+
+def closed_boxes(text: str, most: int) -> list[int]:
+    r"""Where the first `most` of `\boxed{..}` begin that end, at the first `}`, on the line they begin on.
+
+    >>> closed_boxes("\\boxed{1} \\boxed{\n} \\boxed{2}", most=5)
+    [0, 20]
+    """
+    found: list[int] = []
+    start, close, newline = text.find("\\boxed{"), -1, -1
+    while start >= 0 and len(found) < most:
+        inside = start + len("\\boxed{")
+        if close < inside and (close := text.find("}", inside)) < 0:
+            break
+        if newline < inside:
+            newline = _find_or_end(text, "\n", inside)
+        if close < newline:
+            found.append(start)
+            inside = close + 1
+        start = text.find("\\boxed{", inside)
+    return found
+
+
+def _find_or_end(text: str, what: str, start: int) -> int:
+    position = text.find(what, start)
+    return len(text) if position < 0 else position

@@ -1,0 +1,159 @@
+"""From a row to a question with its reference, and what the policy then reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.data.fields import FORMATS, FieldMap, Unusable, example_of, fitting_format
+from async_grpo.data.templates import Template
+from async_grpo.errors import ConfigError
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1 + 1? "}]
+ROWS: dict[str, dict[str, Any]] = {
+    "gsm8k": {"question": "1 + 1?", "answer": "1 + 1 = 2 #### 1,002"},
+    "deepscaler": {"problem": "1 + 1?", "answer": "\\frac{4}{2}", "solution": "long"},
+    "dapo": {"prompt": CHAT, "reward_model": {"ground_truth": "2", "style": "rule"}, "data_source": "math"},
+    "alpaca": {"instruction": "Add.", "input": "1 + 1", "output": "# Result #### 2"},
+}
+WANTED = {
+    "gsm8k": ("1 + 1?", "1002"),
+    "deepscaler": ("1 + 1?", "\\frac{4}{2}"),
+    "dapo": ("1 + 1?", "2"),
+    "alpaca": ("Add.\n\n1 + 1", "# Result #### 2"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_its_question_and_reference(name: str) -> None:
+    assert fitting_format(ROWS[name]) == name
+    example = example_of(ROWS[name], FORMATS[name])
+    assert (example.question, example.answer) == WANTED[name]
+
+
+def test_fields_of_your_own_may_lie_inside_others() -> None:
+    row = {"task": {"text": 7}, "gold": "so #### 3", "level": 5, "a.b": "dotted"}
+    example = example_of(row, FieldMap("task.text", "gold", hashes=True), kept=["level", "a.b", "absent"])
+    assert (example.question, example.answer) == ("7", "3")
+    assert example.metadata == {"level": "5", "a.b": "dotted"}
+
+
+def test_a_row_that_fits_nothing_has_no_format() -> None:
+    assert fitting_format({"text": "a", "answer": "b"}) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "detail"),
+    [
+        ({"answer": "1"}, "field missing", r"no field 'question' \(the row has answer\)"),
+        ({"question": "q"}, "field missing", "no field 'answer'"),
+        ({"question": " ", "answer": "1"}, "empty prompt", "'question' is empty"),
+        ({"question": "q", "answer": "so ####  "}, "empty answer", "no reference"),
+        ({"question": None, "answer": "1"}, "not a text", "is a NoneType"),
+        ({"question": "q", "answer": ["1"]}, "not a text", "is a list"),
+        ({"question": "q", "answer": True}, "not a text", "is a bool"),
+        ({"question": [], "answer": "1"}, "no chat", "not of messages"),
+        ({"question": ["q"], "answer": "1"}, "no chat", "not of messages"),
+        ({"question": [{"role": "assistant", "content": "q"}], "answer": "1"}, "no chat", "of 'assistant'"),
+        ({"question": "q\ud800", "answer": "1"}, "no Unicode", "position 1"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str, detail: str) -> None:
+    with pytest.raises(Unusable, match=detail) as raised:
+        example_of(row, FORMATS["gsm8k"])
+    assert raised.value.reason == reason
+
+
+def test_questions_are_the_same_whatever_their_white_space_and_composition() -> None:
+    one, same, other = (
+        example_of({"question": text, "answer": "1"}, FORMATS["gsm8k"]).identity
+        for text in ("caf\u00e9  at\n8?", "cafe\u0301 at 8?", "cafe at 8?")
+    )
+    assert one == same != other
+
+
+class Tokenizer:
+    """What templates need of one."""
+
+    bos_token, eos_token = "<s>", None
+    chat_template = "there is one"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(token_ids).decode()
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert (tokenize, add_generation_prompt) == (False, True)
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
+
+
+def rendered(name: str, row: dict[str, Any], system: str = "") -> str:
+    found = fitting_format(row)
+    assert found is not None
+    return Template(name, Tokenizer(), system).render(example_of(row, FORMATS[found]))
+
+
+def test_raw_is_the_question_alone() -> None:
+    assert rendered("raw", ROWS["gsm8k"]) == "1 + 1?"
+
+
+def test_qwen_r1_asks_for_thinking_an_answer_and_a_box() -> None:
+    text = rendered("qwen_r1", ROWS["gsm8k"])
+    assert text.endswith("<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n")
+    for wanted in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{"):
+        assert wanted in text
+
+
+def test_chat_is_the_tokenizers_own_and_keeps_a_chat_whole() -> None:
+    assert rendered("chat", ROWS["gsm8k"]) == "[user]1 + 1?[assistant]"
+    assert rendered("chat", ROWS["dapo"]) == "[system]Be brief.[user]1 + 1?[assistant]"
+    assert rendered("chat", ROWS["dapo"], system="Be kind.") == "[system]Be kind.[user]1 + 1?[assistant]"
+
+
+def test_a_jinja_file_of_your_own_has_question_chat_system_and_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ bos_token }}{{ eos_token }}{{ system }}|{{ messages | length }}|{{ question }}\n")
+    assert rendered(str(file), ROWS["dapo"], system="S") == "<s>S|2|1 + 1?\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ question", "line 1: "),
+        ("{{ question }} {{ answer }}", "'answer' is undefined"),
+        ("Solve it.", "the question is not in what it renders"),
+        ("{{ question }}{{ question.__class__.__mro__ }}", "cannot be rendered"),
+        ("{% include '/etc/passwd' %}{{ question }}", "cannot be rendered"),
+        ("{% set a = messages.append(1) %}{{ question }}", "cannot be rendered"),
+        ("{% for i in range(10000000) %}{% endfor %}{{ question }}", "cannot be rendered"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_an_error_before_any_row(tmp_path: Path, source: str, message: str) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        Template(str(file), Tokenizer())
+
+
+def test_a_template_that_is_nowhere_is_an_error_with_the_names_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none of raw, qwen_r1, chat, and no file"):
+        Template(str(tmp_path / "gone"), Tokenizer())
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error_with_the_fix() -> None:
+    class Plain(Tokenizer):
+        chat_template = ""
+
+    with pytest.raises(ConfigError, match=r"no chat template.*qwen_r1"):
+        Template("chat", Plain())
+
+
+def test_a_system_message_without_a_place_for_it_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="raw has no place"):
+        Template("raw", Tokenizer(), system="Be kind.")

@@ -1,0 +1,155 @@
+"""Rows of published files: what is read, what is a problem of one row, and what ends reading."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.data import rows
+from async_grpo.data.rows import kind_of, read_rows
+from async_grpo.errors import DataError
+
+
+def written(tmp_path: Path, data: bytes) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    return path
+
+
+def test_json_lines_are_read_with_their_line_numbers(tmp_path: Path) -> None:
+    path = written(tmp_path, b'\xef\xbb\xbf{"a": "1"}\r\n\n  {"a": "2"}  \n{"a": "3"}')
+    found = list(read_rows(path))
+    assert [(row.line, row.fields, row.problem) for row in found] == [
+        (1, {"a": "1"}, ""),
+        (3, {"a": "2"}, ""),
+        (4, {"a": "3"}, ""),
+    ]
+    assert found[-1].position == path.stat().st_size
+
+
+def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
+    long = "1" * 5000
+    path = written(tmp_path, f'{{"a": 18.0, "b": {long}, "c": 1e3, "d": true}}\n'.encode())
+    assert next(read_rows(path)).fields == {"a": "18.0", "b": long, "c": "1e3", "d": True}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"{", "not JSON"),
+        (b'{"a": NaN}', "not JSON"),
+        (b'{"a": 1} {}', "not JSON"),
+        (b"[" * 200_000, "not JSON"),
+        (b'"text"', "not an object but a str"),
+        (b"[1]", "not an object but a list"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_a_problem_of_its_own(tmp_path: Path, line: bytes, problem: str) -> None:
+    before, bad, after = read_rows(written(tmp_path, b'{"a": "1"}\n' + line + b'\n{"a": "2"}\n'))
+    assert (before.fields, after.fields) == ({"a": "1"}, {"a": "2"})
+    assert (bad.line, bad.fields) == (2, {}) and problem in bad.problem
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 50)
+    monkeypatch.setattr(rows, "_CHUNK_BYTES", 16)
+    path = written(tmp_path, b'{"a": "' + b"x" * 500 + b'"}\n{"a": "2"}\n')
+    long, after = read_rows(path)
+    assert long.problem == "above 50 bytes" and len(long.shown) <= 200
+    assert (after.line, after.fields, after.position) == (2, {"a": "2"}, path.stat().st_size)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    elements=st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=3), max_size=8),
+    indent=st.sampled_from([None, 0, 2]),
+    chunk=st.integers(1, 40),
+    ascii_only=st.booleans(),
+)
+def test_an_array_is_read_in_pieces_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, elements: list[Any], indent: int | None, chunk: int, ascii_only: bool
+) -> None:
+    text = json.dumps(elements, indent=indent, ensure_ascii=ascii_only)
+    path = written(tmp_path_factory.mktemp("array"), text.encode(errors="surrogatepass"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_CHUNK_BYTES", chunk)
+        assert [row.fields for row in read_rows(path)] == elements
+
+
+def test_an_element_of_an_array_knows_the_line_it_begins_on(tmp_path: Path) -> None:
+    path = written(tmp_path, b'[\n  {"a":\n "1"},\n  7,\n\n  {"a": "2"}\n]\n')
+    assert [(row.line, row.problem) for row in read_rows(path)] == [
+        (2, ""),
+        (4, "not an object but a str"),
+        (6, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ('[{"a": "1"},\n{"a": "2"', 2, "no value"),
+        ('[{"a": "1"}\n{"a": "2"}]', 2, "where a comma"),
+        ('[{"a": "1"},\n\n]', 3, "no value"),
+        ('[{"a": "1"}', 1, "where a comma"),
+        ("[" * 100_000, 1, "no value"),
+    ],
+)
+def test_an_array_that_breaks_off_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, what: str) -> None:
+    with pytest.raises(DataError, match=rf"line {line}: .*{what}.*bring it into JSON lines"):
+        list(read_rows(written(tmp_path, text.encode())))
+
+
+def test_an_array_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(read_rows(written(tmp_path, b'[{"a": "\xff"}]')))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (gzip.compress(b"{}"), "a gzip file"),
+        (b"PK\x03\x04rest", "a zip file"),
+        (b"AGRPODAT" + bytes(8), "a part of a prepared folder"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, kind: str) -> None:
+    path = written(tmp_path, data)
+    assert kind_of(path) == kind
+    with pytest.raises(DataError, match=f"is {kind}, not JSON lines"):
+        read_rows(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path / "gone")
+
+
+def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    import pyarrow.parquet as parquet
+
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    table = pyarrow.Table.from_pylist([{"prompt": chat, "reward_model": {"ground_truth": str(i)}} for i in range(3000)])
+    path = tmp_path / "data.parquet"
+    parquet.write_table(table, path)
+    found = list(read_rows(path))
+    assert [row.line for row in found] == list(range(1, 3001))
+    assert found[7].fields == {"prompt": chat, "reward_model": {"ground_truth": "7"}}
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match="damaged Parquet"):
+        list(read_rows(path))
