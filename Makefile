@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test test-all check format clean
+.PHONY: help quickstart test test-all test-gpu check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,10 @@ test: $(VENV)/.installed  ## The test suite
 
 test-all: $(VENV)/.installed  ## The test suite with its slow tests and its fault injection
 	$(BIN)/pytest
+
+# In whatever environment has the GPU's packages (docs/platforms.md): the one above is for CPUs.
+test-gpu:  ## The tests that need one CUDA GPU; skipped, with the reason, where there is none
+	$(or $(wildcard $(BIN)/pytest),pytest) -rs tests/gpu
 
 check: $(VENV)/.installed  ## Lint, types, import rules
 	$(BIN)/ruff check .

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import logging
+import resource
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 import torch.utils._device
 
+from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
+from trainer.platform.base import MemoryUse, require_megatron
 
-PINNED_MEGATRON = "0.16.1"
 CPU = torch.device("cpu")
 
 _FACTORIES = (
@@ -56,12 +58,31 @@ class CpuPlatform:
         _redirect_factories()
         _show_optimizers_cuda_types()
         _patch_megatron_random()
+        _patch_megatron_experts()
+
+    def configure(self, config: TrainerConfig) -> None:
+        """Nothing stands below Megatron here."""
 
     def layer_spec(self, config: Any) -> Any:
         """RMSNorm and packed attention in plain PyTorch."""
         from trainer.model.spec import block_spec
 
         return block_spec(config)
+
+    def synchronize(self) -> None:
+        """Operations of the CPU are done when they return."""
+
+    def memory(self) -> MemoryUse:
+        """Of this process; its peak is that of its whole life, which Linux does not reset."""
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, psutil.virtual_memory().total)
+
+    def reset_peak_memory(self) -> None:
+        """Linux does not."""
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Not known: it depends on cores, clock and instruction set."""
+        return None
 
 
 def _check_environment() -> None:
@@ -75,12 +96,7 @@ def _check_environment() -> None:
             "trainer.platform is cpu, but torch sees a CUDA device, whose calls would be redirected to the "
             "CPU. Hide it with CUDA_VISIBLE_DEVICES=''"
         )
-    installed = importlib.metadata.version("megatron-core")
-    if installed != PINNED_MEGATRON:
-        raise ConfigError(
-            f"the cpu platform is written for megatron-core {PINNED_MEGATRON}, but {installed} is installed. "
-            f"Run: pip install megatron-core=={PINNED_MEGATRON}"
-        )
+    require_megatron("cpu")
 
 
 class _Stream:
@@ -206,3 +222,25 @@ def _patch_megatron_random() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+
+def _patch_megatron_experts() -> None:
+    """Without CUDA, tensors of split sizes are not turned into lists; without Transformer Engine, a name is missing."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import torch.distributed as dist
+
+    exchange = dist.all_to_all_single
+
+    @functools.wraps(exchange)
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **options: Any
+    ) -> Any:
+        return exchange(output, input, _listed(output_split_sizes), _listed(input_split_sizes), **options)
+
+    dist.all_to_all_single = all_to_all_single
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _listed(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes

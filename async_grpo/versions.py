@@ -1,0 +1,44 @@
+"""The versions that this project is written for, and what to type where they are missing.
+
+The vocabulary of `async-grpo doctor` and of the trainer's platforms: what one asks for, the other checks.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+MEGATRON_CORE = "0.16.1"
+"""Exactly: layer specs, checkpoints and the CPU platform use internals of this version."""
+MINDSPEED_BRANCH = "core_r0.16.0"
+TORCH_ASCEND = "2.10.0"
+TORCH_NPU = "2.10.0.post4"
+CANN = "9.1.0"
+VLLM_ASCEND = "0.23.0"
+"""Of vllm-ascend, and of the vllm beneath it."""
+STAND_IN = "0.99.0"
+"""Version of the empty distributions in deploy/stand-ins."""
+
+INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_CORE}"
+INSTALL_CPU = "make .venv, or: pip install ./deploy/stand-ins/* -e '.[cpu]'"
+INSTALL_CUDA = "pip install -e '.[cuda]'"
+INSTALL_ASCEND = "pip install -e '.[ascend]'"
+INSTALL_TORCH_NPU = f"pip install torch=={TORCH_ASCEND} torch-npu=={TORCH_NPU}"
+INSTALL_MINDSPEED = (
+    f"git clone -b {MINDSPEED_BRANCH} https://gitcode.com/Ascend/MindSpeed.git && pip install -e MindSpeed"
+)
+INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+SOURCE_CANN = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+def installed(distribution: str) -> str | None:
+    """The installed version of a distribution; None if there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> str:
+    """`2.10.0.post4+cpu` -> `2.10.0`: what has to agree between packages that are built for each other."""
+    numbers = version.partition("+")[0].split(".")
+    return ".".join(part for part in numbers[:3] if part.isdigit())

@@ -1,0 +1,138 @@
+"""The trainer on one GPU: like plain Hugging Face and torch AdamW, and its weights arrive bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trainer_model import FAMILIES, STEPS, assert_identical, assert_same_training
+from trainer_programs.launching import Case, Outcome, train
+from trainer_programs.models import make_model
+from trainer_programs.plain import plain_training
+
+from async_grpo.config import dump, validate
+from async_grpo.weights.delta import apply, encode
+from trainer.platform import select_platform
+
+ROOT = Path(__file__).parents[2]
+INTEGRATION = ROOT / "tests" / "integration"
+PUBLISHED = 10
+ON_GPU = {"platform": "cuda"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, Outcome]:
+    """Every family in float32; one in bfloat16, with activations recomputed, and from its own checkpoint."""
+    cases = [Case(name, make_model(folder, name), STEPS, ON_GPU, save_at=4) for name in FAMILIES]
+    qwen2 = make_model(folder, "qwen2")
+    cases += [
+        Case("bfloat16", qwen2, STEPS, ON_GPU, precision="bfloat16"),
+        Case("recomputed", qwen2, STEPS, {**ON_GPU, "recompute": "full"}),
+        Case("resumed", qwen2, STEPS, ON_GPU, run="qwen2", resume=True),
+    ]
+    return train(folder, cases, ranks=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_step_and_ten_equal_hugging_face_and_torch_adamw(
+    trained: dict[str, Outcome], folder: Path, name: str
+) -> None:
+    assert_same_training(trained[name], plain_training(make_model(folder, name), STEPS), 1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_goes_through_the_gpu_bit_for_bit(trained: dict[str, Outcome], folder: Path, name: str) -> None:
+    assert_identical(trained[name].untouched, make_model(folder, name))
+
+
+def test_ten_steps_in_bfloat16_stay_within_its_digits(trained: dict[str, Outcome], folder: Path) -> None:
+    """Eight bits of mantissa: one part in 256 of a number, a few of them after two layers and a logarithm."""
+    found, expected = trained["bfloat16"], plain_training(make_model(folder, "qwen2"), STEPS)
+    assert sorted(found.logprobs) == pytest.approx(sorted(expected.logprobs), abs=0.1)
+    for mine, theirs in zip(found.steps, expected.steps, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=0.03)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
+
+
+def test_recomputed_activations_give_the_same_numbers(trained: dict[str, Outcome]) -> None:
+    assert_same_training(trained["recomputed"], trained["qwen2"], 1e-6)
+
+
+def test_a_resumed_run_continues_exactly(trained: dict[str, Outcome]) -> None:
+    assert len(trained["resumed"].steps) == STEPS - 4
+    assert_same_training(trained["resumed"], trained["qwen2"], 1e-6)
+
+
+def test_the_platform_measures_its_gpu() -> None:
+    platform = select_platform("cuda")
+    platform.reset_peak_memory()
+    before = platform.memory()
+    tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    platform.synchronize()
+    after = platform.memory()
+    assert after.used_bytes - before.used_bytes >= tensor.numel()
+    assert after.used_bytes <= after.peak_bytes <= after.total_bytes
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-4])
+def test_a_patch_between_two_steps_of_a_gpu_is_bit_exact(lr: float) -> None:
+    """bfloat16 weights of a float32 master, as the optimizer leaves them on the device."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    master = torch.nn.Parameter(torch.randn(1 << 20, device="cuda", generator=generator) * 0.02)
+    old = master.detach().to(torch.bfloat16)
+    master.grad = torch.randn(master.shape, device="cuda", generator=generator)
+    torch.optim.AdamW([master], lr=lr).step()
+    new = master.detach().to(torch.bfloat16)
+    block, goal = (bytearray(one.cpu().view(torch.int16).numpy().tobytes()) for one in (old, new))
+    patch = encode(memoryview(bytes(block)), memoryview(bytes(goal)), 2)
+    apply(memoryview(block), patch)
+    assert block == goal
+    assert len(patch) < len(goal) / 2
+    arrived = torch.frombuffer(block, dtype=torch.int16).view(torch.bfloat16).to("cuda")
+    assert torch.equal(arrived.view(torch.int16), new.view(torch.int16))
+
+
+def test_every_receiver_maps_the_bits_of_the_gpu_after_each_step(folder: Path) -> None:
+    raw: dict[str, Any] = {
+        "name": "published-gpu",
+        "runs_dir": str(folder),
+        "model": {"random": {}, "precision": "bfloat16"},
+        "rollout": {"vllm": {"max_model_len": 110}},
+        "weights": {"encoding": "delta", "chunk_bytes": 8192, "heartbeat_s": 0.3},
+        "trainer": {**ON_GPU, "micro_batch_tokens": 110, "optimizer": {"lr": 3e-5}},
+    }
+    config, out, listed = (folder / f"published.{kind}" for kind in ("yaml", "jsonl", "json"))
+    config.write_text(dump(validate(raw, "test")))
+    case = {"config": str(config), "model": str(make_model(folder, "qwen2")), "out": str(out)}
+    listed.write_text(json.dumps([{**case, "readers": 2, "steps": PUBLISHED}]))
+    environment = {**os.environ, "PYTHONPATH": f"{INTEGRATION}:{ROOT}"}
+    command = [sys.executable, "-m", "trainer_programs.published_steps", str(listed)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    versions = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [said["version"] for said in versions] == list(range(PUBLISHED + 1))
+    for said in versions:
+        assert [reader["hashes"] for reader in said["readers"]] == [said["hashes"]] * 2
+    assert len({json.dumps(said["hashes"]) for said in versions}) == PUBLISHED + 1  # else it would be no proof
+
+
+def test_the_trainers_bench_runs_beside_a_gpu(tmp_path: Path) -> None:
+    """It measures the CPU, whose platform refuses to start where torch sees a GPU: so it hides it from itself."""
+    command = [sys.executable, "-m", "async_grpo.cli.main", "bench", "trainer", "--quick", "--json", "figures.json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "figures.json").read_text())

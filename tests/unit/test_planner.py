@@ -1,0 +1,233 @@
+"""Sizes of models and memory of devices, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from async_grpo.config import RunConfig, validate
+from async_grpo.errors import ConfigError
+from async_grpo.planner.device_plan import device_plan
+from async_grpo.planner.engine_memory import RESERVED_BYTES as ENGINE_RESERVED
+from async_grpo.planner.engine_memory import engine_memory
+from async_grpo.planner.shapes import SHAPES, ModelShape, named_shape, shape_of
+from async_grpo.planner.trainer_memory import (
+    RESERVED_BYTES,
+    layer_bytes,
+    same_experts,
+    same_weights,
+    stage_parameters,
+    trainer_memory,
+)
+from async_grpo.planner.units import GIB
+
+QWEN_7B = SHAPES["qwen2.5-7b"]
+TINY = ModelShape(vocab=100, hidden=8, layers=4, heads=2, groups=1, head_dim=4, ffn=16)
+
+
+def run_config(trainer: dict[str, Any] | None = None, vllm: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    raw = {
+        "name": "plan",
+        "model": {"path": "models/any", "precision": "bfloat16"},
+        "trainer": {"platform": "cuda", **(trainer or {})},
+        "rollout": {"max_concurrency": 10, "vllm": {"platform": "cuda", "max_model_len": 1000, **(vllm or {})}},
+        **more,
+    }
+    return validate(raw, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("llama3.1-8b", 8_030_261_248),
+    ],
+)
+def test_a_public_model_has_as_many_parameters_as_its_publisher_counts(name: str, parameters: int) -> None:
+    assert SHAPES[name].parameters == parameters
+
+
+def test_a_config_json_gives_the_shape_that_is_shipped() -> None:
+    published = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    }
+    assert shape_of(published) == QWEN_7B
+
+
+def test_a_mixture_of_experts_is_read_from_its_config_json() -> None:
+    published = {
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    }
+    assert shape_of(published) == SHAPES["qwen3-30b-a3b"]
+
+
+def test_an_incomplete_config_json_is_named_by_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match="'vocab_size'"):
+        shape_of({"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8})
+
+
+def test_an_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'gpt-2'.*qwen2\.5-7b"):
+        named_shape("gpt-2")
+
+
+def test_one_rank_holds_every_parameter() -> None:
+    layout = run_config().trainer
+    for shape in (QWEN_7B, SHAPES["qwen2.5-0.5b"], SHAPES["qwen3-30b-a3b"]):
+        assert sum(stage_parameters(shape, layout, "only")) == shape.parameters
+
+
+def test_all_ranks_together_hold_every_parameter_and_repeat_the_norms() -> None:
+    layout = run_config({"processes": 8, "tensor_parallel": 4, "pipeline_parallel": 2}).trainer
+    first, last = (sum(stage_parameters(QWEN_7B, layout, stage)) for stage in ("first", "last"))
+    repeated = 3 * (28 * 2 * 3584 + 3584)
+    assert 4 * (first + last) == QWEN_7B.parameters + repeated
+    assert last - first == 3584
+
+
+def test_experts_are_shared_by_their_own_ranks() -> None:
+    layout = run_config({"processes": 8, "tensor_parallel": 2, "expert_parallel": 4}).trainer
+    dense, experts = stage_parameters(SHAPES["qwen3-30b-a3b"], layout, "only")
+    assert experts == 48 * 128 * 3 * 2048 * 768 // 4
+    assert dense < 2 * 10**9
+    assert (same_weights(layout), same_experts(layout)) == (4, 2)
+
+
+@pytest.mark.parametrize(("precision", "weights", "optimizer"), [("bfloat16", 2, 12), ("float32", 4, 8)])
+def test_the_bytes_of_a_parameter(precision: str, weights: int, optimizer: int) -> None:
+    memory = trainer_memory(run_config(model={"path": "any", "precision": precision}), QWEN_7B)
+    assert memory.weights == weights * 7_615_616_512
+    assert memory.gradients == 4 * 7_615_616_512
+    assert memory.optimizer == optimizer * 7_615_616_512
+
+
+def test_zero_1_cuts_the_optimizer_over_the_ranks_that_hold_the_same_weights() -> None:
+    alone = trainer_memory(run_config(), QWEN_7B)
+    four = trainer_memory(run_config({"processes": 4}), QWEN_7B)
+    assert (four.weights, four.gradients) == (alone.weights, alone.gradients)
+    assert four.optimizer == pytest.approx(alone.optimizer / 4, rel=1e-6)
+
+
+def test_an_offloaded_optimizer_takes_nothing_of_the_device() -> None:
+    assert trainer_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B).optimizer == 0
+
+
+def test_a_layer_keeps_what_the_formula_says() -> None:
+    layout = run_config().trainer
+    # 4hb = 64, forms of q, k, v and of the result: 2 * b * (2q + 2k) = 2 * 2 * (16 + 8) = 96, 4fb = 128
+    assert layer_bytes(TINY, layout, 2, recompute="none") == 64 + 96 + 128
+    assert layer_bytes(TINY, layout, 2, recompute="selective") == 64 + 48 + 128
+    assert layer_bytes(TINY, layout, 2, recompute="full") == 16
+
+
+def test_sequence_parallelism_shares_what_lies_between_the_matrices() -> None:
+    cut = {"processes": 2, "tensor_parallel": 2}
+    without, shared = (run_config({**cut, "sequence_parallel": on}).trainer for on in (False, True))
+    assert layer_bytes(TINY, without, 2, recompute="none") == 64 + 48 + 64
+    assert layer_bytes(TINY, shared, 2, recompute="none") == 32 + 48 + 64
+
+
+def test_activations_are_those_of_the_micro_batches_in_flight() -> None:
+    one = trainer_memory(run_config({"micro_batch_tokens": 1000}), TINY)
+    assert one.activations == 1000 * 4 * 288
+    staged = {"micro_batch_tokens": 1000, "processes": 2, "pipeline_parallel": 2}
+    last = trainer_memory(run_config(staged), TINY)
+    assert (last.stage, last.activations, last.logits) == ("last", 1000 * 2 * 288, 1000 * 100 * 12)
+    deep = trainer_memory(run_config(staged), replace(TINY, layers=40))
+    assert (deep.stage, deep.activations, deep.logits) == ("first", 1000 * 20 * 2 * 288, 0)
+
+
+def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
+    memory = trainer_memory(run_config({"micro_batch_tokens": 1000, "recompute": "full"}), TINY)
+    assert memory.activations == 1000 * (4 * 16 + 288)
+
+
+def test_context_parallel_ranks_share_the_tokens() -> None:
+    shared = run_config({"micro_batch_tokens": 1000, "processes": 2, "context_parallel": 2})
+    assert trainer_memory(shared, TINY).activations == 500 * 4 * 288
+
+
+def test_logits_are_the_last_stages_and_an_entropy_bonus_doubles_their_float32_part() -> None:
+    tokens = {"micro_batch_tokens": 1000}
+    assert trainer_memory(run_config(tokens), TINY).logits == 1000 * 100 * 12
+    bonus = {**tokens, "objective": {"entropy_coef": 0.01}}
+    assert trainer_memory(run_config(bonus), TINY).logits == 1000 * 100 * 20
+
+
+def test_a_reference_model_on_the_device_is_counted() -> None:
+    kept = {"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen", "placement": "model"}}
+    assert trainer_memory(run_config(kept), QWEN_7B).reference == 2 * 7_615_616_512
+    swapped = {"objective": {"kl_beta": 0.1}, "reference": {"source": "frozen"}}
+    assert trainer_memory(run_config(swapped), QWEN_7B).reference == 0
+
+
+def test_the_total_is_everything_with_its_slack_and_what_is_reserved() -> None:
+    memory = trainer_memory(run_config({"micro_batch_tokens": 1000}), TINY)
+    parts = memory.weights + memory.gradients + memory.optimizer + memory.activations + memory.logits
+    assert memory.total == int(1.05 * parts) + RESERVED_BYTES
+
+
+def test_a_token_in_the_cache_is_its_keys_and_values_in_every_layer() -> None:
+    assert engine_memory(run_config(), QWEN_7B).token == 2 * 28 * 4 * 128 * 2
+    assert engine_memory(run_config(vllm={"tensor_parallel": 2}), QWEN_7B).token == 2 * 28 * 2 * 128 * 2
+    # Eight ranks for four groups: every group lies on two of them.
+    assert engine_memory(run_config(vllm={"tensor_parallel": 8}), QWEN_7B).token == 2 * 28 * 1 * 128 * 2
+
+
+def test_the_cache_gets_what_weights_and_work_space_leave_of_the_engines_share() -> None:
+    memory = engine_memory(run_config(vllm={"gpu_memory_utilization": 0.5}), QWEN_7B)
+    assert memory.weights == 2 * 7_615_616_512
+    assert memory.work_space > ENGINE_RESERVED
+    assert memory.cache(80 * GIB) == 40 * GIB - memory.weights - memory.work_space
+    assert memory.samples(80 * GIB) == memory.cache(80 * GIB) // (57_344 * 1000)
+
+
+def test_a_7b_model_does_not_train_on_one_device_of_80_gib_and_the_refusal_shows_why() -> None:
+    with pytest.raises(ConfigError, match=r"has 80 GiB, but needs 1\d\d\.\d GiB = .*optimizer 85\.1.*tensor_parallel"):
+        device_plan(run_config(), QWEN_7B).check(80, 80)
+
+
+def test_an_engine_without_room_for_one_sample_is_refused_with_the_arithmetic() -> None:
+    cut = {"processes": 8, "tensor_parallel": 4}
+    plan = device_plan(run_config(cut), QWEN_7B)
+    with pytest.raises(ConfigError, match=r"has 16 GiB.*may use 12\.8.*weights 14\.2.*rollout\.vllm\.tensor_parallel"):
+        plan.check(80, 16)
+    plan.check(80, 80)
+
+
+def test_devices_of_unknown_size_are_not_judged() -> None:
+    plan = device_plan(run_config(), QWEN_7B)
+    plan.check(None, None)
+    assert all("not known" in text for _, text in plan.rows(None, None)[:2])
+
+
+def test_the_cpu_has_no_device_plan() -> None:
+    plan = device_plan(validate({"name": "cpu", "model": {"path": "any"}}, "test"), QWEN_7B)
+    assert (plan.trainer, plan.engine) == (None, None)
+    plan.check(1, 1)
