@@ -19,7 +19,8 @@ AsyncGrpoError
 │   ├── WeightsReplaced    a version that the store does not hold any more: a newer one took its place
 │   └── PublisherLost      the publisher has been silent for too long
 ├── EngineError            the inference engine failed
-├── TrainingError          the trainer cannot go on (non-finite loss, bad checkpoint)
+├── TrainingError          the trainer cannot go on (non-finite loss)
+│   └── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
 └── RoleFailed             a supervised process ended when it should not have
 """
 
@@ -112,6 +113,14 @@ class EngineError(AsyncGrpoError):
 
 class TrainingError(AsyncGrpoError):
     """The trainer cannot go on."""
+
+
+class NonFiniteStep(TrainingError):
+    """A loss or a gradient that is not finite, on all ranks alike and before it has changed any weight."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written, or cannot be resumed from; those before it are untouched."""
 
 
 class RoleFailed(AsyncGrpoError):

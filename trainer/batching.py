@@ -1,13 +1,17 @@
 """Which sequence goes to which data-parallel rank and into which micro-batch. Pure and deterministic.
 
-Longest first, each into the emptiest bin (LPT, Graham 1969): the fullest bin is at most 4/3 of the
-best possible. First over ranks, then, within each rank, over micro-batches. All ranks get the same
-number of micro-batches, because they meet in collective calls.
+    cost of a sequence of n tokens = n + quadratic * n^2        matrices, and attention within the sequence
+
+Longest first, each into the cheapest bin (LPT, Graham 1969): the dearest bin is at most 4/3 of the best possible.
+First over ranks, then, within each rank, over micro-batches, which must not hold more tokens than the budget. If that
+leaves some sequence without room, each goes into the fullest bin that has room (best fit), which packs tighter, and
+only then one more micro-batch is made. All ranks get the same number of them, because they meet in collective calls.
 """
 
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Iterable, Sequence
 
 from async_grpo.errors import ConfigError
@@ -15,7 +19,7 @@ from async_grpo.errors import ConfigError
 Bins = list[list[int]]
 
 
-def pack_batch(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[Bins]:
+def pack_batch(lengths: Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0) -> list[Bins]:
     """Indices of sequences as [rank][micro-batch][...]; a micro-batch holds at most `max_tokens`.
 
     Within a micro-batch the indices ascend. A micro-batch is empty only where a rank has fewer
@@ -24,30 +28,69 @@ def pack_batch(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[B
     >>> pack_batch([3, 3, 2, 4], ranks=2, max_tokens=4)
     [[[3], [2]], [[0], [1]]]
     """
-    longest = max(lengths)
+    longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ConfigError(
             f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens}. "
-            f"Raise trainer.micro_batch_tokens to {longest} or more"
+            f"Raise trainer.micro_batch_tokens to {longest} or more, or set trainer.overlong to truncate or drop"
         )
-    shares = _spread(range(len(lengths)), lengths, ranks)
-    count = max(-(-_tokens(share, lengths) // max_tokens) for share in shares)
+    costs = [cost(length, quadratic) for length in lengths]
+    shares = _spread(range(len(lengths)), costs, ranks)
+    count = max(1, *(-(-_tokens(share, lengths) // max_tokens) for share in shares))
     while True:  # ends: with a bin for every sequence, everything fits
-        packed = [_spread(share, lengths, count) for share in shares]
-        if all(_tokens(bin_, lengths) <= max_tokens for bins in packed for bin_ in bins):
+        packed = [bins for share in shares if (bins := _fit(share, lengths, costs, count, max_tokens)) is not None]
+        if len(packed) == ranks:
             return packed
         count += 1
 
 
-def _spread(members: Iterable[int], lengths: Sequence[int], bins: int) -> Bins:
-    """Members over `bins` bins, their token counts as equal as LPT makes them."""
-    heap = [(0, number) for number in range(bins)]
+def cost(length: int, quadratic: float) -> float:
+    """Of a sequence, in tokens of one that is too short for attention to matter."""
+    return length + quadratic * length * length
+
+
+def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration: int) -> Bins:
+    """Indices of the groups of each mini-batch, ascending; sizes differ by one at most.
+
+    Another order in every pass over every batch, and always the same one for the same arguments.
+    """
+    order = list(range(groups))
+    random.Random(f"{seed}/{version}/{iteration}").shuffle(order)
+    return [sorted(order[part::parts]) for part in range(parts)]
+
+
+def _spread(members: Iterable[int], costs: Sequence[float], bins: int) -> Bins:
+    """Members over `bins` bins, their costs as equal as LPT makes them."""
+    heap = [(0.0, number) for number in range(bins)]
     filled: Bins = [[] for _ in range(bins)]
-    for index in sorted(members, key=lambda i: (-lengths[i], i)):
-        tokens, number = heapq.heappop(heap)
+    for index in _dearest_first(members, costs):
+        load, number = heapq.heappop(heap)
         filled[number].append(index)
-        heapq.heappush(heap, (tokens + lengths[index], number))
+        heapq.heappush(heap, (load + costs[index], number))
     return [sorted(bin_) for bin_ in filled]
+
+
+def _fit(
+    members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int
+) -> Bins | None:
+    """Members over `count` bins within the budget; None if no way was found."""
+    balanced = _spread(members, costs, count)
+    if all(_tokens(bin_, lengths) <= max_tokens for bin_ in balanced):
+        return balanced
+    filled: Bins = [[] for _ in range(count)]
+    room = [max_tokens] * count
+    for index in _dearest_first(members, costs):
+        fitting = [number for number in range(count) if room[number] >= lengths[index]]
+        if not fitting:
+            return None
+        tightest = min(fitting, key=lambda number: (room[number], number))
+        filled[tightest].append(index)
+        room[tightest] -= lengths[index]
+    return [sorted(bin_) for bin_ in filled]
+
+
+def _dearest_first(members: Iterable[int], costs: Sequence[float]) -> list[int]:
+    return sorted(members, key=lambda index: (-costs[index], index))
 
 
 def _tokens(members: Iterable[int], lengths: Sequence[int]) -> int:

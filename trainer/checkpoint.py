@@ -1,192 +1,248 @@
-"""Checkpoints that a trainer resumes from exactly, and the final weights for everybody else.
+"""Checkpoints that a trainer resumes from exactly, and the weights for everybody else.
 
-    checkpoints/00000010/   Megatron distributed checkpoint of policy version 10
-    checkpoints/latest      the folder to resume from
-    checkpoints/hf/         Hugging Face export
+    checkpoints/00000010/      Megatron distributed checkpoint of policy version 10, with its manifest
+    checkpoints/latest         the version to resume from
+    checkpoints/best           the version that was evaluated best, with keep_best
+    checkpoints/hf-00000010/   Hugging Face export of version 10, with export_every_steps
+    checkpoints/hf/            Hugging Face export of the last version
 
-Written into a draft folder, renamed when whole, and only then named by `latest`: a trainer killed
-at any moment leaves a checkpoint to resume from. The optimizer's state is stored in a form that
-does not depend on the number of data-parallel ranks.
+    save: all ranks copy their part into memory --> each rank's thread writes its file into a draft
+          --> rank 0's thread waits for these files, writes index and manifest, renames, marks `latest`
+
+The threads meet in files, never in collective calls, so training and writing cannot wait for each
+other. A draft is renamed when everything in it is on disk, and only then named by `latest`: a
+trainer killed at any moment leaves a checkpoint to resume from. The state is stored in a form that
+does not depend on how the ranks are laid out.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import torch as megatron_strategies
-from torch import Tensor
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
-from async_grpo.errors import TrainingError
+from async_grpo.config.trainer import CheckpointConfig
+from async_grpo.errors import CheckpointError
+from async_grpo.wire.board import Evaluation
+from trainer.background import Job, State
+from trainer.checkpoint_state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
+from trainer.manifest import Manifest, changed, check_fits, read_manifest, seal, sync, unreadable, write_synced
 from trainer.model.hf_folder import write_folder
-from trainer.parallel import is_leader, share_ints
+from trainer.parallel import is_leader, max_over_ranks, share_bytes, share_ints
+from trainer.parts import read_part, write_part
 from trainer.policy import Policy
-from trainer.retention import superfluous
+from trainer.reference import Reference
+from trainer.retention import ranked, spared, superfluous
+from trainer.snapshot import Snapshot
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-_LATEST = "latest"
+_LATEST, _BEST = "latest", "best"
+_REFERENCE = "reference"
+_SLACK_S = 10.0
+"""Waiting for a thread, beyond what the thread itself may wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckpointFolder:
-    """The checkpoints of one run. All calls are collective: every rank makes them."""
+    """The checkpoints of one run. All calls are collective: every rank makes them, in the same order."""
 
     path: Path
-    keep: int
+    config: CheckpointConfig
+    reference: Reference | None = None
+    """Saved and loaded with the policy."""
+    _saving: tuple[int, Job] | None = field(default=None, init=False)
+    _exporting: tuple[int, Job] | None = field(default=None, init=False)
 
     def newest(self) -> int | None:
-        """The version to resume from; None before the first checkpoint."""
-        marker = self.path / _LATEST
-        found = int(marker.read_text()) if is_leader() and marker.exists() else -1
-        (version,) = share_ints([found] if is_leader() else None, 1)
+        """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
+        found = self._marked(_LATEST) if is_leader() else None
+        (version,) = share_ints([-1 if found is None else found] if is_leader() else None, 1)
         return version if version >= 0 else None
 
-    def save(self, policy: Policy, version: int, epoch: int) -> None:
-        """Write the checkpoint of `version`; then only it and the `keep` - 1 before it stay."""
-        draft, target = self.path / f"draft-{version:08d}", self._folder(version)
+    def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
+        """Begin to write `version`; `settle` says when it is safe, and raises what went wrong.
+
+        The one before it must have been settled. Once it is safe, checkpoints that neither their age
+        nor (on rank 0) their evaluation keeps are deleted.
+        """
+        assert self._saving is None, "settle the checkpoint in flight before the next one"
+        draft = self.path / f"draft-{version:08d}"
         if is_leader():
-            shutil.rmtree(draft, ignore_errors=True)
+            for left_over in self.path.glob("draft-*"):
+                shutil.rmtree(left_over)
             draft.mkdir(parents=True)
         dist.barrier()
-        state = _state(policy, loading=False) | {"version": version, "epoch": epoch}
-        dist_checkpointing.save(state, str(draft), _InProcessSave("torch_dist", 1), content_metadata=METADATA)
-        dist.barrier()
-        if is_leader():
-            shutil.rmtree(target, ignore_errors=True)
-            draft.rename(target)
-            self._mark(version)
-            self._prune(version)
+        snapshot = Snapshot(state_of(policy) | self._reference_state(), draft, metadata(), live_tensors(policy))
+        manifest = Manifest(version=version, epoch=epoch, model=traits_of(policy), layout=layout_of_ranks())
+        accuracies = {found.version: found.sampled_accuracy for found in evaluations}
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
+
+        def write() -> None:
+            write_part(snapshot, draft, rank)
+            if rank == 0:
+                self._complete(snapshot, draft, manifest, ranks, accuracies)
+
+        self._saving = version, Job(f"checkpoint-{version}", write)
+
+    def settle(self, *, wait: bool) -> int | None:
+        """The version whose checkpoint has become safe since the last call, if any; with `wait`, the one in flight.
+
+        Raises CheckpointError on all ranks if writing it failed; `latest` then names the one before it.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        version, job = saving
+        state = self._outcome(job, f"the checkpoint of version {version}", wait=wait)
+        if state is State.RUNNING:
+            self._saving = saving
+            return None
+        return version
 
     def load(self, policy: Policy, version: int) -> None:
-        """Bring back weights, optimizer and random state of `version`. Raises TrainingError."""
-        _allocate_optimizer_state(policy)
-        state = dist_checkpointing.load(_state(policy, loading=True), str(self._folder(version)))
-        if state["version"] != version:
-            raise TrainingError(
-                f"{self._folder(version)} holds version {state['version']}. It was renamed; restore its name"
-            )
-        policy.model.load_state_dict(state["model"])
-        for optimizer in _distributed_optimizers(policy):
-            optimizer._set_main_param_and_optimizer_states = MethodType(_set_states, optimizer)
-        policy.optimizer.load_state_dict(state["optimizer"])
-        _separate_step_counters(policy)
-        _set_random_state(state["random"])
+        """Bring back weights, optimizer and random state of `version`.
+
+        Raises CheckpointError for a damaged one, or one of another model, before anything is loaded.
+        """
+        folder = self._folder(version)
+        manifest = read_manifest(folder)
+        check_fits(folder, manifest, version=version, model=traits_of(policy))
+        _check_bytes(folder, manifest)
+        wanted = state_of(policy, written_by=manifest.layout) | self._reference_state()
+        try:
+            loaded = dist_checkpointing.load(wanted, str(folder))
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            raise unreadable(folder, f"reading it failed: {error}") from error
+        fill(policy, loaded)
+        if self.reference is not None and _REFERENCE in loaded:
+            self.reference.load_state_dict(loaded[_REFERENCE])
+
+    def _reference_state(self) -> dict[str, Any]:
+        """Nothing for one that never changes."""
+        state = {} if self.reference is None else self.reference.state_dict(metadata())
+        return {_REFERENCE: state} if state else {}
+
+    def judge(self, evaluations: Sequence[Evaluation]) -> None:
+        """Name the best checkpoint by what is known now, and delete what nothing keeps any more."""
+        if not is_leader() or self.config.keep_best == 0:
+            return
+        saved = self._marked(_LATEST)
+        if saved is not None:
+            self._prune(saved, {found.version: found.sampled_accuracy for found in evaluations})
 
     def export(self, policy: Policy, source: Path) -> Path:
-        """The present weights as checkpoints/hf, with configuration and tokenizer from `source`."""
-        tensors = {name: tensor.clone() for name, tensor in policy.export()}
+        """The present weights as checkpoints/hf, with configuration and tokenizer from `source`; whole on return."""
+        tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
         target = self.path / "hf"
         if is_leader():
             write_folder(target, source, tensors)
         return target
 
+    def begin_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
+        """Begin to write the present weights as an export of `version`; waits for the one before it."""
+        self.settle_export()
+        tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
+        accuracies = {found.version: found.sampled_accuracy for found in evaluations}
+
+        def write() -> None:
+            if tensors:
+                write_folder(self._export_folder(version), source, tensors)
+                for old in self._unkept(self._versions("hf-"), version, self.config.export_every_steps, accuracies):
+                    shutil.rmtree(self._export_folder(old))
+
+        self._exporting = version, Job(f"export-{version}", write)
+        if not self.config.background:
+            self.settle_export()
+
+    def settle_export(self) -> None:
+        """Wait for the export in flight. Raises CheckpointError on all ranks if it failed."""
+        exporting, self._exporting = self._exporting, None
+        if exporting is not None:
+            version, job = exporting
+            self._outcome(job, f"the export of version {version}", wait=True)
+
+    def _outcome(self, job: Job, what: str, *, wait: bool) -> State:
+        """What rank 0's job has come to, on all ranks."""
+        if wait:
+            job.wait(self.config.timeout_s + _SLACK_S)
+        (number,) = share_ints([job.state] if is_leader() else None, 1)
+        state = State(number)
+        if state is State.FAILED or (wait and state is State.RUNNING):
+            late = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
+            reason = share_bytes((job.failure or late).encode() if is_leader() else None).decode()
+            raise CheckpointError(
+                f"{what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
+                "room or mend the disk, and the same command resumes"
+            )
+        return state
+
+    def _complete(
+        self, snapshot: Snapshot, draft: Path, manifest: Manifest, ranks: int, accuracies: dict[int, float]
+    ) -> None:
+        """From the files of all ranks to a checkpoint that `latest` names. On rank 0's thread."""
+        parts = [read_part(draft, rank, self.config.timeout_s) for rank in range(ranks)]
+        snapshot.finish(parts)
+        seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
+        self._check_not_overtaken(manifest)
+        target = self._folder(manifest.version)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+        sync(self.path)
+        write_synced(self.path / _LATEST, f"{manifest.version}\n".encode())
+        self._prune(manifest.version, accuracies)
+
+    def _check_not_overtaken(self, manifest: Manifest) -> None:
+        """A trainer that was thought dead must not put its checkpoint before that of the one that took over."""
+        latest = self._marked(_LATEST)
+        if latest is not None and (newer := read_manifest(self._folder(latest)).epoch) > manifest.epoch:
+            raise CheckpointError(f"a newer trainer (epoch {newer}) has taken over from this one ({manifest.epoch})")
+
+    def _prune(self, saved: int, accuracies: dict[int, float]) -> None:
+        for version in self._unkept(self._versions(), saved, self.config.every_steps, accuracies):
+            shutil.rmtree(self._folder(version))
+        best = ranked(self._versions(), accuracies, span=self.config.every_steps)
+        if self.config.keep_best and best:
+            write_synced(self.path / _BEST, f"{best[0]}\n".encode())
+
+    def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
+        keep, keep_best = self.config.keep, self.config.keep_best
+        mine = [version for version in versions if version <= saved]
+        good = spared(mine, accuracies, span=span, keep=keep, keep_best=keep_best)
+        return superfluous(versions, saved=saved, keep=keep, spared=good)
+
+    def _versions(self, prefix: str = "") -> list[int]:
+        names = [path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*") if path.is_dir()]
+        return [int(name) for name in names if name.isdigit()]
+
+    def _marked(self, name: str) -> int | None:
+        marker = self.path / name
+        if not marker.exists():
+            return None
+        text = marker.read_text().strip()
+        if not text.isdigit():
+            raise CheckpointError(
+                f"{marker} should hold the version to resume from, but holds {text[:40]!r}. Write the number of the "
+                "newest folder beside it there"
+            )
+        return int(text)
+
     def _folder(self, version: int) -> Path:
         return self.path / f"{version:08d}"
 
-    def _mark(self, version: int) -> None:
-        draft = self.path / f"{_LATEST}.part"
-        draft.write_text(f"{version}\n")
-        draft.replace(self.path / _LATEST)
-
-    def _prune(self, saved: int) -> None:
-        versions = [int(path.name) for path in self.path.iterdir() if path.name.isdigit()]
-        for version in superfluous(versions, saved=saved, keep=self.keep):
-            shutil.rmtree(self._folder(version))
+    def _export_folder(self, version: int) -> Path:
+        return self.path / f"hf-{version:08d}"
 
 
-class _InProcessSave(megatron_strategies.TorchDistSaveShardedStrategy):
-    """Writes the same files from this very process.
-
-    Megatron's writer forks workers around a manager process that stays: seconds for a first, small
-    checkpoint, and a SIGTERM to the process group would take it away under the last one.
-    """
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """One file a rank, on disk when this returns."""
-        renamed, _, _ = megatron_strategies._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch_checkpoint.save(
-            megatron_strategies.mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=megatron_strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def _state(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    """What a checkpoint holds, as Megatron's sharded tensors of this rank."""
-    model = policy.model.sharded_state_dict(metadata=METADATA)
-    return {
-        "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA),
-        "random": _random_state(),
-        "version": 0,
-        "epoch": 0,
-    }
-
-
-def _random_state() -> ShardedObject:
-    """Of each (pipeline, tensor) rank; data-parallel ranks have the same."""
-    return ShardedObject(
-        "random",
-        {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()},
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(),
-    )
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def _distributed_optimizers(policy: Policy) -> list[Any]:
-    return list(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]))
-
-
-def _parameter_states(policy: Policy) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(parameter shard, its AdamW state) of this rank."""
-    for optimizer in _distributed_optimizers(policy):
-        for group in optimizer.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, optimizer.optimizer.state[parameter]
-
-
-def _allocate_optimizer_state(policy: Policy) -> None:
-    """torch's AdamW makes its state in the first step; loading needs it before."""
-    for parameter, state in _parameter_states(policy):
-        if not state:
-            state.update(
-                step=torch.tensor(0.0),
-                exp_avg=torch.zeros_like(parameter),
-                exp_avg_sq=torch.zeros_like(parameter),
-            )
-
-
-@torch.no_grad()
-def _set_states(optimizer: Any, model_parameter: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Megatron's method of this name, for torch's AdamW: its `step` is not among the stored tensors."""
-    group, order = optimizer.model_param_group_index_map[model_parameter]
-    parameter = optimizer.optimizer.param_groups[group]["params"][order]
-    for name, target in {"param": parameter, **optimizer.optimizer.state[parameter]}.items():
-        if name in tensors:
-            target.copy_(tensors[name])
-
-
-def _separate_step_counters(policy: Policy) -> None:
-    """Loading gives all parameters one `step` tensor, which AdamW would then raise once per parameter."""
-    for _, state in _parameter_states(policy):
-        state["step"] = state["step"].clone()
+def _check_bytes(folder: Path, manifest: Manifest) -> None:
+    """Every file is read by one rank. Raises CheckpointError on all of them."""
+    wrong = changed(folder, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    if max_over_ranks(torch.tensor([len(wrong)])).item():
+        names = ", ".join(wrong) or "a file that another rank has read"
+        raise unreadable(folder, f"{names} does not hold what was written")

@@ -3,7 +3,7 @@
 - `Leader`    rank 0: talks to the buffer and the board, and passes on what comes to the others
 - `Follower`  every other rank: waits for rank 0
 
-What waits for whom: `take` for P finished groups (the rollout servers), `probe` for a server that
+What waits for whom: `take` for P finished groups, `take_part` for one (the rollout servers), `probe` for a server that
 has the final weights, `wait_for_evaluation` for one that has measured them; followers wait for the
 leader in a broadcast, which ends with the process group's timeout. SIGTERM ends these waits of the
 leader and nothing else: a step once begun is finished.
@@ -41,6 +41,10 @@ class Coordinator(Protocol):
         """The batch of the step `version` -> `version + 1`; None if the run is to stop now."""
         ...
 
+    def take_part(self, version: int, have: int) -> Batch | None:
+        """Further groups of that batch, of which the trainer has `have`; None if the run is to stop now."""
+        ...
+
     def set_publisher(self, address: PublisherAddress) -> None:
         """Tell the servers where weights come from."""
         ...
@@ -67,6 +71,10 @@ class Coordinator(Protocol):
 
     def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
         """Whether the evaluation of `version` was on the board in time, and before SIGTERM."""
+        ...
+
+    def evaluations(self) -> list[Evaluation]:
+        """All that are on the board; [] on followers."""
         ...
 
     def close(self) -> None:
@@ -113,6 +121,13 @@ class Leader:
         share_bytes(encode(batch) if batch is not None else b"")
         return batch
 
+    def take_part(self, version: int, have: int) -> Batch | None:
+        timeout_s = self._config.trainer.take_timeout_s
+        call = self._buffer.take_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
+        part = self._run(self._or_stop(call))
+        share_bytes(encode(part) if part is not None else b"")
+        return part
+
     def set_publisher(self, address: PublisherAddress) -> None:
         self._run(self._board.set_publisher(address))
 
@@ -144,6 +159,9 @@ class Leader:
             found = False
         share_ints([int(found)], 1)
         return found
+
+    def evaluations(self) -> list[Evaluation]:
+        return self._run(self._board.evaluations())
 
     def close(self) -> None:
         self._run(self._buffer.aclose())
@@ -192,6 +210,9 @@ class Follower:
     def take(self, version: int) -> Batch | None:
         return self._shared_batch()
 
+    def take_part(self, version: int, have: int) -> Batch | None:
+        return self._shared_batch()
+
     def set_publisher(self, address: PublisherAddress) -> None: ...
 
     def publish_version(self, version: int) -> None: ...
@@ -208,6 +229,9 @@ class Follower:
     def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
         (found,) = share_ints(None, 1)
         return bool(found)
+
+    def evaluations(self) -> list[Evaluation]:
+        return []
 
     def close(self) -> None: ...
 

@@ -1,12 +1,14 @@
 """The training loop.
 
-    take(v) --> train_step --> weights of v + 1 --publish--> servers
-       ^                            |
-       +------- release(v) <--------+--> checkpoint every N steps, then commit
+    take(v) --> Stepper.make --> weights of v + 1 --publish--> servers
+       ^                              |
+       +------- release(v) <----------+--> checkpoint every N steps --on disk--> commit
 
 The order is the guarantee. Weights are published before the version, the version before the
-release that frees slots for new tickets, and the buffer forgets a batch only after a checkpoint
-holds what was learned from it. A trainer killed anywhere resumes from its newest checkpoint and is
+release that frees slots for new tickets, and the buffer forgets a batch only after a checkpoint on
+disk holds what was learned from it. Checkpoints are written beside the training, one at a time; the
+loop looks between steps whether one has become safe, and waits for it before the next one, and
+before it leaves. A trainer killed anywhere resumes from its newest checkpoint and is
 given the same batches again; while it replays steps that were published before (below
 `head_version`), it stays silent, and the servers keep the newer weights that they have.
 """
@@ -17,16 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_grpo.config import RunConfig
-from async_grpo.wire import Batch
+from async_grpo.wire.board import Evaluation
 from trainer.checkpoint import CheckpointFolder
 from trainer.coordinator import Coordinator
 from trainer.diary import Diary
 from trainer.metrics import step_row
 from trainer.outlet import WeightOutlet
+from trainer.parallel import is_leader
 from trainer.phases import START, WAIT
 from trainer.policy import Policy
-from trainer.schedule import learning_rate
-from trainer.step import StepResult, measure_gap, train_step
+from trainer.reference import Reference
+from trainer.skips import Skips
+from trainer.step import measure_gap
+from trainer.stepper import Made, Stepper
 
 
 @dataclass(slots=True)
@@ -40,6 +45,10 @@ class TrainingLoop:
     checkpoints: CheckpointFolder
     diary: Diary
     version: int
+    reference: Reference | None = None
+    peak_flops: float | None = None
+    """Of all ranks together, a second; None where it is not known."""
+    stepper: Stepper = field(init=False)
     epoch: int = field(init=False)
     head_version: int = field(init=False)
     outlet: WeightOutlet = field(init=False)
@@ -47,19 +56,22 @@ class TrainingLoop:
     stepped: bool = False
     """Whether this process has made a step; before it, waiting is for engines to start."""
 
+    def __post_init__(self) -> None:
+        skips = Skips(self.config.run_dir / "dumps", self.config.trainer.max_skipped_steps, writes=is_leader())
+        self.stepper = Stepper(self.config, self.policy, self.reference, self.coordinator, self.diary, skips)
+
     def run(self) -> None:
         """Train until version `steps`, or until SIGTERM; either way a checkpoint holds what was trained."""
         self._take_over()
         try:
             while self.version < self.config.steps:
-                with self.diary.phases.span(WAIT if self.stepped else START, version=self.version):
-                    batch = self.coordinator.take(self.version)
-                if batch is None:
+                made = self.stepper.make(self.version, waiting=WAIT if self.stepped else START)
+                if made is None:
                     self.diary.note("stopping: SIGTERM", version=self.version)
-                    self._checkpoint()
+                    self._save_rest()
                     return
-                self._train_on(batch)
-            self._checkpoint()
+                self._complete(made)
+            self._save_rest()
             self._finish()
         finally:
             self.outlet.close()
@@ -72,17 +84,18 @@ class TrainingLoop:
         self._publish()
         self.diary.phases.reset()
 
-    def _train_on(self, batch: Batch) -> None:
-        lr = learning_rate(self.config.trainer.optimizer, self.version, self.config.steps)
-        phases = self.diary.phases
-        result = train_step(self.policy, batch, self.config, lr=lr, phases=phases)
+    def _complete(self, made: Made) -> None:
         self.version += 1
         self.stepped = True
         self._publish()
-        self.coordinator.release(batch)
-        self._write(batch, result, lr)  # before the commit, after which the step is never replayed
+        self.coordinator.release(made.batch)
+        self._write(made)  # before the commit, after which the step is never replayed
+        self._settle(wait=False)
         if self.version % self.config.trainer.checkpoint.every_steps == 0:
             self._checkpoint()
+        if (every := self.config.trainer.checkpoint.export_every_steps) and self.version % every == 0:
+            with self.diary.phases.span("checkpoint", version=self.version):
+                self.checkpoints.begin_export(self.policy, self.model_folder, self.version, self._evaluations())
 
     def _publish(self) -> None:
         if self.version >= self.head_version:
@@ -93,12 +106,29 @@ class TrainingLoop:
         if self.saved == self.version:
             return
         with self.diary.phases.span("checkpoint", version=self.version):
-            self.checkpoints.save(self.policy, self.version, self.epoch)
-            self.coordinator.commit_checkpoint(self.version)
+            self._settle(wait=True)
+            self.checkpoints.save(self.policy, self.version, self.epoch, self._evaluations())
+            self._settle(wait=not self.config.trainer.checkpoint.background)
         self.saved = self.version
 
-    def _write(self, batch: Batch, result: StepResult, lr: float) -> None:
-        self.diary.step(step_row(batch, result, lr=lr, seconds=self.diary.phases.seconds))
+    def _settle(self, *, wait: bool) -> None:
+        """Let the buffer forget what a checkpoint holds that has become safe."""
+        version = self.checkpoints.settle(wait=wait)
+        if version is not None:
+            self.coordinator.commit_checkpoint(version)
+
+    def _save_rest(self) -> None:
+        """Nothing trained is only in memory when this returns."""
+        self._checkpoint()
+        self._settle(wait=True)
+        self.checkpoints.settle_export()
+
+    def _evaluations(self) -> list[Evaluation]:
+        return self.coordinator.evaluations() if self.config.trainer.checkpoint.keep_best else []
+
+    def _write(self, made: Made) -> None:
+        seconds, peak_flops = self.diary.phases.seconds, self.peak_flops
+        self.diary.step(step_row(made.batch, made.result, lr=made.lr, seconds=seconds, peak_flops=peak_flops))
         self.diary.phases.reset()
 
     def _finish(self) -> None:
@@ -114,6 +144,7 @@ class TrainingLoop:
         folder = self.checkpoints.export(self.policy, self.model_folder)
         if not self.coordinator.wait_for_evaluation(self.version, timeout_s):
             self.diary.warn(self.version, self._missing("evaluation"))
+        self.checkpoints.judge(self._evaluations())
         self.diary.note("run finished", version=self.version, exported=str(folder))
 
     def _missing(self, result: str) -> str:

@@ -42,20 +42,26 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     from trainer.diary import Diary
     from trainer.loop import TrainingLoop
     from trainer.parallel import start_ranks, stop_ranks
+    from trainer.reference import load_reference
     from trainer.start import load_policy
 
     check_objective(config.trainer.objective)
-    longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s)
+    longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s, config.trainer.checkpoint.timeout_s)
     start_ranks(config.trainer, platform, config.seed, longest_wait_s)
     diary = Diary(config)
     policy = load_policy(config, model, platform)
-    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint.keep)
+    reference = load_reference(config, policy, model, platform)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
     version = checkpoints.newest()
     if version is not None:
         checkpoints.load(policy, version)
     gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
     coordinator = join_run(config)
-    TrainingLoop(config, model, policy, coordinator, checkpoints, diary, version or 0).run()
+    peak_flops = platform.peak_flops(config.model.precision)
+    peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
+    TrainingLoop(
+        config, model, policy, coordinator, checkpoints, diary, version or 0, reference=reference, peak_flops=peak_flops
+    ).run()
     coordinator.close()
     diary.close()
     stop_ranks()

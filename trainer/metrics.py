@@ -12,17 +12,22 @@ import numpy as np
 from async_grpo.staleness.window import age
 from async_grpo.wire import Batch, Group
 from trainer.phases import START, WAIT
-from trainer.step import StepResult
+from trainer.result import StepResult
 
-PHASES = (WAIT, "pack", "train", "optimizer", "publish", "checkpoint")
+PHASES = (WAIT, "pack", "prox", "reference", "train", "optimizer", "publish", "checkpoint")
+COMPUTE = ("pack", "prox", "reference", "train", "optimizer")
+"""What the ranks spend on the step itself."""
 
 
-def step_row(batch: Batch, result: StepResult, *, lr: float, seconds: dict[str, float]) -> dict[str, Any]:
+def step_row(
+    batch: Batch, result: StepResult | None, *, lr: float, seconds: dict[str, float], peak_flops: float | None = None
+) -> dict[str, Any]:
     """For metrics.jsonl; `step` is the version that the step made; what was not measured is left out.
 
-    It is written before the step's own checkpoint: `checkpoint_s` and `step_s` have the one before.
+    `result` is None for a step that was skipped. It is written before the step's own checkpoint: `checkpoint_s` and
+    `step_s` have the one before. `peak_flops`: of all ranks together, a second.
     """
-    outcome = {key: value for key, value in asdict(result).items() if value is not None}
+    outcome = {key: value for key, value in asdict(result).items() if value is not None} if result else {}
     return {
         "kind": "step",
         "step": batch.version + 1,
@@ -35,10 +40,21 @@ def step_row(batch: Batch, result: StepResult, *, lr: float, seconds: dict[str, 
         **_rewards(batch.groups),
         **_ages(batch),
         **outcome,
+        **(_speed(result, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops) if result else {}),
+        "skipped_steps": int(result is None),
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
         "start_s": seconds.get(START, 0.0),
         "step_s": sum(taken_s for name, taken_s in seconds.items() if name != START),
     }
+
+
+def _speed(result: StepResult, compute_s: float, peak_flops: float | None) -> dict[str, float]:
+    """Over the time that the ranks compute. MFU is of useful operations: passes before the first update and what is
+    computed anew take time and count nothing."""
+    if compute_s <= 0:
+        return {}
+    used = {} if peak_flops is None else {"mfu": result.model_flops / (compute_s * peak_flops)}
+    return {"tokens_per_s": result.read_tokens / compute_s, **used}
 
 
 def _rewards(groups: list[Group]) -> dict[str, Any]:

@@ -30,16 +30,22 @@ def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wa
             f"trainer.processes is {config.processes}, but {started} ranks were started. "
             f"Start torchrun with --nproc-per-node {config.processes}"
         )
+    platform.configure(config)
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=longest_wait_s + _SLACK_S))
     lay_out(config, seed)
 
 
 def lay_out(config: TrainerConfig, seed: int) -> None:
-    """Cut the ranks that have joined into tensor-, pipeline- and data-parallel groups."""
+    """Cut the ranks that have joined into groups, one for each kind of parallelism."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
-        config.tensor_parallel, config.pipeline_parallel, create_gloo_process_groups=True
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=1,  # an expert is never cut: gloo cannot do the exchange that this needs
+        create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -53,6 +59,17 @@ def stop_ranks() -> None:
 def is_leader() -> bool:
     """Whether this is rank 0, which alone talks to the buffer and writes files."""
     return dist.get_rank() == 0
+
+
+def counts_once() -> bool:
+    """Whether this rank adds what it finds of its tokens to the sums over ranks.
+
+    Those that share a matrix or a sequence end with the same log-probabilities: the first one counts.
+    """
+    from megatron.core import parallel_state
+
+    shared = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    return shared == (0, 0)
 
 
 def share_bytes(payload: bytes | None) -> bytes:

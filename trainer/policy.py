@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -19,11 +16,13 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from async_grpo.config.trainer import OptimizerConfig
-from async_grpo.errors import TrainingError
+from async_grpo.config.trainer import TrainerConfig
 from trainer.entropy import vocab_parallel_entropy
 from trainer.model.build import build_model
 from trainer.model.convert import export_hf
+from trainer.optimizer import StateOffload, optimizer_settings, update
+from trainer.part import own_place, part_of
+from trainer.placement import place
 from trainer.platform import Platform
 from trainer.sequences import MicroBatch
 
@@ -41,20 +40,35 @@ class Policy:
     optimizer: Any
     weight_decay: float
     temperature: float
+    offload: StateOffload | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.model.config.params_dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.model.parameters()).device
+
     def run(
-        self, batches: Sequence[MicroBatch], loss: LossFunction, *, train: bool, entropy: bool = False
+        self,
+        batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        *,
+        train: bool,
+        entropy: bool = False,
+        total: bool = True,
     ) -> list[Any]:
         """Forward (and, to train, backward) over the micro-batches, through Megatron's schedule.
 
         Returns what `loss` handed back for each, on the last pipeline stage; [] on the others.
-        Gradients end up summed over micro-batches and data-parallel ranks, with no other scaling.
+        Gradients end up summed over micro-batches and over the ranks that have different tokens, with no other
+        scaling. `loss` sees the whole micro-batch even where ranks share its sequences.
+        Without `total` each rank keeps adding up its own, until `total_gradients`.
         """
+        self.model.config.finalize_model_grads_func = _finalize if total else None
         with torch.set_grad_enabled(train):
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=lambda iterator, model: self._forward(iterator, model, loss, entropy),
@@ -67,93 +81,74 @@ class Policy:
             )
         return results
 
+    def total_gradients(self, scale: float) -> None:
+        """Sum what the ranks have added up, and multiply it. Once, after the last pass."""
+        _finalize([self.wrapped])
+        self.wrapped.scale_gradients(scale)
+
     def zero_grad(self) -> None:
         """Before the backward passes of a step."""
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def update(self, lr: float) -> float:
-        """One optimizer step; returns the gradient norm before clipping.
-
-        Raises TrainingError, on all ranks and before any weight changes, if the gradient is not finite.
-        """
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"the gradient norm is {grad_norm}: this step would destroy the weights, so it was not taken. "
-                "Lower trainer.optimizer.lr or trainer.objective.behaviour_cap"
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            # Megatron states which groups decay (wd_mult) but leaves applying it to its scheduler.
-            group["weight_decay"] = self.weight_decay * group["wd_mult"]
-        self.optimizer.step()
-        return grad_norm
+        """See `trainer.optimizer.update`."""
+        return update(self.optimizer, lr, self.weight_decay, self.offload)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `export_hf`. On ranks other than data-parallel rank 0: nothing, at once."""
-        if parallel_state.get_data_parallel_rank() == 0:
-            yield from export_hf(self.model, self.hf)
+        """See `export_hf`; on the CPU, one tensor at a time."""
+        for name, tensor in export_hf(self.model, self.hf):
+            yield name, tensor.cpu()
 
     def _forward(
         self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         batch = next(iterator)
-        output = model(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packing)
+        part = place(part_of(batch, own_place(self.model.config.sequence_parallel)), self.device)
+        packing = replace(part.packing, trained=part.trained_M)
+        output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
-        def finish(logits_1TV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logits_NV = trained_logits(logits_1TV, batch, self.temperature)
-            entropy_N = vocab_parallel_entropy(logits_NV) if entropy else None
-            logprobs_N = -vocab_parallel_cross_entropy(logits_NV, batch.labels_N)  # overwrites the logits: last
+        def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
+            logits_MV = trained_logits(logits_1MV, self.temperature)
+            entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
+            labels_M = part.own(batch.labels_N.to(self.device))
+            logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
+            count = len(batch.labels_N)
+            entropy_N = None if entropy_M is None else part.whole(entropy_M, count)
+            logprobs_N, entropy_N = place((part.whole(logprobs_M, count), entropy_N), "cpu")
             value, handed_back = loss(logprobs_N, entropy_N, batch)
-            return value, torch.ones((), dtype=torch.int), handed_back
+            return value.to(self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
 
         return output, finish
 
 
-def trained_logits(logits_1TV: Tensor, batch: MicroBatch, temperature: float) -> Tensor:
-    """float32 [N, V] logits of the distribution that the trained tokens are sampled from.
+def trained_logits(logits_1MV: Tensor, temperature: float) -> Tensor:
+    """float32 [M, V] logits of the distribution that the trained tokens are sampled from.
 
-    Each tensor-parallel rank has its slice of the vocabulary V. They are a tensor of their own (`index_select`
-    copies, whatever the temperature is), so that what follows may overwrite them.
+    Each tensor-parallel rank has its slice of the vocabulary V. They are a tensor of their own (the division makes
+    one, whatever the temperature is), so that what follows may overwrite them.
     """
-    return logits_1TV[0].index_select(0, batch.trained_N).float() / temperature
+    return logits_1MV[0].float() / temperature
 
 
 def build_policy(
-    hf: PretrainedConfig, platform: Platform, config: OptimizerConfig, dtype: torch.dtype, temperature: float
+    hf: PretrainedConfig, platform: Platform, config: TrainerConfig, dtype: torch.dtype, temperature: float
 ) -> Policy:
     """Model and optimizer of this rank; the weights are to be loaded before the first use of the optimizer."""
-    model = build_model(hf, platform, dtype)
+    model = build_model(hf, platform, dtype, config)
     inner = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
     wrapped = DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
         inner,
     )
-    settings = _optimizer_settings(config, dtype)
+    settings = optimizer_settings(config.optimizer, dtype)
     optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=get_standard_config_overrides(settings))
-    model.config.finalize_model_grads_func = _finalize
     model.config.grad_scale_func = optimizer.scale_loss
-    return Policy(hf, model, wrapped, optimizer, config.weight_decay, temperature)
+    offload = StateOffload(optimizer, platform.device) if config.optimizer.offload else None
+    return Policy(hf, model, wrapped, optimizer, config.optimizer.weight_decay, temperature, offload)
 
 
 def _finalize(chunks: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Sum gradients over ranks. Token counts are in the weights already: nothing is divided here."""
     finalize_model_grads(chunks, None, **kwargs)
-
-
-def _optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
-        adam_eps=config.eps,
-        clip_grad=config.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )

@@ -4,14 +4,15 @@
 
 The network reads all tokens but the last of a sequence; position t predicts token t + 1. Of those
 predictions, the ones of tokens that the policy wrote in verifiable samples are trained. Tokens of its environment
-are context. So are those of versions below the batch's `mask_below`; but the loss is divided by the count with them,
-so that masking never makes the gradient of the others larger.
+are context. So are those of versions below the batch's `mask_below`, and a sequence that fits no micro-batch loses its
+last tokens or its whole gradient (`trainer.overlong`); but the loss is divided by the count with them, so that neither
+ever makes the gradient of the others larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,12 @@ class Sequence:
     """Of each trained token in the loss of the batch."""
     first: int
     """Place of the first trained token among those of the batch."""
+    counted: int
+    """Tokens in the denominator of the loss: those that the policy wrote, if a verifier could judge it."""
+    group: int
+    """Its place in the batch."""
+    overlong: bool = False
+    """Whether it had to be truncated or dropped."""
 
     @property
     def length(self) -> int:
@@ -91,26 +98,42 @@ class MicroBatch(Targets):
     trained_N: Tensor
     """int64: positions whose prediction is trained."""
     given_N: Tensor | None = None
-    """Multiplier of the corrections that look at the whole batch."""
+    """Multiplier of the corrections, where it was found before the step."""
+    prox_N: Tensor | None = None
+    """log pi_prox, where it was computed before the step."""
+    reference_N: Tensor | None = None
+    """log pi_ref, if there is a reference model."""
 
 
-def sequences_of(batch: Batch, objective: ObjectiveConfig, longest: int) -> list[Sequence]:
+def sequences_of(
+    batch: Batch, objective: ObjectiveConfig, longest: int, *, room: int | None = None, truncate: bool = False
+) -> list[Sequence]:
     """All samples of the batch, with advantages and loss weights computed over the whole of it.
 
-    `longest`: the most tokens that a completion may have.
+    `longest`: the most tokens that a completion may have. `room`: the most that a sequence may have, None if that does
+    not matter; what is longer is truncated, or else gets no gradient.
     """
     groups = batch.groups
     samples = [sample for group in groups for sample in group.samples]
     advantages = _advantages(groups, objective.advantage)
     tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
     weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
-    prompts = [group.task.prompt_ids() for group in groups for _ in group.samples]
+    places = [place for place, group in enumerate(groups) for _ in group.samples]
     sequences, first = [], 0
-    for prompt, sample, advantage, weight in zip(prompts, samples, advantages, weights, strict=True):
-        sequence = _sequence(prompt, sample, advantage, weight, batch.mask_below, first)
+    for place, sample, advantage, weight in zip(places, samples, advantages, weights, strict=True):
+        sequence = _sequence(groups[place], place, sample, advantage, weight, batch.mask_below, first)
+        if room is not None and sequence.length > room:
+            sequence = _shortened(sequence, room if truncate else 0)
         first += sequence.trained_tokens
         sequences.append(sequence)
     return sequences
+
+
+def reweighed(members: Many[Sequence], objective: ObjectiveConfig, longest: int) -> list[Sequence]:
+    """With the loss weights that they have as a batch of their own: the mini-batch of one update."""
+    tokens = torch.tensor([member.counted for member in members])
+    weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
+    return [replace(member, weight=weight) for member, weight in zip(members, weights, strict=True)]
 
 
 def micro_batch(members: Many[Sequence]) -> MicroBatch:
@@ -184,9 +207,9 @@ def _valid(groups: Many[Group], size: int) -> Tensor:
 
 
 def _sequence(
-    prompt: npt.NDArray[np.int32], sample: Sample, advantage: float, weight: float, mask_below: int, first: int
+    group: Group, place: int, sample: Sample, advantage: float, weight: float, mask_below: int, first: int
 ) -> Sequence:
-    versions_C = sample.token_versions()
+    prompt, versions_C = group.task.prompt_ids(), sample.token_versions()
     trained_C = sample.written_by_policy() & (versions_C >= mask_below) & (sample.reward is not None)
     return Sequence(
         tokens=np.concatenate([prompt, sample.token_ids()]),
@@ -197,4 +220,19 @@ def _sequence(
         advantage=advantage,
         weight=weight,
         first=first,
+        counted=_judged_tokens(sample),
+        group=place,
+    )
+
+
+def _shortened(sequence: Sequence, room: int) -> Sequence:
+    """Only its first `room` positions; none of them means no gradient."""
+    kept = max(0, room + 1 - sequence.prompt_tokens)
+    return replace(
+        sequence,
+        tokens=sequence.tokens[: room + 1],
+        behaviour_C=sequence.behaviour_C[:kept],
+        versions_C=sequence.versions_C[:kept],
+        places_N=sequence.places_N[sequence.places_N < kept],
+        overlong=True,
     )

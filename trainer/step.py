@@ -1,111 +1,122 @@
-"""One optimizer step from one batch.
+"""One step from one batch: version v -> v + 1, in one optimizer update or several.
 
-    groups -> sequences -> micro-batches --(survey)--> forward, backward --> gradients --optimizer--> next version
+    groups -> sequences -> micro-batches --(look ahead)--> what must be known of the whole batch first
+                                |
+       for every mini-batch:    +--> forward, backward --> gradients --optimizer--> next weights
 
-All ranks see the whole batch, so advantages, loss weights and the packing need no communication; gradients and a dozen
-statistics do. Only a correction that must see the log-probabilities of the whole batch costs a pass of its own, the
-survey.
+All ranks see the whole batch, so advantages, loss weights and the packing need no communication; gradients and a few
+statistics do. `num_iterations` passes over the batch of `mini_batches` updates each: the loss weights are those of the
+mini-batch, the advantages those of the whole batch, and pi_prox, corrections and reference are of the policy before
+the step. Only what is needed costs a pass of its own (see `survey`).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.core import parallel_state
-from msgspec.structs import replace
+import torch
+from msgspec import structs
 from torch import Tensor
 
-from async_grpo.algorithms import ess_scale, token_objective
+from async_grpo.algorithms import ess_scale, rewards_less_kl, token_objective
 from async_grpo.config import RunConfig
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.errors import TrainingError
 from async_grpo.wire import Batch
-from trainer.batching import pack_batch
+from trainer.batching import split_groups
+from trainer.flops import model_cost
+from trainer.packing import Packed, pack, pack_for_rank, sequences_in
 from trainer.phases import Phases
 from trainer.policy import Policy
-from trainer.sequences import MicroBatch, Targets, micro_batch, sequences_of, targets_of
-from trainer.survey import survey, tokens_of
+from trainer.reference import Reference
+from trainer.result import StepFigures, StepResult, refuse_non_finite
+from trainer.sequences import MicroBatch, Sequence, reweighed, targets_of
+from trainer.survey import Known, look_ahead, prepared, theta_version, tokens_of
 from trainer.tally import Tally, reduce_tallies, tally, tally_gap
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Of the whole batch, the same on all ranks. Tokens are the trained ones."""
+class Ready(NamedTuple):
+    """A batch, or a part of one, of which all is known that must be."""
 
-    loss: float
-    grad_norm: float
-    clip_fraction: float
-    """Tokens that left the trust region."""
-    rejected_fraction: float
-    """Tokens that a correction multiplies by 0."""
-    lr_scale: float
-    """What the learning rate was multiplied by; 1 without `ess_lr`."""
-    weight_mean: float
-    """rho = pi / pi_behaviour before any cap, pi being the policy before the step."""
-    weight_max: float
-    ess: float
-    """Effective sample size (sum rho)^2 / sum rho^2, as a share of the tokens."""
-    entropy_estimate: float
-    """-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy."""
-    entropy: float | None
-    """Mean entropy of the distributions; only with an entropy bonus."""
-    trained_tokens: int
-    logprob_gap_mean: float | None
-    """|behaviour - trainer| over completions that this very version sampled from first token to last; None if
-    there are none. Others cannot be compared: where the KV cache is kept, part of it is of older weights."""
-    logprob_gap_max: float | None
-    gap_tokens: int
-    micro_batches: int
-    """On each data-parallel rank."""
-    packing_efficiency: float
-    """Tokens read / (micro-batches * micro_batch_tokens)."""
+    members: list[Sequence]
+    packed: Packed
+    known: Known
 
 
-class Packed(NamedTuple):
-    """A batch, cut for the ranks."""
-
-    micro_batches: list[MicroBatch]
-    """Of this data-parallel rank."""
-    whole: Targets
-    """All trained tokens of the batch."""
-    efficiency: float
-    """How full the micro-batches of all ranks are."""
-
-
-def train_step(policy: Policy, batch: Batch, config: RunConfig, *, lr: float, phases: Phases) -> StepResult:
+def train_step(
+    policy: Policy,
+    batch: Batch,
+    config: RunConfig,
+    *,
+    lr: float,
+    phases: Phases,
+    reference: Reference | None = None,
+) -> StepResult:
     """Turn version `batch.version` into the next one.
 
-    The result does not depend on the number of micro-batches or ranks (up to rounding). Raises
-    TrainingError, before any weight changes, if the loss or the gradient is not finite.
+    The result does not depend on the number of micro-batches or ranks (up to rounding). Raises NonFiniteStep if the
+    loss or the gradient of an update is not finite: that update changes nothing, and those before it stand.
     """
     objective = config.trainer.objective
+    ready = make_ready(policy, batch, config, reference, phases)
+    figures = StepFigures(model_cost(policy.hf), members=ready.members)
+    for number, packed in enumerate(_mini_batches(ready, batch, config, figures, phases)):
+        loss = Loss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
+        with phases.span("train", micro_batches=len(packed.micro_batches)):
+            policy.zero_grad()
+            micro_batches = prepared(packed.micro_batches, ready.known)
+            found = policy.run(micro_batches, loss, train=True, entropy=objective.entropy_coef > 0)
+            sums, maxima = reduce_tallies(found)
+        figures.read(packed)
+        take_update(policy, figures, sums, maxima, ready.known, config, lr=lr, version=batch.version, phases=phases)
+    return figures.result(entropy=objective.entropy_coef > 0, reference=reference is not None)
+
+
+def make_ready(policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: Phases) -> Ready:
+    """Sequences and packing, and the passes that must come before the first update."""
+    objective, quadratic = config.trainer.objective, model_cost(policy.hf).quadratic
     with phases.span("pack"):
-        packed = pack_for_rank(batch, config)
-    micro_batches = packed.micro_batches
-    with phases.span("train", micro_batches=len(micro_batches)):
-        if objective.needs_whole_batch:
-            micro_batches = survey(policy, micro_batches, packed.whole, objective, batch.version)
-        policy.zero_grad()
-        loss = _Loss(objective, batch.version)
-        found = policy.run(micro_batches, loss, train=True, entropy=objective.entropy_coef > 0)
-        sums, maxima = reduce_tallies(found)
-    if not math.isfinite(sums["loss"]):
-        raise TrainingError(
-            f"the loss of the step {batch.version} -> {batch.version + 1} is {sums['loss']}. The weights before it "
-            "are intact. Lower trainer.optimizer.lr, or the caps of trainer.objective"
-        )
-    scale = _lr_scale(objective, sums)
+        members = sequences_in(batch, config)
+        packed = pack(members, config, quadratic)
+    updates = config.trainer.updates
+    known = look_ahead(policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases)
+    if objective.kl_beta > 0 and objective.kl_in == "reward":
+        with phases.span("pack"):
+            members = sequences_in(_penalised(batch, members, known, objective), config)
+            packed = pack(members, config, quadratic)
+    return Ready(members, packed, known)
+
+
+def take_update(
+    policy: Policy,
+    figures: StepFigures,
+    sums: dict[str, float],
+    maxima: dict[str, float],
+    known: Known,
+    config: RunConfig,
+    *,
+    lr: float,
+    version: int,
+    phases: Phases,
+) -> None:
+    """Change the weights by the gradient that was accumulated. Raises NonFiniteStep before it does."""
+    refuse_non_finite(sums["loss"], version)
+    if config.trainer.objective.scales_step:
+        of_this = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
+        figures.lr_scale = of_this if known.lr_scale is None else known.lr_scale
     with phases.span("optimizer"):
-        grad_norm = policy.update(lr * scale)
-    return _result(objective, sums, maxima, grad_norm, scale, packed)
+        figures.norms.append(policy.update(lr * figures.lr_scale))
+    figures.add(sums, maxima)
 
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:
     """|behaviour - trainer| of tokens that `batch.version`, the present weights, sampled; rewards do not matter."""
-    groups = [replace(group, samples=[replace(one, reward=0.0) for one in group.samples]) for group in batch.groups]
-    packed = pack_for_rank(replace(batch, groups=groups), config)
+    groups = [
+        structs.replace(group, samples=[structs.replace(one, reward=0.0) for one in group.samples])
+        for group in batch.groups
+    ]
+    packed = pack_for_rank(structs.replace(batch, groups=groups), config)
 
     def gap(logprobs_N: Tensor, _entropy_N: Tensor | None, targets: MicroBatch) -> tuple[Tensor, Tally]:
         return logprobs_N.sum(), tally_gap(logprobs_N, targets, batch.version)
@@ -118,62 +129,66 @@ def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, fl
     }
 
 
-def pack_for_rank(batch: Batch, config: RunConfig) -> Packed:
-    """The batch as sequences, and which of them this data-parallel rank trains, in which micro-batches."""
-    sequences = sequences_of(batch, config.trainer.objective, longest=config.sampling.max_tokens)
-    lengths = [sequence.length for sequence in sequences]
-    ranks, max_tokens = parallel_state.get_data_parallel_world_size(), config.trainer.micro_batch_tokens
-    packing = pack_batch(lengths, ranks=ranks, max_tokens=max_tokens)
-    mine = packing[parallel_state.get_data_parallel_rank()]
-    micro_batches = [micro_batch([sequences[i] for i in members]) for members in mine]
-    return Packed(micro_batches, targets_of(sequences), sum(lengths) / (ranks * len(mine) * max_tokens))
-
-
 @dataclass(frozen=True, slots=True)
-class _Loss:
+class Loss:
     """The loss function of a micro-batch; hands back its tally."""
 
     objective: ObjectiveConfig
     version: int
+    """Of the weights before the step."""
+    updates: int = 1
+    """Of the whole step."""
+    first: bool = True
+    """Whether the weights are still those before the step."""
+    scale: float = 1.0
+    """What the weights of the tokens are multiplied by."""
 
     def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tally]:
-        tokens = tokens_of(logprobs_N, batch, self.objective, self.version, entropy_N)
-        found = token_objective(tokens, self.objective, batch.given_N)
-        loss = (found.loss_N * batch.weights_N).sum()
-        return loss, tally(tokens, batch, found, loss, self.version)
+        objective, theta = self.objective, theta_version(self.version, self.updates)
+        tokens = tokens_of(logprobs_N, batch, objective, theta, entropy_N)
+        if batch.prox_N is not None:
+            tokens = replace(tokens, prox_N=batch.prox_N)
+        tokens = replace(tokens, reference_N=batch.reference_N)
+        if batch.given_N is not None:  # of all corrections: none is left to be found here
+            objective = objective.model_copy(update={"corrections": []})
+        found = token_objective(tokens, objective, batch.given_N)
+        loss = (found.loss_N * batch.weights_N).sum() * self.scale
+        return loss, tally(tokens, batch, found, loss, objective, self.version if self.first else None)
 
 
-def _lr_scale(objective: ObjectiveConfig, sums: dict[str, float]) -> float:
-    if not objective.scales_step:
-        return 1.0
-    return ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
+def _mini_batches(
+    ready: Ready, batch: Batch, config: RunConfig, figures: StepFigures, phases: Phases
+) -> Iterator[Packed]:
+    """What each update is made from, in order."""
+    trainer = config.trainer
+    if trainer.updates == 1:
+        yield ready.packed
+        return
+    for iteration in range(trainer.num_iterations):
+        parts = split_groups(
+            len(batch.groups), trainer.mini_batches, seed=config.seed, version=batch.version, iteration=iteration
+        )
+        for part in parts:
+            with phases.span("pack"):
+                members = [member for member in ready.members if member.group in part]
+                weighed = reweighed(members, trainer.objective, config.sampling.max_tokens)
+                packed = pack(weighed, config, figures.cost.quadratic)
+            yield packed
 
 
-def _result(
-    objective: ObjectiveConfig,
-    sums: dict[str, float],
-    maxima: dict[str, float],
-    grad_norm: float,
-    lr_scale: float,
-    packed: Packed,
-) -> StepResult:
-    tokens = max(1.0, sums["tokens"])
-    gap_tokens = int(sums["gap_tokens"])
-    return StepResult(
-        loss=sums["loss"],
-        grad_norm=grad_norm,
-        clip_fraction=sums["clipped"] / tokens,
-        rejected_fraction=sums["rejected"] / tokens,
-        lr_scale=lr_scale,
-        weight_mean=sums["weight"] / tokens,
-        weight_max=maxima["weight"],
-        ess=sums["weight"] ** 2 / (tokens * sums["weight_squared"]) if sums["weight_squared"] else 0.0,
-        entropy_estimate=-sums["logprob"] / tokens,
-        entropy=sums["entropy"] / tokens if objective.entropy_coef > 0 else None,
-        trained_tokens=int(sums["tokens"]),
-        logprob_gap_mean=sums["gap"] / gap_tokens if gap_tokens else None,
-        logprob_gap_max=maxima["gap"] if gap_tokens else None,
-        gap_tokens=gap_tokens,
-        micro_batches=len(packed.micro_batches),
-        packing_efficiency=packed.efficiency,
+def _penalised(batch: Batch, members: list[Sequence], known: Known, objective: ObjectiveConfig) -> Batch:
+    """The batch with beta * (divergence of each sample, summed over its trained tokens) taken from its reward."""
+    assert known.reference_N is not None
+    targets = targets_of(members)
+    tokens = tokens_of(targets.behaviour_N, targets, objective, batch.version)
+    samples = [sample for group in batch.groups for sample in group.samples]
+    trained = [place for place, member in enumerate(members) if member.trained_tokens]
+    rewards_M = torch.tensor([samples[place].reward for place in trained], dtype=torch.float64)
+    less_M = rewards_less_kl(
+        rewards_M, tokens, known.reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
     )
+    for place, reward in zip(trained, less_M.tolist(), strict=True):
+        samples[place] = structs.replace(samples[place], reward=reward)
+    rest = iter(samples)
+    groups = [structs.replace(group, samples=[next(rest) for _ in group.samples]) for group in batch.groups]
+    return structs.replace(batch, groups=groups)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
-from async_grpo.algorithms import Objective, Tokens, ess_sums
-from trainer.parallel import max_over_ranks, sum_over_ranks
+from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
+from async_grpo.config.objective import ObjectiveConfig
+from trainer.parallel import counts_once, max_over_ranks, sum_over_ranks
 from trainer.sequences import Targets
 
 SUMS = (
     "loss",
     "tokens",
     "clipped",
+    "clipped_low",
+    "clipped_high",
     "rejected",
     "weight",
     "weight_squared",
@@ -24,30 +26,43 @@ SUMS = (
     "sequences",
     "logprob",
     "entropy",
+    "kl",
     "gap",
     "gap_tokens",
 )
 MAXIMA = ("weight", "gap")
+NO_VERSION = -2
+"""Neither a version nor MIXED."""
 
 Tally = tuple[Tensor, Tensor]
 """(SUMS, MAXIMA), float64."""
 
 
-def tally(tokens: Tokens, targets: Targets, found: Objective, loss: Tensor, version: int) -> Tally:
-    """Of one micro-batch. `version`: of the weights that evaluated it."""
+SEQUENCE_RATIO = ("gspo", "topr")
+"""Losses whose trust region is around the ratio of a sequence."""
+
+
+def tally(
+    tokens: Tokens, targets: Targets, found: Objective, loss: Tensor, objective: ObjectiveConfig, version: int | None
+) -> Tally:
+    """Of one micro-batch. `version`: of the weights that evaluated it; None between the updates of a step."""
     logprobs_N = tokens.logprobs_N.detach().double()
     weight_N = tokens.log_rho_N.exp().double()
     gap_N, gap_tokens = _gap(logprobs_N, targets, version)
+    risen_N = _risen(tokens, objective)
     sums = [
         loss.detach().double(),
         _number(len(logprobs_N)),
         found.clipped_N.sum().double(),
+        (found.clipped_N & ~risen_N).sum().double(),
+        (found.clipped_N & risen_N).sum().double(),
         found.rejected_N.sum().double(),
         weight_N.sum(),
         weight_N.square().sum(),
         *ess_sums(tokens.detached()),
         logprobs_N.sum(),
         _number(0) if tokens.entropy_N is None else tokens.entropy_N.detach().double().sum(),
+        _divergence(tokens, objective),
         gap_N.sum(),
         gap_tokens,
     ]
@@ -63,9 +78,9 @@ def tally_gap(logprobs_N: Tensor, targets: Targets, version: int) -> Tally:
 
 
 def reduce_tallies(found: Many[Tally]) -> tuple[dict[str, float], dict[str, float]]:
-    """Over micro-batches and ranks. Tensor-parallel ranks hold the same numbers: the first one counts."""
+    """Over micro-batches and ranks."""
     sums, maxima = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
-    if found and parallel_state.get_tensor_model_parallel_rank() == 0:
+    if found and counts_once():
         sums = torch.stack([part for part, _ in found]).sum(0)
         maxima = torch.stack([part for _, part in found]).amax(0)
     return (
@@ -74,9 +89,21 @@ def reduce_tallies(found: Many[Tally]) -> tuple[dict[str, float], dict[str, floa
     )
 
 
-def _gap(logprobs_N: Tensor, targets: Targets, version: int) -> tuple[Tensor, Tensor]:
+def _risen(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
+    """bool [N]: the ratio, of the token or of its sequence, is above 1."""
+    log_r_N = tokens.log_r_N.detach()
+    return tokens.spread(tokens.sum(log_r_N)) > 0 if objective.loss in SEQUENCE_RATIO else log_r_N > 0
+
+
+def _divergence(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
+    if tokens.reference_N is None:
+        return _number(0)
+    return token_kl(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl_estimator).double().sum()
+
+
+def _gap(logprobs_N: Tensor, targets: Targets, version: int | None) -> tuple[Tensor, Tensor]:
     """|behaviour - trainer| where it can be compared, 0 elsewhere; and how many can be."""
-    current_N = targets.whole_N == version
+    current_N = targets.whole_N == (NO_VERSION if version is None else version)
     return (logprobs_N - targets.behaviour_N).abs() * current_N, current_N.sum().double()
 
 

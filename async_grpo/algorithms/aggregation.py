@@ -57,6 +57,16 @@ AGGREGATIONS: dict[str, Aggregation] = {
 """Rule by its name in the configuration."""
 
 
+def denominator(rule: str, tokens_N: Tensor) -> float:
+    """What the weights of `rule` have of the other sequences of the batch: weight * denominator is a sequence's own.
+
+    So the loss can be summed before all sequences are known, and be divided at the end.
+    """
+    if rule == "token_sum":
+        return 1.0
+    return float(tokens_N.sum().clamp(min=1)) if rule == "token_mean" else float(_sequences(tokens_N))
+
+
 def _sequences(tokens_N: Tensor) -> Tensor:
     """How many have a token."""
     return (tokens_N > 0).sum().clamp(min=1).double()

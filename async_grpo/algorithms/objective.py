@@ -60,6 +60,11 @@ def whole_batch_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
     return _product(tokens, [correction for correction in config.corrections if correction.needs_whole_batch])
 
 
+def every_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
+    """Of all corrections. Where a batch is trained in several updates they are taken once, before the first."""
+    return _product(tokens, config.corrections)
+
+
 def _product(tokens: Tokens, corrections: Iterable[CorrectionConfig]) -> Tensor:
     constant = tokens.detached()
     multiplier_N = torch.ones_like(constant.log_rho_N)

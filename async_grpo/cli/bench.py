@@ -45,12 +45,36 @@ def rollout(json_file: JsonFile = None, quick: Quick = False) -> None:
 
 
 @app.command()
+def trainer(
+    json_file: JsonFile = None,
+    quick: Quick = False,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON lines with GSM8K's fields; else prompts are random.")
+    ] = None,
+) -> None:
+    """A training step: tokens a second beside padded batches in plain PyTorch, ceilings, streaming beside waiting.
+
+    A random model of 8 million parameters, lengths as GSM8K has them. Takes about ten minutes.
+    """
+    _measure("trainer", json_file, quick=quick, data=data)
+
+
+@app.command()
 def weights(json_file: JsonFile = None, quick: Quick = False) -> None:
     """The weight plane: a whole model beside a TCP loop, gloo and a file; patches; relays; the trainer's stall.
 
     1.08 GB in the shapes of Qwen2.5-0.5B. Needs 8 GB of free memory, and takes about five minutes.
     """
     _measure("weights", json_file, quick=quick)
+
+
+@app.command()
+def data(json_file: JsonFile = None, quick: Quick = False) -> None:
+    """Preparing data: rows a second beside a plain loop over the tokenizer, and how fast a run has its data.
+
+    20,000 made-up word problems, a tokenizer of 4,096 tokens. Takes about a minute.
+    """
+    _measure("data", json_file, quick=quick)
 
 
 def _measure(name: str, json_file: Path | None, **options: Any) -> None:

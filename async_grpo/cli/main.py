@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from async_grpo.cli import bench, buffer
+from async_grpo.cli import bench, buffer, checkpoints
+from async_grpo.cli.doctor import PlatformChoice, report
 from async_grpo.cli.exits import exit_with
+from async_grpo.cli.prepare import prepare
+from async_grpo.cli.sweep import sweep
 from async_grpo.errors import ConfigError
 
 app = typer.Typer(
@@ -24,6 +26,10 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(buffer.app, name="buffer")
+app.command()(prepare)
+app.command()(sweep)
+app.command()(checkpoints.convert)
+app.command()(checkpoints.export)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml")]
 Overrides = Annotated[
@@ -48,7 +54,7 @@ def run(
     from async_grpo.launch.run import run as run_all
 
     def work() -> int:
-        resolved = resolve(config, override or [])
+        resolved = resolve(config, override or [], planning=dry_run)
         if dry_run:
             Console().print(describe(resolved))
             return 0
@@ -90,19 +96,14 @@ def trainer(config: ConfigArgument, override: Overrides = None) -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Say what is installed, what is missing and what to type."""
-    from async_grpo.doctor.checks import examine
-
-    findings = examine()
-    table = Table(title="async-grpo doctor (platform: cpu)", show_lines=False)
-    for column in ("", "what", "found", "what to type"):
-        table.add_column(column)
-    for finding in findings:
-        mark = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]optional[/]"}[finding.ok]
-        table.add_row(mark, finding.name, finding.found, "" if finding.ok else finding.fix)
-    Console().print(table)
-    raise typer.Exit(1 if any(finding.ok is False for finding in findings) else 0)
+def doctor(
+    platform: Annotated[PlatformChoice, typer.Option(help="What trainer and engine are to compute on.")] = (
+        PlatformChoice.cpu
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+) -> None:
+    """Say what is installed, what is missing and what to type. Exit code 1: something that is needed is missing."""
+    raise typer.Exit(report(platform, as_json=as_json))
 
 
 def _command_line() -> str:

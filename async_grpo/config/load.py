@@ -56,14 +56,15 @@ def dump(config: RunConfig) -> str:
 
 
 def _read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
-    """The file's mapping over that of its `base`, key by key."""
+    """The file's mapping over those of its `base`, a file or a list of them of which the later win, key by key."""
     if depth > _MAX_LAYERS:
         raise ConfigError(f"{path}: more than {_MAX_LAYERS} layers of `base:`. Does a file name itself as its base?")
     raw = _read_yaml(path)
     base = raw.pop("base", None)
-    if base is None:
-        return raw
-    return _merge(_read_layers(path.parent / str(base), depth + 1), raw)
+    below: dict[str, Any] = {}
+    for file in base if isinstance(base, list) else [base] if base is not None else []:
+        below = _merge(below, _read_layers(path.parent / str(file), depth + 1))
+    return _merge(below, raw)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

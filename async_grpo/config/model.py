@@ -26,6 +26,9 @@ class ModelConfig(StrictModel):
 
     path: Path | None = None
     """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer)."""
+    architecture: str | None = None
+    """The public model that `path` holds, such as qwen2.5-7b. With it `--dry-run` works where the files are not; where
+    they are, another model in `path` is an error. docs/platforms.md lists the names."""
     warmup: WarmupConfig | None = None
     """Make a tiny policy by a short supervised stage on the arithmetic task (cached)."""
     random: RandomModelConfig | None = None
@@ -40,5 +43,10 @@ class ModelConfig(StrictModel):
             raise ValueError(
                 f"exactly one of path, warmup, random says where the policy comes from, but {given or 'none'} "
                 "is given. Set model.path to a Hugging Face checkpoint folder, or keep only one of them"
+            )
+        if self.architecture is not None and self.path is None:
+            raise ValueError(
+                f"architecture {self.architecture!r} says what model.path holds, and there is no path. Set model.path, "
+                "or leave model.architecture out"
             )
         return self

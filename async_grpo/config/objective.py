@@ -102,7 +102,7 @@ class ObjectiveConfig(StrictModel):
     corrections: list[CorrectionConfig] = []
     """Applied together: [geo_rs, {kind: token_tis, cap: 3}]."""
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from a reference policy."""
+    """Weight of the KL divergence from the policy of trainer.reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -172,15 +172,6 @@ class ObjectiveConfig(StrictModel):
             raise ValueError(
                 f"{carrier}, and correction {weights[0]} would multiply by it once more. Drop {weights[0]}, or set "
                 "loss to ppo_clip and prox to recompute"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _not_in_this_version(self) -> ObjectiveConfig:
-        if self.kl_beta > 0:
-            raise ValueError(
-                f"kl_beta {self.kl_beta:g} needs the log-probabilities of a reference model, and there is no reference "
-                "model in this version: the term would be missing. Set trainer.objective.kl_beta to 0"
             )
         return self
 

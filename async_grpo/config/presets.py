@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "lite_ppo")
+WHOLE_BATCH_ADVANTAGES = ("reinforce_pp_baseline", "lite_ppo")
+"""Those that look beyond the group."""
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
 
 DIALS = ("clip_low", "clip_high", "dual_clip", "behaviour_cap", "sapo_tau_positive", "sapo_tau_negative")

@@ -50,6 +50,9 @@ class VllmConfig(StrictModel):
     """Memory for the KV cache on CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Of an accelerator; unused on CPU."""
+    device_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one accelerator, for the plan that is checked before a run starts. None: what the machine says of
+    itself, and no check where it says nothing."""
     tensor_parallel: PositiveInt = 1
     enforce_eager: bool = True
     multiprocessing: bool = True
@@ -67,6 +70,7 @@ class VllmConfig(StrictModel):
     def _of_this_platform(self) -> VllmConfig:
         accelerators = ("cuda", "ascend")
         dials = {"kv_cache_bytes": ("cpu",), "gpu_memory_utilization": accelerators, "additional_config": ("ascend",)}
+        dials["device_memory_gib"] = accelerators
         for name, platforms in dials.items():
             changed = getattr(self, name) != type(self).model_fields[name].default
             if changed and self.platform not in platforms:

@@ -123,16 +123,26 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _whole_sequences_fit(self) -> RunConfig:
         longest = self.rollout.vllm.max_model_len
-        if self.trainer.micro_batch_tokens < longest:
+        if self.trainer.micro_batch_tokens < longest and self.trainer.overlong == "error":
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below rollout.vllm.max_model_len "
-                f"({longest}): a long sequence would fit no micro-batch. Raise trainer.micro_batch_tokens"
+                f"({longest}): a long sequence would fit no micro-batch. Raise trainer.micro_batch_tokens, or set "
+                "trainer.overlong to truncate or drop"
             )
         made = self.model.warmup or self.model.random
         if made is not None and made.max_positions < longest:
             raise ValueError(
                 f"rollout.vllm.max_model_len ({longest}) is above the {made.max_positions} positions of the model that "
                 "is made. Lower it, or raise max_positions of model.warmup or model.random"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_for_every_mini_batch(self) -> RunConfig:
+        if self.trainer.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"trainer.mini_batches ({self.trainer.mini_batches}) is above groups_per_step "
+                f"({self.groups_per_step}): some updates would have no group. Lower trainer.mini_batches"
             )
         return self
 

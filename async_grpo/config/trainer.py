@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from async_grpo.config.base import PositiveInt, Seconds, StrictModel
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.step import ReferenceConfig, check_kl, check_streaming
 
 
 class OptimizerConfig(StrictModel):
@@ -23,6 +24,8 @@ class OptimizerConfig(StrictModel):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    offload: bool = False
+    """Keep fp32 masters and moments in the host's memory between updates: room for activations, the same numbers."""
 
     @model_validator(mode="after")
     def _floor_below_peak(self) -> OptimizerConfig:
@@ -36,34 +39,115 @@ class CheckpointConfig(StrictModel):
 
     every_steps: PositiveInt = 10
     keep: PositiveInt = 2
+    """The newest so many stay."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """So many of the best evaluated (eval.every_steps) stay, too, however old; `checkpoints/best` names the best."""
+    background: bool = True
+    """Write beside the training: a step waits only until its state is copied into memory."""
+    timeout_s: Seconds = 1800.0
+    """The longest that writing one may take."""
+    export_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Export weights as checkpoints/hf-VERSION, too, kept like checkpoints. 0: only at the end, as checkpoints/hf."""
 
 
 class TrainerConfig(StrictModel):
     """The Megatron-core trainer."""
 
-    platform: Literal["cpu"] = "cpu"
-    """What the trainer computes on; this version knows the CPU only."""
+    platform: Literal["cpu", "cuda", "npu"] = "cpu"
+    """What the trainer computes on. Never chosen by what happens to be installed; see docs/platforms.md."""
+    device_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one device, for the plan that is checked before a run starts. None: what the machine says of itself,
+    and no check where it says nothing."""
+    device_peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Dense TFLOP/s of one device at the run's precision, for the utilisation that is reported. None: the vendor's
+    figure for a device of its name, if it is a known one."""
     processes: PositiveInt = 1
-    """Ranks that torchrun starts: tensor_parallel * pipeline_parallel * data-parallel size."""
+    """Ranks that torchrun starts: tensor_parallel * pipeline_parallel * context_parallel * data-parallel size."""
     tensor_parallel: PositiveInt = 1
+    """Ranks that share every matrix."""
     pipeline_parallel: PositiveInt = 1
+    """Ranks that share the layers, each a run of them of the same length."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share every sequence: for long ones, whose activations are most of the memory."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share the experts of a mixture-of-experts model. They are ranks that the others count too, so that
+    it does not multiply into `processes`."""
+    sequence_parallel: bool = False
+    """Share the activations between the matrices, too, over the tensor-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Compute activations anew in the backward pass in place of keeping them: of attention (selective), of whole
+    layers (full). Less memory, more time, the same numbers."""
     threads: PositiveInt = 1
     """torch threads a rank on CPU."""
     micro_batch_tokens: PositiveInt = 8192
     """Sequences are packed, without padding, into micro-batches of at most this many tokens."""
+    overlong: Literal["error", "truncate", "drop"] = "error"
+    """What happens to a sequence that fits no micro-batch. `truncate`: its first tokens are trained. `drop`: none is.
+    Either way all of its tokens stay in the denominator of the loss: the gradient of the others does not grow."""
+    num_iterations: PositiveInt = 1
+    """How often a step goes over its batch."""
+    mini_batches: PositiveInt = 1
+    """Optimizer updates of one pass over the batch; the groups are dealt out to them anew in every pass."""
+    streaming: bool = False
+    """Begin with the groups that are there, while others are still being generated."""
+    max_skipped_steps: PositiveInt = 3
+    """A step whose loss or gradient is not finite is skipped; so many in a row end the run."""
     take_timeout_s: Seconds = 600.0
     """How long the trainer waits for a batch before it ends with an error."""
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of one step."""
+        return self.num_iterations * self.mini_batches
+
+    @model_validator(mode="after")
+    def _step_can_be_made(self) -> TrainerConfig:
+        check_kl(self.objective, self.reference)
+        if self.streaming:
+            check_streaming(self.objective, num_iterations=self.num_iterations, mini_batches=self.mini_batches)
+        return self
+
+    @model_validator(mode="after")
+    def _of_this_platform(self) -> TrainerConfig:
+        if self.platform == "cpu" and (self.device_memory_gib or self.device_peak_tflops):
+            raise ValueError(
+                "device_memory_gib and device_peak_tflops describe an accelerator and would have no effect: the "
+                "platform is cpu. Remove them, or set trainer.platform to cuda or npu"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> TrainerConfig:
-        block = self.tensor_parallel * self.pipeline_parallel
+        block = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if self.processes % block:
             raise ValueError(
-                f"processes ({self.processes}) is not a multiple of tensor_parallel * pipeline_parallel "
-                f"({self.tensor_parallel} * {self.pipeline_parallel} = {block}). "
+                f"processes ({self.processes}) is not a multiple of tensor_parallel * pipeline_parallel * "
+                f"context_parallel ({self.tensor_parallel} * {self.pipeline_parallel} * {self.context_parallel} = "
+                f"{block}): some ranks would have no part. "
                 f"Set trainer.processes to {block} times the data-parallel size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit_into_a_stage(self) -> TrainerConfig:
+        ranks = self.processes // self.pipeline_parallel
+        if ranks % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel ({self.expert_parallel}) does not divide the {ranks} ranks of a pipeline stage "
+                f"(processes {self.processes} / pipeline_parallel {self.pipeline_parallel}): the experts could not be "
+                f"laid out evenly. Set trainer.expert_parallel to a divisor of {ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_parallel_has_ranks(self) -> TrainerConfig:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "sequence_parallel shares activations over the tensor-parallel ranks, but tensor_parallel is 1, so "
+                "there is nobody to share with. Set trainer.tensor_parallel above 1, or leave sequence_parallel out"
             )
         return self

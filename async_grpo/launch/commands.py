@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from async_grpo.config import RunConfig
+from async_grpo.devices import devices_of
+from async_grpo.launch.devices import KINDS, deal_devices
 from async_grpo.launch.role import RoleSpec
 from async_grpo.launch.run_folder import RunFolder
 
@@ -24,12 +27,28 @@ def trainer_argv(config: RunConfig, folder: RunFolder, model: Path) -> list[str]
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
-    """Every role of a run on this machine."""
+    """Every role of a run on this machine, each with the devices that are its own. Raises ConfigError."""
+    devices = deal_devices(config, os.environ, _devices_here(config))
     threads = {"OMP_NUM_THREADS": str(config.trainer.threads)}
+    # torchrun passes SIGTERM on, and kills ranks that still write their checkpoint after 30 s, unless told otherwise.
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.launch.stop_timeout_s))}
     restarts = config.launch.restarts
     trainer = RoleSpec(
-        "trainer", trainer_argv(config, folder, model), folder.log("trainer"), restarts.trainer, env=threads
+        "trainer",
+        trainer_argv(config, folder, model),
+        folder.log("trainer"),
+        restarts.trainer,
+        env=threads | patience | devices["trainer"],
     )
     names = [f"rollout-{index}" for index in range(config.rollout.servers)]
-    servers = [RoleSpec(name, rollout_argv(folder, model, name), folder.log(name), restarts.rollout) for name in names]
+    servers = [
+        RoleSpec(name, rollout_argv(folder, model, name), folder.log(name), restarts.rollout, env=devices[name])
+        for name in names
+    ]
     return [trainer, *servers]
+
+
+def _devices_here(config: RunConfig) -> int | None:
+    """None where the vendor's tool is not there to ask: the roles find out."""
+    kinds = {KINDS[config.trainer.platform], KINDS[config.rollout.vllm.platform]} - {"cpu"}
+    return sum(len(devices_of(kind)) for kind in kinds) or None

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, RoleFailed
+from trainer.model.families import FAMILIES, known_families
 
-KNOWN_MODELS = ("qwen2",)
-"""`model_type` of the checkpoints that the trainer can load."""
 RECIPE = 1
 """Raised when the code that makes a model changes its result, so that old cached ones are not used."""
 
@@ -33,10 +32,10 @@ def check_model(path: Path) -> Path:
                 "Point model.path at the folder that holds config.json and the safetensors files"
             )
     kind = json.loads((path / "config.json").read_text()).get("model_type")
-    if kind not in KNOWN_MODELS:
+    if kind not in FAMILIES:
         raise ConfigError(
-            f"model.path: {path} is a {kind!r} model; this version trains {', '.join(KNOWN_MODELS)} (Qwen2, Qwen2.5). "
-            "Choose a checkpoint of that family"
+            f"model.path: {path} is a {kind!r} model; the trainer builds {known_families()}. "
+            "Choose a checkpoint of one of them"
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file. Convert the weights to safetensors")
@@ -46,7 +45,7 @@ def check_model(path: Path) -> Path:
 async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     """The folder of the first policy; making one reports through `say`. Raises ConfigError, RoleFailed."""
     if config.model.path is not None:
-        return check_model(config.model.path.absolute())
+        return _check_trainable(check_model(config.model.path.absolute()), config)
     source = "warmup" if config.model.warmup is not None else "random"
     target = cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
     if (target / "config.json").exists():
@@ -56,6 +55,16 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     say(f"making the first policy ({source}); it is cached afterwards")
     await _make(_command(config, target), say)
     return check_model(target)
+
+
+def _check_trainable(path: Path, config: RunConfig) -> Path:
+    """Refuse now, by name, what the trainer's ranks would refuse once everything else has started."""
+    from transformers import AutoConfig
+
+    from trainer.model.checks import check_architecture
+
+    check_architecture(AutoConfig.from_pretrained(path), config.trainer)
+    return path
 
 
 def _fingerprint(config: RunConfig) -> str:

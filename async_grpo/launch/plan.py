@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from async_grpo.config import RunConfig, load
+from async_grpo.data.files import file_problems
+from async_grpo.devices import smallest_memory_gib
 from async_grpo.errors import ConfigError
+from async_grpo.launch.devices import KINDS, deal_devices
 from async_grpo.launch.models import check_model
 from async_grpo.launch.run_folder import run_name
+from async_grpo.planner.device_plan import DevicePlan, device_plan
+from async_grpo.planner.shapes import ModelShape, named_shape, shape_of
 from async_grpo.rewards.check import check_rewards
 from buffer import memory_plan
 
 
-def resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load, name and check a run: configuration, reward functions, objective, files. Raises ConfigError."""
+def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
+    """Load, name and check a run: configuration, reward functions, objective, files, memory. Raises ConfigError.
+
+    `planning`, with model.architecture set: files that are not there are no error; `describe` names them.
+    """
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     check_rewards(config.rewards)
     _check_own_objective(config)
-    if config.model.path is not None:
-        check_model(config.model.path)
-    for key, file in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
-        if file is not None and not file.is_file():
-            raise ConfigError(f"{key}: there is no file {file}. Point it at a JSON-lines file")
+    absent = _absent(config)
+    if absent and not (planning and config.model.architecture):
+        raise ConfigError(absent[0])
+    plan = _device_plan(config)
+    if plan is not None:
+        plan.check(*_device_memory(config))
     if config.redis.url is None:
         memory_plan(config).check(config.redis.max_memory_bytes, "redis.max_memory_bytes")
     return config
@@ -47,7 +57,62 @@ def describe(config: RunConfig) -> Table:
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")
     table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
+    for what, found in _device_rows(config):
+        table.add_row(what, found)
+    for problem in _absent(config):
+        table.add_row("not here yet", problem)
     return table
+
+
+def _absent(config: RunConfig) -> list[str]:
+    """What is wrong with the files that the run begins with."""
+    problems = []
+    if config.model.path is not None:
+        try:
+            check_model(config.model.path)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems + file_problems(config.data)
+
+
+def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """Which devices each role gets, and what their memory is needed for; nothing for the CPU."""
+    dealt = {role: shown for role, shown in deal_devices(config, {}).items() if any(shown.values())}
+    rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
+    plan = _device_plan(config)
+    return [*(rows if dealt else []), *(plan.rows(*_device_memory(config)) if plan is not None else [])]
+
+
+def _device_plan(config: RunConfig) -> DevicePlan | None:
+    """None where nothing computes on an accelerator, and for the tiny models that a run makes for itself."""
+    if {config.trainer.platform, config.rollout.vllm.platform} == {"cpu"} or config.model.path is None:
+        return None
+    shape = _shape(config.model.path / "config.json", config.model.architecture)
+    return None if shape is None else device_plan(config, shape)
+
+
+def _shape(file: Path, architecture: str | None) -> ModelShape | None:
+    """Of the checkpoint, else of the public model of that name; None if neither is there. Raises ConfigError if they
+    differ."""
+    named = None if architecture is None else named_shape(architecture)
+    if not file.is_file():
+        return named
+    found = shape_of(json.loads(file.read_text()))
+    if named is not None and found != named:
+        raise ConfigError(
+            f"model.architecture is {architecture}, but {file} is another model: {found}, where {named} is expected. "
+            "Point model.path at that model, or correct or remove model.architecture"
+        )
+    return found
+
+
+def _device_memory(config: RunConfig) -> tuple[float | None, float | None]:
+    """GiB of a device of the trainer and of a rollout server: as configured, else as this machine's tools say."""
+    trainer, vllm = config.trainer, config.rollout.vllm
+    return (
+        trainer.device_memory_gib or smallest_memory_gib(KINDS[trainer.platform]),
+        vllm.device_memory_gib or smallest_memory_gib(KINDS[vllm.platform]),
+    )
 
 
 def _check_own_objective(config: RunConfig) -> None:

@@ -22,6 +22,14 @@ from async_grpo.errors import ConfigError
 _FREE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry")
 """Sections that may change between a run and its resumption: they do not change what is learned."""
 
+_FREE_KEYS = (
+    *("trainer.platform", "trainer.processes", "trainer.threads", "trainer.take_timeout_s", "trainer.checkpoint"),
+    *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.context_parallel", "trainer.expert_parallel"),
+    *("trainer.sequence_parallel", "trainer.recompute", "trainer.optimizer.offload"),
+)
+"""Nor do these: how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by
+any layout, so that a run begun on eight devices goes on with two."""
+
 _SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
 
 
@@ -129,12 +137,21 @@ def run_name(base: str, overrides: Iterable[str]) -> str:
     return (base + "".join(parts))[:64]
 
 
+def changed_keys(before: Any, after: Any) -> list[str]:
+    """Dotted keys whose values differ between two resolved configurations; where a run works does not count.
+
+    >>> changed_keys({"seed": 1, "redis": {"url": "a"}}, {"seed": 2, "redis": {"url": "b"}})
+    ['seed']
+    """
+    return sorted(key for key in _differences(before, after) if not _is_free(key))
+
+
 def _short(value: str) -> str:
     return value if _SAFE_VALUE.match(value) else hashlib.sha256(value.encode()).hexdigest()[:8]
 
 
 def _is_free(key: str) -> bool:
-    return key.split(".")[0] in _FREE_SECTIONS
+    return any(key == free or key.startswith(f"{free}.") for free in (*_FREE_SECTIONS, *_FREE_KEYS))
 
 
 def _remove(folder: RunFolder) -> None:
@@ -148,8 +165,7 @@ def _remove(folder: RunFolder) -> None:
 
 def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
     before = yaml.safe_load(folder.config_file.read_text())
-    changed = sorted(_differences(before, config.model_dump(mode="json")))
-    changed = [key for key in changed if not _is_free(key) and key != "steps"]
+    changed = [key for key in changed_keys(before, config.model_dump(mode="json")) if key != "steps"]
     if changed:
         raise ConfigError(
             f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "

@@ -17,6 +17,8 @@ BLUE, ORANGE, GREEN, RED, GREY = "#2f6db5", "#e08a1e", "#3a9a5b", "#c4443c", "#8
 _PART_COLORS = {
     "wait": "#d9dce1",
     "pack": "#8fb8de",
+    "prox": "#6f8f86",
+    "reference": "#a3b86c",
     "train": BLUE,
     "optimizer": "#1d3f6e",
     "publish": ORANGE,

@@ -51,14 +51,14 @@ class Story:
         return [row for row in read_rows(self.run_dir / "metrics.jsonl") if row["kind"] == "step"]
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    return asyncio.run(live_through(tmp_path_factory.mktemp("run")))
+@pytest.fixture(scope="module", params=["whole batches", pytest.param("streamed", marks=pytest.mark.slow)])
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("run")
+    return asyncio.run(live_through(folder, run_config(folder, streaming=request.param == "streamed")))
 
 
-async def live_through(folder: Path) -> Story:
+async def live_through(folder: Path, config: RunConfig) -> Story:
     model = make_model(folder / "model")
-    config = run_config(folder)
     server = EmbeddedServer(folder / "server", config.redis)
     try:
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": server.start()})})
@@ -141,7 +141,7 @@ def trained(config: RunConfig) -> int:
 
 
 async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while not done():
             await asyncio.sleep(0.02)
 
@@ -164,7 +164,7 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def run_config(folder: Path) -> RunConfig:
+def run_config(folder: Path, *, streaming: bool) -> RunConfig:
     raw: dict[str, Any] = {
         "name": f"trainer-run-{os.getpid()}",
         "runs_dir": str(folder / "runs"),
@@ -177,6 +177,7 @@ def run_config(folder: Path) -> RunConfig:
         "rollout": {"vllm": {"max_model_len": 128}},
         "trainer": {
             "micro_batch_tokens": 128,
+            "streaming": streaming,
             "take_timeout_s": 60,
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every_steps": 2, "keep": 2},

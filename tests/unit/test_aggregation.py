@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from async_grpo.algorithms import AGGREGATIONS
+from async_grpo.algorithms import AGGREGATIONS, denominator
 from async_grpo.config.presets import AGGREGATIONS as NAMES
 
 LENGTHS = [3, 0, 5, 1, 8, 2, 0, 7]
@@ -61,3 +61,12 @@ def test_value_and_gradient_do_not_depend_on_the_split(rule: str, parts: int) ->
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 def test_a_batch_with_nothing_to_train_has_weight_zero_everywhere(rule: str) -> None:
     assert AGGREGATIONS[rule](torch.zeros(3, dtype=torch.int64), LONGEST).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+def test_without_its_denominator_a_weight_is_the_sequences_own(rule: str) -> None:
+    tokens = torch.tensor(LENGTHS)
+    whole = AGGREGATIONS[rule](tokens, LONGEST) * denominator(rule, tokens)
+    parts = [AGGREGATIONS[rule](part, LONGEST) * denominator(rule, part) for part in tokens.split([3, 1, 4])]
+    assert torch.allclose(torch.cat(parts), whole, rtol=1e-12)
+    assert torch.allclose(whole / denominator(rule, tokens), AGGREGATIONS[rule](tokens, LONGEST), rtol=1e-12)

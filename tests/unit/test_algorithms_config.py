@@ -116,7 +116,6 @@ def test_a_correction_is_named_alone_and_gets_its_defaults(kind: str) -> None:
         ({"clip_low": 1.5}, "1 - clip_low is the least ratio"),
         ({"clip_high": None}, "loss decoupled needs clip_high"),
         ({"options": {"scale": 2}}, "options are for a loss of your own"),
-        ({"kl_beta": 0.04}, "no reference model in this version.*Set trainer.objective.kl_beta to 0"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason_and_the_fix(objective: dict[str, Any], says: str) -> None:

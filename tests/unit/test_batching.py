@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigError
-from trainer.batching import pack_batch
+from trainer.batching import cost, pack_batch, split_groups
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
@@ -47,3 +49,55 @@ def test_three_long_sequences_on_two_ranks_leave_one_micro_batch_empty() -> None
 def test_a_sequence_that_cannot_fit_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"Raise trainer\.micro_batch_tokens to 101"):
         pack_batch([5, 101], ranks=1, max_tokens=100)
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), quadratic=st.floats(0.0, 0.1))
+def test_no_rank_has_more_work_than_a_sequence_over_the_idlest(
+    lengths: list[int], ranks: int, quadratic: float
+) -> None:
+    packed = pack_batch(lengths, ranks=ranks, max_tokens=60, quadratic=quadratic)
+    loads = [sum(cost(lengths[i], quadratic) for bin_ in rank for i in bin_) for rank in packed]
+    assert max(loads) - min(loads) <= cost(max(lengths), quadratic) + 1e-6
+
+
+def test_where_attention_counts_one_long_sequence_weighs_more_than_as_many_tokens_in_short_ones() -> None:
+    lengths = [1000] + [100] * 10
+    by_tokens = pack_batch(lengths, ranks=2, max_tokens=2000)
+    by_work = pack_batch(lengths, ranks=2, max_tokens=2000, quadratic=1e-3)
+    assert sorted(len(indices) for rank in by_tokens for indices in rank) == [1, 10]
+    alone = next(rank for rank in by_work if any(0 in indices for indices in rank))
+    assert alone == [[0]]
+    assert cost(1000, 1e-3) > sum(cost(100, 1e-3) for _ in range(10))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_micro_batches_of_a_mix_like_that_of_gsm8k_are_full_and_ranks_are_even(ranks: int, seed: int) -> None:
+    generator = random.Random(seed)
+    prompts = [round(generator.lognormvariate(4.6, 0.35)) for _ in range(256)]
+    lengths = [min(1500, prompt + round(generator.lognormvariate(5.2, 0.5))) for prompt in prompts for _ in range(8)]
+    packed = pack_batch(lengths, ranks=ranks, max_tokens=4096, quadratic=3e-5)
+    loads = [sum(cost(lengths[i], 3e-5) for bin_ in rank for i in bin_) for rank in packed]
+    assert sum(lengths) / (ranks * len(packed[0]) * 4096) >= 0.95
+    assert sum(loads) / (ranks * max(loads)) >= 0.99
+
+
+def test_what_leaves_no_room_when_it_is_spread_evenly_is_packed_tighter() -> None:
+    assert len(pack_batch([6, 5, 5, 4, 4, 3, 3], ranks=1, max_tokens=10)[0]) == 3
+
+
+def test_a_batch_with_nothing_to_read_is_one_empty_micro_batch_a_rank() -> None:
+    assert pack_batch([], ranks=2, max_tokens=10) == [[[]], [[]]]
+
+
+@given(groups=st.integers(1, 40), parts=st.integers(1, 8), seed=st.integers(0, 5))
+def test_every_group_is_in_one_mini_batch_of_every_pass(groups: int, parts: int, seed: int) -> None:
+    split = split_groups(groups, parts, seed=seed, version=3, iteration=1)
+    assert sorted(group for part in split for group in part) == list(range(groups))
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+    assert split == split_groups(groups, parts, seed=seed, version=3, iteration=1)
+
+
+def test_every_pass_deals_the_groups_out_anew() -> None:
+    splits = [split_groups(32, 4, seed=1, version=v, iteration=i) for v in range(3) for i in range(3)]
+    assert len({str(split) for split in splits}) == len(splits)

@@ -18,10 +18,14 @@ def config_of(**changes: Any) -> RunConfig:
 
 def test_the_worst_case_is_a_full_window_a_full_log_and_the_longest_completions() -> None:
     """Per group: 8 samples of 64 tokens and a prompt of 512 tokens."""
-    plan = memory_plan(config_of(trainer={"checkpoint": {"every_steps": 5}}))
+    plan = memory_plan(config_of(trainer={"checkpoint": {"every_steps": 5, "background": False}}))
     group = 8 * (64 * 14 + 512) + 512 * 10 + 2048
     assert (plan.group_bytes, plan.active_groups, plan.logged_groups, plan.waiting_tasks) == (group, 4, 10, 8)
     assert plan.needed_bytes == int(1.25 * (14 * group + 8 * (512 * 10 + 2048)))
+
+
+def test_a_checkpoint_in_the_background_can_leave_two_periods_in_the_log() -> None:
+    assert memory_plan(config_of(trainer={"checkpoint": {"every_steps": 5}})).logged_groups == 20
 
 
 def test_no_more_steps_are_logged_than_the_run_has() -> None:
@@ -31,7 +35,7 @@ def test_no_more_steps_are_logged_than_the_run_has() -> None:
 def test_a_server_that_is_too_small_is_refused_with_the_arithmetic() -> None:
     plan = memory_plan(config_of())
     with pytest.raises(
-        ConfigError, match=r"allows 0 MiB.* 1\.25 \* \(\(4 active \+ 20 logged groups\) \* 18 KiB"
+        ConfigError, match=r"allows 1 MiB.* 1\.25 \* \(\(4 active \+ 40 logged groups\) \* 18 KiB"
     ) as error:
         plan.check(plan.needed_bytes - 1, "redis.max_memory_bytes")
     assert "Raise redis.max_memory_bytes" in str(error.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.retention import superfluous
+from trainer.retention import ranked, spared, superfluous
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,36 @@ def test_the_saved_one_and_those_before_it_stay_and_unmarked_ones_above_it_go(
     versions: list[int], saved: int, keep: int, deleted: list[int]
 ) -> None:
     assert superfluous(versions, saved=saved, keep=keep) == deleted
+
+
+def test_what_is_spared_stays_however_old_and_never_instead_of_a_newer_one() -> None:
+    assert superfluous([2, 4, 6, 8], saved=8, keep=2, spared=[2]) == [4]
+    assert superfluous([2, 4, 6, 8], saved=4, keep=2, spared=[8]) == [6, 8]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best_first"),
+    [
+        ({}, []),
+        ({10: 0.5, 20: 0.7, 30: 0.6}, [20, 30, 10]),
+        ({10: 0.7, 20: 0.7}, [20, 10]),
+        ({0: 0.9, 9: 0.9}, []),
+        ({13: 0.5, 17: 0.9}, [10]),
+        ({20: 0.1, 25: 0.9, 30: 0.2}, [30, 20]),
+        ({39: 0.5, 40: 0.9}, [30]),
+    ],
+    ids=["none", "each", "equal", "before the first", "late", "the first counts", "too late"],
+)
+def test_checkpoints_are_ranked_by_the_evaluation_that_belongs_to_them(
+    accuracies: dict[int, float], best_first: list[int]
+) -> None:
+    assert ranked([10, 20, 30], accuracies, span=10) == best_first
+
+
+def test_without_keep_best_nothing_is_spared() -> None:
+    assert spared([10, 20], {10: 0.9}, span=10, keep=1, keep_best=0) == []
+
+
+def test_one_that_waits_for_its_evaluation_is_spared_but_not_without_end() -> None:
+    assert spared([10, 20, 30, 40, 50], {}, span=10, keep=1, keep_best=2) == [40, 30]
+    assert spared([10, 20, 30, 40, 50], {40: 0.1, 20: 0.5}, span=10, keep=1, keep_best=2) == [20, 40]

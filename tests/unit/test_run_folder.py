@@ -40,6 +40,33 @@ def test_where_it_runs_does_not_change_the_name() -> None:
     assert run_name("q", ["redis.url=redis://h:1", "launch.stop_timeout_s=3"]) == "q"
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.processes=8",
+        "trainer.tensor_parallel=2",
+        "trainer.optimizer.offload=true",
+        "trainer.checkpoint.every_steps=5",
+        "trainer.recompute=full",
+    ],
+)
+def test_how_the_trainer_is_laid_out_does_not_change_the_name(key: str) -> None:
+    assert run_name("q", [key]) == "q"
+
+
+@pytest.mark.parametrize("key", ["trainer.optimizer.lr=1", "trainer.micro_batch_tokens=9", "trainer.processes_of=1"])
+def test_what_the_trainer_learns_from_does(key: str) -> None:
+    assert run_name("q", [key]) != "q"
+
+
+def test_a_run_is_resumed_with_another_layout_of_the_trainer(tmp_path: Path) -> None:
+    began = config(tmp_path, trainer={"processes": 4, "tensor_parallel": 2, "pipeline_parallel": 2})
+    write(open_run(began), began)
+    open_run(config(tmp_path, trainer={"processes": 2, "optimizer": {"offload": True}}))
+    with pytest.raises(ConfigError, match=r"other values of trainer\.optimizer\.lr\. "):
+        open_run(config(tmp_path, trainer={"processes": 2, "optimizer": {"lr": 0.5}}))
+
+
 def test_the_same_experiment_is_resumed(tmp_path: Path) -> None:
     folder = open_run(config(tmp_path))
     write(folder, config(tmp_path))

@@ -11,8 +11,8 @@ from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.wire import Batch, Group, Sample, Task, Turn, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
 from trainer.metrics import step_row
-from trainer.sequences import MIXED, micro_batch, sequences_of, targets_of
-from trainer.step import StepResult
+from trainer.result import StepResult
+from trainer.sequences import MIXED, micro_batch, reweighed, sequences_of, targets_of
 
 PROMPT = [7, 8, 9]
 
@@ -93,3 +93,35 @@ def test_groups_of_unequal_size_have_advantages_of_their_own() -> None:
 
 def scored(sample: Sample, reward: float) -> Sample:
     return replace(sample, reward=reward)
+
+
+def test_a_sequence_that_is_too_long_is_cut_and_the_others_keep_their_weight() -> None:
+    batch, objective = batch_of(OLD_AND_YOUNG, YOUNG), ObjectiveConfig()
+    whole = sequences_of(batch, objective, 64)
+    cut = sequences_of(batch, objective, 64, room=6, truncate=True)
+    assert [member.overlong for member in cut] == [True, False]
+    assert cut[0].tokens.tolist() == whole[0].tokens.tolist()[:7]
+    assert cut[0].length == 6
+    assert [member.trained_tokens for member in cut] == [4, 4]
+    assert [member.weight for member in cut] == [member.weight for member in whole]
+    assert targets_of(cut).index_N.tolist() == list(range(8))
+
+
+def test_or_it_is_dropped_and_counts_all_the_same() -> None:
+    dropped = sequences_of(batch_of(OLD_AND_YOUNG, YOUNG), ObjectiveConfig(), 64, room=6)
+    assert [member.trained_tokens for member in dropped] == [0, 4]
+    assert [member.weight for member in dropped] == pytest.approx([1 / 10] * 2)
+
+
+def test_one_whose_prompt_alone_is_too_long_gets_no_gradient() -> None:
+    (member,) = sequences_of(batch_of(YOUNG), ObjectiveConfig(), 64, room=2, truncate=True)
+    assert (member.trained_tokens, member.overlong) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"), [("token_mean", [1 / 6, 1 / 4]), ("seq_mean_token_mean", [1 / 6, 1 / 4])]
+)
+def test_the_weights_of_a_mini_batch_are_those_of_a_batch_of_its_own(aggregation: str, weights: list[float]) -> None:
+    objective = ObjectiveConfig(aggregation=aggregation)
+    members = sequences_of(batch_of(OLD_AND_YOUNG, YOUNG), objective, 64)
+    assert [reweighed([member], objective, 64)[0].weight for member in members] == pytest.approx(weights)

@@ -11,61 +11,37 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from async_grpo.errors import ConfigError
+from async_grpo.config.trainer import TrainerConfig
+from trainer.model.families import family_of, head_dim, rope_of
+from trainer.model.trained_positions import TrainedPositionsModel
 from trainer.platform import Platform
 
-SUPPORTED = ("qwen2",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
-def check_architecture(hf: PretrainedConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raise ConfigError for a model that cannot be built, or not cut into so many parts."""
-    if hf.model_type not in SUPPORTED:
-        raise ConfigError(
-            f"model_type {hf.model_type!r} is not supported by the trainer, only {', '.join(SUPPORTED)} (Qwen2, "
-            "Qwen2.5). Choose another model.path"
-        )
-    rope = (getattr(hf, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope != "default" or getattr(hf, "use_sliding_window", False) or hf.hidden_act != "silu":
-        raise ConfigError(
-            f"the trainer builds Qwen2 with plain rotary embeddings, full attention and silu, but the checkpoint "
-            f"has rope_type {rope!r}, use_sliding_window {getattr(hf, 'use_sliding_window', False)}, "
-            f"hidden_act {hf.hidden_act!r}. Choose another model.path"
-        )
-    for name, size, parts, key in (
-        ("num_key_value_heads", hf.num_key_value_heads, tensor_parallel, "tensor_parallel"),
-        ("num_attention_heads", hf.num_attention_heads, tensor_parallel, "tensor_parallel"),
-        ("intermediate_size", hf.intermediate_size, tensor_parallel, "tensor_parallel"),
-        ("vocab_size", hf.vocab_size, tensor_parallel, "tensor_parallel"),
-        ("num_hidden_layers", hf.num_hidden_layers, pipeline_parallel, "pipeline_parallel"),
-    ):
-        if size % parts:
-            raise ConfigError(
-                f"the model's {name} ({size}) is not a multiple of trainer.{key} ({parts}). Set trainer.{key} to a "
-                "divisor of it"
-            )
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
-def head_dim(hf: PretrainedConfig) -> int:
-    """Size of one attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
-def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-    """The Megatron configuration for the parallel sizes that are initialised now."""
+def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: TrainerConfig) -> TransformerConfig:
+    """The Megatron configuration of this model; `layout` is how the ranks are laid out now."""
+    family = family_of(hf)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        ffn_hidden_size=hf.intermediate_size,
+        ffn_hidden_size=hf.moe_intermediate_size if family.experts else hf.intermediate_size,
         kv_channels=head_dim(hf),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=True,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -78,21 +54,41 @@ def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, **overrides: An
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=layout.tensor_parallel,
+        pipeline_model_parallel_size=layout.pipeline_parallel,
+        context_parallel_size=layout.context_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence_parallel,
         # The token weights of a batch are set before the step, so gradients are summed as they are.
         calculate_per_token_loss=True,
         # Micro-batches differ in length; Megatron then insists on this dispatcher, for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        **overrides,
+        **(_expert_options(hf) if family.experts else {}),
+        **_RECOMPUTE[layout.recompute],
     )
 
 
-def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype) -> GPTModel:
-    """This rank's part of the model, its weights not yet loaded."""
-    config = transformer_config(hf, dtype)
-    return GPTModel(
+def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
+    """Every token reaches all its experts: none is dropped, and no auxiliary loss bends the policy's gradient."""
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        # Softmax over the chosen experts is softmax over all of them, normalised to 1 afterwards.
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig) -> GPTModel:
+    """This rank's part of the model on its device, the weights not yet loaded."""
+    config = transformer_config(hf, dtype, layout)
+    rope = rope_of(hf)
+    model = TrainedPositionsModel(
         config,
         platform.layer_spec(config),
         vocab_size=hf.vocab_size,
@@ -102,11 +98,20 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype) ->
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=_rope_theta(hf),
+        rotary_base=rope.theta,
+        rope_scaling=rope.factor is not None,
+        rope_scaling_factor=rope.factor or 1.0,
     )
+    _set_experts_apart(model)
+    return model.to(platform.device)
 
 
-def _rope_theta(hf: PretrainedConfig) -> float:
-    """Newer transformers keep it among the rope parameters, older ones as a field."""
-    rope = getattr(hf, "rope_parameters", None) or {}
-    return float(rope.get("rope_theta") or hf.rope_theta)
+def _set_experts_apart(model: GPTModel) -> None:
+    """Sum the gradients of experts over all ranks that have a copy of them.
+
+    Megatron does so by itself only with expert_parallel above 1. Without, it takes tensor-parallel ranks for ones that
+    have different experts, while in truth each has seen other tokens. This way, checkpoints have one form as well.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

@@ -15,19 +15,22 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.errors import DataError
-from trainer.model.build import head_dim
-from trainer.model.plan import Cut, Weight, stage_weights
+from trainer.model.families import head_dim
+from trainer.model.names import parameter_of
+from trainer.model.owners import Owners, find_owners
+from trainer.model.plan import Cut, Weight, model_tensors, stage_weights
 
 
 @torch.no_grad()
 def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the parameters of this rank. Raises DataError for a tensor that is missing or misshapen."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    """Fill the parameters of this rank. Raises DataError for a tensor that is missing, misshapen or not known."""
+    _check_known(tensors, hf)
     parameters = dict(model.named_parameters())
     for weight in _own_weights(hf):
         full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
-        parameters.pop(weight.megatron).copy_(shard(weight.cut, full, hf.num_key_value_heads, rank, ranks))
+        rank, ranks = _cut_of(weight)
+        name = parameter_of(weight.megatron, parameters)
+        parameters.pop(name).copy_(shard(weight.cut, full, hf.num_key_value_heads, rank, ranks))
     if parameters:
         raise DataError(f"no Hugging Face tensor is known for {', '.join(parameters)}: the model was not filled")
 
@@ -36,21 +39,24 @@ def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]
 def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of the whole model, on global rank 0; nothing on the other ranks.
 
-    All ranks of data-parallel rank 0 must iterate to the end: a tensor is gathered over its
-    tensor-parallel group, then sent to rank 0 by the pipeline stage that has it.
+    All ranks must iterate to the end: a tensor is gathered over the tensor-parallel ranks of its stage, or is
+    whole on the expert-parallel rank that has it, and is then sent to rank 0 by the first of them.
     """
+    owners = find_owners()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    own = parallel_state.get_pipeline_model_parallel_rank()
-    leads = parallel_state.get_tensor_model_parallel_rank() == 0
+    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     parameters = dict(model.named_parameters())
     for stage in range(stages):
-        for weight in stage_weights(hf, stage, stages):
+        for weight in stage_weights(hf, stage, stages, expert_ranks):
             if not weight.exported:
                 continue
-            full = _gather(parameters[weight.megatron], weight, hf) if stage == own else None
-            if stage and leads:
-                full = _to_first_stage(full, weight, stage, own, model.config.params_dtype)
-            if own == 0 and leads:
+            source = owners.source(stage, weight.holder)
+            full = None
+            if owners.has_part(stage, weight.holder):
+                full = _gather(parameters[parameter_of(weight.megatron, parameters)], weight, hf)
+            if source != 0:
+                full = _to_first_rank(full, weight, source, owners, model.config.params_dtype)
+            if owners.rank == 0:
                 assert full is not None
                 yield from zip(weight.hf, full, strict=True)
 
@@ -97,11 +103,33 @@ def _separate(merged: Tensor, groups: int, head_dim: int) -> list[Tensor]:
 
 
 def _own_weights(hf: PretrainedConfig) -> list[Weight]:
-    return stage_weights(
+    weights = stage_weights(
         hf,
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )
+    return [w for w in weights if w.holder in (None, parallel_state.get_expert_model_parallel_rank())]
+
+
+def _cut_of(weight: Weight) -> tuple[int, int]:
+    """(rank, ranks) that the parameter is cut over; an expert is whole."""
+    if weight.holder is not None:
+        return 0, 1
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _check_known(tensors: Mapping[str, Tensor], hf: PretrainedConfig) -> None:
+    """Nothing that was trained may be left behind. What can be computed anew may."""
+    known = {name for name, _ in model_tensors(hf, 1)}
+    if hf.tie_word_embeddings:
+        known.add("lm_head.weight")
+    unknown = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        raise DataError(
+            f"the checkpoint has {len(unknown)} tensors that a {hf.model_type} does not have, such as {unknown[0]}: "
+            "they would be lost. Is config.json of this model?"
+        )
 
 
 def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
@@ -114,26 +142,25 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
 
 
 def _gather(parameter: Tensor, weight: Weight, hf: PretrainedConfig) -> list[Tensor]:
-    """Full tensors, on every rank of the tensor-parallel group."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    """Full tensors, on every rank that the parameter is cut over."""
     parts = [parameter.data]
-    if weight.cut is not Cut.WHOLE and group.size() > 1:
-        parts = [torch.empty_like(parameter.data) for _ in range(group.size())]
-        dist.all_gather(parts, parameter.data.contiguous(), group=group)
+    _, ranks = _cut_of(weight)
+    if weight.cut is not Cut.WHOLE and ranks > 1:
+        parts = [torch.empty_like(parameter.data) for _ in range(ranks)]
+        dist.all_gather(parts, parameter.data.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     return unshard(weight.cut, parts, hf.num_key_value_heads, head_dim(hf))
 
 
-def _to_first_stage(
-    full: list[Tensor] | None, weight: Weight, stage: int, own: int, dtype: torch.dtype
+def _to_first_rank(
+    full: list[Tensor] | None, weight: Weight, source: int, owners: Owners, dtype: torch.dtype
 ) -> list[Tensor] | None:
-    """Send from `stage` to stage 0; the received tensors there, what was given elsewhere."""
-    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    if own == stage:
+    """Send from rank `source` to rank 0; the received tensors there, what was given elsewhere."""
+    if owners.rank == source:
         assert full is not None
         for tensor in full:
-            dist.send(tensor.contiguous(), ranks[0])
-    if own == 0:
-        full = [torch.empty(shape, dtype=dtype) for shape in weight.shapes]
+            dist.send(tensor.contiguous(), 0)
+    if owners.rank == 0:
+        full = [torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()) for shape in weight.shapes]
         for tensor in full:
-            dist.recv(tensor, ranks[stage])
+            dist.recv(tensor, source)
     return full

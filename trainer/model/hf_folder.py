@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from async_grpo.errors import DataError
+
+SHARD_BYTES = 4 << 30
+"""Of one safetensors file, at most (a larger tensor has one of its own)."""
 
 _COPIED = (
     "config.json",
@@ -36,12 +39,13 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder by name; a tensor is read when it is asked for.
+    """The tensors of a folder by name; a tensor is read when it is asked for, which `was_read` is told.
 
     Raises DataError if the folder has no safetensors files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, was_read: Callable[[], None] = lambda: None) -> None:
+        self._was_read = was_read
         self._files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -51,7 +55,18 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+        self._was_read()
+        return tensor
+
+    def kinds(self) -> set[str]:
+        """The types of the tensors, as the format writes them (F32, BF16, ...); no tensor is read."""
+        found: set[str] = set()
+        for path in sorted(set(self._files.values())):
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                found.update(file.get_slice(name).get_dtype() for name in names)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -62,21 +77,65 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 def write_folder(target: Path, source: Path, tensors: Mapping[str, Tensor]) -> None:
     """A folder that transformers and vLLM load: `tensors`, with configuration and tokenizer from `source`."""
+    stream_folder(target, source, tensors.items())
+
+
+def stream_folder(
+    target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Likewise, holding no more tensors at a time than one file of `shard_bytes` has."""
     draft = target.with_name(target.name + ".part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    for name in _COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, draft / name)
-    _set_dtype(draft / "config.json", tensors)
-    save_file(dict(tensors), draft / "model.safetensors", metadata={"format": "pt"})
+    copy_settings(source, draft)
+    files: list[tuple[Path, list[str]]] = []
+    dtype, total_bytes = "", 0
+    for shard in _shards(tensors, shard_bytes):
+        path = draft / f"shard-{len(files)}"
+        save_file(shard, path, metadata={"format": "pt"})
+        files.append((path, list(shard)))
+        dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    _name_shards(draft, files, total_bytes)
+    _set_dtype(draft / "config.json", dtype)
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
 
 
-def _set_dtype(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def copy_settings(source: Path, target: Path) -> None:
+    """Configuration and tokenizer: all that is not a tensor."""
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > shard_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor.contiguous()
+    yield shard
+
+
+def _name_shards(folder: Path, files: list[tuple[Path, list[str]]], total_bytes: int) -> None:
+    """As transformers names them; several need an index."""
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    places = {}
+    for number, (path, names) in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / file)
+        places.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
     """State in config.json the precision of the weights that lie beside it."""
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
-    config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    config["dtype"] = dtype
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -4,7 +4,7 @@ Sequences of one micro-batch lie end to end (Megatron's `thd` format, no padding
 on them in buckets: sequences whose lengths round up to the same multiple of 8 form one rectangle
 and one SDPA call. Rows are padded at their end only, and attention is causal, so no real token ever
 sees a padded one, and the padded outputs are dropped. With hundreds of short sequences this costs
-a few calls a layer instead of hundreds.
+a few calls a layer instead of hundreds. Ranks that share the sequences see trainer/model/context.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from async_grpo.errors import ConfigError
+from trainer.model.exchange import gather_context
 
 BUCKET = 8
 """Lengths are rounded up to a multiple of this. Measured on 210 sequences of 25-55 tokens, forward
@@ -39,6 +40,19 @@ class Bucket:
     """int64 [rows * width]: which packed token fills each cell; anything at padded cells."""
     cells: Tensor
     """int64: the cells that hold real tokens."""
+    keys: Keys | None = None
+    """Where the keys lie, if not where the queries do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a bucket whose queries are only this rank's part of the sequences."""
+
+    width: int
+    gather: Tensor
+    """int64 [rows * width]: which token of those of all ranks, end to end, fills each cell."""
+    seen: Tensor
+    """bool [rows, 1, bucket width, width]: which of them each query sees."""
 
 
 @dataclass
@@ -48,6 +62,8 @@ class PackedSequences(PackedSeqParams):
     buckets: list[Bucket] = field(default_factory=list)
     restore: Tensor | None = None
     """int64 [tokens]: position in the buckets' outputs, end to end, of every packed token."""
+    trained: Tensor | None = None
+    """int64: the positions whose logits are computed."""
 
 
 def pack(lengths: Sequence[int]) -> PackedSequences:
@@ -112,8 +128,6 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
-        if config.context_parallel_size > 1:
-            raise ConfigError("this layer spec does not split a sequence over ranks: context_parallel_size must be 1")
 
     def forward(
         self,
@@ -127,26 +141,41 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
         assert packed_seq_params is not None, "the trainer packs every micro-batch"
+        if self.config.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = gather_context(torch.stack([key, value], 1), group).unbind(1)
         outputs = [self._attend(query, key, value, bucket) for bucket in packed_seq_params.buckets]
         return torch.cat(outputs).index_select(0, packed_seq_params.restore)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
         """The real cells of one bucket, [cells, heads * d]."""
-        q, k, v = (self._rectangle(packed, bucket) for packed in (query, key, value))
-        grouped = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        keys = bucket.keys
+        q = self._rectangle(query, bucket.gather, bucket.width)
+        places, width = (bucket.gather, bucket.width) if keys is None else (keys.gather, keys.width)
+        k, v = self._rectangle(key, places, width), self._rectangle(value, places, width)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if keys is None else keys.seen,
+            is_causal=keys is None,
+            scale=self.scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
         return out.transpose(1, 2).reshape(bucket.rows * bucket.width, -1).index_select(0, bucket.cells)
 
     @staticmethod
-    def _rectangle(packed: Tensor, bucket: Bucket) -> Tensor:
+    def _rectangle(packed: Tensor, gather: Tensor, width: int) -> Tensor:
         """[T, heads, d] -> [rows, heads, width, d]"""
-        cells = packed.index_select(0, bucket.gather)
-        return cells.view(bucket.rows, bucket.width, *packed.shape[1:]).transpose(1, 2)
+        return packed.index_select(0, gather).view(-1, width, *packed.shape[1:]).transpose(1, 2)
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron's local layer with the norms and the attention of this module."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -16,11 +16,12 @@ from typing import Any
 
 import xxhash
 
-from async_grpo.config import RunConfig, load
+from async_grpo.config import RunConfig
 from async_grpo.weights.store import remove_stores, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
-from trainer.platform import Platform, select_platform
+from trainer.platform import Platform
+from trainer_programs.running import run_cases
 
 
 class OneRun:
@@ -35,23 +36,6 @@ class OneRun:
         written.rename(self._address)
 
     def publish_version(self, version: int) -> None: ...
-
-
-def main() -> None:
-    platform = select_platform("cpu")
-    platform.activate(1)
-    from megatron.core import parallel_state
-
-    from trainer.parallel import lay_out, start_ranks, stop_ranks
-
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    configs = [load(Path(case["config"])) for case in cases]
-    start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
-    for config, case in zip(configs, cases, strict=True):
-        parallel_state.destroy_model_parallel()
-        lay_out(config.trainer, config.seed)
-        run(config, case, platform)
-    stop_ranks()
 
 
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
@@ -97,4 +81,4 @@ def hash_of(tensor: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(run)

@@ -3,39 +3,25 @@
     python -m trainer_programs.train_steps CASES.json      (under torchrun for several ranks)
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE, "save_at": V | null, "resume": bool,
-"poisoned": bool}. `out` gets losses, gradient norms, log-probabilities and the error that ended the
-steps, if any, as JSON; the weights lie beside it.
+"poisoned": bool}, and if needed "versions": V, where to stop, and "die": true, the end by SIGKILL.
+`out` gets losses, gradient norms, log-probabilities and the error that ended the steps, if any, as
+JSON; the weights lie beside it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config import RunConfig, load
+from async_grpo.config import RunConfig
 from async_grpo.errors import TrainingError
-from trainer.platform import Platform, select_platform
+from trainer.platform import Platform
+from trainer_programs.running import run_cases
 
 VERSIONS = 4
-
-
-def main() -> None:
-    platform = select_platform("cpu")
-    platform.activate(1)
-    from megatron.core import parallel_state
-
-    from trainer.parallel import lay_out, start_ranks, stop_ranks
-
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    configs = [load(Path(case["config"])) for case in cases]
-    start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
-    for config, case in zip(configs, cases, strict=True):
-        parallel_state.destroy_model_parallel()
-        lay_out(config.trainer, config.seed)
-        run(config, case, platform)
-    stop_ranks()
 
 
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
@@ -50,7 +36,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
 
     policy = load_policy(config, Path(case["model"]), platform)
     untouched = {name: tensor.clone() for name, tensor in policy.export()}
-    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=2)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint)
     first = 0
     if case["resume"]:
         newest = checkpoints.newest()
@@ -58,7 +44,8 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
         checkpoints.load(policy, newest)
         first = newest
     found: dict[str, Any] = {"first": first, "logprobs": logprobs(policy, config), "steps": []}
-    for version in range(first, VERSIONS):
+    after_one = untouched
+    for version in range(first, case.get("versions", VERSIONS)):
         batch = make_batch(version, poisoned=case["poisoned"])
         try:
             result = train_step(policy, batch, config, lr=config.trainer.optimizer.lr, phases=Phases())
@@ -66,12 +53,18 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
             found["refused"] = str(error)
             break
         found["steps"].append({"loss": result.loss, "grad_norm": result.grad_norm, "tokens": result.trained_tokens})
+        if version == first:
+            after_one = {name: tensor.clone() for name, tensor in policy.export()}
         if version + 1 == case["save_at"]:
             checkpoints.save(policy, version + 1, epoch=1)
+    checkpoints.settle(wait=True)
+    if case.get("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
     trained = {name: tensor.clone() for name, tensor in policy.export()}
     if is_leader():
         out = Path(case["out"])
         save_file(untouched, out.with_suffix(".untouched.safetensors"))
+        save_file(after_one, out.with_suffix(".first.safetensors"))
         save_file(trained, out.with_suffix(".trained.safetensors"))
         out.write_text(json.dumps(found))
 
@@ -93,4 +86,4 @@ def logprobs(policy: Any, config: RunConfig) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(run)

@@ -1,0 +1,30 @@
+"""One case after another in one start of the ranks, which is most of the time. The list is the program's argument."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import RunConfig, load
+from trainer.platform import Platform, select_platform
+
+
+def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> None:
+    """A case is a JSON object; `config` in it names its configuration, whose layout the ranks take for it."""
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    configs = [load(Path(case["config"])) for case in cases]
+    platform = select_platform(configs[0].trainer.platform)
+    platform.activate(1)
+    from megatron.core import parallel_state
+
+    from trainer.parallel import lay_out, start_ranks, stop_ranks
+
+    start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
+    for config, case in zip(configs, cases, strict=True):
+        parallel_state.destroy_model_parallel()
+        lay_out(config.trainer, config.seed)
+        run(config, case, platform)
+    stop_ranks()

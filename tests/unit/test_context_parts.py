@@ -1,0 +1,84 @@
+"""Ranks that share sequences read every token once, and each queries exactly what came before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.model.context import Place, pack_part, padded_lengths, positions_of
+from trainer.part import part_of
+from trainer.sequences import Sequence, micro_batch
+
+LENGTHS = [5, 17, 1, 8, 30]
+
+
+def sequence(length: int, first: int) -> Sequence:
+    """Every second token of the completion is trained."""
+    prompt = max(1, length // 2)
+    completion = length + 1 - prompt
+    return Sequence(
+        tokens=np.arange(1000 * length, 1000 * length + length + 1, dtype=np.int32),
+        prompt_tokens=prompt,
+        behaviour_C=np.zeros(completion, np.float32),
+        versions_C=np.zeros(completion, np.int32),
+        places_N=np.arange(0, completion, 2),
+        advantage=1.0,
+        weight=1.0,
+        first=first,
+        counted=completion,
+        group=0,
+    )
+
+
+def tokens_of(lengths: list[int], place: Place) -> list[tuple[int, int]]:
+    """(sequence, position) of every token that a rank has, in its order."""
+    return [(number, at) for number, length in enumerate(lengths) for at in positions_of(length, place).tolist()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_token_and_every_trained_token_is_one_ranks(ranks: int) -> None:
+    batch = micro_batch([sequence(length, 100 * i) for i, length in enumerate(LENGTHS)])
+    parts = [part_of(batch, Place(rank, ranks)) for rank in range(ranks)]
+    mine = torch.cat([part.mine_M for part in parts if part.mine_M is not None])
+    assert sorted(mine.tolist()) == list(range(len(batch.trained_N)))
+    read = {token for part in parts for token in part.tokens_1T[0].tolist()}
+    assert read == set(batch.tokens_1T[0].tolist())
+    assert len({part.tokens_1T.shape for part in parts}) == 1
+    for part in parts:
+        assert torch.equal(part.tokens_1T[0, part.trained_M], batch.tokens_1T[0, part.own(batch.trained_N)])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
+    padded = padded_lengths(LENGTHS, Place(ranks=ranks))
+    token_of = [tokens_of(padded, Place(rank, ranks)) for rank in range(ranks)]
+    everywhere = [token for tokens in token_of for token in tokens]
+    for rank in range(ranks):
+        order = []
+        for bucket in pack_part(padded, Place(rank, ranks)).buckets:
+            assert bucket.keys is not None
+            seen = bucket.keys.seen.flatten(0, 2)
+            keys = bucket.keys.gather.view(bucket.rows, bucket.keys.width)
+            for cell in bucket.cells.tolist():
+                number, position = token_of[rank][bucket.gather[cell]]
+                found = [everywhere[key] for key in keys[cell // bucket.width][seen[cell]].tolist()]
+                assert found == [(number, before) for before in range(position + 1)]
+                order.append((number, position))
+        restore = pack_part(padded, Place(rank, ranks)).restore
+        assert restore is not None
+        assert [order[place] for place in restore.tolist()] == token_of[rank]
+
+
+@pytest.mark.parametrize(("ranks", "scattered"), [(1, 1), (1, 3), (2, 1), (2, 4), (4, 3)])
+def test_parts_can_be_cut_into_chunks_and_scattered(ranks: int, scattered: int) -> None:
+    padded = padded_lengths(LENGTHS, Place(ranks=ranks, scattered=scattered))
+    assert all(after >= before for after, before in zip(padded, LENGTHS, strict=True))
+    assert all(length % (2 * ranks) == 0 for length in padded) or ranks == 1
+    assert sum(padded) // ranks % scattered == 0
+
+
+def test_alone_a_rank_reads_the_micro_batch_as_it_is() -> None:
+    batch = micro_batch([sequence(length, 100 * i) for i, length in enumerate(LENGTHS)])
+    part = part_of(batch, Place())
+    assert part.tokens_1T is batch.tokens_1T and part.packing is batch.packing and part.mine_M is None

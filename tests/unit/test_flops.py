@@ -1,0 +1,54 @@
+"""The cost of a model, counted by hand and by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from trainer.flops import model_cost
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+LENGTH = 50
+
+
+@pytest.mark.parametrize("config", [Qwen2Config(**SIZES), Qwen3Config(**SIZES, head_dim=16)], ids=["qwen2", "qwen3"])
+def test_a_dense_model_is_counted_as_torch_counts_it(config: PretrainedConfig) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, LENGTH, dtype=torch.int64))
+    cost = model_cost(config)
+    full_mask = 2 * cost.attention * LENGTH**2  # torch multiplies masked scores, too: twice the causal ones
+    embedding_rotations = LENGTH * getattr(config, "head_dim", 8)  # of the rotary angles, a small matrix product
+    assert counter.get_total_flops() == pytest.approx(cost.forward([LENGTH]) + full_mask, abs=2 * embedding_rotations)
+
+
+def test_of_a_mixture_only_the_experts_that_a_token_is_sent_to_count() -> None:
+    config = Qwen3MoeConfig(**SIZES, **EXPERTS)
+    attention = 32 * (2 * 4 * 16 + 2 * 2 * 16)
+    layer = attention + 32 * 8 + 2 * 3 * 32 * 24
+    assert model_cost(config).weights == 3 * layer + 32 * 96
+
+
+def test_layers_of_a_mixture_may_be_dense() -> None:
+    mixed, dense = 32 * 8 + 2 * 3 * 32 * 24, 3 * 32 * 80
+    some = Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[1])
+    every_other = Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2)
+    rest = model_cost(Qwen3MoeConfig(**SIZES, **EXPERTS)).weights - 3 * mixed
+    assert model_cost(some).weights == rest + 2 * mixed + dense
+    assert model_cost(every_other).weights == rest + mixed + 2 * dense
+
+
+def test_a_sequence_of_twice_the_length_costs_more_than_two() -> None:
+    cost = model_cost(Qwen2Config(**SIZES))
+    assert cost.forward([100]) == cost.forward([50, 50]) + 2 * cost.attention * (100**2 - 2 * 50**2)
+    assert cost.quadratic == cost.attention / cost.weights

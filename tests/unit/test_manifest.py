@@ -1,0 +1,85 @@
+"""What a checkpoint says of itself, and which ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import CheckpointError
+from trainer.manifest import FILE, FORMAT, Layout, Manifest, changed, check_fits, read_manifest, seal
+
+MODEL = {"model_type": "qwen2", "hidden_size": 32, "precision": "float32"}
+LAYOUT = Layout(tensor=2, pipeline=1, context=1, expert=1, data=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole checkpoint of version 5."""
+    (tmp_path / "__0_0.distcp").write_bytes(b"0123456789")
+    (tmp_path / ".metadata").write_bytes(b"index")
+    seal(tmp_path, Manifest(version=5, epoch=2, model=MODEL, layout=LAYOUT), {})
+    return tmp_path
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    path = folder / FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_whole_checkpoint_says_what_it_is(folder: Path) -> None:
+    found = read_manifest(folder)
+    assert (found.version, found.epoch, found.layout) == (5, 2, LAYOUT)
+    assert {name: file.bytes for name, file in found.files.items()} == {"__0_0.distcp": 10, ".metadata": 5}
+    assert changed(folder, found, found.files) == []
+    check_fits(folder, found, version=5, model=MODEL)
+
+
+def test_a_byte_that_changed_is_found(folder: Path) -> None:
+    (folder / "__0_0.distcp").write_bytes(b"0123X56789")
+    found = read_manifest(folder)
+    assert changed(folder, found, found.files) == ["__0_0.distcp"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", FILE])
+def test_a_checkpoint_that_lost_a_file_is_refused(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing.*Restore the folder"):
+        read_manifest(folder)
+
+
+def test_a_checkpoint_that_was_cut_short_is_refused_with_both_sizes(folder: Path) -> None:
+    (folder / "__0_0.distcp").write_bytes(b"0123")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 4 bytes, 10 bytes were written"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": "one"}'])
+def test_a_manifest_that_cannot_be_read_is_refused(folder: Path, text: str) -> None:
+    (folder / FILE).write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_manifest(folder)
+
+
+def test_a_newer_format_is_refused_whatever_else_it_says(folder: Path) -> None:
+    rewrite(folder, format=FORMAT + 1, layout="a new notation", novelty=1)
+    with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}; this version reads up to {FORMAT}.*install"):
+        read_manifest(folder)
+
+
+def test_facts_that_a_later_version_adds_to_this_format_do_no_harm(folder: Path) -> None:
+    rewrite(folder, novelty=1)
+    assert read_manifest(folder).version == 5
+
+
+def test_another_model_is_refused_by_what_differs(folder: Path) -> None:
+    other = {**MODEL, "hidden_size": 64}
+    with pytest.raises(CheckpointError, match=r"another model: hidden_size 32 instead of 64\. Set model"):
+        check_fits(folder, read_manifest(folder), version=5, model=other)
+
+
+def test_a_folder_that_was_renamed_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds version 5, not 6"):
+        check_fits(folder, read_manifest(folder), version=6, model=MODEL)

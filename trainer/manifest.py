@@ -1,0 +1,150 @@
+"""What a checkpoint says of itself: `manifest.json`, written last and read first.
+
+A folder without one was never finished. It names every file with its size and its hash, so that a
+folder that lost something (a full disk, a copy that broke off, a disk that forgets) is told from a
+whole one before any of it is loaded, and it describes the model, so that weights of another one are
+refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from async_grpo.errors import CheckpointError
+
+FORMAT = 1
+"""Raised when an older trainer could no longer read what is written."""
+
+FILE = "manifest.json"
+
+_PIECE_BYTES = 1 << 22
+
+Traits = Mapping[str, str | int | bool | None]
+"""What two models must share for the weights of one to fit the other."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How many ranks of each kind wrote it; any other layout may read it."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+
+
+class File(msgspec.Struct, frozen=True):
+    """What was written."""
+
+    bytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole checkpoint."""
+
+    version: int
+    """Of the policy, which is the position in the buffer and in the schedule of the learning rate too."""
+    epoch: int
+    model: dict[str, str | int | bool | None]
+    layout: Layout
+    format: int = FORMAT
+    files: dict[str, File] = {}
+    """By name."""
+
+
+def seal(folder: Path, manifest: Manifest, known: Mapping[str, File]) -> None:
+    """Put everything in `folder` on disk, then its manifest: from here on it is whole. `known` files are described."""
+    paths = sorted(path for path in folder.iterdir() if path.name != FILE)
+    for path in paths:
+        sync(path)
+    files = {path.name: known.get(path.name) or describe(path) for path in paths}
+    whole = msgspec.structs.replace(manifest, files=files)
+    write_synced(folder / FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+
+
+def describe(path: Path) -> File:
+    """Reads all of it."""
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return File(size, digest.hexdigest())
+
+
+def changed(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Those of the named files that do not hold what was written."""
+    return [name for name in names if describe(folder / name) != manifest.files[name]]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder that has all its files. Raises CheckpointError for a torn or newer one."""
+    try:
+        raw = (folder / FILE).read_bytes()
+        found = msgspec.json.decode(raw, type=dict)
+        if found["format"] > FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {found['format']}; this version reads up to {FORMAT}. It was written by a newer "
+                "async-grpo: install that one, or start over with --fresh"
+            )
+        manifest = msgspec.convert(found, Manifest)
+    except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
+        raise _torn(folder, f"its {FILE} is missing or cannot be read ({error})") from error
+    for name, file in manifest.files.items():
+        path = folder / name
+        there = path.stat().st_size if path.is_file() else None
+        if there != file.bytes:
+            fact = "is missing" if there is None else f"has {there} bytes"
+            raise _torn(folder, f"{name} {fact}, {file.bytes} bytes were written")
+    return manifest
+
+
+def check_fits(folder: Path, manifest: Manifest, *, version: int, model: Traits) -> None:
+    """Raises CheckpointError if it is of another version or another model."""
+    if manifest.version != version:
+        raise CheckpointError(
+            f"{folder} holds version {manifest.version}, not {version}. It was renamed; restore its name"
+        )
+    differing = sorted(key for key in manifest.model.keys() | model.keys() if manifest.model.get(key) != model.get(key))
+    if differing:
+        values = ", ".join(f"{key} {manifest.model.get(key)} instead of {model.get(key)}" for key in differing)
+        raise CheckpointError(
+            f"{folder} is of another model: {values}. Set model to the one that this run was started with, or give "
+            "the new run a name of its own (-o name=...)"
+        )
+
+
+def unreadable(folder: Path, reason: object) -> CheckpointError:
+    """Its files are there, but what they hold is not what was written, or not what is needed."""
+    return _torn(folder, str(reason))
+
+
+def sync(path: Path) -> None:
+    """Return when the file, or the names in the folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Whole or not at all, and on disk when this returns."""
+    draft = path.with_name(f"{path.name}.part")
+    draft.write_bytes(data)
+    sync(draft)
+    draft.replace(path)
+    sync(path.parent)
+
+
+def _torn(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} is damaged: {reason}. Nothing was loaded. Restore the folder from a copy; the buffer has forgotten "
+        "what was trained before it, so an older checkpoint cannot be resumed. Else start over with --fresh"
+    )

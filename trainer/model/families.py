@@ -1,0 +1,133 @@
+"""The model families that the trainer builds, and what of a config.json it can build. Pure: no torch, no Megatron.
+
+A family is a row of the table below. What a row does not name is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ALWAYS: Mapping[str, Any] = {"hidden_act": "silu", "use_sliding_window": False}
+_NO_BIAS: Mapping[str, Any] = {"attention_bias": False}
+_LLAMA3: Mapping[str, Any] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Megatron-core has these constants of Llama 3.1 and 3.2 built in; only the factor is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What all models of one `model_type` have in common."""
+
+    models: str
+    """As people call them."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised by head."""
+    experts: bool = False
+    """Each layer is a mixture of experts behind a router."""
+    rope_types: tuple[str, ...] = ("default",)
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Options of config.json that must have this one value; absent counts as having it."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2": Family("Qwen2, Qwen2.5", qkv_bias=True),
+    "qwen3": Family("Qwen3", qk_norm=True, required=_NO_BIAS),
+    "llama": Family("Llama 2, 3", rope_types=("default", "llama3"), required={**_NO_BIAS, "mlp_bias": False}),
+    "qwen3_moe": Family(
+        "Qwen3-MoE",
+        qk_norm=True,
+        experts=True,
+        required={**_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+}
+"""By `model_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embeddings."""
+
+    theta: float
+    factor: float | None
+    """Of Llama 3's scaling; None without it."""
+
+
+def known_families() -> str:
+    """For messages: every `model_type` with what people call it."""
+    return ", ".join(f"{kind} ({family.models})" for kind, family in FAMILIES.items())
+
+
+def family_of(hf: PretrainedConfig) -> Family:
+    """The row of this model. Raises ConfigError for a `model_type` that is not in the table."""
+    if hf.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type {hf.model_type!r} is not an architecture that the trainer builds. It builds "
+            f"{known_families()}. Choose a checkpoint of one of them as model.path"
+        )
+    return FAMILIES[hf.model_type]
+
+
+def check_options(hf: PretrainedConfig) -> None:
+    """Raise ConfigError for an option of config.json that the trainer would have to ignore."""
+    family = family_of(hf)
+    for name, expected in {**_ALWAYS, **family.required}.items():
+        if getattr(hf, name, expected) != expected:
+            raise _refused(hf, name, getattr(hf, name), expected)
+    for kind in getattr(hf, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise _refused(hf, "layer_types", kind, "full_attention")
+    _check_rope(hf, family)
+    if family.experts and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+        raise ConfigError(
+            "the checkpoint has num_experts_per_tok 1 with norm_topk_prob true, so that every token has weight 1 at "
+            "its expert and the router gets no gradient. Choose another model.path"
+        )
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    """Size of one attention head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def rope_of(hf: PretrainedConfig) -> Rope:
+    """The position embeddings of a configuration that `check_options` let pass."""
+    found = _rope_fields(hf)
+    return Rope(float(found.get("rope_theta") or hf.rope_theta), _llama3_factor(found))
+
+
+def _llama3_factor(found: Mapping[str, Any]) -> float | None:
+    return float(found["factor"]) if found.get("rope_type") == "llama3" else None
+
+
+def _rope_fields(hf: PretrainedConfig) -> Mapping[str, Any]:
+    """Newer transformers keep all of it in `rope_parameters`, older ones only the scaling, in `rope_scaling`."""
+    return getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+
+
+def _check_rope(hf: PretrainedConfig, family: Family) -> None:
+    found = _rope_fields(hf)
+    kind = found.get("rope_type", "default")
+    if kind not in family.rope_types:
+        raise _refused(hf, "rope_type", kind, " or ".join(family.rope_types))
+    expected = {"partial_rotary_factor": 1.0, **(_LLAMA3 if kind == "llama3" else {})}
+    for name, value in expected.items():
+        if found.get(name, value) != value:
+            raise _refused(hf, name, found[name], value)
+
+
+def _refused(hf: PretrainedConfig, name: str, value: Any, expected: Any) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint has {name} {value!r}, but the trainer builds {hf.model_type} with {name} {expected!r} only: "
+        "it would train another network than the one that was saved. Choose another model.path"
+    )

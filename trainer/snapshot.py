@@ -1,0 +1,149 @@
+"""This rank's part of a checkpoint, in memory: taken together, written apart.
+
+    take   (all ranks together)   who writes what; copies of the tensors that training goes on changing
+    write  (each rank alone)      its file, on disk when this returns; what lies where in it
+    finish (rank 0)               the index over the files of all ranks
+
+The files are those of Megatron's `torch_dist` format. Its own background writer forks workers
+around a manager process that stays: seconds for a first, small checkpoint, and a SIGTERM to the
+process group would take it away under the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as megatron_strategies
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from trainer.manifest import File, describe
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Where one shard lies."""
+
+    name: str
+    offsets: list[int] | None
+    index: int | None
+    bytes: int
+    file: str
+    start: int
+    length: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank has written."""
+
+    shards: list[Written]
+    files: dict[str, File]
+
+
+class Snapshot:
+    """What is to be written into `folder`, which exists. Making one is collective."""
+
+    def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], live: Collection[Tensor]) -> None:
+        """`live` are the tensors that the next step changes: what shares memory with them is copied."""
+        self._folder = folder
+        self._strategy = _Take({_memory(tensor) for tensor in live})
+        dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata)
+
+    def write(self) -> Part:
+        """This rank's file (none, if other ranks have all of its state too)."""
+        shards = [_written(result) for result in self._strategy.write()]
+        return Part(shards, {name: describe(self._folder / name) for name in {shard.file for shard in shards}})
+
+    def finish(self, parts: list[Part]) -> None:
+        """The index. Rank 0 only."""
+        results = [[_result(shard) for shard in part.shards] for part in parts]
+        self._strategy.writer.finish(self._strategy.index, results)
+
+
+class _Take(megatron_strategies.TorchDistSaveShardedStrategy):
+    """Does what torch's `save` does before it writes; writes when told."""
+
+    writer: torch_checkpoint.FileSystemWriter
+    index: Metadata
+    """Rank 0 has it."""
+
+    def __init__(self, live: set[int]) -> None:
+        super().__init__("torch_dist", 1)
+        self._planner = _Copies(live)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        renamed, _, _ = megatron_strategies._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        self.writer = torch_checkpoint.FileSystemWriter(checkpoint_dir)
+        self._plan = self._make_plan(megatron_strategies.mcore_to_pyt_state_dict(renamed, False))
+        self._planner.copy(self._plan)
+
+    def write(self) -> list[WriteResult]:
+        results: list[WriteResult] = self.writer.write_data(self._plan, self._planner).wait()
+        return results
+
+    def _make_plan(self, state: dict[str, Any]) -> SavePlan:
+        ranks = _DistWrapper(None, True, 0)
+
+        def local_step() -> SavePlan:
+            self._planner.set_up_planner(state, self.writer.storage_meta(), ranks.is_coordinator)
+            self.writer.set_up_storage_writer(ranks.is_coordinator)
+            return self.writer.prepare_local_plan(self._planner.create_local_plan())
+
+        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self.index = self._planner.create_global_plan(plans)
+            return self.writer.prepare_global_plan(plans)
+
+        return self._planner.finish_plan(ranks.reduce_scatter("plan", local_step, global_step))
+
+
+class _Copies(megatron_strategies.MCoreSavePlanner):
+    """Hands out what was copied, once."""
+
+    def __init__(self, live: set[int]) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._live = live
+        self._held: dict[MetadataIndex, Any] = {}
+
+    def copy(self, plan: SavePlan) -> None:
+        """After this, training may go on."""
+        self._held = {item.index: self._own(super(_Copies, self).resolve_data(item)) for item in plan.items}
+        self.state_dict: dict[str, Any] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._held.pop(write_item.index)
+
+    def _own(self, data: Any) -> Any:
+        if not isinstance(data, Tensor):
+            return data  # serialised already
+        if data.is_cpu and _memory(data) not in self._live:
+            return data.detach()  # gathered for this checkpoint
+        return data.detach().to("cpu", copy=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _written(result: WriteResult) -> Written:
+    index, place = result.index, result.storage_data
+    offsets = list(index.offset) if index.offset is not None else None
+    return Written(
+        index.fqn, offsets, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length
+    )
+
+
+def _result(one: Written) -> WriteResult:
+    offsets = torch.Size(one.offsets) if one.offsets is not None else None
+    place = _StorageInfo(one.file, one.start, one.length)
+    return WriteResult(MetadataIndex(one.name, offsets, one.index), one.bytes, place)
