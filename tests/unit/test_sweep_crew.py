@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -107,6 +108,16 @@ def diary(tmp_path: Path) -> list[list[str]]:
     return [row.split() for row in (tmp_path / "diary").read_text().splitlines()]
 
 
+def running(word: str) -> list[psutil.Process]:
+    """Child processes whose command has that word. What has ended has no command, whether it was waited for or not."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # and ZombieProcess, which is one
+            if word in child.cmdline():
+                found.append(child)
+    return found
+
+
 async def test_a_failed_run_is_named_with_its_error_and_the_others_go_on(hire: Callable[..., Crew]) -> None:
     endings = await hire({"a": "finish", "b": "fail", "c": "finish"}).work()
     assert fates(endings) == {"a": Fate.FINISHED, "b": Fate.FAILED, "c": Fate.FINISHED}
@@ -148,7 +159,7 @@ async def test_a_run_that_does_not_stop_is_killed_at_the_deadline(
     monkeypatch.setattr(crew_module, "REPORT_PATIENCE_S", 0.5)
     crew = hire({"a": "stubborn"}, show=lambda state: _when_all_run(state, lambda: crew.stop()))
     assert fates(await crew.work()) == {"a": Fate.STOPPED}
-    assert not [child for child in psutil.Process().children() if "stubborn" in child.cmdline()]
+    assert not running("stubborn")
 
 
 async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(hire: Callable[..., Crew]) -> None:
@@ -157,7 +168,7 @@ async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(hire: Callable[
 
     with pytest.raises(OSError, match="no space"):
         await hire({"a": "hang"}, show=fail).work()
-    assert not [child for child in psutil.Process().children() if "hang" in child.cmdline()]
+    assert not running("hang")
 
 
 async def test_runs_at_once_never_share_a_device(hire: Callable[..., Crew], tmp_path: Path) -> None:
