@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test test-all test-gpu check format clean
+.PHONY: help quickstart test test-all test-gpu test-deploy check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,10 @@ test-all: $(VENV)/.installed  ## The test suite with its slow tests and its faul
 # In whatever environment has the GPU's packages (docs/platforms.md): the one above is for CPUs.
 test-gpu:  ## The tests that need one CUDA GPU; skipped, with the reason, where there is none
 	$(or $(wildcard $(BIN)/pytest),pytest) -rs tests/gpu
+
+# Where images come from, behind a mirror or without a registry: tests/faults/test_deploy.py.
+test-deploy: $(VENV)/.installed  ## Build the CPU images, bring the containers up, kill some: needs Docker, half an hour
+	ASYNC_GRPO_TEST_DEPLOY=1 $(BIN)/pytest -s -rs tests/faults/test_deploy.py
 
 check: $(VENV)/.installed  ## Lint, types, import rules
 	$(BIN)/ruff check .

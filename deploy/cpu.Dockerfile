@@ -1,0 +1,63 @@
+# async_grpo for CPUs: trainer, rollout server and command line in one image. Context: the root of the repository.
+#
+#   docker build -f deploy/cpu.Dockerfile -t async-grpo:cpu .
+#
+# Behind a mirror or a proxy that re-signs:
+#   --build-arg PIP_INDEX_URL=https://mirror/simple --build-arg EXTRA_CA_CERT="$(cat ca.crt)"
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS base
+ARG EXTRA_CA_CERT=""
+SHELL ["/bin/sh", "-euc"]
+RUN if [ -n "$EXTRA_CA_CERT" ]; then \
+        printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
+        update-ca-certificates; \
+    fi
+# vLLM's kernels want libnuma. A base image that has it spares the build the mirror of the distribution.
+# hadolint ignore=DL3008
+RUN ldconfig -p > /tmp/libraries; \
+    if ! grep -q 'libnuma\.so\.1' /tmp/libraries; then \
+        apt-get update; \
+        apt-get install -y --no-install-recommends libnuma1; \
+        rm -rf /var/lib/apt/lists/*; \
+    fi; \
+    rm /tmp/libraries
+
+FROM base AS build
+ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_FIND_LINKS=/wheels
+RUN python3 -m venv /opt/venv
+WORKDIR /build
+COPY deploy/wheels /wheels
+COPY deploy/stand-ins deploy/stand-ins
+COPY pyproject.toml README.md LICENSE ./
+# What the project needs, in a layer that changes to its code leave alone: empty packages stand for the code.
+RUN mkdir async_grpo buffer rollout_server trainer; \
+    touch async_grpo/__init__.py buffer/__init__.py rollout_server/__init__.py trainer/__init__.py; \
+    /opt/venv/bin/pip install ./deploy/stand-ins/t* '.[cpu]'
+COPY async_grpo async_grpo
+COPY buffer buffer
+COPY rollout_server rollout_server
+COPY trainer trainer
+RUN rm -rf build; /opt/venv/bin/pip install --no-deps --force-reinstall .
+
+FROM base
+ARG APP_UID=1000
+RUN groupadd --non-unique --gid "$APP_UID" app; \
+    useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
+    install -d -o app -g app /models /data /runs /run/devices
+COPY --from=build /opt/venv /opt/venv
+COPY deploy/scripts/entrypoint.sh /usr/local/bin/entrypoint.sh
+COPY configs /app/configs
+COPY deploy/configs /app/deploy/configs
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    ASYNC_GRPO_CACHE=/models/made
+WORKDIR /app
+USER ${APP_UID}
+ENTRYPOINT ["/usr/local/bin/entrypoint.sh"]
+CMD ["async-grpo", "--help"]

@@ -1,0 +1,57 @@
+# async_grpo for CUDA, on vLLM's own image: its torch, kernels and CUDA libraries stay as they are. Not built or run yet
+# (docs/platforms.md). Context: the root of the repository.
+#
+#   docker build -f deploy/cuda.Dockerfile -t async-grpo:cuda .
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
+
+FROM ${PYTHON_IMAGE} AS build
+ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG EXTRA_CA_CERT=""
+SHELL ["/bin/sh", "-euc"]
+ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+RUN if [ -n "$EXTRA_CA_CERT" ]; then \
+        printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
+        update-ca-certificates; \
+    fi
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE ./
+COPY async_grpo async_grpo
+COPY buffer buffer
+COPY rollout_server rollout_server
+COPY trainer trainer
+RUN pip wheel --no-deps --wheel-dir /dist .
+
+FROM ${VLLM_IMAGE}
+ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG EXTRA_CA_CERT=""
+ARG APP_UID=1000
+SHELL ["/bin/sh", "-euc"]
+# hadolint ignore=DL3002
+USER 0
+COPY --from=build /dist /dist
+COPY deploy/wheels /wheels
+RUN if [ -n "$EXTRA_CA_CERT" ]; then \
+        printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
+        update-ca-certificates; \
+    fi
+# hadolint ignore=DL3042
+RUN python3 -c "from importlib.metadata import version; [print(f'{p}=={version(p)}') for p in ('torch', 'vllm')]" \
+        > /tmp/keep.txt; \
+    PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
+        --find-links /wheels --constraint /tmp/keep.txt "$(echo /dist/async_grpo-*.whl)[cuda]"; \
+    rm -rf /tmp/keep.txt /dist /wheels
+RUN groupadd --non-unique --gid "$APP_UID" app; \
+    useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
+    install -d -o app -g app /models /data /runs /run/devices
+COPY deploy/scripts/entrypoint.sh /usr/local/bin/entrypoint.sh
+COPY configs /app/configs
+COPY deploy/configs /app/deploy/configs
+ENV PYTHONUNBUFFERED=1 \
+    ASYNC_GRPO_CACHE=/models/made
+WORKDIR /app
+USER ${APP_UID}
+ENTRYPOINT ["/usr/local/bin/entrypoint.sh"]
+CMD ["async-grpo", "--help"]
