@@ -26,19 +26,25 @@ def trainer_argv(config: RunConfig, folder: RunFolder, model: Path) -> list[str]
     return [sys.executable, *torchrun, "-m", "trainer.main", *files]
 
 
+def trainer_environment(config: RunConfig) -> dict[str, str]:
+    """What torchrun and its ranks look at. torchrun passes SIGTERM on, and kills ranks that still write their
+    checkpoint after 30 s, unless told otherwise."""
+    return {
+        "OMP_NUM_THREADS": str(config.trainer.threads),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.launch.stop_timeout_s)),
+    }
+
+
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
     """Every role of a run on this machine, each with the devices that are its own. Raises ConfigError."""
     devices = deal_devices(config, os.environ, _devices_here(config))
-    threads = {"OMP_NUM_THREADS": str(config.trainer.threads)}
-    # torchrun passes SIGTERM on, and kills ranks that still write their checkpoint after 30 s, unless told otherwise.
-    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.launch.stop_timeout_s))}
     restarts = config.launch.restarts
     trainer = RoleSpec(
         "trainer",
         trainer_argv(config, folder, model),
         folder.log("trainer"),
         restarts.trainer,
-        env=threads | patience | devices["trainer"],
+        env=trainer_environment(config) | devices["trainer"],
     )
     names = [f"rollout-{index}" for index in range(config.rollout.servers)]
     servers = [

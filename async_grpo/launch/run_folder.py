@@ -6,9 +6,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,16 +16,17 @@ from typing import Any
 
 import yaml
 
-from async_grpo.config import RunConfig, dump
+from async_grpo.config import RunConfig, dump, load
 from async_grpo.errors import ConfigError
 
-_FREE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry")
+_FREE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry", "weights")
 """Sections that may change between a run and its resumption: they do not change what is learned."""
 
 _FREE_KEYS = (
     *("trainer.platform", "trainer.processes", "trainer.threads", "trainer.take_timeout_s", "trainer.checkpoint"),
     *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.context_parallel", "trainer.expert_parallel"),
     *("trainer.sequence_parallel", "trainer.recompute", "trainer.optimizer.offload"),
+    "rollout.http",
 )
 """Nor do these: how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by
 any layout, so that a run begun on eight devices goes on with two."""
@@ -118,8 +119,8 @@ def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) 
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, also for somebody who reads at this moment."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    """Whole or not at all, also for somebody who reads or writes it at this moment, on whatever machine."""
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     draft.write_text(text)
     draft.replace(path)
 
@@ -164,13 +165,21 @@ def _remove(folder: RunFolder) -> None:
 
 
 def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
-    before = yaml.safe_load(folder.config_file.read_text())
+    before = _resolved(folder.config_file)
     changed = [key for key in changed_keys(before, config.model_dump(mode="json")) if key != "steps"]
     if changed:
         raise ConfigError(
             f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "
             "experiments. Give this one a name (-o name=...), or start over with --fresh, which deletes the old one"
         )
+
+
+def _resolved(file: Path) -> Any:
+    """With what has been added to the configuration since, at its default; as it stands if this release refuses it."""
+    try:
+        return load(file).model_dump(mode="json")
+    except ConfigError:
+        return yaml.safe_load(file.read_text())
 
 
 def _differences(before: Any, after: Any, prefix: str = "") -> set[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from async_grpo.launch.commands import rollout_argv, trainer_argv
+from async_grpo.launch.commands import rollout_argv, trainer_argv, trainer_environment
 from async_grpo.launch.locate import locate
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.plan import resolve
@@ -44,7 +45,7 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 def run_trainer(path: Path, overrides: Sequence[str]) -> int:
     """Become the trainer (torchrun). Raises ConfigError without redis.url."""
     config, folder, model = _prepare(path, overrides)
-    return _become(trainer_argv(config, folder, model))
+    return _become(trainer_argv(config, folder, model), trainer_environment(config))
 
 
 def _prepare(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunFolder, Path]:
@@ -60,6 +61,6 @@ def _prepare(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunFolder
     return config, folder, model
 
 
-def _become(argv: Sequence[str]) -> int:
+def _become(argv: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> int:
     """Replace this process, so that signals and the exit code are the role's own."""
-    os.execv(argv[0], list(argv))
+    os.execve(argv[0], list(argv), {**os.environ, **environment})

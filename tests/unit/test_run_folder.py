@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
@@ -48,9 +49,11 @@ def test_where_it_runs_does_not_change_the_name() -> None:
         "trainer.optimizer.offload=true",
         "trainer.checkpoint.every_steps=5",
         "trainer.recompute=full",
+        "weights.bind=tcp://0.0.0.0:5600",
+        "rollout.http.port=8000",
     ],
 )
-def test_how_the_trainer_is_laid_out_does_not_change_the_name(key: str) -> None:
+def test_how_a_run_is_laid_out_does_not_change_its_name(key: str) -> None:
     assert run_name("q", [key]) == "q"
 
 
@@ -73,6 +76,17 @@ def test_the_same_experiment_is_resumed(tmp_path: Path) -> None:
     folder.write_state(RunState(wall_s=3.0, restarts={"trainer": 1}))
     again = open_run(config(tmp_path, steps=200))
     assert again.read_state() == RunState(wall_s=3.0, restarts={"trainer": 1})
+
+
+def test_a_run_of_a_release_that_knew_fewer_keys_is_resumed(tmp_path: Path) -> None:
+    folder = open_run(config(tmp_path))
+    write(folder, config(tmp_path))
+    stored = yaml.safe_load(folder.config_file.read_text())
+    del stored["trainer"]["streaming"], stored["trainer"]["num_iterations"]
+    folder.config_file.write_text(yaml.safe_dump(stored))
+    assert open_run(config(tmp_path)).path == folder.path
+    with pytest.raises(ConfigError, match=r"other values of trainer\.streaming\. "):
+        open_run(config(tmp_path, trainer={"streaming": True}))
 
 
 def test_another_experiment_under_the_same_name_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
