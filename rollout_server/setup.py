@@ -7,10 +7,11 @@ Everything is closed in the reverse order, also when a later part cannot be had.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -27,6 +28,7 @@ from rollout_server.cast import Cast
 from rollout_server.diary import Diary
 from rollout_server.engines.checkpoint import vocabulary_size
 from rollout_server.engines.vllm_engine import VllmEngine
+from rollout_server.evaluator import LOOK_EVERY_S
 from rollout_server.seeds import sample_seed
 from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
@@ -53,6 +55,10 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
         front = await _open_front(stack, config, model, name, tokenizer)
         cast = await _assemble(stack, config, model, name, state, board, tokenizer)
         watcher = await _follow_weights(stack, cast)
+        first = watcher.first(config.launch.ready_timeout_s)
+        if not await came_before_the_end(first, lambda: _is_over(config, state, board)):
+            yield None
+            return
         if front is not None:
             stack.push_async_callback(front.detach)
         yield RolloutServer(cast, watcher, front)
@@ -133,5 +139,20 @@ async def _follow_weights(stack: AsyncExitStack, cast: Cast) -> WeightWatcher:
         update_timeout_s=config.weights.update_timeout_s,
         diary=cast.diary,
     )
-    await watcher.first(config.launch.ready_timeout_s)
     return watcher
+
+
+async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callable[[], Awaitable[bool]]) -> bool:
+    """Wait for the first weights; False, and nobody waits any more, if the run is over before: while this server was
+    starting, the others may have finished it, and then nobody publishes. The board tells nobody, so look once a
+    second."""
+    waiting = asyncio.create_task(first)
+    try:
+        while not (await asyncio.wait([waiting], timeout=LOOK_EVERY_S))[0]:
+            if await is_over():
+                return False
+        waiting.result()
+        return True
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

@@ -20,7 +20,8 @@ from buffer import connect_board, make_client
 from buffer.redis.keys import Keys
 from tests.support.whole_run import WholeRun, check_books
 
-STEPS = 8
+STEPS = 60
+"""A server takes half a minute to start, a step a second or two."""
 LONG = 200
 PROGRESS = ("rollout.progress_interval_s=0.3", "rollout.lease_s=3")
 
