@@ -55,8 +55,8 @@ def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
     token_of = [tokens_of(padded, Place(rank, ranks)) for rank in range(ranks)]
     everywhere = [token for tokens in token_of for token in tokens]
     for rank in range(ranks):
-        order = []
-        for bucket in pack_part(padded, Place(rank, ranks)).buckets:
+        packing = pack_part(padded, Place(rank, ranks))
+        for bucket in packing.buckets:
             assert bucket.keys is not None
             seen = bucket.keys.seen.flatten(0, 2)
             keys = bucket.keys.gather.view(bucket.rows, bucket.keys.width)
@@ -64,10 +64,10 @@ def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
                 number, position = token_of[rank][bucket.gather[cell]]
                 found = [everywhere[key] for key in keys[cell // bucket.width][seen[cell]].tolist()]
                 assert found == [(number, before) for before in range(position + 1)]
-                order.append((number, position))
-        restore = pack_part(padded, Place(rank, ranks)).restore
-        assert restore is not None
-        assert [order[place] for place in restore.tolist()] == token_of[rank]
+        cells = packing.cells
+        assert cells is not None
+        assert cells.gather[cells.home].tolist() == list(range(len(token_of[rank])))
+        assert sorted(cells.home.tolist() + cells.padding.tolist()) == list(range(len(cells.gather)))
 
 
 @pytest.mark.parametrize(("ranks", "scattered"), [(1, 1), (1, 3), (2, 1), (2, 4), (4, 3)])

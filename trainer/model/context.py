@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.model.spec import BUCKET, Bucket, Keys, PackedSequences, pack
+from trainer.model.spec import BUCKET, Bucket, Cells, Keys, PackedSequences, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def pack_part(lengths: Sequence[int], place: Place) -> PackedSequences:
         bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), place)
         buckets.append(bucket)
         order.append(tokens)
-    whole.buckets, whole.restore = buckets, torch.argsort(torch.cat(order))
+    whole.buckets, whole.cells = buckets, Cells.of(buckets, torch.cat(order))
     return whole
 
 

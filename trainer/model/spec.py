@@ -55,13 +55,39 @@ class Keys:
     """bool [rows, 1, bucket width, width]: which of them each query sees."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Between T packed tokens and the C cells of all buckets."""
+
+    gather: Tensor
+    """int64 [C]: which token fills each cell; anything at padded cells."""
+    home: Tensor
+    """int64 [T]: the one cell where a token is itself."""
+    padding: Tensor
+    """int64: the cells that hold no token."""
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket], tokens: Tensor) -> Cells:
+        """`tokens`: which packed token is in each real cell, bucket after bucket."""
+        counts = torch.tensor([0] + [bucket.rows * bucket.width for bucket in buckets])
+        starts = counts.cumsum(0).tolist()
+        real = torch.cat([start + bucket.cells for start, bucket in zip(starts, buckets, strict=False)])
+        empty = torch.ones(starts[-1], dtype=torch.bool)
+        empty[real] = False
+        return cls(
+            gather=torch.cat([bucket.gather for bucket in buckets]),
+            home=real[torch.argsort(tokens)],
+            padding=empty.nonzero()[:, 0],
+        )
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Where the sequences of a micro-batch lie, for rotary embeddings (cu_seqlens) and attention."""
 
     buckets: list[Bucket] = field(default_factory=list)
-    restore: Tensor | None = None
-    """int64 [tokens]: position in the buckets' outputs, end to end, of every packed token."""
+    cells: Cells | None = None
+    """Those of all buckets, end to end."""
     trained: Tensor | None = None
     """int64: the positions whose logits are computed."""
 
@@ -85,7 +111,7 @@ def pack(lengths: Sequence[int]) -> PackedSequences:
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         buckets=buckets,
-        restore=torch.argsort(torch.cat(order)),
+        cells=Cells.of(buckets, torch.cat(order)),
     )
 
 
@@ -144,30 +170,72 @@ class PackedAttention(MegatronModule):
         if self.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
             key, value = gather_context(torch.stack([key, value], 1), group).unbind(1)
-        outputs = [self._attend(query, key, value, bucket) for bucket in packed_seq_params.buckets]
-        return torch.cat(outputs).index_select(0, packed_seq_params.restore)
+        cells, buckets = packed_seq_params.cells, packed_seq_params.buckets
+        assert cells is not None
+        queries = _rectangles(query, cells, buckets)
+        if self.config.context_parallel_size > 1:
+            places = [bucket.keys for bucket in buckets]
+            keys, values = ([_gathered(part, place) for place in places] for part in (key, value))
+        else:
+            keys, values = (_rectangles(part, cells, buckets) for part in (key, value))
+        outputs = [self._attend(*each) for each in zip(queries, keys, values, buckets, strict=True)]
+        return _ToTokens.apply(torch.cat(outputs), cells)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
-        """The real cells of one bucket, [cells, heads * d]."""
-        keys = bucket.keys
-        q = self._rectangle(query, bucket.gather, bucket.width)
-        places, width = (bucket.gather, bucket.width) if keys is None else (keys.gather, keys.width)
-        k, v = self._rectangle(key, places, width), self._rectangle(value, places, width)
+        """One rectangle, as its cells: [cells, heads * d]."""
         out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if keys is None else keys.seen,
-            is_causal=keys is None,
+            query,
+            key,
+            value,
+            attn_mask=None if bucket.keys is None else bucket.keys.seen,
+            is_causal=bucket.keys is None,
             scale=self.scale,
-            enable_gqa=q.size(1) != k.size(1),
+            enable_gqa=query.size(1) != key.size(1),
         )
-        return out.transpose(1, 2).reshape(bucket.rows * bucket.width, -1).index_select(0, bucket.cells)
+        return out.transpose(1, 2).reshape(bucket.rows * bucket.width, -1)
+
+
+class _ToCells(torch.autograd.Function):
+    """Packed tokens -> cells. Nothing comes back from padded ones (no token sees them), so that the gradient is a
+    selection as well: of each token's own cell. That of `index_select` adds cell by cell, on one core."""
 
     @staticmethod
-    def _rectangle(packed: Tensor, gather: Tensor, width: int) -> Tensor:
-        """[T, heads, d] -> [rows, heads, width, d]"""
-        return packed.index_select(0, gather).view(-1, width, *packed.shape[1:]).transpose(1, 2)
+    def forward(context: Any, packed: Tensor, cells: Cells) -> Tensor:
+        context.cells = cells
+        return packed.index_select(0, cells.gather)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, context.cells.home), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Cells -> packed tokens; padded cells are dropped, and get the gradient 0."""
+
+    @staticmethod
+    def forward(context: Any, outputs: Tensor, cells: Cells) -> Tensor:
+        context.cells = cells
+        return outputs.index_select(0, cells.home)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, context.cells.gather).index_fill_(0, context.cells.padding, 0), None
+
+
+def _rectangles(packed: Tensor, cells: Cells, buckets: Sequence[Bucket]) -> list[Tensor]:
+    """[T, heads, d] -> a [rows, heads, width, d] for every bucket."""
+    parts = _ToCells.apply(packed, cells).split([bucket.rows * bucket.width for bucket in buckets])
+    return [_rectangle(part, bucket.width) for part, bucket in zip(parts, buckets, strict=True)]
+
+
+def _gathered(packed: Tensor, keys: Keys | None) -> Tensor:
+    """Of the tokens of all ranks those that a bucket's queries may see: [rows, heads, width, d]."""
+    assert keys is not None
+    return _rectangle(packed.index_select(0, keys.gather), keys.width)
+
+
+def _rectangle(cells: Tensor, width: int) -> Tensor:
+    return cells.view(-1, width, *cells.shape[1:]).transpose(1, 2)
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
