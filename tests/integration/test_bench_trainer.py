@@ -31,7 +31,7 @@ def test_a_quick_bench_measures_steps_that_come_to_the_same_loss(tmp_path: Path)
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert all(figure["name"] in done.stdout for figure in figures)
     speeds = [figure for figure in figures if figure["unit"] == "tokens/s"]
-    kinds = ["same room", "the best", "sorted by length", "one by one", "packed by hand"]
+    kinds = ["as in TRL", "same room", "the best", "sorted by length", "one by one", "packed by hand"]
     assert all(kind in figure["baseline_name"] for kind, figure in zip(kinds, speeds, strict=True))
     assert all(min(figure["value"], figure["baseline"], figure["ratio"]) > 0 for figure in speeds)
     by_name = {figure["name"]: figure for figure in figures}

@@ -17,11 +17,13 @@ from trainer.bench.padded import Attention, Setting
 from trainer.bench.rounds import Timed, cpu_ratio, in_turns, ratio
 from trainer.bench.stage import Stage
 from trainer.bench.streamed import STREAMED, WAITED
+from trainer.bench.usual import ROWS
 from trainer.bench.work import Mix, lengths_of
 
 Say = Callable[[str], None]
 
 TRAINER, ONE_BY_ONE, BY_HAND = "trainer", "one by one", "packed by hand"
+USUAL = f"padded as in TRL: {ROWS} rows, prompts at the left, logits of all completion positions, sdpa"
 FULL_ROWS, BEST, SORTED = "padded, as many rows as fit the same room", "padded, the best", "padded, sorted by length"
 ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
 
@@ -89,12 +91,13 @@ def measure(stage: Stage, course: Course, say: Say) -> list[Measured]:
     """All figures; `say` gets `total N`, and then a line a round. Raises TrainingError if two steps do not come to the
     same loss and gradient."""
     counts = course.row_counts
-    say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + course.rounds * (6 + 2)}")
+    say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + course.rounds * (7 + 2)}")
     finalists = _heats(stage, course, say)
     stage.phases.reset()
     final = in_turns(
         {
             TRAINER: stage.trainer,
+            USUAL: stage.usual,
             **{name: stage.padded(setting) for name, setting in finalists.items()},
             ONE_BY_ONE: stage.one_by_one,
             BY_HAND: stage.packed_by_hand,
@@ -142,7 +145,7 @@ def _speeds(
         mean, other = 1e6 * median(mine.cpu_s) / tokens, 1e6 * median(final[name].cpu_s) / tokens
         return Measured("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
 
-    named = {name: f"{name}: {setting}" for name, setting in finalists.items()}
+    named = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
     return [
         *(beside(name, what) for name, what in named.items()),
         beside(ONE_BY_ONE, "plain PyTorch, unpadded, one by one, no optimizer"),

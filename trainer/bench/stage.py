@@ -20,6 +20,7 @@ from trainer.bench.padded import PlainModel, Setting, padded_step
 from trainer.bench.rounds import Contestant, Done
 from trainer.bench.streamed import STREAMED, WAITED, SlowProducer, streamed, waited
 from trainer.bench.unpadded import one_by_one, packed_by_hand
+from trainer.bench.usual import usual_step
 from trainer.bench.work import Mix, make_batch, question_texts
 from trainer.parallel import start_ranks
 from trainer.phases import Phases
@@ -51,6 +52,10 @@ class Stage:
     def padded(self, setting: Setting) -> Contestant:
         """A baseline."""
         return lambda: padded_step(self.plain, self.members(), setting)
+
+    def usual(self) -> Done:
+        """The baseline as it is usually found."""
+        return usual_step(self.plain, self.members())
 
     def one_by_one(self) -> Done:
         """A ceiling."""
