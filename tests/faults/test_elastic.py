@@ -20,8 +20,8 @@ from buffer import connect_board, make_client
 from buffer.redis.keys import Keys
 from tests.support.whole_run import WholeRun, check_books
 
-STEPS = 60
-"""A server takes half a minute to start, a step a second or two."""
+STEPS, LONG_RUN = 60, 200
+"""A server takes half a minute to start, or more beside others; a step takes a second or so."""
 LONG = 200
 PROGRESS = ("rollout.progress_interval_s=0.3", "rollout.lease_s=3")
 
@@ -33,8 +33,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., WholeRun]]:
     """Starts a run with the given overrides."""
     started: list[WholeRun] = []
 
-    def started_with(*overrides: str) -> WholeRun:
-        whole = WholeRun(tmp_path, steps=STEPS, max_tokens=LONG, overrides=overrides)
+    def started_with(*overrides: str, steps: int = STEPS) -> WholeRun:
+        whole = WholeRun(tmp_path, steps=steps, max_tokens=LONG, overrides=overrides)
         started.append(whole)
         whole.start()
         return whole
@@ -120,7 +120,7 @@ def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_
 
 
 def test_a_server_joins_and_another_leaves_and_the_run_never_stops(start: Callable[..., WholeRun]) -> None:
-    run = start(*PROGRESS)
+    run = start(*PROGRESS, steps=LONG_RUN)
     run.wait_for_step(1)
     config = run.roles_config()
     joined = run.join("extra")
@@ -135,6 +135,6 @@ def test_a_server_joins_and_another_leaves_and_the_run_never_stops(start: Callab
         joined.kill()
     assert run.wait(400) == 0, run.printed[-3000:]
     assert "restart" not in run.printed
-    check_books(run.summary(), steps=STEPS)
+    check_books(run.summary(), steps=LONG_RUN)
     samples = "".join(path.read_text() for path in (run.run_dir / "samples").glob("*.jsonl"))
     assert '"extra"' in samples or (run.run_dir / "samples" / "extra.jsonl").exists()
