@@ -29,7 +29,7 @@ def load_plugin(name: str, *, key: str, expected: str = "a function or class") -
         sys.path.append(here)
     try:
         found = attrgetter(attribute)(importlib.import_module(module_name))
-    except Exception as error:
+    except Exception as error:  # whatever the user's module may raise while it is imported
         raise ConfigError(
             f"{key}: {name!r} cannot be imported ({type(error).__name__}: {error}). Is the module in the working "
             "folder or on PYTHONPATH, and the name right?"

@@ -85,7 +85,7 @@ def _call(role: str, find: Callable[[str], Callable[..., Any]], name: str, argum
     function = find(name)
     try:
         return function(*arguments)
-    except Exception as error:
+    except Exception as error:  # whatever a function of the user's own may raise
         raise _wrong(role, name, f"failed on a trial of five tokens ({type(error).__name__}: {error})") from error
 
 

@@ -29,7 +29,7 @@ class Encoder:
             try:
                 encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
                 return [encoding.ids for encoding in encodings]
-            except Exception:
+            except Exception:  # whatever a tokenizer raises
                 pass  # one of them cannot be encoded: which one shows below
         return [self._encode(text) for text in texts]
 

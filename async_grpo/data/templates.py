@@ -65,7 +65,7 @@ class Template:
     def _try(self, name: str) -> None:
         try:
             text = self.render(_TRIAL)
-        except Exception as error:
+        except Exception as error:  # whatever the user's template may raise
             raise ConfigError(
                 f"--template {name}: it cannot be rendered ({error}). It may use question, messages, system, "
                 "bos_token and eos_token"

@@ -15,7 +15,7 @@ def as_score(value: object) -> float:
         raise ValueError(f"{_shown(value)} is a {type(value).__name__}, not a number")
     try:
         score = float(value)
-    except Exception as error:
+    except Exception as error:  # whatever the __float__ of a value of the user's may raise
         raise ValueError(f"a {type(value).__name__} is no score: {type(error).__name__}: {error}") from error
     if not abs(score) <= MAX_SCORE:
         raise ValueError(f"{score} is not a finite number within {MAX_SCORE:g}")
@@ -26,5 +26,5 @@ def _shown(value: object) -> str:
     """Bounded, also for values whose repr raises."""
     try:
         return repr(value)[:80]
-    except Exception:
+    except Exception:  # or its __repr__
         return "the value"

@@ -72,5 +72,5 @@ def _described(error: BaseException) -> str:
     """Bounded, also for exceptions whose text cannot be had."""
     try:
         return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
-    except Exception:
+    except Exception:  # the __str__ of an exception of the user's
         return type(error).__name__

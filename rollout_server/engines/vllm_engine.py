@@ -109,7 +109,7 @@ class VllmEngine:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
             await self._init_weight_transfer()
-        except Exception as error:
+        except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
             raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
         self._gate.set()
 
@@ -226,7 +226,7 @@ class VllmEngine:
             async with aclosing(self._llm.generate(prompt, sampling, flight.flight_id)) as outputs:
                 async for output in outputs:
                     yield output
-        except Exception as error:
+        except Exception as error:  # the same; what the request has is kept first
             self._remember(request.request_id, flight)
             raise EngineError(
                 f"{self._name}: request {request.request_id} failed: {type(error).__name__}: {error}"
