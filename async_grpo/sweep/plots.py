@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.sweep.choice import Candidate, Choice
 from async_grpo.sweep.figures import Figures
-from async_grpo.sweep.settings import Setting, band
+from async_grpo.sweep.settings import Band, Setting, band
 from async_grpo.telemetry.plots import GREY, RED
 
 if TYPE_CHECKING:
@@ -120,22 +120,41 @@ def _tradeoff(
 
 
 def _rewards(settings: Sequence[Setting], looks: dict[str, Look], *, over_seconds: bool) -> Figure | None:
-    """Training reward: one line a setting, the mean over seeds, smoothed; the band is from lowest to highest seed."""
+    """Training reward: a panel for every combination of the other axes, all to one scale, and in it a line for every
+    value of the first axis: the mean over seeds, smoothed; the band is from lowest to highest seed."""
     bands = {s.label: band([point.curve for point in s.finished], over_seconds=over_seconds) for s in settings}
-    figure, [axes] = _panels(1, 1)
-    axes.set_title("Training reward", loc="left", fontweight="bold")
-    for label, found in bands.items():
-        if found is None:
-            continue
-        look = looks[label]
-        axes.plot(found.xs, found.mean, color=look.color, linestyle=look.line, label=label)
-        axes.fill_between(found.xs, found.low, found.high, color=look.color, alpha=0.15, linewidth=0)
-    if not axes.lines:
+    drawn = [setting for setting in settings if bands[setting.label] is not None]
+    rests = list(dict.fromkeys(_rest(setting) for setting in drawn))
+    if not rests:
         return None
-    axes.set_xlabel("seconds of training (steps and their waits)" if over_seconds else "optimizer step")
-    axes.set_ylabel("mean reward of a step")
-    axes.legend(loc="best", fontsize=8)
+    columns = min(_COLUMNS, len(rests))
+    figure, panels = _panels(-(-len(rests) // columns), columns)
+    for axes, rest in zip(panels, rests, strict=False):
+        axes.set_title(", ".join(rest) or "Training reward", loc="left", fontsize=9, fontweight="bold")
+        for setting in (each for each in drawn if _rest(each) == rest):
+            _draw_band(axes, bands[setting.label], looks[setting.label].color, _first(setting))
+    for axes in panels[len(rests) :]:
+        axes.set_axis_off()
+    _to_one_scale(panels[: len(rests)])
+    panels[0].legend(title=next(iter(drawn[0].values)), loc="lower right", fontsize=8)
+    figure.supxlabel("seconds of training (steps and their waits)" if over_seconds else "optimizer step", fontsize=9)
+    figure.supylabel("mean reward of a step", fontsize=9)
     return figure
+
+
+def _draw_band(axes: Axes, found: Band | None, color: Any, label: str) -> None:
+    if found is not None:
+        axes.plot(found.xs, found.mean, color=color, label=label)
+        axes.fill_between(found.xs, found.low, found.high, color=color, alpha=0.15, linewidth=0)
+
+
+def _to_one_scale(panels: Sequence[Axes]) -> None:
+    """So that one sees at a glance which panel's lines are lower."""
+    lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
+    ends = max(axes.get_xlim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(min(lows), max(highs))
+        axes.set_xlim(0, ends)
 
 
 def _figures(settings: Sequence[Setting], looks: dict[str, Look]) -> Figure | None:
