@@ -20,7 +20,8 @@ AsyncGrpoError
 │   └── PublisherLost      the publisher has been silent for too long
 ├── EngineError            the inference engine failed
 ├── TrainingError          the trainer cannot go on (non-finite loss)
-│   └── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
+│   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
+│   └── NodeLost           a machine of the trainer is gone, silent, or has failed
 └── RoleFailed             a supervised process ended when it should not have
 """
 
@@ -121,6 +122,10 @@ class NonFiniteStep(TrainingError):
 
 class CheckpointError(TrainingError):
     """A checkpoint could not be written, or cannot be resumed from; those before it are untouched."""
+
+
+class NodeLost(TrainingError):
+    """The trainer cannot go on without one of its machines; the newest checkpoint is untouched."""
 
 
 class RoleFailed(AsyncGrpoError):

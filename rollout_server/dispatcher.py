@@ -224,6 +224,7 @@ class Dispatcher:
             max_tokens=config.sampling.max_tokens,
             prior=work.samples[index],
             interruptible=ticket.attempt <= config.rollout.max_interruptions,
+            index=index,
         )
 
     async def _settle(self, work: GroupWork) -> None:

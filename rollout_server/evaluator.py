@@ -21,7 +21,7 @@ import structlog
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire.board import Evaluation, Probe
 from rollout_server.cast import Cast
-from rollout_server.exam import Exam
+from rollout_server.exam import Exam, ExamPlan
 from rollout_server.milestones import milestone_of, next_milestone
 from rollout_server.weight_watcher import WeightWatcher
 
@@ -38,6 +38,7 @@ class Evaluator:
         self._cast = cast
         self._watcher = watcher
         self._exam = Exam(cast)
+        self._plan = ExamPlan.of(cast.config)
         self._final = cast.config.steps
         self._handled = -1
         self.busy = False
@@ -101,16 +102,19 @@ class Evaluator:
         """The probe first: the trainer waits for it."""
         if version >= self._final:
             await self._cast.board.put_probe(Probe(version=version, groups=await self._exam.probe(version)))
-        grades = await self._exam.grade()
+        grades = await self._exam.grade(self._plan)
         evaluation = Evaluation(
             version=version,
-            prompts=grades.prompts,
-            samples=self._cast.config.eval.samples,
+            prompts=len(grades.papers),
+            samples=self._plan.samples,
             sampled_accuracy=grades.sampled_accuracy,
             greedy_accuracy=grades.greedy_accuracy,
             completion_tokens_mean=grades.completion_tokens_mean,
             wall_s=time.time() - started_s,
             server=self._cast.name,
+            figures=grades.figures,
+            by_source=grades.by_source,
+            no_majority=grades.no_majority,
         )
         await self._cast.board.put_evaluation(evaluation)
         log.info(

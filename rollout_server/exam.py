@@ -1,26 +1,108 @@
-"""Held-out prompts, completed and graded by the version that the engine has now."""
+"""Held-out prompts, completed and graded: of a run's milestones, and of `async-grpo eval`.
+
+    held-out tasks --> sessions --> reward pool: judge, extract --> Paper a prompt --> Figures
+
+Completions wait for one of `rollout.max_concurrency` places (another that ends frees it); grading waits for the
+reward pool. Prompts, seeds and rewards follow from the configuration alone, so that the same weights give the same
+completions in both.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from async_grpo.config import RunConfig
+from async_grpo.data.source import TaskSource
+from async_grpo.evaluation.figures import figures_by_source, figures_of
+from async_grpo.evaluation.grades import Grade, GradedPrompt
 from async_grpo.rewards.item import Item
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.rewards.verdict import Verdict
 from async_grpo.wire import Group, Sample, Task
-from rollout_server.cast import Cast
+from async_grpo.wire.board import Figures
+from rollout_server.engines.protocol import Sampler
 from rollout_server.failures import first_cause
 from rollout_server.seeds import sample_seed
 from rollout_server.session import Session
+from rollout_server.workflows import Workflow
 
 T = TypeVar("T")
 
 PROBE_GROUPS = 16
 PROBE_SAMPLES = 4
+SOURCE_FIELDS = ("data_source", "source", "file")
+"""Metadata of a task, the first of which that it has says where the task is from."""
+
+
+class Hall(Protocol):
+    """What an exam needs; a rollout server's cast has it."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> Sampler: ...
+    @property
+    def pool(self) -> RewardPool: ...
+    @property
+    def workflow(self) -> Workflow: ...
+    @property
+    def source(self) -> TaskSource: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExamPlan:
+    """How much is asked. Other `prompts` than the configuration's: the first of the same ones."""
+
+    prompts: int
+    samples: int
+    temperature: float = 1.0
+    greedy: bool = True
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ExamPlan:
+        """What a run asks at its milestones."""
+        return cls(config.eval.prompts, config.eval.samples, greedy=config.eval.greedy)
+
+    @property
+    def completions(self) -> int:
+        """Of one prompt."""
+        return self.samples + self.greedy
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion, graded; of a greedy one nobody extracts the answer."""
+
+    sample: Sample
+    verdict: Verdict
+    grade: Grade
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """One prompt with all its completions."""
+
+    task: Task
+    sampled: list[Answer]
+    greedy: list[Answer]
+
+    @property
+    def source(self) -> str:
+        """Where the prompt is from, "" if the data do not say."""
+        return next((self.task.metadata[field] for field in SOURCE_FIELDS if field in self.task.metadata), "")
+
+    @property
+    def graded(self) -> GradedPrompt:
+        """As the statistics take it."""
+        return GradedPrompt([a.grade for a in self.sampled], [a.grade for a in self.greedy], self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +110,52 @@ class Grades:
     """Accuracy is the mean score of the first reward function over the completions it could judge
     (nan if none)."""
 
-    prompts: int
-    sampled_accuracy: float
-    greedy_accuracy: float | None
+    papers: list[Paper]
+    figures: Figures
+    by_source: dict[str, Figures]
+    no_majority: str
+    """Why there is no maj@k, "" if there is."""
     completion_tokens_mean: float
+
+    @property
+    def sampled_accuracy(self) -> float:
+        """mean@k."""
+        return math.nan if self.figures.mean is None else self.figures.mean.value
+
+    @property
+    def greedy_accuracy(self) -> float | None:
+        """None if it was not asked for."""
+        if not any(paper.greedy for paper in self.papers):
+            return None
+        return math.nan if self.figures.greedy is None else self.figures.greedy.value
 
 
 class Exam:
-    """The caller holds the pin, so that all tokens come from one version."""
+    """For completions of one version only, the caller holds the pin."""
 
-    def __init__(self, cast: Cast) -> None:
-        self._cast = cast
-        self._room = asyncio.Semaphore(cast.config.rollout.max_concurrency)
+    def __init__(self, hall: Hall, on_answer: Callable[[], None] = lambda: None) -> None:
+        """`on_answer` is called after every completion."""
+        self._hall = hall
+        self._on_answer = on_answer
+        self._room = asyncio.Semaphore(hall.config.rollout.max_concurrency)
+        self._judged_by = hall.config.rewards.functions[0].name
         self.tokens = 0
 
-    async def grade(self) -> Grades:
-        """mean@k at temperature 1, and greedy if it is asked for."""
-        config, tasks = self._cast.config.eval, self._cast.source.held_out()
-        sampled, scores = await self._grade_all(tasks, config.samples, 1.0)
-        greedy = (await self._grade_all(tasks, 1, 0.0))[1] if config.greedy else None
-        return Grades(
-            prompts=len(tasks),
-            sampled_accuracy=_mean(scores),
-            greedy_accuracy=None if greedy is None else _mean(greedy),
-            completion_tokens_mean=_mean([len(sample.token_ids()) for sample in sampled]),
-        )
+    async def grade(self, plan: ExamPlan) -> Grades:
+        """mean@k and the like, and greedy if it is asked for."""
+        tasks = self._hall.source.held_out()[: plan.prompts]
+        sampled = await self._answer_all(tasks, plan.samples, plan.temperature)
+        greedy = await self._answer_all(tasks, 1, 0.0) if plan.greedy else [[] for _ in tasks]
+        papers = [Paper(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
+        lengths = [answer.sample.length for answers in sampled for answer in answers]
+        no_majority = self._hall.pool.why_no_answers(self._judged_by)
+        figures, by_source = await asyncio.to_thread(self._figures, papers, plan.samples, votes=not no_majority)
+        return Grades(papers, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan)
 
     async def probe(self, version: int) -> list[Group]:
         """Groups sampled as for training, with behaviour log-probabilities, without rewards."""
-        tasks = list(islice(cycle(self._cast.source.held_out()), PROBE_GROUPS))
-        started_s, temperature = time.time(), self._cast.config.sampling.temperature
+        tasks = list(islice(cycle(self._hall.source.held_out()), PROBE_GROUPS))
+        started_s, temperature = time.time(), self._hall.config.sampling.temperature
         makes = (self._complete(task, PROBE_SAMPLES, temperature, f"probe{seq}") for seq, task in enumerate(tasks))
         return [
             Group(
@@ -65,7 +163,7 @@ class Exam:
                 attempt=0,
                 task=task,
                 samples=samples,
-                server=self._cast.name,
+                server=self._hall.name,
                 admitted_version=version,
                 started_s=started_s,
                 finished_s=time.time(),
@@ -73,19 +171,28 @@ class Exam:
             for seq, (task, samples) in enumerate(zip(tasks, await _all(makes), strict=True))
         ]
 
-    async def _grade_all(
-        self, tasks: Sequence[Task], samples: int, temperature: float
-    ) -> tuple[list[Sample], list[float]]:
-        graded = await _all(self._grade(task, samples, temperature) for task in tasks)
-        return [sample for made, _ in graded for sample in made], [score for _, scores in graded for score in scores]
-
-    async def _grade(self, task: Task, count: int, temperature: float) -> tuple[list[Sample], list[float]]:
-        samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
-        verdicts = await self._cast.pool.judge(
-            [Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples]
+    def _figures(self, papers: Sequence[Paper], samples: int, *, votes: bool) -> tuple[Figures, dict[str, Figures]]:
+        """A moment of arithmetic that must not hold the event loop."""
+        graded, right_at = [paper.graded for paper in papers], self._hall.config.eval.right_at
+        return (
+            figures_of(graded, samples=samples, right_at=right_at, votes=votes),
+            figures_by_source(graded, samples=samples, right_at=right_at, votes=votes),
         )
-        first = self._cast.config.rewards.functions[0].name
-        return samples, [verdict.scores[first] for verdict in verdicts if first in verdict.scores]
+
+    async def _answer_all(self, tasks: Sequence[Task], samples: int, temperature: float) -> list[list[Answer]]:
+        return await _all(self._answer(task, samples, temperature) for task in tasks)
+
+    async def _answer(self, task: Task, count: int, temperature: float) -> list[Answer]:
+        samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
+        pool, name = self._hall.pool, self._judged_by
+        verdicts = await pool.judge([Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples])
+        found: list[str | None] = [None] * count
+        if temperature and not pool.why_no_answers(name):
+            found = await pool.extract(name, [sample.text for sample in samples])
+        return [
+            Answer(sample, verdict, Grade(verdict.scores.get(name), answer))
+            for sample, verdict, answer in zip(samples, verdicts, found, strict=True)
+        ]
 
     async def _complete(self, task: Task, count: int, temperature: float, purpose: str) -> list[Sample]:
         return await _all(self._sample(task, index, temperature, purpose) for index in range(count))
@@ -93,16 +200,17 @@ class Exam:
     async def _sample(self, task: Task, index: int, temperature: float, purpose: str) -> Sample:
         async with self._room:
             session = Session(
-                self._cast.engine,
+                self._hall.engine,
                 f"{purpose}-{task.index}-{index}-{self.tokens}",
                 task.prompt_ids(),
-                seed=sample_seed(self._cast.config.seed, purpose, task.index, index),
+                seed=sample_seed(self._hall.config.seed, purpose, task.index, index),
                 temperature=temperature,
-                max_tokens=self._cast.config.sampling.max_tokens,
+                max_tokens=self._hall.config.sampling.max_tokens,
                 interruptible=False,
             )
-            sample = await self._cast.workflow.run(task, session)
+            sample = await self._hall.workflow.run(task, session)
             self.tokens += len(sample.token_ids())
+            self._on_answer()
             return sample
 
 
@@ -114,7 +222,3 @@ async def _all(makes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except ExceptionGroup as errors:
         raise first_cause(errors) from None
     return [task.result() for task in tasks]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.wire import Sample, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.engines.protocol import Engine, Generation, GenerationRequest
+from rollout_server.engines.protocol import Generation, GenerationRequest, Sampler
 
 ABORTED = "abort"
 """Finish reason of a generation that the engine cut short; its sample is unfinished."""
@@ -31,12 +31,13 @@ class Session:
     """The engine, for one sample: its prompt, its seed, its limits, and what exists of it already.
 
     `max_tokens` bounds the whole completion, observations included. The engine may cut short a session
-    that is `interruptible`; it is then taken up again from what it has written.
+    that is `interruptible`; it is then taken up again from what it has written. `index` says which sample of its
+    group it is.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         request_id: str,
         prompt: Sequence[int] | Tokens,
         *,
@@ -45,7 +46,9 @@ class Session:
         max_tokens: int,
         prior: Sample | None = None,
         interruptible: bool = True,
+        index: int = 0,
     ) -> None:
+        self.index = index
         self._engine = engine
         self._request_id = request_id
         self._prompt = [int(token) for token in prompt]
@@ -67,6 +70,11 @@ class Session:
     def tokens_left(self) -> int:
         """How many more tokens the completion may have."""
         return self._max_tokens - len(self._written.tokens)
+
+    def limit(self, tokens: int) -> None:
+        """Let the completion have at most `tokens` (>= 1), where that is less than it may have anyway. Call it before
+        the first turn."""
+        self._max_tokens = min(self._max_tokens, tokens)
 
     async def turn(self) -> Generation:
         """What the policy writes next, until it stops ("stop") or the completion is full ("length").

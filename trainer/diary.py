@@ -1,4 +1,4 @@
-"""What the trainer writes about itself: metrics.jsonl, TensorBoard scalars, log lines, timeline."""
+"""What the trainer says of itself: metrics.jsonl, TensorBoard scalars, log lines, timeline, /metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.log import configure_logging
 from async_grpo.telemetry.scalars import ScalarWriter
 from async_grpo.telemetry.timeline import Timeline
+from trainer.exposition import Exposition
 from trainer.parallel import is_leader
 from trainer.phases import Phases
 
@@ -27,6 +28,9 @@ class Diary:
             self._rows = JsonLines(config.run_dir / "metrics.jsonl")
             self._scalars = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
             self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
+            self._exposition = Exposition(config)
+            if address := self._exposition.open():
+                self._log.info("http", address=address)
         self.phases = Phases(self._timeline)
 
     def step(self, row: dict[str, Any]) -> None:
@@ -34,8 +38,14 @@ class Diary:
         if self._leads:
             self._rows.write(row)
             self._scalars.write_step(row)
+            self._exposition.step(row)
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
+
+    def serving(self, epoch: int, version: int) -> None:
+        """Rollout servers can fetch the weights of `version`."""
+        if self._leads:
+            self._exposition.serving(epoch, version)
 
     def note(self, event: str, **facts: Any) -> None:
         """A log line."""
@@ -55,8 +65,9 @@ class Diary:
             self._log.warning(message, step=step)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and stop listening."""
         if self._leads and self._timeline is not None:
+            self._exposition.close()
             self._rows.close()
             self._scalars.close()
             self._timeline.close()

@@ -82,6 +82,7 @@ class TrainingLoop:
         self.outlet = WeightOutlet(self.policy, self.config, self.coordinator, self.epoch)
         self.diary.note("run joined", version=self.version, epoch=self.epoch, head_version=self.head_version)
         self._publish()
+        self.diary.serving(self.epoch, self.version)
         self.diary.phases.reset()
 
     def _complete(self, made: Made) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here, too.")]
+Lengths = Literal["constant", "lognormal", "recorded"]
 Quick = Annotated[bool, typer.Option("--quick", help="Only show that the bench works; the figures mean little.")]
 
 
@@ -77,17 +78,51 @@ def data(json_file: JsonFile = None, quick: Quick = False) -> None:
     _measure("data", json_file, quick=quick)
 
 
+@app.command()
+def pipeline(
+    json_file: JsonFile = None,
+    quick: Quick = False,
+    staleness: Annotated[str, typer.Option(metavar="0,1,2", help="Every max_staleness to run; 0 among them.")] = "",
+    lengths: Annotated[Lengths, typer.Option(help="Of the completions.")] = "lognormal",
+    lengths_from: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help='For recorded: JSON lines {"length": 24}, or the samples folder of a run.'),
+    ] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Of every S, in turns (3).")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Timed steps of a run (12).")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of the prompts; else the one that balances both sides.")
+    ] = None,
+    cores: Annotated[int, typer.Option(min=1, help="Of each side.")] = 1,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the runs here; else they are deleted.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw speed and idleness against S (PNG).")] = None,
+) -> None:
+    """The whole loop: the same work at every max_staleness, one core a side, beside the synchronous loop.
+
+    Real runs of a random model of 3 million parameters; tokens a second, idle shares, ages, and how much of the
+    overlap bound is reached. Takes about twenty-five minutes for five values of S in three repetitions.
+    """
+    wanted = {"staleness": staleness, "lengths": lengths, "lengths_from": lengths_from, "repetitions": repetitions}
+    sizes = {"steps": steps, "prompt_tokens": prompt_tokens, "cores": cores}
+    _measure("pipeline", json_file, quick=quick, **wanted, **sizes, out=out, plot=plot)
+
+
 def _measure(name: str, json_file: Path | None, **options: Any) -> None:
-    """Run `measure` of async_grpo.bench.NAME, which is only imported now; print its figures, and write them."""
+    """Run `measure` of async_grpo.bench.NAME, which is only imported now; print its figures, and write them.
+
+    A bench with a `view` of its own is shown in that in place of the usual table.
+    """
     import uvloop
 
     from async_grpo.bench.figures import Machine, table, write
 
     def work() -> int:
         machine = Machine.here()
+        bench = import_module(f"async_grpo.bench.{name}")
         with _progress() as progress:
-            figures = uvloop.run(import_module(f"async_grpo.bench.{name}").measure(progress, **options))
-        Console().print(table(f"async-grpo bench {name}", figures, machine))
+            figures = uvloop.run(bench.measure(progress, **options))
+        view = getattr(bench, "view", table)
+        Console().print(view(f"async-grpo bench {name}", figures, machine))
         if json_file is not None:
             write(json_file, figures, machine)
         return 0

@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 
 from async_grpo.cli import bench, buffer, checkpoints
+from async_grpo.cli.chat import chat
 from async_grpo.cli.doctor import PlatformChoice, report
+from async_grpo.cli.evaluate import evaluate
 from async_grpo.cli.exits import exit_with
 from async_grpo.cli.prepare import prepare
 from async_grpo.cli.sweep import sweep
@@ -30,6 +32,8 @@ app.command()(prepare)
 app.command()(sweep)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.export)
+app.command("eval")(evaluate)
+app.command()(chat)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml")]
 Overrides = Annotated[
@@ -88,11 +92,21 @@ def rollout(
 
 
 @app.command()
-def trainer(config: ConfigArgument, override: Overrides = None) -> None:
-    """Run the trainer, for containers and clusters (needs redis.url)."""
+def trainer(
+    config: ConfigArgument,
+    override: Overrides = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(envvar="ASYNC_GRPO_NODE_RANK", help="Which of trainer.nodes this machine is, from 0."),
+    ] = None,
+) -> None:
+    """Run the trainer, for containers and clusters (needs redis.url).
+
+    With trainer.nodes above 1, the same command on each of these machines; it starts when all are there.
+    """
     from async_grpo.launch.single import run_trainer
 
-    exit_with(lambda: run_trainer(config, override or []))
+    exit_with(lambda: run_trainer(config, override or [], node_rank))
 
 
 @app.command()

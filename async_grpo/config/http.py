@@ -1,4 +1,4 @@
-"""What a rollout server offers over HTTP."""
+"""What rollout servers and the trainer offer over HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,21 @@ from async_grpo.config.base import PositiveInt, Seconds, StrictModel
 PORT_OFF = -1
 
 
-class HttpConfig(StrictModel):
+class ListenConfig(StrictModel):
+    """A socket for HTTP; on the loopback unless told otherwise."""
+
+    host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
+    """Where it listens."""
+    port: Annotated[int, Field(ge=PORT_OFF, le=65535)] | None = 0
+    """0: any free one. null or -1: off."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody listens at all."""
+        return self.port is not None and self.port != PORT_OFF
+
+
+class HttpConfig(ListenConfig):
     """Health, metrics, completions of the current policy, administration."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
@@ -31,11 +45,6 @@ class HttpConfig(StrictModel):
     """A request that is not answered by then is given up."""
     drain_timeout_s: Seconds = 600.0
     """A server that is drained waits this long for what is in flight; then that is stored and given back."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the server listens at all."""
-        return self.port is not None and self.port != PORT_OFF
 
     @property
     def is_local(self) -> bool:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from async_grpo.config.base import PositiveInt, Seconds, StrictModel
+from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+from async_grpo.config.http import ListenConfig
 
 
 class EvalConfig(StrictModel):
@@ -18,6 +19,8 @@ class EvalConfig(StrictModel):
     greedy: bool = True
     every_steps: Annotated[int, Field(ge=0)] = 0
     """0: only before and after."""
+    right_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """A completion counts as right, for pass@k and maj@k, if the first reward function gives it at least this."""
     timeout_s: Seconds = 600.0
 
 
@@ -29,17 +32,29 @@ class RestartConfig(StrictModel):
     trainer: Annotated[int, Field(ge=0)] = 3
 
 
+class CoresConfig(StrictModel):
+    """Cores of this machine, by number, that a role and everything that it starts may use; empty: all. Linux only."""
+
+    rollout: list[NonNegativeInt] = []
+    """All rollout servers together."""
+    trainer: list[NonNegativeInt] = []
+
+
 class LaunchConfig(StrictModel):
     """The local supervisor."""
 
     restarts: RestartConfig = RestartConfig()
+    cores: CoresConfig = CoresConfig()
+    """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     ready_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 30.0
 
 
 class TelemetryConfig(StrictModel):
-    """What a run writes."""
+    """What a run writes, and what its trainer shows."""
 
     tensorboard: bool = True
     samples_every: PositiveInt = 8
     """One finished group in so many is written to samples/*.jsonl."""
+    http: ListenConfig = ListenConfig()
+    """The trainer's /metrics, /healthz and /readyz: figures alone, and nothing to be told, so that no key is needed."""

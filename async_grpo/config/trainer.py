@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from async_grpo.config.base import PositiveInt, Seconds, StrictModel
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.rendezvous import RendezvousConfig
 from async_grpo.config.step import ReferenceConfig, check_kl, check_streaming
 
 
@@ -62,7 +63,10 @@ class TrainerConfig(StrictModel):
     """Dense TFLOP/s of one device at the run's precision, for the utilisation that is reported. None: the vendor's
     figure for a device of its name, if it is a known one."""
     processes: PositiveInt = 1
-    """Ranks that torchrun starts: tensor_parallel * pipeline_parallel * context_parallel * data-parallel size."""
+    """Ranks, of all nodes together: tensor_parallel * pipeline_parallel * context_parallel * data-parallel size."""
+    nodes: PositiveInt = 1
+    """Machines that share the ranks evenly. Above 1, `async-grpo trainer CONFIG --node-rank R` runs on each of them."""
+    rendezvous: RendezvousConfig = RendezvousConfig()
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix."""
     pipeline_parallel: PositiveInt = 1
@@ -104,6 +108,11 @@ class TrainerConfig(StrictModel):
         """Optimizer updates of one step."""
         return self.num_iterations * self.mini_batches
 
+    @property
+    def processes_per_node(self) -> int:
+        """Ranks of one machine."""
+        return self.processes // self.nodes
+
     @model_validator(mode="after")
     def _step_can_be_made(self) -> TrainerConfig:
         check_kl(self.objective, self.reference)
@@ -129,6 +138,20 @@ class TrainerConfig(StrictModel):
                 f"context_parallel ({self.tensor_parallel} * {self.pipeline_parallel} * {self.context_parallel} = "
                 f"{block}): some ranks would have no part. "
                 f"Set trainer.processes to {block} times the data-parallel size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_share_evenly_and_meet(self) -> TrainerConfig:
+        if self.processes % self.nodes:
+            raise ValueError(
+                f"processes ({self.processes}) is not a multiple of nodes ({self.nodes}), and every node starts as "
+                "many ranks as the others. Set trainer.processes to the number of all ranks, a multiple of nodes"
+            )
+        if self.nodes > 1 and self.rendezvous.address is None:
+            raise ValueError(
+                f"nodes is {self.nodes}, but rendezvous.address is not set, so that they would not find each other. "
+                "Set trainer.rendezvous.address to an address of node 0 that every node reaches"
             )
         return self
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
 Endpoint = Annotated[str, Field(pattern=r"^tcp://[^:/]+:\d{1,5}$")]
+Host = Annotated[str, Field(pattern=r"^[^\s:/]+$")]
 Encoding = Literal["auto", "dense", "delta"]
 Encryption = Literal["off", "control", "all"]
 
@@ -18,8 +19,14 @@ class WeightsConfig(StrictModel):
 
     bind: Endpoint = "tcp://127.0.0.1:0"
     """Where the publisher listens (port 0: three free ones; port N: N announces, N + 1 controls, N + 2 serves)."""
+    advertise: Host | None = None
+    """Under which name or address other machines reach the publisher, where that is not where it listens (behind a
+    published port, say). None: the host of `bind`; of 0.0.0.0, this machine's name."""
     relay_bind: Endpoint = "tcp://127.0.0.1:0"
     """Where the receiver of a machine serves other machines. On the loopback it serves this machine only."""
+    relay_advertise: Host | None = None
+    """The same for the relay of this machine; to be given on each, with -o. None: the host of `relay_bind`; of 0.0.0.0,
+    the address with which this machine reaches the publisher."""
     fanout: NonNegativeInt = 2
     """Copies that the publisher, and every relay, sends. 0: everybody fetches from the publisher."""
     encoding: Encoding = "auto"
@@ -40,3 +47,18 @@ class WeightsConfig(StrictModel):
     """A chunk that has not come by then is asked for again, from another relay if there is one."""
     update_timeout_s: Seconds = 300.0
     """A whole update that has not come by then is an error; no engine is protected longer while it loads."""
+
+    @model_validator(mode="after")
+    def _advertised_where_it_listens(self) -> WeightsConfig:
+        for bind, told in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
+            endpoint: str = getattr(self, bind)
+            if told is not None and _on_loopback(endpoint) and not _on_loopback(f"tcp://{told}"):
+                raise ValueError(
+                    f"{bind} ({endpoint}) listens on the loopback only, but others would be told to come to {told}, "
+                    f"where nobody answers. Set weights.{bind} to tcp://0.0.0.0:PORT, or to an address of this machine"
+                )
+        return self
+
+
+def _on_loopback(endpoint: str) -> bool:
+    return endpoint.removeprefix("tcp://").startswith(("127.", "localhost"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.devices import devices_of
+from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.devices import KINDS, deal_devices
 from async_grpo.launch.role import RoleSpec
 from async_grpo.launch.run_folder import RunFolder
@@ -26,6 +27,12 @@ def trainer_argv(config: RunConfig, folder: RunFolder, model: Path) -> list[str]
     return [sys.executable, *torchrun, "-m", "trainer.main", *files]
 
 
+def node_argv(folder: RunFolder, model: Path, node_rank: int) -> list[str]:
+    """The ranks of this machine, of a trainer that has several: they start when all machines have met."""
+    files = ["--config", str(folder.roles_file), "--model", str(model)]
+    return [sys.executable, "-m", "trainer.nodes.main", "--node-rank", str(node_rank), *files]
+
+
 def trainer_environment(config: RunConfig) -> dict[str, str]:
     """What torchrun and its ranks look at. torchrun passes SIGTERM on, and kills ranks that still write their
     checkpoint after 30 s, unless told otherwise."""
@@ -38,6 +45,7 @@ def trainer_environment(config: RunConfig) -> dict[str, str]:
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
     """Every role of a run on this machine, each with the devices that are its own. Raises ConfigError."""
     devices = deal_devices(config, os.environ, _devices_here(config))
+    trainer_cores, rollout_cores = role_cores(config, cores_here())
     restarts = config.launch.restarts
     trainer = RoleSpec(
         "trainer",
@@ -45,10 +53,18 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
         folder.log("trainer"),
         restarts.trainer,
         env=trainer_environment(config) | devices["trainer"],
+        cores=trainer_cores,
     )
     names = [f"rollout-{index}" for index in range(config.rollout.servers)]
     servers = [
-        RoleSpec(name, rollout_argv(folder, model, name), folder.log(name), restarts.rollout, env=devices[name])
+        RoleSpec(
+            name,
+            rollout_argv(folder, model, name),
+            folder.log(name),
+            restarts.rollout,
+            env=devices[name],
+            cores=rollout_cores,
+        )
         for name in names
     ]
     return [trainer, *servers]

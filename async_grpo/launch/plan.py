@@ -49,7 +49,7 @@ def describe(config: RunConfig) -> Table:
     table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
     rollout = config.rollout
     table.add_row("rollout servers", f"{rollout.servers} x vLLM, {rollout.max_concurrency} samples in flight")
-    table.add_row("trainer", f"{config.trainer.processes} rank(s) on {config.trainer.platform}, {config.steps} steps")
+    table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
     table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
     table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups")
@@ -64,6 +64,13 @@ def describe(config: RunConfig) -> Table:
     return table
 
 
+def _ranks(config: RunConfig) -> str:
+    trainer = config.trainer
+    if trainer.nodes == 1:
+        return f"{trainer.processes} rank(s)"
+    return f"{trainer.nodes} nodes (async-grpo trainer --node-rank) x {trainer.processes_per_node} rank(s)"
+
+
 def _absent(config: RunConfig) -> list[str]:
     """What is wrong with the files that the run begins with."""
     problems = []
@@ -76,8 +83,9 @@ def _absent(config: RunConfig) -> list[str]:
 
 
 def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Which devices each role gets, and what their memory is needed for; nothing for the CPU."""
-    dealt = {role: shown for role, shown in deal_devices(config, {}).items() if any(shown.values())}
+    """Which devices each role gets (on one machine), and what their memory is needed for; nothing for the CPU."""
+    shares = deal_devices(config, {}) if config.trainer.nodes == 1 else {}
+    dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
     rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
     plan = _device_plan(config)
     return [*(rows if dealt else []), *(plan.rows(*_device_memory(config)) if plan is not None else [])]

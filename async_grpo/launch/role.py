@@ -8,9 +8,11 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from async_grpo.launch import family
+from async_grpo.launch.cores import pin
 from async_grpo.process import die_with_parent
 
 _LOG_TAIL_BYTES = 64 << 10
@@ -30,6 +32,8 @@ class RoleSpec:
     log: Path
     restarts: int
     env: dict[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    """Those that it may use; () for all."""
 
 
 class RoleProcess:
@@ -53,7 +57,7 @@ class RoleProcess:
                 stderr=log,
                 env={**os.environ, **spec.env, family.MARK_VARIABLE: mark},
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(_prepare, spec.cores),
             )
         return cls(spec, process, mark)
 
@@ -77,6 +81,12 @@ class RoleProcess:
         """SIGKILL to the whole process group."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _prepare(cores: tuple[int, ...]) -> None:
+    """In the new process, before the program."""
+    die_with_parent()
+    pin(cores)
 
 
 def explain_exit(spec: RoleSpec, code: int) -> str:

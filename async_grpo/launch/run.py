@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import RoleFailed
+from async_grpo.errors import ConfigError, RoleFailed
 from async_grpo.launch.commands import role_specs
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.monitor import Monitor
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
     """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError."""
+    _check_one_machine(config)
     adopt_orphans()
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
@@ -55,6 +56,16 @@ async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
             view.say("stopped; the same command resumes")
             return INTERRUPTED
     return 0
+
+
+def _check_one_machine(config: RunConfig) -> None:
+    nodes = config.trainer.nodes
+    if nodes > 1:
+        raise ConfigError(
+            f"trainer.nodes is {nodes}, but `async-grpo run` starts everything on this machine. Set redis.url, and "
+            f"start `async-grpo trainer CONFIG --node-rank R` on each of the {nodes} (R from 0), and `async-grpo "
+            "rollout CONFIG --name NAME` where servers are to be; or set trainer.nodes to 1. See docs/operations.md"
+        )
 
 
 class Interrupted(Exception):

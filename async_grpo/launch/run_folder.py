@@ -26,6 +26,7 @@ _FREE_KEYS = (
     *("trainer.platform", "trainer.processes", "trainer.threads", "trainer.take_timeout_s", "trainer.checkpoint"),
     *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.context_parallel", "trainer.expert_parallel"),
     *("trainer.sequence_parallel", "trainer.recompute", "trainer.optimizer.offload"),
+    *("trainer.nodes", "trainer.rendezvous"),
     "rollout.http",
 )
 """Nor do these: how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from async_grpo.launch.commands import rollout_argv, trainer_argv, trainer_environment
+from async_grpo.launch.commands import node_argv, rollout_argv, trainer_argv, trainer_environment
 from async_grpo.launch.locate import locate
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.plan import resolve
@@ -20,7 +20,7 @@ from buffer import connect_board
 
 def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
     """Become a rollout server. Raises ConfigError without redis.url."""
-    _, folder, model = _prepare(path, overrides)
+    folder, model = _make_ready(_resolve(path, overrides))
     return _become(rollout_argv(folder, model, name))
 
 
@@ -42,23 +42,47 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
     return await prepare_model(config, print)
 
 
-def run_trainer(path: Path, overrides: Sequence[str]) -> int:
-    """Become the trainer (torchrun). Raises ConfigError without redis.url."""
-    config, folder, model = _prepare(path, overrides)
-    return _become(trainer_argv(config, folder, model), trainer_environment(config))
+def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
+    """Become the trainer (torchrun), or the part of it that one of its machines has. Raises ConfigError without
+    redis.url, or for a machine that it does not have."""
+    config = _resolve(path, overrides)
+    node = _node(config, node_rank)
+    folder, model = _make_ready(config)
+    argv = trainer_argv(config, folder, model) if config.trainer.nodes == 1 else node_argv(folder, model, node)
+    return _become(argv, trainer_environment(config))
 
 
-def _prepare(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunFolder, Path]:
+def _node(config: RunConfig, given: int | None) -> int:
+    nodes = config.trainer.nodes
+    if given is None and nodes > 1:
+        raise ConfigError(
+            f"trainer.nodes is {nodes}: which of them is this machine? Pass --node-rank 0 on the machine of "
+            f"trainer.rendezvous.address ({config.trainer.rendezvous.address}), and 1 to {nodes - 1} on the others"
+        )
+    rank = given or 0
+    if not 0 <= rank < nodes:
+        raise ConfigError(
+            f"--node-rank is {rank}, but trainer.nodes is {nodes}, so that nodes are numbered from 0 to {nodes - 1}. "
+            "Correct it, or set trainer.nodes (and trainer.processes) to what there is"
+        )
+    return rank
+
+
+def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
     config = resolve(path, overrides)
     if config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: a role on its own needs a server that the other roles reach too. "
             "Pass -o redis.url=redis://HOST:6379, or use `async-grpo run`, which brings its own"
         )
+    return config
+
+
+def _make_ready(config: RunConfig) -> tuple[RunFolder, Path]:
     model = asyncio.run(prepare_model(config, print))
     folder = open_run(config)
     write_config(folder, config, for_roles=config)
-    return config, folder, model
+    return folder, model
 
 
 def _become(argv: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> int:

@@ -52,8 +52,13 @@ def accuracy_reward(completion: str, answer: str) -> float:
     >>> [accuracy_reward(text, "1,800 eggs, 3 a day") for text in ("3 * 600 = 1,800", "so 1800.")]
     [1.0, 0.0]
     """
+    return _same(last_number(completion), answer)
+
+
+def last_number(completion: str) -> str:
+    """What `accuracy_reward` compares: the last number, or the whole text in lower case if it has none."""
     numbers = _NUMBER.findall(given := _without_commas(completion))
-    return _same(numbers[-1] if numbers else given, answer)
+    return (numbers[-1] if numbers else given).lower()
 
 
 def qwen_accuracy_reward(completion: str, answer: str) -> float:
@@ -62,9 +67,14 @@ def qwen_accuracy_reward(completion: str, answer: str) -> float:
     >>> [qwen_accuracy_reward(text, "18") for text in (r"\boxed{18}, not 17", "it is 18", r"\boxed{18 eggs}")]
     [1.0, 0.0, 0.0]
     """
+    return _same(last_boxed_number(completion), answer)
+
+
+def last_boxed_number(completion: str) -> str:
+    """What `qwen_accuracy_reward` compares: the last number in a box, or the whole text in lower case."""
     boxes = _BOXED_NUMBER.findall(given := _without_commas(completion))
     numbers = [sign + digits for sign, digits in boxes if _is_number(digits)]
-    return _same(numbers[-1] if numbers else given, answer)
+    return (numbers[-1] if numbers else given).lower()
 
 
 def acc_for_dapo(completion: str, answer: str) -> float:
@@ -79,8 +89,14 @@ def acc_for_dapo(completion: str, answer: str) -> float:
     """
     if len(answer) > _LONGEST_REFERENCE:
         raise ValueError(f"a reference answer of {len(answer)} characters is above {_LONGEST_REFERENCE}")
+    given = dapo_answer(completion)
+    return 1.0 if (minerva(_NO_ANSWER) if given is None else given) == minerva(answer) else -1.0
+
+
+def dapo_answer(completion: str) -> str | None:
+    """What `acc_for_dapo` compares, in Minerva's normal form; None without an `Answer:` line."""
     lines = _ANSWER_LINE.findall(completion[-_TAIL_CHARACTERS:])
-    return 1.0 if minerva(lines[-1] if lines else _NO_ANSWER) == minerva(answer) else -1.0
+    return minerva(lines[-1]) if lines else None
 
 
 def minerva(text: str) -> str:
@@ -102,9 +118,10 @@ def minerva(text: str) -> str:
 
 
 def _same(given: str, answer: str) -> float:
+    """`given` is in lower case."""
     reference = _without_commas(answer)
     number = _NUMBER.search(reference)
-    return float(given.lower() == (number[0] if number else reference).lower())
+    return float(given == (number[0] if number else reference).lower())
 
 
 def _without_commas(text: str) -> str:

@@ -28,24 +28,29 @@ class Hello(msgspec.Struct, frozen=True):
     """The worker's first words: the verifiers that it could not load, and why."""
 
     broken: dict[str, str] = {}
+    extracting: list[str] = []
+    """The verifiers that find the answer in a completion."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One completion to judge, by the verifiers `names`, in order."""
+    """One completion to judge, by the verifiers `names`, in order; then to extract the answer from, by `extract`."""
 
     names: list[str]
     completion: str
     answer: str
     prompt: str = ""
     metadata: dict[str, str] = {}
+    extract: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of one verifier: a score, or the kind of failure and its reason."""
+    """Of one verifier: a score, or the kind of failure and its reason. Of an extraction: a text (None: there is no
+    answer in the completion), or the same."""
 
     score: float | None = None
     kind: str = ""
     reason: str = ""
+    text: str | None = None
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):

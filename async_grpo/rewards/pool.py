@@ -64,6 +64,7 @@ class RewardPool:
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
         self.failures: Counter[tuple[str, str]] = Counter()
         """How often each reward failed, by (name, kind of failure)."""
+        self._extracting: frozenset[str] = frozenset()
         self._closed = False
         self.judged = 0
         """Items with a verdict, whatever it is."""
@@ -86,6 +87,7 @@ class RewardPool:
         try:
             if self._slots:
                 await self._try_verifiers(self._slots[0])
+                self._extracting = self._slots[0].extracting
                 await _all([slot.warm() for slot in self._slots[1:]])
         except BaseException:
             await self.aclose()
@@ -102,6 +104,21 @@ class RewardPool:
         if self._closed:
             raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
         return await _all([self._judge(item) for item in items])
+
+    def why_no_answers(self, name: str) -> str:
+        """ "" if this reward function, by name, finds the answer in a completion."""
+        if name in self._extracting:
+            return ""
+        if name in self._judges:
+            return f"{name} is a judge behind HTTP, which gives a score and no answer"
+        return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
+
+    async def extract(self, name: str, completions: Sequence[str]) -> list[str | None]:
+        """The answer in each completion, in order, as the reward function `name` finds it; None where it finds none,
+        or failed (which is counted). Raises as `judge`."""
+        if self._closed:
+            raise AsyncGrpoError("the reward pool is closed: nothing can be extracted any more")
+        return await _all([self._extract(name, completion) for completion in completions])
 
     async def aclose(self) -> None:
         """End all workers and close all connections."""
@@ -155,6 +172,17 @@ class RewardPool:
             return await slot.judge(item)
         finally:
             self._free.put_nowait(slot)
+
+    async def _extract(self, name: str, completion: str) -> str | None:
+        slot = await self._free.get()
+        try:
+            found = await slot.extract(completion, name)
+        finally:
+            self._free.put_nowait(slot)
+        if isinstance(found, Failure):
+            self._count(name, found)
+            return None
+        return found
 
     def _count(self, name: str, failure: Failure) -> None:
         """Into the log at the 1st, 10th, 100th... time: a verifier that always fails must not fill a disk."""

@@ -19,6 +19,8 @@ from async_grpo.rewards.item import Item
 
 Judge = Callable[[Item], Any]
 """The score of an item, or an awaitable of it."""
+Extract = Callable[[str], Any]
+"""The answer that a completion gives, as a text; None if it gives none."""
 
 BUILTIN = {
     "answer_tag": "async_grpo.rewards.verifiers:answer_tag",
@@ -38,6 +40,20 @@ BUILTIN = {
 }
 """What each of them scores: docs/verifiers.md."""
 
+EXTRACTIONS = {
+    "answer_tag": "async_grpo.rewards.verifiers:tagged_answer",
+    "gsm8k": "async_grpo.rewards.verifiers:gsm8k_answer",
+    "math_verify": "async_grpo.rewards.symbolic:final_expression",
+    "accuracy_reward": "async_grpo.rewards.accuracy:last_number",
+    "qwen_accuracy_reward": "async_grpo.rewards.accuracy:last_boxed_number",
+    "acc": "async_grpo.rewards.symbolic:behind_box",
+    "base_acc": "async_grpo.rewards.symbolic:boxed_in_whole",
+    "math_17k_acc": "async_grpo.rewards.symbolic:boxed",
+    "math_verify_reward": "async_grpo.rewards.symbolic:formatted_expression",
+    "acc_for_dapo": "async_grpo.rewards.accuracy:dapo_answer",
+}
+"""What a verifier takes for the answer of a completion. Those that look at the form alone are not here."""
+
 SIGNATURE = "(completion: str, answer: str) -> float, with the keywords prompt and metadata where it wants them"
 _EXTRAS = ("prompt", "metadata")
 
@@ -47,7 +63,16 @@ def resolve_verifier(name: str) -> Judge:
 
     Raises ConfigError that says what to change.
     """
-    return _adapt(name, _find(name))
+    return resolve_with_extraction(name)[0]
+
+
+def resolve_with_extraction(name: str) -> tuple[Judge, Extract | None]:
+    """The verifier, and how it finds the answer in a completion: a function of one's own has it as `extract`.
+
+    Raises ConfigError that says what to change.
+    """
+    found = _find(name)
+    return _adapt(name, found), _extraction(name, found)
 
 
 def check_name(name: str) -> None:
@@ -82,6 +107,19 @@ def _adapt(name: str, found: object) -> Judge:
     function: Callable[..., Any] = found
     extras = _check_signature(name, function)
     return lambda item: function(item.completion, item.answer, **{extra: getattr(item, extra) for extra in extras})
+
+
+def _extraction(name: str, found: object) -> Extract | None:
+    if name in BUILTIN:
+        where = EXTRACTIONS.get(name)
+        return None if where is None else load_plugin(where, key="rewards.functions")
+    extract: Extract | None = getattr(found, "extract", None)
+    if extract is not None and not callable(extract):
+        raise ConfigError(
+            f"rewards.functions: {name!r} has an attribute `extract` that is a {type(extract).__name__}. Make it a "
+            "function (completion: str) -> str | None, or give it another name"
+        )
+    return extract
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> list[str]:

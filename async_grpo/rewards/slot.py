@@ -64,12 +64,13 @@ class WorkerSlot:
         self._worker: _Worker | None = None
         self._ward: Ward | None = None
         """The last that was asked for, until it has ended."""
+        self.extracting: frozenset[str] = frozenset()
+        """Verifiers that find answers, as the last worker said."""
 
     async def judge(self, item: Item) -> dict[str, Outcome]:
         """An outcome for every verifier. One that hangs or crashes costs the worker, not the other verifiers."""
         outcomes: dict[str, Outcome] = {}
-        if self._worker is not None and self._worker.ward.ended.done():
-            self._drop()  # it died while it had nothing to do, of what an earlier item left behind
+        self._drop_the_dead()
         try:
             while left := [name for name in self._names if name not in outcomes]:
                 worker = self._worker or await self._start()
@@ -79,16 +80,45 @@ class WorkerSlot:
         except BaseException:
             self._drop()  # answers may still be on their way: never reuse it
             raise
-        if self._worker is not None:
-            self._worker.items += 1
-            if self._worker.items >= self._limits.items or self._worker.broken:  # an import may do better next time
-                self._drop()
+        self._count_item()
         return outcomes
+
+    async def extract(self, completion: str, name: str) -> str | Failure | None:
+        """The answer in a completion, as this verifier finds it; None if there is none."""
+        self._drop_the_dead()
+        try:
+            worker = self._worker or await self._start()
+            if isinstance(worker, Failure):
+                return worker
+            if name in worker.broken:
+                return Failure("import", worker.broken[name])
+            worker.writer.write(pack(Assignment([], completion, "", extract=name)))
+            answer = await self._heard(worker)
+            if isinstance(answer, Failure) and answer.kind in _WITH_WORKER:
+                self._drop()
+        except BaseException:
+            self._drop()  # as above
+            raise
+        self._count_item()
+        if isinstance(answer, Failure):
+            return answer
+        return Failure(cast(FailureKind, answer.kind), answer.reason) if answer.kind else answer.text
 
     async def warm(self) -> None:
         """Have a worker, so that the first item need not wait for it. A failure shows when it is needed."""
         if self._worker is None:
             await self._start()
+
+    def _count_item(self) -> None:
+        if self._worker is not None:
+            self._worker.items += 1
+            if self._worker.items >= self._limits.items or self._worker.broken:  # an import may do better next time
+                self._drop()
+
+    def _drop_the_dead(self) -> None:
+        """A worker that died while it had nothing to do, of what an earlier item left behind."""
+        if self._worker is not None and self._worker.ward.ended.done():
+            self._drop()
 
     def _drop(self) -> None:
         """Kill the worker, if there is one; its end is awaited before the next is started."""
@@ -106,7 +136,8 @@ class WorkerSlot:
         worker = _Worker(ward, FrameReader(reader), writer)
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
-                worker.broken = (await worker.frames.next(Hello)).broken
+                hello = await worker.frames.next(Hello)
+                worker.broken, self.extracting = hello.broken, frozenset(hello.extracting)
         except TimeoutError:
             return Failure("start", f"not loaded within {self._limits.start_timeout_s:g} s. Does an import hang?")
         except (asyncio.IncompleteReadError, ConnectionError, WireError):
@@ -135,17 +166,23 @@ class WorkerSlot:
         return outcomes
 
     async def _outcome(self, worker: _Worker) -> Outcome:
+        answer = await self._heard(worker)
+        if isinstance(answer, Failure):
+            return answer
+        if answer.score is not None:
+            return answer.score
+        return Failure(cast(FailureKind, answer.kind), answer.reason)
+
+    async def _heard(self, worker: _Worker) -> Answer | Failure:
+        """The next answer, or what kept it from coming."""
         try:
-            answer = await self._answer(worker.frames)
+            return await self._answer(worker.frames)
         except TimeoutError:
             return Failure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
             return await self._autopsy(worker.ward)
         except WireError as error:
             return Failure("output", f"something wrote to the pool's channel: {error}")
-        if answer.score is not None:
-            return answer.score
-        return Failure(cast(FailureKind, answer.kind), answer.reason)
 
     async def _answer(self, frames: FrameReader) -> Answer:
         """Raises TimeoutError."""

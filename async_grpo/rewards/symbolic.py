@@ -88,6 +88,43 @@ def math_17k_acc(completion: str, answer: str) -> float:
     return float(given is not None and equal(given, answer))
 
 
+def final_expression(completion: str) -> str | None:
+    """The expression that `math_verify` compares, as sympy writes it; None if there is none."""
+    found = _parse(completion)
+    return str(found[0]) if found else None
+
+
+def formatted_expression(completion: str) -> str | None:
+    """`final_expression` for `math_verify_reward`: None for a completion without its form."""
+    return final_expression(completion) if format_tags(completion, "") == 1.0 else None
+
+
+def behind_box(completion: str) -> str | None:
+    """What `acc` compares, as one text for all spellings of an integer; None if there is nothing."""
+    return canonical(behind_last_boxed(completion).strip()) or None
+
+
+def boxed(completion: str) -> str | None:
+    """What `math_17k_acc` compares, likewise."""
+    given = last_boxed(completion)
+    return None if given is None else canonical(given)
+
+
+def boxed_in_whole(completion: str) -> str | None:
+    """What `base_acc` compares: None for a completion without its form."""
+    return boxed(completion) if is_whole(completion) else None
+
+
+def canonical(given: str) -> str:
+    """An answer as `equal` first looks at it: in lower case, without whitespace, integers without commas and sign +.
+
+    >>> [canonical(text) for text in ("1,800", "+18", r"\\frac{1}{2} X")]
+    ['1800', '18', '\\\\frac{1}{2}x']
+    """
+    text = _squeezed(given)
+    return str(int(text.replace(",", ""))) if _INTEGER.fullmatch(text) else text
+
+
 def equal(given: str, answer: str) -> bool:
     """Whether an answer equals the reference (after `####`, where it has that): as a text without whitespace and in
     lower case, else symbolically. Raises ValueError if the reference is no expression, and the texts differ."""

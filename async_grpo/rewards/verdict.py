@@ -24,6 +24,7 @@ FailureKind = Literal[
     "http_status",
     "http_bad_reply",
     "overlong",
+    "extraction",
 ]
 """Why there is no score.
 
@@ -40,6 +41,7 @@ FailureKind = Literal[
 - `http_connection`  the judge could not be reached
 - `http_status`      the judge answered with an error status
 - `http_bad_reply`   the judge's reply is too large, no JSON, or has no number where it should
+- `extraction`       not a failure of judging: looking for the answer in a completion, for maj@k, raised an exception
 - `overlong`         not a failure of a verifier: the sample was cut, and `rewards.overlong` is `filter`
 """
 

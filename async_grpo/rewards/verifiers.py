@@ -33,8 +33,13 @@ def answer_tag(completion: str, answer: str) -> float:
     >>> answer_tag("<think>1+1</think><answer> 2 </answer>", "2")
     1.0
     """
+    return float(tagged_answer(completion) == answer.strip())
+
+
+def tagged_answer(completion: str) -> str | None:
+    """The text that `answer_tag` compares; None if there is no well-formed tag."""
     found = _ANSWER.findall(completion)
-    return float(bool(found) and found[-1].strip() == answer.strip())
+    return found[-1].strip() if found else None
 
 
 def format_tags(completion: str, answer: str) -> float:
@@ -65,6 +70,16 @@ def gsm8k(completion: str, answer: str) -> float:
     if gold is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is not a number")
     return float(_final_number(completion) == gold)
+
+
+def gsm8k_answer(completion: str) -> str | None:
+    """The number that `gsm8k` compares, in lowest terms; None if the completion gives none.
+
+    >>> [gsm8k_answer(text) for text in ("#### 1,800.00", "half: #### .5", "nothing")]
+    ['1800', '1/2', None]
+    """
+    number = _final_number(completion)
+    return None if number is None else str(number)
 
 
 def _final_number(completion: str) -> Fraction | None:

@@ -1,6 +1,6 @@
 """What runs in a verifier process: load the verifiers, then answer assignments until the channel closes.
 
-    slot --Assignment--> verifiers --one Answer a verifier, in order--> slot
+    slot --Assignment--> verifiers --one Answer a verifier, in order; one of an extraction--> slot
 
 It waits for the slot's next assignment. It has no limits of its own: the slot holds the deadline and the
 warden the memory, from outside, where a verifier cannot hold them up.
@@ -12,38 +12,55 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.frames import Answer, Assignment, Hello, pack, read_frame_blocking
 from async_grpo.rewards.item import Item
-from async_grpo.rewards.resolve import Judge, resolve_verifier
+from async_grpo.rewards.resolve import Extract, Judge, resolve_with_extraction
 from async_grpo.rewards.score import as_score
 
 _REASON_CHARACTERS = 500
+_LONGEST_ANSWER = 1000
+"""Characters; what is longer is no answer that two completions would share."""
 
 
 def serve(channel: socket.socket, names: Sequence[str]) -> None:
     """Until the channel closes."""
     judges: dict[str, Judge] = {}
+    extractions: dict[str, Extract] = {}
     broken: dict[str, str] = {}
     for name in names:
         try:
-            judges[name] = resolve_verifier(name)
+            judges[name], extract = resolve_with_extraction(name)
+            if extract is not None:
+                extractions[name] = extract
         except ConfigError as error:
             broken[name] = str(error)
         except BaseException as error:  # a module may call sys.exit
             broken[name] = f"rewards.functions: importing {name!r} ended with {_described(error)}. Mend the module"
     requests, me = channel.makefile("rb"), os.getpid()
-    channel.sendall(pack(Hello(broken)))
+    channel.sendall(pack(Hello(broken, list(extractions))))
     with asyncio.Runner() as runner:
         while (assignment := read_frame_blocking(requests, Assignment)) is not None:
             item = Item(assignment.completion, assignment.answer, assignment.prompt, assignment.metadata)
-            for name in assignment.names:
-                answer = _judge(runner, judges[name], item)
+            for answer in _answers(runner, assignment, item, judges, extractions):
                 if os.getpid() != me:
                     os._exit(0)  # a verifier has forked and its child came back here: only one may answer
                 channel.sendall(pack(answer))
+
+
+def _answers(
+    runner: asyncio.Runner,
+    assignment: Assignment,
+    item: Item,
+    judges: Mapping[str, Judge],
+    extractions: Mapping[str, Extract],
+) -> Iterator[Answer]:
+    for name in assignment.names:
+        yield _judge(runner, judges[name], item)
+    if assignment.extract:
+        yield _extract(extractions[assignment.extract], item.completion)
 
 
 def _judge(runner: asyncio.Runner, judge: Judge, item: Item) -> Answer:
@@ -61,6 +78,16 @@ def _judge(runner: asyncio.Runner, judge: Judge, item: Item) -> Answer:
         return Answer(score=as_score(value))
     except ValueError as error:
         return Answer(kind="bad_value", reason=f"it returned no score: {error}"[:_REASON_CHARACTERS])
+
+
+def _extract(extract: Extract, completion: str) -> Answer:
+    try:
+        found = extract(completion)
+    except BaseException as error:  # likewise
+        return Answer(kind="extraction", reason=_described(error))
+    if found is not None and not isinstance(found, str):
+        return Answer(kind="extraction", reason=f"it returned a {type(found).__name__}, not a text or None")
+    return Answer(text=found if found and len(found) <= _LONGEST_ANSWER else None)
 
 
 async def _finish(value: object) -> object:

@@ -12,6 +12,7 @@ from typing import Any
 from async_grpo.telemetry.escape import fenced
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.plots import write_plots
+from async_grpo.telemetry.report_evaluations import evaluations_section
 from async_grpo.telemetry.report_samples import samples_section
 from async_grpo.telemetry.rows import Row, of_kind
 from async_grpo.wire.records import ReleaseReason
@@ -41,6 +42,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         f"# {summary.get('name', run_dir.name)}",
         _headline(summary),
         *[f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots],
+        evaluations_section(summary.get("evaluations") or []),
         _balance(summary),
         _bound(summary),
         _gap(summary),

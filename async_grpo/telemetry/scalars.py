@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import DependencyError
+from async_grpo.evaluation.words import rows_of
 from async_grpo.wire.board import Evaluation
 
 TAGS = {
@@ -84,10 +85,13 @@ class ScalarWriter:
         self.write(int(row["step"]), scalars, row.get("time_s"))
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Held-out accuracy, at its policy version."""
+        """Held-out accuracy and what else was estimated, with the ends of its interval, at its policy version."""
         scalars = {"eval/sampled_accuracy": evaluation.sampled_accuracy}
         if evaluation.greedy_accuracy is not None:
             scalars["eval/greedy_accuracy"] = evaluation.greedy_accuracy
+        for name, estimate in rows_of(evaluation.figures, evaluation.samples).items() if evaluation.figures else ():
+            scalars |= {f"eval/{name}": estimate.value, f"eval_low/{name}": estimate.low}
+            scalars[f"eval_high/{name}"] = estimate.high
         self.write(evaluation.version, scalars)
 
     def write(self, step: int, scalars: Mapping[str, float], at_s: float | None = None) -> None:

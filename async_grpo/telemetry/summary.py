@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from async_grpo.config.schema import RunConfig
 from async_grpo.telemetry.rows import (
     GENERATED_TOKENS,
@@ -91,6 +93,9 @@ def _evaluation(evaluation: Evaluation) -> Facts:
         "greedy_accuracy": evaluation.greedy_accuracy,
         "completion_tokens_mean": evaluation.completion_tokens_mean,
         "wall_s": evaluation.wall_s,
+        "figures": msgspec.to_builtins(evaluation.figures),
+        "by_source": msgspec.to_builtins(evaluation.by_source),
+        "no_majority": evaluation.no_majority,
     }
 
 

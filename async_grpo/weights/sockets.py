@@ -7,6 +7,7 @@ Both are logged, at most once in `REPORT_EVERY_S`.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -35,18 +36,34 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 log = structlog.get_logger()
 
 
-def listen(listener: Socket, bind: str, port_offset: int, keys: Keys | None) -> str:
-    """Bind to the given port (0: any free one; otherwise plus the offset) and say where others reach it:
-    a wildcard host is announced as this machine's name."""
+def listen(listener: Socket, bind: str, port_offset: int, keys: Keys | None, advertise: str | None = None) -> str:
+    """Bind to the given port (0: any free one; otherwise plus the offset) and say where others reach it: at
+    `advertise`, if given; a wildcard host is announced as this machine's name."""
     _set_common(listener)
     if keys is not None:
         listener.curve_server = True
         listener.curve_secretkey = keys.server_secret
         listener.zap_domain = _DOMAIN
-    host, port = bind.removeprefix("tcp://").rsplit(":", 1)
+    host, port = _host_and_port(bind)
     listener.bind(f"tcp://{host}:{int(port) + port_offset if int(port) else '*'}")
-    real_port = listener.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
-    return f"tcp://{socket.gethostname() if host in _WILDCARDS else host}:{real_port}"
+    _, real_port = _host_and_port(listener.getsockopt_string(zmq.LAST_ENDPOINT))
+    return f"tcp://{advertise or (socket.gethostname() if host in _WILDCARDS else host)}:{real_port}"
+
+
+def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
+    """`endpoint`; of a wildcard `bind`, under the address with which this machine reaches `peer`.
+
+    A name needs a resolver that knows it, that address does not. One on the loopback would say nothing about how
+    others reach this machine: then the name stays, as it does without a route.
+    """
+    if _host_and_port(bind)[0] not in _WILDCARDS:
+        return endpoint
+    host, port = _host_and_port(peer)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((host, int(port)))  # finds the route; nothing is sent
+        seen = f"tcp://{probe.getsockname()[0]}:{_host_and_port(endpoint)[1]}"
+        return endpoint if is_loopback(seen) else seen
+    return endpoint
 
 
 def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: Keys | None) -> None:
@@ -64,6 +81,11 @@ def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: Keys | 
 def is_loopback(endpoint: str) -> bool:
     """Only this machine can reach it."""
     return endpoint.removeprefix("tcp://").startswith(_LOOPBACKS)
+
+
+def _host_and_port(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, port
 
 
 class Guard:

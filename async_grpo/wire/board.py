@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from async_grpo.wire.records import Group, Record
 
 
@@ -30,6 +32,33 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     """Where it answers over HTTP, "" if it does not: `http://127.0.0.1:40123`."""
 
 
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over prompts with its 95% confidence interval (`async_grpo.evaluation.bootstrap`)."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Figures(Record, frozen=True, kw_only=True, tag="figures"):
+    """What graded completions say; None or missing: not measured. `async_grpo.evaluation.figures` makes them."""
+
+    prompts: int
+    """With at least one completion that could be judged."""
+    completions: int
+    """Sampled and judged."""
+    unjudged: int = 0
+    """Sampled, and not to be judged: in no figure."""
+    mean: Estimate | None = None
+    """mean@k: of the scores."""
+    pass_at: dict[str, Estimate] = {}
+    """k -> probability that one of k completions is right."""
+    majority: Estimate | None = None
+    """maj@k: the answer that most completions give is right."""
+    greedy: Estimate | None = None
+    """Mean score at temperature 0."""
+
+
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     """Accuracy on held-out prompts of one policy version, pinned while it was measured."""
 
@@ -42,6 +71,12 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     completion_tokens_mean: float = 0.0
     wall_s: float = 0.0
     server: str = ""
+    figures: Figures | None = None
+    """With intervals; None in what an older release has measured."""
+    by_source: dict[str, Figures] = {}
+    """Of each source of the data, if there are several."""
+    no_majority: str = ""
+    """Why there is no maj@k."""
 
 
 class Probe(Record, frozen=True, kw_only=True, tag="probe"):

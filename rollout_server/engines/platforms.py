@@ -6,6 +6,9 @@ The Ascend half is from the documentation and the source of vllm-ascend 0.23 and
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 from async_grpo.config.rollout import VllmConfig
@@ -56,6 +59,9 @@ def environment(config: VllmConfig) -> dict[str, str]:
     }
     if config.platform == "cpu":
         values |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
+        # vLLM's sampler has torch compile a function at the first token. Without a compiler, as in a lean container,
+        # the engine dies of that; the function does as well uncompiled.
+        values |= {} if _can_compile() else {"TORCHDYNAMO_DISABLE": "1"}
     if config.platform == "ascend":
         values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}
     return values | config.environment
@@ -65,3 +71,9 @@ def set_environment(config: VllmConfig) -> None:
     """Where the user's own environment has not said otherwise. Must come before vllm is imported."""
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)
+
+
+def _can_compile() -> bool:
+    """Whether torch finds a C++ compiler, and Python's headers for what it compiles."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()

@@ -61,12 +61,8 @@ class EngineLoad:
     streamed_tokens: int = 0
 
 
-class Engine(Protocol):
-    """An engine that generates without pause and takes new weights in between."""
-
-    async def start(self) -> None:
-        """Load the model and be ready to generate. Raises EngineError."""
-        ...
+class Sampler(Protocol):
+    """Something that writes completions: an engine here, or a rollout server behind HTTP (`remote`)."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion; many calls run concurrently, the engine batches them.
@@ -90,6 +86,14 @@ class Engine(Protocol):
 
         Of a request that failed because the engine died, what it had.
         """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """An engine that generates without pause and takes new weights in between."""
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate. Raises EngineError."""
         ...
 
     async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:

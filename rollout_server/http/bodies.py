@@ -33,7 +33,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Parameters that do not change the answer."""
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
-MAX_SEED = 2**53
+MAX_SEED = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -63,6 +63,8 @@ class Sampling(Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """vLLM's: every choice, and every streamed piece, says its tokens in `token_ids`."""
 
     @property
     def stops(self) -> list[str]:

@@ -21,7 +21,7 @@ from rollout_server.engines.protocol import GenerationRequest
 from rollout_server.http.bodies import ChatBody, CompletionBody, Sampling, parse
 from rollout_server.http.errors import HttpError
 from rollout_server.http.lobby import Backstage, Lobby
-from rollout_server.http.replies import ChatForm, Choice, CompletionForm, Form
+from rollout_server.http.replies import ChatForm, Choice, CompletionForm, Form, Wants
 from rollout_server.http.text import TextStream
 from rollout_server.http.wire import EventStream, read_json, unless_gone
 from rollout_server.http.writers import Job, Piece
@@ -65,7 +65,7 @@ def completion_routes(lobby: Lobby) -> APIRouter:
         body = parse(CompletionBody, await read_json(request, bound.max_body_bytes))
         _check(body, prompts=len(body.prompts))
         prompts = [await lobby.prompts.of_text(prompt) for prompt in body.prompts]
-        form = CompletionForm(lobby.config.name, lobby.prompts.name, with_logprobs=body.wants_logprobs)
+        form = CompletionForm(lobby.config.name, lobby.prompts.name, wants=_wants(body))
         return await _answer(request, Order(prompts, body, form), body.max_tokens)
 
     @routes.post("/chat/completions")
@@ -74,7 +74,7 @@ def completion_routes(lobby: Lobby) -> APIRouter:
         body = parse(ChatBody, await read_json(request, bound.max_body_bytes))
         _check(body, prompts=1)
         prompt = await lobby.prompts.of_chat(body.messages)
-        form = ChatForm(lobby.config.name, lobby.prompts.name, with_logprobs=body.wants_logprobs)
+        form = ChatForm(lobby.config.name, lobby.prompts.name, wants=_wants(body))
         return await _answer(request, Order([prompt], body, form), body.max_completion_tokens or body.max_tokens)
 
     def _check(body: Sampling, *, prompts: int) -> None:
@@ -142,6 +142,10 @@ def completion_routes(lobby: Lobby) -> APIRouter:
         return EventStream(events, headers, close=job.aclose, timeout_s=bound.request_timeout_s)
 
     return routes
+
+
+def _wants(body: Sampling) -> Wants:
+    return Wants(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
 
 
 async def _whole(order: Order, backstage: Backstage, job: Job, count: int) -> Response:

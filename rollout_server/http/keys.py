@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from async_grpo.config.http import HttpConfig
 from async_grpo.errors import ConfigError
+from rollout_server.engines.remote import KEY_VARIABLE
 from rollout_server.http.errors import HttpError
 
-ADMIN_VARIABLE, KEY_VARIABLE = "ASYNC_GRPO_ADMIN_TOKEN", "ASYNC_GRPO_HTTP_KEY"
+ADMIN_VARIABLE = "ASYNC_GRPO_ADMIN_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)

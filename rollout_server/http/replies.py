@@ -48,6 +48,14 @@ class Choice:
         return max((span.version for span in self.spans), default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What is told of the tokens beside their text."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+
+
 class Form:
     """How answers to one request look; `CompletionForm` and `ChatForm` differ in the choices."""
 
@@ -55,13 +63,13 @@ class Form:
     piece_kind = ""
     prefix = ""
 
-    def __init__(self, model: str, name: Callable[[int], str], *, with_logprobs: bool) -> None:
+    def __init__(self, model: str, name: Callable[[int], str], *, wants: Wants) -> None:
         """`name`: one token as text."""
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._name = name
-        self._with_logprobs = with_logprobs
+        self._wants = wants
 
     def whole(self, choices: Sequence[Choice], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
         """The answer to a request that does not stream."""
@@ -72,6 +80,7 @@ class Form:
                 "logprobs": self._logprobs(choice),
                 "finish_reason": choice.finish_reason,
                 "policy_versions": _plain(choice.spans),
+                **self._token_ids(choice),
             }
             for index, choice in enumerate(choices)
         ]
@@ -88,6 +97,7 @@ class Form:
             "logprobs": self._logprobs(written),
             "finish_reason": piece.finish_reason or None,
             "policy_versions": _plain(piece.spans),
+            **self._token_ids(written),
         }
         return {**self._head(self.piece_kind, fingerprint), "choices": [body]}
 
@@ -117,8 +127,11 @@ class Form:
             "system_fingerprint": fingerprint,
         }
 
+    def _token_ids(self, choice: Choice) -> dict[str, list[int]]:
+        return {"token_ids": choice.tokens} if self._wants.token_ids else {}
+
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        if not self._wants.logprobs:
             return None
         names = [self._name(token) for token in choice.tokens]
         return self.logprobs(names, [max(logprob, LOWEST_LOGPROB) for logprob in choice.logprobs])

@@ -23,6 +23,7 @@ from async_grpo.weights.store import remove_stores
 from async_grpo.wire import VersionSpan
 from rollout_server.admission import Admission
 from rollout_server.engines.protocol import Generation, GenerationRequest
+from rollout_server.engines.remote import RemoteSampler
 from rollout_server.http.front import HttpFront
 from rollout_server.http.prompts import Prompts
 from rollout_server.session import join
@@ -107,6 +108,18 @@ async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
         for _ in range(2)
     ]
     assert texts[0] == texts[1]
+
+
+async def test_who_asks_from_afar_gets_what_the_engine_gives(lab: Lab, client: openai.AsyncOpenAI) -> None:
+    afar = RemoteSampler([str(client.base_url).removesuffix("/v1/")], at_once=8, patience_s=60.0)
+    request = GenerationRequest("afar", prompt_of(10, 1), 40, seed=2**62 + 1)
+    here, there = await lab.engine.generate(request), await afar.generate(request)
+    assert there.tokens.tolist() == here.tokens.tolist()
+    assert (there.spans, there.finish_reason) == (here.spans, here.finish_reason)
+    assert np.allclose(there.logprobs, here.logprobs, atol=EXACT)
+    pieces = [piece async for piece in afar.stream(request)]
+    assert [token for piece in pieces for token in piece.tokens.tolist()] == here.tokens.tolist()
+    await afar.aclose()
 
 
 async def test_every_part_of_a_stream_is_of_its_version(lab: Lab, client: openai.AsyncOpenAI) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_programs.batches import VOCAB, make_sample, make_task
-from transformers import AutoModelForCausalLM, Qwen2Config
+from trainer_programs.batches import make_task
+from trainer_programs.models import make_model
+from trainer_programs.supply import SAMPLES, make_group, serve, trained, until
+from transformers import AutoModelForCausalLM
 
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.weights.store import remove_stores
-from async_grpo.wire import Group, Task
 from async_grpo.wire.board import Evaluation, Probe
-from buffer import BufferStats, EmbeddedServer, RedisBuffer, connect, connect_board, wipe_run
+from buffer import BufferStats, EmbeddedServer, connect, connect_board, wipe_run
 
-STEPS, GROUPS, SAMPLES = 8, 3, 4
+STEPS, GROUPS = 8, 3
 KILL_AT, STOP_AT = 3, 5
 """Versions at which the trainer gets SIGKILL and, once started again, SIGTERM. Checkpoints: 2, 4, 6, 8."""
 
@@ -58,7 +59,8 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 async def live_through(folder: Path, config: RunConfig) -> Story:
-    model = make_model(folder / "model")
+    model = make_model(folder, "qwen2")
+    (model / "tokenizer.json").write_text("{}")
     server = EmbeddedServer(folder / "server", config.redis)
     try:
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": server.start()})})
@@ -106,21 +108,6 @@ async def lives(config: RunConfig, model: Path) -> Story:
     return Story(config.run_dir, model, stats, codes, saved_at_stop, stays, code_without_data)
 
 
-async def serve(buffer: RedisBuffer, groups: int) -> None:
-    """A rollout server that turns so many tickets into random groups, at once."""
-    while groups:
-        for ticket in await buffer.admit(groups, holder="scripted", timeout_s=90.0):
-            group = make_group(ticket.task, seq=ticket.seq, attempt=ticket.attempt, version=ticket.version)
-            await buffer.insert(ticket, group)
-            groups -= 1
-
-
-def make_group(task: Task, *, seq: int, attempt: int, version: int) -> Group:
-    generator = np.random.default_rng(seq)
-    samples = [make_sample(generator, version, mixed=False) for _ in range(SAMPLES)]
-    return Group(seq=seq, attempt=attempt, task=task, samples=samples)
-
-
 @contextlib.asynccontextmanager
 async def trainer(config: RunConfig, model: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     files = ["--config", str(config.run_dir / "config.yaml"), "--model", str(model)]
@@ -134,34 +121,6 @@ async def trainer(config: RunConfig, model: Path) -> AsyncIterator[asyncio.subpr
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def trained(config: RunConfig) -> int:
-    return max((row.get("step", 0) for row in read_rows(config.run_dir / "metrics.jsonl")), default=0)
-
-
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(180):
-        while not done():
-            await asyncio.sleep(0.02)
-
-
-def make_model(folder: Path) -> Path:
-    torch.manual_seed(5)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 def run_config(folder: Path, *, streaming: bool) -> RunConfig:

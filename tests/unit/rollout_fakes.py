@@ -159,6 +159,12 @@ class FakePool:
             await self.gate.wait()
         return [self._verdict(item.completion, item.answer) for item in items]
 
+    def why_no_answers(self, name: str) -> str:
+        return "" if name == "answer_tag" else f"{name} has none"
+
+    async def extract(self, name: str, completions: Sequence[str]) -> list[str | None]:
+        return [None if completion == "?" else completion for completion in completions]
+
     def _verdict(self, completion: str, answer: str) -> Verdict:
         if completion == "?":
             return unverifiable("raised", "cannot say")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,26 @@ def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
     }
     assert environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment(config)["OMP_NUM_THREADS"] == "2"
+
+
+def test_a_cpu_engine_compiles_nothing_where_there_is_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig(platform="cuda"))
+
+
+def test_a_cpu_engine_may_compile_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "my-compiler"
+    compiler.touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
+    assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig())
+    (tmp_path / "Python.h").unlink()
+    assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_an_ascend_engine_can_replace_its_weights() -> None:

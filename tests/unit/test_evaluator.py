@@ -42,6 +42,12 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     assert (before.version, before.prompts, before.samples, before.server) == (0, 4, 2, "rollout-0")
     assert (before.sampled_accuracy, before.greedy_accuracy) == (1 / 8, 1.0)
     assert before.completion_tokens_mean == pytest.approx((3 + 7 * 2) / 8)
+    figures = before.figures
+    assert figures is not None and figures.mean is not None and figures.majority is not None
+    assert (figures.mean.value, figures.pass_at["2"].value) == (before.sampled_accuracy, 1 / 4)
+    assert figures.majority.value == 1 / 8  # of the one prompt with a right answer, yes and no have a vote each
+    assert figures.mean.low <= figures.mean.value <= figures.mean.high
+    assert before.no_majority == ""
 
     loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
     for version in (1, 2, 3, 4):
@@ -49,6 +55,15 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     await asyncio.wait_for(loops[1], 5.0)
     loops[0].cancel()
     assert await versions_on(cast.board) == [0, 4]
+
+
+async def test_without_an_extraction_the_board_says_why_there_is_no_majority(tmp_path: Path) -> None:
+    cast = cast_of(tmp_path, config_of(rewards={"functions": [{"name": "format"}]}), FakeEngine())
+    evaluator, _, _ = await evaluator_at(cast, 0)
+    await evaluator.first()
+    (found,) = await cast.board.evaluations()
+    assert found.figures is not None and found.figures.majority is None
+    assert found.no_majority == "format has none"
 
 
 async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:

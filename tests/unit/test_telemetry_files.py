@@ -16,7 +16,7 @@ from async_grpo.telemetry.jsonl import JsonLines, RowFollower, read_rows
 from async_grpo.telemetry.log import configure_logging, redact_secrets
 from async_grpo.telemetry.scalars import ScalarWriter
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
-from async_grpo.wire.board import Evaluation
+from async_grpo.wire.board import Estimate, Evaluation, Figures
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -125,7 +125,8 @@ def test_scalars_are_event_files_that_tensorboard_reads(tmp_path: Path) -> None:
 
     writer = ScalarWriter(tmp_path, enabled=True)
     writer.write_step({"kind": "step", "step": 7, "loss": 0.25, "wait_s": 1.5, "lr": math.nan, "novel": 2})
-    writer.write_evaluation(Evaluation(version=8, prompts=4, samples=2, sampled_accuracy=0.5))
+    figures = Figures(prompts=4, completions=8, pass_at={"2": Estimate(0.75, 0.5, 1.0)})
+    writer.write_evaluation(Evaluation(version=8, prompts=4, samples=2, sampled_accuracy=0.5, figures=figures))
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -134,6 +135,9 @@ def test_scalars_are_event_files_that_tensorboard_reads(tmp_path: Path) -> None:
         "time/wait_s": (7, 1.5),
         "other/novel": (7, 2),
         "eval/sampled_accuracy": (8, 0.5),
+        "eval/pass@2": (8, 0.75),
+        "eval_low/pass@2": (8, 0.5),
+        "eval_high/pass@2": (8, 1.0),
     }
     assert set(events.Tags()["scalars"]) == expected.keys()
     for tag, point in expected.items():

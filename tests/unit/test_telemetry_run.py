@@ -16,10 +16,11 @@ from async_grpo.telemetry.report import write_report
 from async_grpo.telemetry.rows import of_kind
 from async_grpo.telemetry.summary import summarize
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
-from async_grpo.wire.board import Evaluation
+from async_grpo.wire.board import Estimate, Evaluation, Figures
 
 STEPS = 120
 PLOTS = ("accuracy", "reward", "loss", "staleness", "time_split", "throughput")
+SOURCE = "a|`b`\x1b[31m\u202e\n| c"
 HOSTILE = "</details><script>alert(1)</script>\n```\n# Not a heading\x1b[31m\u202e\n````\n![x](http://evil/x.png)"
 
 
@@ -107,7 +108,17 @@ def run_dir(tmp_path: Path) -> Path:
 def summary(run_dir: Path) -> dict[str, Any]:
     rows = read_rows(run_dir / "metrics.jsonl")
     evaluations = [
-        Evaluation(version=v, prompts=256, samples=4, sampled_accuracy=a, greedy_accuracy=g, wall_s=2.0)
+        Evaluation(
+            version=v,
+            prompts=256,
+            samples=4,
+            sampled_accuracy=a,
+            greedy_accuracy=g,
+            wall_s=2.0,
+            figures=Figures(prompts=256, completions=1024, unjudged=3, mean=Estimate(a, a - 0.01, a + 0.02)),
+            by_source={SOURCE: Figures(prompts=9, completions=36, greedy=Estimate(g, g, g))} if v == 120 else {},
+            no_majority="step has none",
+        )
         for v, a, g in ((120, 0.83, 0.88), (0, 0.14, 0.13), (40, 0.35, 0.41), (80, 0.71, 0.78))
     ]
     released = {"trained": 1920, "stale": 0, "filtered": 7, "failed": 1}
@@ -124,6 +135,26 @@ def test_a_repeated_step_counts_once(summary: dict[str, Any]) -> None:
 def test_accuracy_is_that_of_the_first_and_the_last_version(summary: dict[str, Any]) -> None:
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.14, 0.83)
     assert (summary["greedy_accuracy_before"], summary["greedy_accuracy_after"]) == (0.13, 0.88)
+
+
+def test_the_report_has_the_figures_of_every_version_with_their_intervals(
+    run_dir: Path, summary: dict[str, Any]
+) -> None:
+    report = write_report(run_dir, summary).read_text()
+    section = report.partition("## Held-out prompts")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert rows[0] == "| version | prompts | mean@4 |"
+    assert [row.split(" | ")[0] for row in rows[2:6]] == ["| 0", "| 40", "| 80", "| 120"]
+    assert "| 120 | 256 | 0.830 [0.820, 0.850] |" in rows
+    assert "No maj@4: `step has none`. 3 completions could not be judged" in section
+    (source,) = (row for row in rows if "0.880 [0.880, 0.880]" in row)
+    assert not {"\x1b", "\u202e"} & set(source) and source.count("`") == 2
+
+
+def test_a_report_of_an_older_run_has_no_table_of_figures(tmp_path: Path) -> None:
+    old = [Evaluation(version=0, prompts=8, samples=2, sampled_accuracy=0.5)]
+    summary = summarize(config(), [], [], old, {}, {}, 1.0)
+    assert "## Held-out" not in write_report(tmp_path, summary).read_text()
 
 
 def test_the_gap_covers_age_0_tokens_and_the_probe(summary: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 from async_grpo.bench.rollout.pairs import Clock, Round
 from async_grpo.bench.rollout.whole_server import Surroundings, through_the_server
 from async_grpo.bench.rollout.work import Lengths, Work
+from async_grpo.bench.words import number_words
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.model import Precision
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.config.rollout import VllmConfig
-from async_grpo.data.source import Tokenizer, load_tokenizer
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.store import remove_stores, store_path
 from rollout_server.bench.moving_weights import ModelSize, MovingWeights
@@ -86,7 +86,7 @@ async def open_stage(size: ModelSize, redis: RedisConfig, *, longest: int) -> As
         with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
             model = Path(folder) / "model"
             weights = MovingWeights(size, model, store_path(run, "weights"), seed=1)
-            tokenizer = _number_words(model, size.vocab_size)
+            tokenizer = number_words(model, size.vocab_size)
             engine = DrawnLengths(model, config, precision=PRECISION, seed=1, name="bench")
             async with RewardPool(RewardsConfig()) as pool:
                 around = Surroundings(model, Path(folder), engine, pool, tokenizer, size.vocab_size, redis)
@@ -104,15 +104,3 @@ async def _start(engine: DrawnLengths, weights: MovingWeights) -> None:
     await engine.start()
     first = weights.step()
     await engine.update_weights(weights.store.path, epoch=first.epoch, version=first.version, interruption="keep")
-
-
-def _number_words(model: Path, size: int) -> Tokenizer:
-    """A tokenizer whose tokens are numbers, in the model's folder; every id has a text."""
-    from tokenizers import Tokenizer as Words
-    from tokenizers import models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Words(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(model)
-    return load_tokenizer(model)

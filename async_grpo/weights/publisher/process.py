@@ -82,8 +82,9 @@ class Publisher:
         for listener in (self._announce, requests, chunks):
             self._guard.watch(listener)
             listener.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        ready = Ready(announce=listen(self._announce, bind, 0, keys), requests=listen(requests, bind, 1, keys))
-        chunks_endpoint = listen(chunks, bind, 2, keys if self._config.encrypt == "all" else None)
+        told = self._config.advertise
+        announce, control_endpoint = listen(self._announce, bind, 0, keys, told), listen(requests, bind, 1, keys, told)
+        chunks_endpoint = listen(chunks, bind, 2, keys if self._config.encrypt == "all" else None, told)
         self._tracker = Tracker(requests, self._config.fanout, chunks_endpoint, heartbeat_s)
         self._server = ChunkServer(
             chunks,
@@ -93,7 +94,7 @@ class Publisher:
         )
         self._requests, self._chunk_requests = requests, chunks
         self._control.connect(control)
-        self._control.send(encode(ready))
+        self._control.send(encode(Ready(announce=announce, requests=control_endpoint)))
 
     def run(self) -> None:
         """Serve for ever."""

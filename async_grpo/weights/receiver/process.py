@@ -43,7 +43,7 @@ from async_grpo.weights.receiver.local_messages import Failed, State
 from async_grpo.weights.receiver.place import Place
 from async_grpo.weights.receiver.source import Source
 from async_grpo.weights.receiver.uplink import Uplink
-from async_grpo.weights.sockets import HEARTBEATS_OF_SILENCE, Context, Guard, Socket, is_loopback, listen
+from async_grpo.weights.sockets import HEARTBEATS_OF_SILENCE, Context, Guard, Socket, as_seen_from, is_loopback, listen
 from async_grpo.weights.stats import ReceiverStats
 
 FIRST_SERVER_S = 5.0
@@ -65,7 +65,7 @@ class Receiver:
         self._relay: Socket = self._context.socket(zmq.ROUTER)
         self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._guard.watch(self._relay)
-        self._relay_endpoint = listen(self._relay, config.relay_bind, 0, self._chunk_keys)
+        self._relay_endpoint = listen(self._relay, config.relay_bind, 0, self._chunk_keys, config.relay_advertise)
         self._server = ChunkServer(
             self._relay, time.monotonic, idle_s=config.request_timeout_s, longest_s=config.update_timeout_s
         )
@@ -109,6 +109,8 @@ class Receiver:
             self._uplink.close()
             self._leave_source()
             self._interrupt()
+        if self._config.relay_advertise is None:
+            self._relay_endpoint = as_seen_from(address.requests, self._relay_endpoint, self._config.relay_bind)
         if self._config.fanout and is_loopback(self._relay_endpoint) and not is_loopback(address.requests):
             log.warning(
                 "the trainer is on another machine, but this receiver relays on the loopback only: every machine "

@@ -1,0 +1,146 @@
+"""`async-grpo eval` and `chat` as a user types them, on a run of real parts: while it goes on, and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from async_grpo.launch.policies import find_live
+from tests.support.whole_run import WholeRun
+
+STEPS = 12
+JUDGE = """\
+def score(completion, answer):
+    return float(extract(completion) in ("0", "1"))
+
+def extract(completion):
+    return str(len(completion) % 4)
+
+score.extract = extract
+"""
+"""A random policy is never right about sums; this has an opinion on whatever it writes."""
+
+
+class Asked:
+    """What a user got while the run went on."""
+
+    def __init__(self, run: WholeRun) -> None:
+        self.run = run
+        self.evaluation = command(run, "eval", "--live", "--samples", "2", "--prompts", "8", "--json", "live.json")
+        self.chat = command(run, "chat", "--live", "--prompt", "1+2=", "--max-tokens", "8", "--seed", "1")
+
+
+def command(run: WholeRun, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "async_grpo.cli.main", name, "--run-dir", str(run.run_dir), *words],
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "ASYNC_GRPO_CACHE": str(run.folder / "cache"), "COLUMNS": "200"},
+    )
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "odd_judge.py").write_text(JUDGE)
+    overrides = ("rewards.functions=[{name: 'odd_judge:score'}]", "eval.samples=3", "eval.every_steps=6")
+    run = WholeRun(folder, steps=STEPS, overrides=overrides)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASYNC_GRPO_ADMIN_TOKEN", "open sesame")
+        run.start()
+    try:
+        run.wait_for_step(1)
+        administer(run, "pause")  # or it may have ended before it is asked
+        asked = Asked(run)
+        administer(run, "resume")
+        assert run.wait() == 0, run.printed[-3000:]
+        yield asked
+    finally:
+        run.close()
+
+
+def administer(run: WholeRun, what: str) -> None:
+    live = asyncio.run(find_live(None, [], run.run_dir))
+    (address,) = live.servers
+    answer = httpx.post(f"{address}/admin/{what}", headers={"authorization": "Bearer open sesame"}, timeout=30)
+    assert answer.status_code == 202, answer.text
+
+
+@pytest.fixture(scope="module")
+def evaluated(asked: Asked) -> dict[str, Any]:
+    """The final checkpoint, by an engine of its own."""
+    done = command(asked.run, "eval", "--json", "final.json", "--save", "final.jsonl")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads((asked.run.folder / "final.json").read_text())
+    return {**found, "printed": done.stdout}
+
+
+def test_the_final_checkpoint_gives_what_the_run_has_stated(asked: Asked, evaluated: dict[str, Any]) -> None:
+    stated = asked.run.summary()["evaluations"][-1]
+    assert stated["version"] == evaluated["policy"]["version"] == STEPS
+    assert evaluated["figures"] == stated["figures"]
+    assert evaluated["completion_tokens_mean"] == stated["completion_tokens_mean"]
+    assert 0 < stated["sampled_accuracy"] < 1
+    assert evaluated["agrees_with_the_run"] is True
+    assert "Exactly what the run's report states" in evaluated["printed"]
+
+
+def test_the_milestones_have_mean_pass_majority_and_intervals(asked: Asked) -> None:
+    evaluations = asked.run.summary()["evaluations"]
+    assert len(evaluations) >= 3
+    for entry in evaluations:
+        figures = entry["figures"]
+        assert set(figures["pass_at"]) == {"1", "2", "3"}
+        for estimate in (figures["mean"], figures["majority"], figures["greedy"], *figures["pass_at"].values()):
+            assert estimate["low"] <= estimate["value"] <= estimate["high"]
+    report = (asked.run.run_dir / "report.md").read_text()
+    assert "| version | prompts | mean@3 | pass@1 | pass@2 | pass@3 | maj@3 | greedy |" in report
+
+
+def test_every_completion_is_saved_with_what_was_made_of_it(asked: Asked, evaluated: dict[str, Any]) -> None:
+    rows = [json.loads(line) for line in (asked.run.folder / "final.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 * (3 + 1)
+    sampled = [row for row in rows if row["how"] == "sampled"]
+    assert all(row["extracted"] == str(len(row["completion"]) % 4) for row in sampled)
+    mean = sum(row["score"] for row in sampled) / len(sampled)
+    assert mean == pytest.approx(evaluated["figures"]["mean"]["value"])
+
+
+def test_the_live_run_is_evaluated_and_names_its_versions(asked: Asked) -> None:
+    assert asked.evaluation.returncode == 0, asked.evaluation.stderr[-3000:]
+    found = json.loads((asked.run.folder / "live.json").read_text())
+    assert (found["prompts"], found["figures"]["completions"]) == (8, 16)
+    versions = {int(version) for version in found["policy"]["tokens_by_version"]}
+    assert versions and versions <= set(range(STEPS + 1))
+    assert "olicy version" in asked.evaluation.stdout
+
+
+def test_the_live_policy_replies(asked: Asked) -> None:
+    assert asked.chat.returncode == 0, asked.chat.stderr[-3000:]
+    assert "[policy version" in asked.chat.stderr
+    assert asked.chat.stdout.endswith("\n")
+
+
+def test_a_resumable_checkpoint_is_exported_and_talks(asked: Asked) -> None:
+    words = ("--checkpoint", str(asked.run.run_dir / "checkpoints" / f"{STEPS:08d}"))
+    sampling = ("--temperature", "0", "--max-tokens", "8")
+    done = command(asked.run, "chat", *words, *sampling, "--prompt", "1+2=", "--answer", "3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"[policy version {STEPS}" in done.stderr
+    assert "[reward " in done.stderr
+
+
+def test_a_run_that_has_ended_is_not_live(asked: Asked) -> None:
+    done = command(asked.run, "eval", "--live")
+    assert done.returncode == 1
+    assert "is not running" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,187 @@
+"""Nodes of a trainer meet over real connections: who is refused, who is missed, and how a loss is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_grpo.config.rendezvous import RendezvousConfig
+from async_grpo.errors import ConfigError, NodeLost, WaitTimeout
+from trainer.nodes import folder as shared_folder
+from trainer.nodes import meeting
+from trainer.nodes.line import Line
+from trainer.nodes.meeting import Host, Invitation, hosted, join
+from trainer.nodes.messages import Ended, Hello, Start, Stop
+from trainer.nodes.peers import Peers
+
+HERE = "127.0.0.2"
+PATIENCE_S = 60.0
+
+
+def invitation(
+    folder: Path, rank: int, port: int, *, nodes: int = 2, timeout_s: float = 30.0, **said: Any
+) -> Invitation:
+    hello = {"id": "run", "rank": rank, "config": yaml.safe_dump({"seed": 1}), "model": "the same", **said}
+    where = RendezvousConfig(address=HERE, port=port, timeout_s=timeout_s)
+    return Invitation(where, HERE, nodes, Hello(**hello), folder / "checkpoints")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+@asynccontextmanager
+async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, Line, Peers]]:
+    """Two nodes after `Start`; what the second has is its line, what the first has its peers."""
+    async with asyncio.timeout(PATIENCE_S):
+        joining = asyncio.create_task(join(invitation(folder, 1, port)))
+        async with hosted(invitation(folder, 0, port)) as host:
+            peers = Peers(host.lines.values(), silence_s)
+            peers.tell(Start())
+            line = await joining
+            yield host, line, peers
+            await line.close()
+
+
+async def refusal(folder: Path, port: int, other_folder: Path | None = None, **said: Any) -> str:
+    """What a node is told that says this of itself, when node 0 goes on waiting for another."""
+    first = invitation(folder, 0, port)
+    second = invitation(other_folder or folder, said.pop("rank", 1), port, **said)
+
+    async def lead() -> None:
+        async with hosted(first):
+            raise AssertionError("they have met")
+
+    leading = asyncio.create_task(lead())
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ConfigError) as caught:
+            await join(second)
+    leading.cancel()
+    with contextlib.suppress(asyncio.CancelledError, ConfigError):
+        await leading
+    return str(caught.value)
+
+
+async def test_nodes_that_agree_meet_whoever_comes_first(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port) as (host, line, _):
+        assert list(host.lines) == [1]
+        assert line.own_address.startswith("127.")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+async def test_node_0_listens_at_its_address_and_nowhere_else(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_node_that_never_comes_is_named_to_all_who_have(tmp_path: Path, port: int) -> None:
+    waiting = asyncio.create_task(join(invitation(tmp_path, 1, port, nodes=3)))
+    with pytest.raises(WaitTimeout, match="node 2 of the trainer"):
+        async with hosted(invitation(tmp_path, 0, port, nodes=3, timeout_s=2.0)):
+            raise AssertionError("they have met")
+    with pytest.raises(NodeLost, match=r"node 0 .* has ended: waited 2 s for node 2"):
+        await waiting
+
+
+async def test_a_node_0_that_never_comes_is_named(tmp_path: Path, port: int) -> None:
+    with pytest.raises(WaitTimeout, match=r"node 0 of the trainer .* to begin\. it does not answer"):
+        await join(invitation(tmp_path, 1, port, timeout_s=1.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            {"config": yaml.safe_dump({"seed": 1, "trainer": {"optimizer": {"lr": 2}}})},
+            "trainer.optimizer.lr: their",
+        ),
+        ({"model": "another"}, "another first policy"),
+        ({"id": "other run"}, "trains 'run', and this one 'other run'"),
+        ({"rank": 2}, "a node 2 came to node 0, but trainer.nodes is 2"),
+    ],
+)
+async def test_a_node_that_would_train_something_else_is_turned_away(
+    tmp_path: Path, port: int, said: dict[str, Any], reason: str
+) -> None:
+    assert reason in await refusal(tmp_path, port, **said)
+
+
+async def test_nodes_that_do_not_share_the_folder_of_checkpoints_are_told_which_it_is(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder.is_there, "__defaults__", (0.5,))
+    reason = await refusal(tmp_path, port, other_folder=tmp_path / "elsewhere")
+    assert f"{tmp_path}/checkpoints of node 0 is not the folder" in reason
+    assert f"{tmp_path}/elsewhere/checkpoints" in reason
+    assert "Set runs_dir to a folder that all nodes share" in reason
+
+
+async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("not a folder")
+    with (
+        pytest.raises(ConfigError, match="checkpoints cannot be written to"),
+        shared_folder.left_file(tmp_path / "checkpoints"),
+    ):
+        pass
+
+
+async def test_a_port_that_is_taken_is_named(tmp_path: Path, port: int) -> None:
+    with socket.create_server((HERE, port)), pytest.raises(ConfigError, match=f"cannot listen at {HERE}:{port}"):
+        meeting.listen(HERE, port)
+
+
+async def test_the_end_of_a_connection_is_the_loss_of_its_node(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port) as (_, line, peers):
+        await line.close()
+        with pytest.raises(NodeLost, match=r"node 1 \(127.0.0.1\) is gone"):
+            await peers.watch()
+
+
+async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port, silence_s=2.0) as (_, _line, peers):
+        with pytest.raises(NodeLost, match="was not heard for 2 s"):
+            await peers.watch()
+
+
+async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port, silence_s=5.0) as (_, line, peers):
+        others = Peers([line], 5.0)
+        watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
+        done, _ = await asyncio.wait(watching, timeout=7.0)
+        assert not done
+        peers.tell(Ended(reason=""))
+        others.tell(Ended(reason=""))
+        await asyncio.gather(*watching)
+
+
+async def test_what_a_node_says_of_its_end_is_passed_on(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port) as (_, line, peers):
+        line.send(Stop())
+        line.send(Ended(reason="rank 3 was killed by SIGKILL"))
+        with pytest.raises(NodeLost, match=r"node 1 .* has ended: rank 3 was killed by SIGKILL"):
+            await peers.watch()
+        assert peers.stop_asked.is_set()
+
+
+async def test_a_node_that_is_started_again_is_put_off_and_node_0_is_told(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port) as (host, _, _):
+        newcomer = asyncio.create_task(join(invitation(tmp_path, 1, port)))
+        async with asyncio.timeout(PATIENCE_S):
+            await host.again.wait()
+        assert host.again_peer.startswith("node 1 ")
+        assert not newcomer.done()
+        newcomer.cancel()
+        await asyncio.gather(newcomer, return_exceptions=True)

@@ -1,0 +1,383 @@
+"""`async-grpo eval` and `chat` without an engine: what they refuse and why, how a reply is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_fakes import Letters, says, scripted
+from rollout_fakes import FakePool, Yes, config_of
+from typer.testing import CliRunner, Result
+
+from async_grpo.cli.chat import Parlour, _obey
+from async_grpo.cli.evaluate import _remarks
+from async_grpo.cli.main import app
+from async_grpo.config import RunConfig, dump
+from async_grpo.data.wording import Plain, Templated, wording_of
+from async_grpo.errors import ConfigError, DataError, WaitTimeout
+from async_grpo.launch.evaluate import Report, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
+from async_grpo.launch.policies import Checkpoint, LiveRun, chosen_run, differences, find_checkpoint, find_live
+from async_grpo.launch.run_folder import RunFolder, RunState
+from async_grpo.wire.board import ServerBeat
+from rollout_server.conversation import Conversation
+from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.exam import Exam, ExamPlan
+from rollout_server.examiner import ExamHall
+from rollout_server.workflows import SingleTurn
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]not red[/red]\u202e\r\x9b31m"
+
+
+def type_in(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+def run_of(tmp_path: Path, **changes: Any) -> tuple[RunConfig, RunFolder]:
+    """A run of which only the folder is left."""
+    config = config_of(runs_dir=tmp_path, **changes)
+    folder = RunFolder(config.run_dir)
+    folder.path.mkdir(parents=True)
+    folder.config_file.write_text(dump(config))
+    return config, folder
+
+
+def hugging_face(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in (("config.json", '{"model_type": "qwen2"}'), ("tokenizer_config.json", "{}")):
+        (folder / name).write_text(text)
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+# Which policy
+
+
+def test_the_final_checkpoint_of_the_run_is_the_default(tmp_path: Path) -> None:
+    _, folder = run_of(tmp_path)
+    path = hugging_face(folder.path / "checkpoints" / "hf")
+    assert find_checkpoint(folder, None) == Checkpoint(path, None)
+    folder.write_state(RunState(finished_steps=4))
+    assert find_checkpoint(folder, None) == Checkpoint(path, 4)
+    assert find_checkpoint(folder, path) == Checkpoint(path, 4)
+
+
+def test_a_checkpoint_says_its_version_by_its_name(tmp_path: Path) -> None:
+    _, folder = run_of(tmp_path)
+    path = hugging_face(folder.path / "checkpoints" / "hf-00000025")
+    assert find_checkpoint(folder, path) == Checkpoint(path, 25)
+    stranger = hugging_face(tmp_path / "stranger")
+    assert find_checkpoint(folder, stranger) == Checkpoint(stranger, None)
+
+
+def test_a_resumable_checkpoint_of_a_run_is_exported_first(tmp_path: Path) -> None:
+    _, folder = run_of(tmp_path)
+    path = folder.path / "checkpoints" / "00000010"
+    path.mkdir(parents=True)
+    assert find_checkpoint(folder, path) == Checkpoint(path, 10, resumable=True)
+
+
+def test_without_a_final_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
+    _, folder = run_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"written when the run ends.*no checkpoint at all.*--live"):
+        find_checkpoint(folder, None)
+    hugging_face(folder.path / "checkpoints" / "hf-00000025")
+    with pytest.raises(ConfigError, match=r"There are hf-00000025: give one with --checkpoint .*hf-00000025"):
+        find_checkpoint(folder, None)
+
+
+def test_a_folder_that_is_no_checkpoint_is_an_error_with_the_commands(tmp_path: Path) -> None:
+    _, folder = run_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"neither a Hugging Face folder.*async-grpo export.*async-grpo convert"):
+        find_checkpoint(folder, tmp_path)
+
+
+def test_a_run_folder_that_was_moved_is_found_where_it_is(tmp_path: Path) -> None:
+    _, folder = run_of(tmp_path / "before")
+    moved = tmp_path / "elsewhere" / "renamed"
+    moved.parent.mkdir()
+    folder.path.rename(moved)
+    config, found = chosen_run(None, [], moved)
+    assert (config.run_dir, found.path) == (moved, moved)
+
+
+def test_a_configuration_that_differs_from_the_runs_is_named(tmp_path: Path) -> None:
+    config, folder = run_of(tmp_path)
+    assert differences(config, folder) == []
+    changed = config.model_copy(update={"seed": 7, "eval": config.eval.model_copy(update={"samples": 3})})
+    assert differences(changed, folder) == ["eval.samples", "seed"]
+
+
+def test_a_live_run_is_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[ServerBeat] = []
+
+    class Board:
+        async def servers(self) -> list[ServerBeat]:
+            return beats
+
+        async def aclose(self) -> None: ...
+
+    async def connect(*_: object) -> Board:
+        return Board()
+
+    config = config_of()
+    monkeypatch.setattr("async_grpo.launch.policies.locate", lambda *_: config)
+    monkeypatch.setattr("async_grpo.launch.policies.connect_board", connect)
+    with pytest.raises(ConfigError, match="no rollout server of the run test has reported"):
+        asyncio.run(find_live(None, [], tmp_path))
+    beats.append(ServerBeat(name="rollout-0", pid=1, version=3))
+    with pytest.raises(ConfigError, match=r"rollout-0.*rollout\.http\.port is off"):
+        asyncio.run(find_live(None, [], tmp_path))
+    beats.append(ServerBeat(name="rollout-1", pid=1, version=4, http="http://127.0.0.1:1"))
+    assert asyncio.run(find_live(None, [], tmp_path)) == LiveRun(config, {"http://127.0.0.1:1": 4})
+
+
+@pytest.mark.parametrize("command", ["eval", "chat"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which run?"),
+        (["{config}"], "there is no checkpoint"),
+        (["{config}", "--checkpoint", "/nowhere"], "no folder /nowhere"),
+        (["{config}", "--live"], "holds no run that was started"),
+        (["{config}", "--live", "--checkpoint", "x"], "two policies"),
+        (["{config}", "--run-dir", "x"], "--run-dir names the run already"),
+        (["--run-dir", "/nowhere"], "not the folder of a run"),
+        (["{config}", "-o", "max_stalenes=1"], "Did you mean 'max_staleness'?"),
+    ],
+)
+def test_a_mistake_is_explained_without_a_traceback(command: str, words: list[str], said: str, tmp_path: Path) -> None:
+    runs = ["-o", f"runs_dir={tmp_path}"] if "{config}" in words and "--run-dir" not in words else []
+    result = type_in(command, *(word.format(config=CONFIGS / "quickstart.yaml") for word in words), *runs)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.touch()
+    for option in ("--json", "--save"):
+        result = type_in("eval", str(CONFIGS / "quickstart.yaml"), option, str(there))
+        assert result.exit_code == 1 and "nothing is overwritten" in result.output
+
+
+def test_an_expected_answer_needs_a_question() -> None:
+    result = type_in("chat", str(CONFIGS / "quickstart.yaml"), "--answer", "4")
+    assert result.exit_code == 1 and "/answer TEXT" in result.output
+
+
+# How much is asked
+
+
+def test_the_plan_is_the_runs_unless_told_otherwise() -> None:
+    config = config_of()
+    assert plan_of(config, prompts=None, samples=None, temperature=None) == ExamPlan(4, 2, 1.0, True)
+    assert plan_of(config, prompts=3, samples=8, temperature=0.5) == ExamPlan(3, 8, 0.5, True)
+    with pytest.raises(ConfigError, match="reported as greedy"):
+        plan_of(config, prompts=None, samples=None, temperature=0.0)
+
+
+def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path: Path) -> None:
+    config = config_of()
+    assert with_prompts(config, 4) is config
+    assert with_prompts(config, 100).eval.prompts == 100
+    data = tmp_path / "train.jsonl"
+    jsonl = config_of(data={"kind": "jsonl", "path": data})
+    with pytest.raises(ConfigError, match="trains on the others"):
+        with_prompts(jsonl, 5)
+    apart = config_of(data={"kind": "jsonl", "path": data, "eval_path": data})
+    assert with_prompts(apart, 5).eval.prompts == 5
+
+
+# The report of an evaluation
+
+
+async def report_of(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan) -> Report:
+    engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else b"no"), 255])
+    pool: Any = FakePool()
+    hall = ExamHall(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
+    grades = await Exam(hall).grade(plan)
+    return Report(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated_by_the_run(config, policy, plan))
+
+
+class Numbered(Yes):
+    def held_out(self) -> list[Any]:
+        from async_grpo.data.source import make_task
+
+        return [make_task(i, f"p{i}", [i], "yes", {"source": "ab"[i // 2]}) for i in range(4)]
+
+
+async def test_the_facts_and_the_rows_say_everything(tmp_path: Path) -> None:
+    report = await report_of(config_of(), Checkpoint(tmp_path, 4), ExamPlan(4, 2))
+    found = json.loads(json.dumps(facts(report)))
+    assert found["policy"] == {"checkpoint": str(tmp_path), "version": 4}
+    assert found["figures"]["mean"]["value"] == found["figures"]["greedy"]["value"] == 0.5
+    assert set(found["by_source"]) == {"a", "b"}
+    written = list(rows(report))
+    assert len(written) == 4 * 2 + 4
+    assert {(row["how"], row["extracted"], row["right"]) for row in written} == {
+        ("sampled", "yes", True),
+        ("sampled", "no", False),
+        ("greedy", None, True),
+        ("greedy", None, False),
+    }
+
+
+async def test_a_live_evaluation_says_which_versions_wrote_the_answers(tmp_path: Path) -> None:
+    report = await report_of(config_of(), LiveRun(config_of(), {"http://h:1": 4}), ExamPlan(4, 2))
+    assert "3 (25% of the tokens), 4 (75% of the tokens)" in " ".join(_remarks(report))
+    assert facts(report)["policy"] == {"live": ["http://h:1"], "tokens_by_version": {"3": 10, "4": 30}}
+
+
+async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
+    config, folder = run_of(tmp_path)
+    policy = Checkpoint(folder.path / "checkpoints" / "hf", 4)
+    assert (await report_of(config, policy, ExamPlan(4, 2))).agrees is None
+    stated = {"version": 4, "prompts": 4, "samples": 2, "sampled_accuracy": 0.5, "greedy_accuracy": 0.5}
+    summary = folder.path / "summary.json"
+    summary.write_text(json.dumps({"evaluations": [stated]}))
+    report = await report_of(config, policy, ExamPlan(4, 2))
+    assert report.agrees and "Exactly what the run's report states" in " ".join(_remarks(report))
+    summary.write_text(json.dumps({"evaluations": [{**stated, "greedy_accuracy": 0.25}]}))
+    report = await report_of(config, policy, ExamPlan(4, 2))
+    assert report.agrees is False and "states 0.5 sampled, 0.25 greedy" in " ".join(_remarks(report))
+    assert (await report_of(config, policy, ExamPlan(4, 1))).agrees is None
+    assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4), ExamPlan(4, 2))).agrees is None
+
+
+async def test_a_policy_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import asynccontextmanager
+
+    engine = await scripted(says("never"), tokens_per_s=0.001)
+
+    @asynccontextmanager
+    async def policy(*_: object) -> Any:
+        yield engine, tmp_path
+
+    @asynccontextmanager
+    async def hall(config: RunConfig, sampler: Any, *_: object) -> Any:
+        pool: Any = FakePool()
+        yield ExamHall(config, "eval", sampler, pool, SingleTurn(Letters()), Yes())
+
+    monkeypatch.setattr("async_grpo.launch.evaluate.open_policy", policy)
+    monkeypatch.setattr("async_grpo.launch.evaluate.load_tokenizer", lambda _: Letters())
+    monkeypatch.setattr("async_grpo.launch.evaluate.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("rollout_server.examiner.open_hall", hall)
+    checkpoint, nothing = Checkpoint(tmp_path, 1), lambda _: None
+    with pytest.raises(WaitTimeout, match=r"0 of 12 are there.*--patience"):
+        await evaluate(config_of(), checkpoint, ExamPlan(4, 2), patience_s=0.05, say=nothing, on_answer=nothing)
+
+
+# Talking
+
+
+async def parlour_of(said: str | list[str], **changes: Any) -> tuple[Parlour, list[GenerationRequest]]:
+    texts, asked = [said] if isinstance(said, str) else said, []
+
+    def script(request: GenerationRequest) -> list[int]:
+        asked.append(request)
+        return [*texts[(len(asked) - 1) % len(texts)].encode(), 255]
+
+    wording = changes.pop("wording", Plain("Q: {prompt}", Letters()))
+    config = config_of(**{"sampling": {"max_tokens": 200}, **changes})
+    talk = Conversation(config, await scripted(script), Utf8(), wording)
+    return Parlour(config, Checkpoint(Path("hf"), 7), talk, AsyncExitStack()), asked
+
+
+class Utf8(Letters):
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(token for token in token_ids if token != 255).decode(errors="replace")
+
+
+async def test_a_reply_is_shown_with_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    parlour, asked = await parlour_of("fünf")
+    await parlour.ask("2+3")
+    shown = capsys.readouterr()
+    assert shown.out == "fünf\n"
+    assert "[policy version 7, 6 tokens, stop]" in shown.err
+    assert bytes(asked[0].prompt[1:]) == b"Q: 2+3"
+
+
+async def test_what_the_policy_writes_never_reaches_the_terminal_as_a_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parlour, _ = await parlour_of(HOSTILE)
+    await parlour.ask("hi")
+    assert capsys.readouterr().out == "[2J]0;owned[red]not red[/red]31m\n"
+
+
+async def test_single_questions_are_asked_one_by_one() -> None:
+    parlour, asked = await parlour_of("yes")
+    for _ in range(2):
+        await parlour.ask("same")
+    assert list(asked[0].prompt) == list(asked[1].prompt)
+    assert not parlour.talk.remembers
+
+
+async def test_a_chat_template_has_what_was_said_before() -> None:
+    parlour, asked = await parlour_of("yes", wording=Templated("chat", Letters(), ""))
+    assert parlour.talk.remembers
+    for question in ("one", "two"):
+        await parlour.ask(question)
+    assert bytes(asked[1].prompt) == b"<user>one<assistant>yes<user>two<assistant>"
+    parlour.talk.reset()
+    await parlour.ask("three")
+    assert bytes(asked[2].prompt) == b"<user>three<assistant>"
+
+
+async def test_sampling_follows_the_wishes(capsys: pytest.CaptureFixture[str]) -> None:
+    parlour, asked = await parlour_of("a long reply")
+    parlour.talk.temperature, parlour.talk.max_tokens, parlour.talk.seed = 0.0, 4, 11
+    await parlour.ask("hi")
+    assert (asked[0].temperature, asked[0].max_tokens, asked[0].seed) == (0.0, 4, 11)
+    assert "4 tokens, length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("question", ["ü", "x" * 3000])
+async def test_what_cannot_be_a_prompt_is_said_and_the_conversation_goes_on(question: str) -> None:
+    parlour, _ = await parlour_of("yes")
+    with pytest.raises(DataError, match=r"cannot be a prompt|/reset"):
+        await parlour.ask(question)
+    await parlour.ask("fine")
+
+
+def test_the_commands_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    with asyncio.Runner() as runner:
+        parlour, _ = runner.run(parlour_of("yes"))
+        _obey("/temperature 0.5", runner, parlour)
+        _obey("/max-tokens 3", runner, parlour)
+        assert (parlour.talk.temperature, parlour.talk.max_tokens) == (0.5, 3)
+        runner.run(parlour.ask("hi"))
+        _obey("/prompt", runner, parlour)
+        assert "Q: hi" in capsys.readouterr().err
+        _obey("/help", runner, parlour)
+        assert "/quit" in capsys.readouterr().err
+        for wrong in ("/temperature hot", "/max-tokens 0", "/no-such"):
+            with pytest.raises(ConfigError):
+                _obey(wrong, runner, parlour)
+        _obey("/reset", runner, parlour)
+        with pytest.raises(DataError, match="no reply yet"):
+            _obey("/answer 4", runner, parlour)
+
+
+async def test_the_reward_of_a_reply_is_shown_for_an_expected_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    parlour, _ = await parlour_of("<answer>5</answer>")
+    async with parlour._stack:
+        await parlour.ask("2+3")
+        await parlour.judge("5")
+        await parlour.judge("6")
+    shown = capsys.readouterr().err
+    assert "[reward 1 (answer_tag 1)]" in shown and "[reward 0 (answer_tag 0)]" in shown
+
+
+def test_the_wording_is_that_of_the_data_unless_one_is_named(tmp_path: Path) -> None:
+    config = config_of(data={"template": "{prompt} = ?"})
+    assert wording_of(config, Letters()).prompt([], "1+1")[0] == "1+1 = ?"
+    assert wording_of(config, Letters(), template="chat").prompt([], "1+1")[0] == "<user>1+1<assistant>"
+    with pytest.raises(ConfigError, match="--system goes with"):
+        wording_of(config, Letters(), system="be brief")

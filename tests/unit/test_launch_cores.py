@@ -1,0 +1,59 @@
+"""Roles that are pinned to cores, with what they start; cores that are not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config import RunConfig, validate
+from async_grpo.errors import ConfigError
+from async_grpo.launch.commands import role_specs
+from async_grpo.launch.cores import cores_here, role_cores
+from async_grpo.launch.role import RoleProcess, RoleSpec
+from async_grpo.launch.run_folder import RunFolder
+
+SAYS_ITS_CORES = "import os, subprocess, sys; print(sorted(os.sched_getaffinity(0)), flush=True)"
+AND_ITS_CHILDS = f"{SAYS_ITS_CORES}; subprocess.run([sys.executable, '-c', {SAYS_ITS_CORES!r}])"
+
+needs_affinity = pytest.mark.skipif(not cores_here(), reason="this system pins no process to a core")
+
+
+def config(**cores: list[int]) -> RunConfig:
+    launch: dict[str, Any] = {"cores": cores}
+    return validate({"name": "cores", "model": {"path": "any"}, "rollout": {"servers": 2}, "launch": launch}, "test")
+
+
+@needs_affinity
+async def test_a_role_and_what_it_starts_run_on_its_cores_alone(tmp_path: Path) -> None:
+    own = cores_here()[-1]
+    log = tmp_path / "role.log"
+    role = await RoleProcess.start(RoleSpec("role", [sys.executable, "-c", AND_ITS_CHILDS], log, 0, cores=(own,)), "x")
+    assert await role.wait() == 0
+    assert log.read_text().split("\n")[:2] == [f"[{own}]", f"[{own}]"]
+
+
+@needs_affinity
+async def test_a_role_without_a_list_may_use_every_core(tmp_path: Path) -> None:
+    log = tmp_path / "role.log"
+    role = await RoleProcess.start(RoleSpec("role", [sys.executable, "-c", SAYS_ITS_CORES], log, 0), "x")
+    assert await role.wait() == 0
+    assert log.read_text().strip() == str(cores_here())
+
+
+@needs_affinity
+def test_every_role_of_a_side_gets_the_cores_of_that_side(tmp_path: Path) -> None:
+    first = cores_here()[0]
+    specs = {spec.name: spec for spec in role_specs(config(rollout=[first]), RunFolder(tmp_path), tmp_path)}
+    assert specs["trainer"].cores == ()
+    assert specs["rollout-0"].cores == specs["rollout-1"].cores == (first,)
+
+
+def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:
+    assert role_cores(config(trainer=[1], rollout=[0]), here=[0, 1]) == ((1,), (0,))
+    with pytest.raises(ConfigError, match=r"launch.cores.trainer names 7, .* are 0, 1"):
+        role_cores(config(trainer=[1, 7]), here=[0, 1])
+    with pytest.raises(ConfigError, match="pins no process"):
+        role_cores(config(rollout=[0]), here=[])

@@ -1,0 +1,381 @@
+"""The bench of the whole loop: its work, its balance, and what it makes of the files of its runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from async_grpo.bench.figures import Machine
+from async_grpo.bench.fixed_lengths import lengths_in
+from async_grpo.bench.pipeline import PROBED, probes_of, probing_work
+from async_grpo.bench.pipeline.ask import asked
+from async_grpo.bench.pipeline.balance import LONGEST_PROMPT, SHORTEST_PROMPT, Probe, Sides, balanced_prompt
+from async_grpo.bench.pipeline.cores import Split, speed_beside, split_cores
+from async_grpo.bench.pipeline.lengths import CONSTANT, HEAVY_TAILED, draw, read_lengths
+from async_grpo.bench.pipeline.observe import Generated, Observed, Record, Server, Update, check, observe, read_record
+from async_grpo.bench.pipeline.plot import write_plot
+from async_grpo.bench.pipeline.report import figures_of, view
+from async_grpo.bench.pipeline.results import Results, in_turns
+from async_grpo.bench.pipeline.stage import POLICY, Stage
+from async_grpo.bench.pipeline.work import Course, Work
+from async_grpo.data.jsonl import JsonlSource
+from async_grpo.errors import ConfigError, DataError, EngineError
+from async_grpo.launch.cores import cores_here
+from async_grpo.telemetry.jsonl import JsonLines
+from async_grpo.telemetry.timeline import Timeline
+
+WORK = Work(groups_per_step=2, group_size=2, lengths=tuple(range(1, 17)), prompt_tokens=(4,) * 4)
+MACHINE = Machine(cpu="a processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
+GEN_S, UPDATE_S, TRAIN_S = 3.0, 0.5, 1.0
+
+
+class NumberWords:
+    """As the tokenizer of the bench."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def sync_record(work: Work, course: Course) -> Record:
+    """A loop in which nothing overlaps: GEN_S of generation after UPDATE_S of new weights, then TRAIN_S of training."""
+    step_s = GEN_S + UPDATE_S + TRAIN_S
+    rows, groups, updates = [], [], [Update(0, (-UPDATE_S, 0.0))]
+    for version in range(course.steps):
+        begin_s = version * step_s
+        updates.append(Update(version, (begin_s, begin_s + UPDATE_S)))
+        for place in range(work.groups_per_step):
+            seq = version * work.groups_per_step + place
+            groups.append(Generated(seq, version, sum(work.of_group(seq)), (begin_s, begin_s + UPDATE_S + GEN_S)))
+        rows.append(row(work, version, begin_s + step_s, wait_s=UPDATE_S + GEN_S))
+    return Record(rows, [Server(tuple(groups), tuple(updates[1:]))])
+
+
+def row(work: Work, version: int, time_s: float, *, wait_s: float, age: int = 0) -> dict[str, object]:
+    return {
+        "kind": "step",
+        "step": version + 1,
+        "version": version,
+        "epoch": 1,
+        "time_s": time_s,
+        "wait_s": wait_s,
+        "trained_tokens": work.tokens_of_step(version),
+        "read_tokens": work.read_in_step(version),
+        "age_mean": float(age),
+        "age_max": age,
+    }
+
+
+def observed(tokens_per_s: float, *, step_s: float = 2.0, wait_s: float = 1.0, idle: float = 0.5) -> Observed:
+    return Observed(
+        step_s=step_s,
+        wait_s=wait_s,
+        tokens_per_s=tokens_per_s,
+        samples_per_s=tokens_per_s / 40,
+        generated=1.0,
+        trainer_idle=wait_s / step_s,
+        rollout_idle=idle,
+        update_s=0.1,
+        age_mean=0.5,
+        age_max=2,
+    )
+
+
+def test_the_overlap_bound_is_two_for_equal_sides_and_one_for_a_side_that_does_nothing() -> None:
+    assert Sides(3.0, 3.0).bound == 2.0
+    assert Sides(3.0, 1.0).bound == Sides(1.0, 3.0).bound == pytest.approx(4 / 3)
+    assert Sides(3.0, 1e-9).bound == pytest.approx(1.0)
+    assert (Sides(3.0, 1.5).ratio, Sides(3.0, 1.5).step_s) == (2.0, 4.5)
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "wanted"),
+    [
+        (Sides(2.0, 1.0), Sides(2.0, 3.0), 60),  # halfway
+        (Sides(2.0, 1.0), Sides(2.0, 2.0), 110),
+        (Sides(2.0, 1.0), Sides(2.0, 1.5), 210),  # beyond the longer probe
+        (Sides(1.0, 3.0), Sides(1.0, 4.0), SHORTEST_PROMPT),  # training takes longer whatever the prompt
+        (Sides(9.0, 1.0), Sides(9.0, 1.01), LONGEST_PROMPT),
+        (Sides(2.0, 1.0), Sides(4.0, 1.0), 10),  # longer prompts do not help: the probe that is nearer
+        (Sides(4.0, 1.0), Sides(7.0, 3.9), 10),
+    ],
+)
+def test_prompts_get_the_length_at_which_both_sides_take_as_long(short: Sides, long: Sides, wanted: int) -> None:
+    assert balanced_prompt(Probe(10, short), Probe(110, long)) == wanted
+
+
+def test_the_calibration_trains_every_length_once_with_each_prompt() -> None:
+    probing = probing_work(WORK)
+    short, long = PROBED
+    assert probing.steps == 2 * WORK.steps
+    for step in range(WORK.steps):
+        assert probing.tokens_of_step(step) == probing.tokens_of_step(step + WORK.steps) == WORK.tokens_of_step(step)
+        assert {probing.prompt_tokens[step], probing.prompt_tokens[step + WORK.steps]} == {short, long}
+
+
+def test_the_probes_are_the_means_over_the_steps_with_their_prompt() -> None:
+    probing = probing_work(WORK)
+    course = Course(0, probing.steps)
+    rows, now_s = [], 0.0
+    for version in range(course.steps):
+        wait_s, rest_s = (5.0, 1.0) if probing.prompt_tokens[version % probing.steps] == PROBED[0] else (6.0, 4.0)
+        now_s += wait_s + rest_s
+        rows.append(row(probing, version, now_s, wait_s=wait_s))
+    short, long = probes_of(Record(rows, []), probing, course)
+    assert short == Probe(PROBED[0], Sides(pytest.approx(5.0), pytest.approx(1.0)))
+    assert long == Probe(PROBED[1], Sides(pytest.approx(6.0), pytest.approx(4.0)))
+
+
+def test_lengths_are_the_same_for_the_same_seed_and_differ_for_another() -> None:
+    lengths = draw("lognormal", 400, seed=1)
+    assert lengths == draw("lognormal", 400, seed=1) != draw("lognormal", 400, seed=2)
+    assert lengths[:100] == draw("lognormal", 100, seed=1)
+    assert draw("constant", 3, seed=1) == (CONSTANT,) * 3
+
+
+def test_lognormal_lengths_have_a_heavy_tail_that_is_cut() -> None:
+    lengths = np.array(draw("lognormal", 4000, seed=1))
+    assert np.median(lengths) == pytest.approx(HEAVY_TAILED.median, rel=0.1)
+    assert np.log(lengths[lengths < HEAVY_TAILED.longest]).std() == pytest.approx(HEAVY_TAILED.sigma, rel=0.1)
+    assert lengths.max() == HEAVY_TAILED.longest and lengths.min() >= 1
+
+
+def test_recorded_lengths_come_from_a_file_or_from_the_samples_of_a_run(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "lengths.jsonl") as file:
+        for length in (5, 9, 0):
+            file.write({"length": length})
+    assert read_lengths(tmp_path / "lengths.jsonl") == [5, 9]
+    with JsonLines(tmp_path / "samples" / "rollout-0.jsonl") as file:
+        spans = [[[0, 0, 7], [1, 7, 12]], [[1, 0, 3]], []]
+        file.write({"prompt": "p", "completions": [{"text": "t", "spans": one} for one in spans]})
+    assert read_lengths(tmp_path / "samples") == [12, 3]
+    drawn = draw("recorded", 200, seed=1, recorded=tmp_path / "samples")
+    assert set(drawn) == {12, 3} and drawn == draw("recorded", 200, seed=1, recorded=tmp_path / "samples")
+
+
+def test_lengths_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": "no length"}\n')
+    with pytest.raises(DataError, match="holds no lengths"):
+        draw("recorded", 1, seed=1, recorded=tmp_path / "empty.jsonl")
+    with pytest.raises(ConfigError, match="--lengths-from"):
+        draw("recorded", 1, seed=1)
+    with pytest.raises(ConfigError, match="only then"):
+        draw("lognormal", 1, seed=1, recorded=tmp_path)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 9])
+def test_any_period_of_steps_is_the_same_work(start: int) -> None:
+    steps = [WORK.tokens_of_step(version) for version in range(start, start + WORK.steps)]
+    assert sorted(steps) == sorted(WORK.tokens_of_step(version) for version in range(WORK.steps))
+    assert sum(steps) == WORK.tokens == sum(range(1, 17))
+
+
+@pytest.mark.parametrize(("staleness", "head", "steps"), [(0, 1, 13), (2, 3, 17), (8, 9, 29)])
+def test_the_timed_part_begins_behind_the_head_start_and_ends_before_admission_does(
+    staleness: int, head: int, steps: int
+) -> None:
+    course = Course(staleness, timed=12)
+    assert (course.head, course.steps) == (head, steps)
+    assert course.head + course.timed + staleness == course.steps
+
+
+def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, tmp_path / "model", POLICY, Split((0,), (1,)))
+    config = stage.config("s2-r1", WORK, Course(2, timed=WORK.steps))
+    assert (config.steps, config.max_staleness, config.rollout.max_concurrency) == (9, 2, WORK.samples_per_step)
+    assert (config.launch.cores.rollout, config.launch.cores.trainer) == ([0], [1])
+    source = JsonlSource(config, NumberWords())
+    assert not source.dropped
+    for index in range(3 * source.training_rows):
+        task = source.task(index)
+        assert lengths_in(task.answer) == list(WORK.of_group(index)) and len(task.prompt_ids()) == 4
+    (held_out,) = source.held_out()
+    assert lengths_in(held_out.answer)[0] <= config.sampling.max_tokens
+
+
+def test_no_sample_is_ever_pushed_out_of_the_engine_and_none_is_longer_than_the_model(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, tmp_path / "model", POLICY, Split((), ()))
+    long = replace(WORK, lengths=(6000,) * 16, groups_per_step=1, group_size=16, prompt_tokens=(100,))
+    assert stage.config("long", long, Course(0, 1)).rollout.vllm.kv_cache_bytes > 16 * 6100 * 2 * 4 * 2 * 64 * 4
+    with pytest.raises(ConfigError, match="8208 tokens, prompt included"):
+        stage.config("longer", replace(long, lengths=(8108,) * 16), Course(0, 1))
+
+
+def test_a_loop_that_overlaps_nothing_takes_the_sum_of_its_sides() -> None:
+    course = Course(0, WORK.steps)
+    seen = observe(sync_record(WORK, course), WORK, course)
+    step_s = GEN_S + UPDATE_S + TRAIN_S
+    assert seen.step_s == pytest.approx(step_s)
+    assert seen.wait_s == pytest.approx(GEN_S + UPDATE_S)
+    assert seen.tokens_per_s == pytest.approx(WORK.tokens / (WORK.steps * step_s))
+    assert seen.samples_per_s == pytest.approx(WORK.samples_per_step / step_s)
+    assert seen.trainer_idle == pytest.approx((GEN_S + UPDATE_S) / step_s)
+    assert seen.rollout_idle == pytest.approx((UPDATE_S + TRAIN_S) / step_s)
+    assert seen.update_s == pytest.approx(UPDATE_S)
+    assert (seen.generated, seen.age_mean, seen.age_max) == (pytest.approx(1.0), 0.0, 0)
+
+
+def test_an_engine_that_waits_for_the_weights_of_its_tickets_is_idle() -> None:
+    record = sync_record(WORK, Course(0, WORK.steps))
+    late = [Update(one.version, (one.span[0] + 1.0, one.span[1] + 1.0)) for one in record.servers[0].updates]
+    seen = observe(Record(record.steps, [replace(record.servers[0], updates=tuple(late))]), WORK, Course(0, WORK.steps))
+    assert seen.rollout_idle == pytest.approx((1.0 + UPDATE_S + TRAIN_S) / (GEN_S + UPDATE_S + TRAIN_S))
+
+
+def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
+    course = Course(2, WORK.steps)
+    rows = [row(WORK, version, 10.0 + version, wait_s=0.0, age=1) for version in range(course.steps)]
+    before, during = (0.0, 11.0), (12.0, 16.0)  # the clock runs from 12 to 16
+    groups = [
+        Generated(seq, 0, sum(WORK.of_group(seq)), before if seq < 12 else during)
+        for seq in range(course.steps * WORK.groups_per_step)
+    ]
+    seen = observe(Record(rows, [Server(tuple(groups), ())]), WORK, course)
+    made = sum(sum(WORK.of_group(seq)) for seq in range(12, 18))
+    assert seen.generated == pytest.approx(made / WORK.tokens) and seen.generated < 1
+    assert seen.tokens_per_s == pytest.approx(made / 4.0)
+    assert (seen.age_mean, seen.age_max) == (1.0, 1)
+
+
+def test_generating_ahead_is_no_gain_either() -> None:
+    course = Course(1, WORK.steps)
+    rows = [row(WORK, version, 10.0 + version, wait_s=0.0) for version in range(course.steps)]
+    groups = [Generated(seq, 0, sum(WORK.of_group(seq)), (11.0, 15.0)) for seq in range(12)]
+    seen = observe(Record(rows, [Server(tuple(groups), ())]), WORK, course)
+    assert seen.generated > 1 and seen.tokens_per_s == pytest.approx(WORK.tokens / 4.0)
+
+
+def test_a_run_that_did_its_work_passes() -> None:
+    course = Course(0, WORK.steps)
+    check(sync_record(WORK, course), WORK, course, "s0-r1")
+
+
+def test_a_completion_of_another_length_ends_the_bench() -> None:
+    course = Course(0, WORK.steps)
+    record = sync_record(WORK, course)
+    groups = list(record.servers[0].groups)
+    groups[3] = replace(groups[3], tokens=groups[3].tokens - 1)
+    with pytest.raises(EngineError, match=r"s0-r1 generated .* first group 3 with 14 in place of 15"):
+        check(Record(record.steps, [Server(tuple(groups), ())]), WORK, course, "s0-r1")
+
+
+def test_a_step_that_trained_fewer_tokens_ends_the_bench() -> None:
+    course = Course(0, WORK.steps)
+    record = sync_record(WORK, course)
+    rows = [*record.steps[:-1], {**record.steps[-1], "trained_tokens": 0}]
+    with pytest.raises(EngineError, match="1 of 5 steps differ, first step 4 with 0"):
+        check(Record(rows, record.servers), WORK, course, "s0-r1")
+    rows = [*record.steps[:-1], {**record.steps[-1], "read_tokens": 7}]
+    with pytest.raises(EngineError, match=r"s0-r1 read .* first step 4 with 7 in place of 22"):
+        check(Record(rows, record.servers), WORK, course, "s0-r1")
+    with pytest.raises(EngineError, match="first step 4 with none"):
+        check(Record(record.steps[:-1], record.servers), WORK, course, "s0-r1")
+
+
+def test_a_trainer_that_was_started_again_ends_the_bench() -> None:
+    course = Course(0, WORK.steps)
+    record = sync_record(WORK, course)
+    rows = [*record.steps[:-1], {**record.steps[-1], "epoch": 2}]
+    with pytest.raises(EngineError, match="started again"):
+        check(Record(rows, record.servers), WORK, course, "s0-r1")
+
+
+def test_the_files_of_a_run_are_read_as_they_are_written(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(row(WORK, 0, 5.0, wait_s=1.0))
+        metrics.write({"kind": "probe", "version": 1})
+    server = Timeline(tmp_path / "timeline" / "rollout-0.jsonl", "rollout-0")
+    server.span("generation", "group 7", 1.0, 3.0, version=2, tokens=40)
+    server.span("weights", "version 3", 2.0, 2.5)
+    server.span("wait", "ticket", 3.0, 4.0)
+    server.close()
+    record = read_record(tmp_path)
+    assert [one["step"] for one in record.steps] == [1]
+    assert record.servers == [Server((Generated(7, 2, 40, (1.0, 3.0)),), (Update(3, (2.0, 2.5)),))]
+
+
+def test_no_staleness_is_always_first() -> None:
+    turns = in_turns([0, 1, 2], 3)
+    assert [staleness for _, staleness in turns] == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert sorted(turns) == [(repetition, one) for repetition in range(3) for one in (0, 1, 2)]
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    """The second repetition had half of the machine: values halve, ratios stay."""
+    slow = [observed(50.0, step_s=4.0, wait_s=2.0), observed(90.0)]
+    results = Results({0: [observed(100.0), slow[0]], 2: [observed(180.0), slow[1]]})
+    assert asdict(results.speedup(2)) == pytest.approx({"median": 1.8, "lowest": 1.8, "highest": 1.8})
+    assert results.share_of_bound(2).median == pytest.approx(0.9)
+    assert results.spread(2, lambda one: one.tokens_per_s).median == 135.0
+    assert [one.bound for one in results.sides] == [2.0, 2.0]
+
+
+def results(staleness: Sequence[int] = (0, 2, 8)) -> Results:
+    speed = {0: 100.0, 2: 170.0, 8: 184.0}
+    return Results({one: [observed(speed[one] * noise) for noise in (0.9, 1.0, 1.05)] for one in staleness})
+
+
+def test_every_figure_has_its_baseline_and_the_table_a_row_a_staleness() -> None:
+    figures = figures_of(results())
+    by_name = {figure.name: figure for figure in figures}
+    assert len(by_name) == len(figures)
+    speed = by_name["S=2: tokens/s"]
+    assert (speed.value, speed.baseline, speed.ratio) == (170.0, 100.0, pytest.approx(1.7))
+    assert by_name["S=2: share of the overlap bound"].value == pytest.approx(0.85)
+    assert (by_name["overlap bound, S=0"].value, by_name["T_gen, S=0"].value) == (2.0, 1.0)
+    assert by_name["S=0: tokens/s"].baseline is None and "S=0: share of the overlap bound" not in by_name
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(view("bench", figures, MACHINE))
+    lines = capture.get().splitlines()
+    (shown,) = [line for line in lines if "S=2" in line]
+    for part in ("170 (153 to 178)", "1.70", "0.85", "50%", "0.5"):
+        assert part in shown
+    assert any("overlap bound, S=0" in line and "2 x" in line for line in lines)
+    assert json.dumps([asdict(figure) for figure in figures], allow_nan=False)
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    write_plot(tmp_path / "pipeline.png", results(), "made up")
+    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_that_are_not_given_have_defaults() -> None:
+    ask, quick = asked(quick=False), asked(quick=True)
+    assert (ask.staleness, ask.repetitions, ask.cores) == ((0, 1, 2, 4, 8), 3, 1)
+    assert 0 in quick.staleness and quick.steps < ask.steps
+    assert asked(quick=True, staleness="4, 0", steps=7).staleness == (4, 0)
+
+
+@pytest.mark.parametrize("staleness", ["1,2", "0,0,1", "0,x", "0,-1", "0,1.5"])
+def test_a_list_of_staleness_without_the_baseline_or_with_nonsense_is_refused(staleness: str) -> None:
+    with pytest.raises(ConfigError, match="--staleness"):
+        asked(quick=False, staleness=staleness)
+
+
+def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last() -> None:
+    pairs = lambda core: core // 2 * 2  # noqa: E731
+    assert split_cores([0, 1], 1, sibling_of=lambda core: core) == Split((0,), (1,))
+    assert split_cores([0, 1, 2, 3], 1, sibling_of=pairs) == Split((0,), (2,))
+    assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == Split((4, 6), (5, 7))
+    assert split_cores([], 1) == Split((), ())
+    with pytest.raises(ConfigError, match="--cores is 2 a side"):
+        split_cores([0, 1, 2], 2)
+
+
+def test_two_cores_at_work_are_compared_with_one() -> None:
+    here = cores_here()
+    assert speed_beside(Split((), ())) is None
+    if here:
+        speed = speed_beside(Split((here[0],), (here[-1],)))
+        assert speed is not None and math.isfinite(speed) and speed > 0
+        assert cores_here() == here

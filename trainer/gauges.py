@@ -1,0 +1,136 @@
+"""What the trainer tells Prometheus: figures of its steps, and of the run's groups. docs/http.md has the table.
+
+    row of a step --> Progress --> TrainerCollector <-- BufferStats, asked for at every scrape
+
+Counters count what this process did; they begin anew with it, as Prometheus expects. What is of the whole run, whoever
+trained it, is named `async_grpo_run_*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from async_grpo.config import RunConfig
+from buffer.protocol import BufferStats
+from trainer.metrics import PHASES
+from trainer.phases import START
+
+LATEST = {
+    "reward_mean": ("reward_mean", "Of the last step's samples"),
+    "age_mean_steps": ("age_mean", "Of the last step's trained tokens"),
+    "age_max_steps": ("age_max", "Of the last step's oldest trained token"),
+    "logprob_gap_mean": ("logprob_gap_mean", "Between engine and trainer, of tokens of this very version"),
+    "logprob_gap_max": ("logprob_gap_max", "The largest of them"),
+    "loss": ("loss", "Of the last step"),
+    "grad_norm": ("grad_norm", "Of the last step"),
+    "learning_rate": ("lr", "Of the last step"),
+}
+"""Metric: key of the step's row, and what it is. What a step did not measure is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What this process has done so far."""
+
+    ready: bool = False
+    """Whether rollout servers can fetch weights."""
+    epoch: int = 0
+    version: int = 0
+    steps: int = 0
+    skipped: int = 0
+    replayed: int = 0
+    groups: int = 0
+    tokens: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Spent, by phase."""
+    latest: Mapping[str, Any] = field(default_factory=dict)
+    """The row of the last step."""
+
+    def serving(self, epoch: int, version: int) -> Progress:
+        """The weights of `version` are out."""
+        return replace(self, ready=True, epoch=epoch, version=version)
+
+    def after(self, row: Mapping[str, Any]) -> Progress:
+        """One more step, as `step_row` describes it."""
+        spent = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
+        return replace(
+            self,
+            epoch=row["epoch"],
+            version=row["step"],
+            steps=self.steps + 1,
+            skipped=self.skipped + row["skipped_steps"],
+            replayed=self.replayed + int(row["replayed"]),
+            groups=self.groups + row["groups"],
+            tokens=self.tokens + row.get("trained_tokens", 0),
+            seconds=spent,
+            latest=row,
+        )
+
+
+class TrainerCollector(Collector):
+    """Families of one moment: whoever scrapes sets `progress` and `stats` before."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.progress = Progress()
+        self.stats: BufferStats | None = None
+        """None if the buffer did not answer."""
+
+    def collect(self) -> Iterable[Metric]:
+        """All families."""
+        config, progress = self._config, self.progress
+        info = GaugeMetricFamily("async_grpo_trainer_info", "This trainer, always 1", labels=["run"])
+        info.add_metric([config.name], 1)
+        yield info
+        yield _gauge("ready", "1: weights are served", float(progress.ready))
+        yield _gauge("version", "Optimizer steps in the newest weights", progress.version)
+        yield _gauge("epoch", "Of this trainer; one more each time that a trainer takes over", progress.epoch)
+        yield _gauge("target_version", "At which the run ends", config.steps)
+        yield _gauge("age_bound_steps", "No trained token is older", config.replay_policy.age_bound)
+        yield from _of_steps(progress, config.group_size)
+        for name, (key, help_text) in LATEST.items():
+            if key in progress.latest:
+                yield _gauge(name, help_text, progress.latest[key])
+        yield from _of_groups(self.stats)
+
+
+def _of_steps(progress: Progress, group_size: int) -> Iterable[Metric]:
+    yield _count("steps", "Made by this process, skipped ones too", progress.steps)
+    yield _count("skipped_steps", "Whose loss or gradient was not finite", progress.skipped)
+    yield _count("replayed_steps", "Made once more after a crash", progress.replayed)
+    yield _count("groups", "Of those steps", progress.groups)
+    yield _count("samples", "Of those groups", progress.groups * group_size)
+    yield _count("trained_tokens", "That got a gradient, each as often as it did", progress.tokens)
+    yield _counts("async_grpo_trainer_phase_seconds", "Of those steps", "phase", progress.seconds)
+    if progress.latest:
+        yield _gauge("last_step_timestamp_seconds", "When the last step ended, as Unix time", progress.latest["time_s"])
+
+
+def _of_groups(stats: BufferStats | None) -> Iterable[Metric]:
+    yield _gauge("buffer_up", "1: the buffer answered", float(stats is not None))
+    if stats is None:
+        return
+    yield CounterMetricFamily("async_grpo_run_admitted_groups", "Ever, by all servers", value=stats.admitted)
+    yield _counts("async_grpo_run_released_groups", "Ever, by reason", "reason", stats.released)
+    yield GaugeMetricFamily("async_grpo_run_active_groups", "Admitted and not released", value=stats.active)
+    yield GaugeMetricFamily("async_grpo_run_ready_groups", "Of those, finished and not taken", value=stats.ready)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"async_grpo_trainer_{name}", help_text, value=value)
+
+
+def _count(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"async_grpo_trainer_{name}", help_text, value=value)
+
+
+def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -1,0 +1,241 @@
+"""How the nodes find each other, and what they make sure of before a rank is started.
+
+    node 0    listens --> Hello of every other one --> do they agree? --> do they see one folder? --> Start
+    node R    connects, again and again, until node 0 is there and begins
+
+Node 0 waits for the others, they for node 0, all of them `rendezvous.timeout_s`. A node that comes when the
+others have met already was started again: node 0 is told, since its ranks wait in vain for the earlier
+life of this one, and the newcomer asks again until all have been started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from async_grpo.config.rendezvous import RendezvousConfig
+from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, WaitTimeout, WireError
+from trainer.nodes.agreement import differing_keys
+from trainer.nodes.folder import LOOK_S, is_there, left_file
+from trainer.nodes.line import Line
+from trainer.nodes.messages import Busy, Ended, Hello, Look, Refused, Seen, Start
+
+HELLO_S = 10.0
+"""Who connects must have said who it is by then."""
+
+_RETRY_S = 0.5
+_ANSWER_S = 2 * LOOK_S
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a node knows of the meeting before it has begun."""
+
+    where: RendezvousConfig
+    address: str
+    nodes: int
+    hello: Hello
+    """What this node says of itself."""
+    folder: Path
+    """Of the checkpoints."""
+
+    @property
+    def place(self) -> str:
+        """In errors."""
+        return f"trainer.rendezvous, {self.address}:{self.where.port}"
+
+
+@dataclass(slots=True)
+class Host:
+    """Node 0: who has come."""
+
+    invitation: Invitation
+    lines: dict[int, Line] = field(default_factory=dict)
+    """By rank of the node."""
+    again: asyncio.Event = field(default_factory=asyncio.Event)
+    """A node that had come has been started again."""
+    again_peer: str = ""
+    _complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody connects: taken in, or told why not."""
+        line = Line(reader, writer, f"somebody at {writer.get_extra_info('peername')[0]}")
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await line.expect(Hello)
+        except (TimeoutError, NodeLost, WireError):
+            await line.close()
+            return
+        line.peer = f"node {hello.rank} ({writer.get_extra_info('peername')[0]})"
+        answer = self._answer(hello, line)
+        if answer is not None:
+            line.send(answer)
+            await line.close()
+
+    def _answer(self, hello: Hello, line: Line) -> Refused | Busy | None:
+        """None: it is one of us, and its line stays open."""
+        reason = _objection(self.invitation, hello)
+        if reason is not None:
+            return Refused(reason=reason)
+        if self._complete.is_set():
+            self.again_peer = line.peer
+            self.again.set()
+            return Busy()
+        self.lines[hello.rank] = line  # in place of an earlier life of it
+        if len(self.lines) == self.invitation.nodes - 1:
+            self._complete.set()
+        return None
+
+    async def gather(self) -> None:
+        """Until everybody has come, agrees, and sees the same folder. Raises WaitTimeout, ConfigError, NodeLost."""
+        timeout_s = self.invitation.where.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._complete.wait()
+        except TimeoutError:
+            missing = ", ".join(str(rank) for rank in range(1, self.invitation.nodes) if rank not in self.lines)
+            fix = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
+            raise WaitTimeout(f"node {missing} of the trainer ({self.invitation.place})", timeout_s, fix) from None
+        with left_file(self.invitation.folder) as name:
+            for line in self.lines.values():
+                line.send(Look(name=name))
+            await asyncio.gather(*(self._check_folder(line) for line in self.lines.values()))
+
+    async def _check_folder(self, line: Line) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                seen = await line.expect(Seen)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{line.peer} to look into its run folder", _ANSWER_S, "Does its file system hang?"
+            ) from None
+        if not (seen.found and await is_there(self.invitation.folder, seen.name)):
+            raise ConfigError(
+                f"{self.invitation.folder} of node 0 is not the folder that {line.peer} has as {seen.folder}: a file "
+                f"written to one was not seen in the other within {LOOK_S:g} s, and no checkpoint would be whole. "
+                "Set runs_dir to a folder that all nodes share (NFS, Lustre)"
+            )
+
+    async def dismiss(self, error: AsyncGrpoError) -> None:
+        """Tell everybody who has come why there will be no training."""
+        for line in self.lines.values():
+            line.send(Refused(reason=str(error)) if isinstance(error, ConfigError) else Ended(reason=str(error)))
+
+    async def close(self) -> None:
+        """Hang up."""
+        await asyncio.gather(*(line.close() for line in self.lines.values()))
+
+
+@asynccontextmanager
+async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
+    """Node 0, with all the others there; they wait for `Start`. Raises WaitTimeout, ConfigError, NodeLost."""
+    host = Host(invitation)
+    listener = listen(invitation.address, invitation.where.port)
+    server = await asyncio.start_server(host.receive, sock=listener)
+    found, port = listener.getsockname()  # not what was meant, where a name stands for the loopback
+    log.info("waiting for the other nodes", listening=f"{found}:{port}", nodes=invitation.nodes)
+    try:
+        try:
+            await host.gather()
+        except AsyncGrpoError as error:
+            await host.dismiss(error)
+            raise
+        yield host
+    finally:
+        server.close()
+        await host.close()
+
+
+async def join(invitation: Invitation) -> Line:
+    """Any other node, with the line to node 0 on which `Start` has come. Raises WaitTimeout, ConfigError, NodeLost."""
+    timeout_s = invitation.where.timeout_s
+    log.info("looking for node 0", at=f"{invitation.address}:{invitation.where.port}", node=invitation.hello.rank)
+    state = "it does not answer: is it started, and is the port open?"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    line = await _call(invitation)
+                    state = "it answers, but other nodes are missing, or it still runs an earlier life of this one"
+                    if await _begins(line, invitation):
+                        return line
+                    await line.close()
+                except OSError:
+                    pass
+                await asyncio.sleep(_RETRY_S)
+    except TimeoutError:
+        raise WaitTimeout(f"node 0 of the trainer ({invitation.place}) to begin", timeout_s, state) from None
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket at that address, and at no other. Raises ConfigError."""
+    try:
+        return socket.create_server((address, port), backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"node 0 cannot listen at {address}:{port} (trainer.rendezvous): {error}. It must be an address of this "
+            "machine, with this port and the next one free: another trainer may still be running here"
+        ) from None
+
+
+async def _call(invitation: Invitation) -> Line:
+    async with asyncio.timeout(HELLO_S):
+        reader, writer = await asyncio.open_connection(invitation.address, invitation.where.port)
+    line = Line(reader, writer, f"node 0 ({invitation.address})")
+    line.send(invitation.hello)
+    return line
+
+
+async def _begins(line: Line, invitation: Invitation) -> bool:
+    """Whether the training starts; False if node 0 is to be asked again. Raises ConfigError, NodeLost."""
+    with contextlib.ExitStack() as files:
+        while True:
+            try:
+                message = await line.receive()
+            except NodeLost:
+                return False
+            match message:
+                case Look(name=name):
+                    own = files.enter_context(left_file(invitation.folder))
+                    found = await is_there(invitation.folder, name)
+                    line.send(Seen(found=found, folder=str(invitation.folder), name=own))
+                case Start():
+                    return True
+                case Busy():
+                    return False
+                case Refused(reason=reason):
+                    raise ConfigError(reason)
+                case Ended(reason=reason):
+                    raise NodeLost(f"{line.peer} has ended: {reason}")
+
+
+def _objection(invitation: Invitation, hello: Hello) -> str | None:
+    """Why this node cannot take part. Value, rule and fix."""
+    own = invitation.hello
+    if hello.id != own.id:
+        return (
+            f"node 0 at {invitation.place} trains {own.id!r}, and this one {hello.id!r} (trainer.rendezvous.id, or the "
+            "name of the run). Give each run its own port"
+        )
+    if not 0 < hello.rank < invitation.nodes:
+        return f"a node {hello.rank} came to node 0, but trainer.nodes is {invitation.nodes}. Correct --node-rank"
+    if keys := differing_keys(own.config, hello.config):
+        return (
+            f"node {hello.rank} has other values than node 0 of {', '.join(keys)}: their ranks would not do the same. "
+            "Start all nodes with the same CONFIG and -o"
+        )
+    if hello.model != own.model:
+        return (
+            f"node {hello.rank} has another first policy than node 0: their ranks would train parts of different "
+            "models. Set model.path to one folder that all see, or to copies of the same files"
+        )
+    return None

@@ -1,0 +1,202 @@
+"""One machine of the trainer, from the meeting to the end of its ranks.
+
+What it waits for: the other nodes (`meeting`, bounded), then at once for its ranks, for the other nodes and for
+SIGTERM, whichever comes first.
+
+- all ranks end with 0: so does the node. Node 0 stays until the others are done, since it keeps their store
+- a rank fails, or another node does: nothing that is still done here counts. The ranks are ended, the others
+  told, and the node ends with the reason; the supervisors start all nodes again, which meet again
+- SIGTERM, to whichever node: node 0 passes it to its ranks, rank 0 writes a checkpoint and lets all leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import RunConfig, dump
+from async_grpo.errors import AsyncGrpoError, NodeLost, TrainingError
+from trainer.nodes.agreement import fingerprint
+from trainer.nodes.meeting import Host, Invitation, hosted, join, listen
+from trainer.nodes.messages import Ended, Hello, Start, Stop
+from trainer.nodes.peers import Peers
+from trainer.nodes.ranks import LocalRanks, network_environment, rank_environments
+
+CAUSE_S = 2.0
+"""A rank whose connection to another broke ends before the reason has arrived from there."""
+
+LINGER_S = 60.0
+"""Node 0 keeps the store for ranks that leave later; so long at most."""
+
+
+@dataclass(slots=True)
+class Node:
+    """Node `rank` of the trainer."""
+
+    config: RunConfig
+    config_file: Path
+    model: Path
+    rank: int
+    stop_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Returns when the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
+        async with self._met() as (peers, own_address, host):
+            with _sigterm_sets(self.stop_asked):
+                ranks = await LocalRanks.start(self._argv(), self._environments(own_address))
+                try:
+                    await self._oversee(ranks, peers, host)
+                except AsyncGrpoError as error:
+                    peers.tell(Ended(reason=str(error)))
+                    raise
+                finally:
+                    await ranks.end()
+
+    @asynccontextmanager
+    async def _met(self) -> AsyncIterator[tuple[Peers, str, Host | None]]:
+        """All nodes are there and begin now; with this one's address among them."""
+        invitation = self._invitation()
+        silence_s = invitation.where.silence_s
+        if self.rank == 0:
+            port = invitation.where.port + 1
+            with listen(invitation.address, port) as listener:  # taken or not: known before anybody is waited for
+                async with hosted(invitation) as host:
+                    store = _open_store(invitation, port, listener)
+                    peers = Peers(host.lines.values(), silence_s)
+                    peers.tell(Start())
+                    yield peers, invitation.address, host
+                    del store
+        else:
+            line = await join(invitation)
+            try:
+                yield Peers([line], silence_s), line.own_address, None
+            finally:
+                await line.close()
+
+    async def _oversee(self, ranks: LocalRanks, peers: Peers, host: Host | None) -> None:
+        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(peers, host))
+        stopping = asyncio.create_task(self._stop_when_asked(ranks, peers))
+        tasks = {working, watching, stopping}
+        try:
+            while not working.done():
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if working in done:
+                    await _succeeded(working, watching, peers)
+                for ended in done:
+                    ended.result()
+            if host is not None:
+                await _until_the_others_are_done(watching)
+        finally:
+            for task in (working, watching, stopping):
+                task.cancel()
+            await asyncio.gather(working, watching, stopping, return_exceptions=True)
+
+    async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
+        """Raises TrainingError if the ranks have not left in time; they are killed then."""
+        asked = [asyncio.create_task(event.wait()) for event in (self.stop_asked, peers.stop_asked)]
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in asked:
+                task.cancel()
+        if self.rank == 0:
+            ranks.stop()
+        else:
+            peers.tell(Stop())
+        timeout_s = self.config.launch.stop_timeout_s
+        await asyncio.sleep(timeout_s)
+        raise TrainingError(
+            f"the ranks were still at work launch.stop_timeout_s ({timeout_s:g} s) after SIGTERM, and were killed. "
+            "What was trained since the newest checkpoint is trained again"
+        )
+
+    def _invitation(self) -> Invitation:
+        where = self.config.trainer.rendezvous
+        assert where.address is not None, "the configuration asks for it"
+        folder = self.config.run_dir.absolute() / "checkpoints"
+        hello = Hello(
+            id=where.id or self.config.name,
+            rank=self.rank,
+            config=dump(self.config),
+            model=fingerprint(self.model),
+        )
+        return Invitation(where, where.address, self.config.trainer.nodes, hello, folder)
+
+    def _argv(self) -> list[str]:
+        files = ["--config", str(self.config_file), "--model", str(self.model)]
+        return [sys.executable, "-m", "trainer.main", *files]
+
+    def _environments(self, own_address: str) -> list[dict[str, str]]:
+        trainer = self.config.trainer
+        network = network_environment(trainer.platform, own_address, os.environ)
+        return [network | environment for environment in rank_environments(trainer, self.rank)]
+
+
+async def _watch(peers: Peers, host: Host | None) -> None:
+    """Raises NodeLost; on node 0 also for a node that is back before its end was noticed."""
+    watching = asyncio.create_task(peers.watch())
+    again = asyncio.create_task(host.again.wait()) if host is not None else None
+    try:
+        await asyncio.wait({watching, *([again] if again else [])}, return_when=asyncio.FIRST_COMPLETED)
+        if host is not None and host.again.is_set():
+            raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier life")
+        await watching
+    finally:
+        for task in (watching, *([again] if again else [])):
+            task.cancel()
+
+
+async def _succeeded(working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
+    """The ranks have ended; tell. Raises TrainingError if not well, with what the others say of it."""
+    error = working.exception()
+    peers.tell(Ended(reason="" if error is None else str(error)))
+    if error is None:
+        return
+    await asyncio.wait({watching}, timeout=CAUSE_S)
+    theirs = watching.exception() if watching.done() else None
+    echo = str(error) in str(theirs)  # they ended because of what they were just told
+    raise error if theirs is None or echo else NodeLost(f"{error}; {theirs}")
+
+
+async def _until_the_others_are_done(watching: asyncio.Task[None]) -> None:
+    """What goes wrong there now is theirs to report: the run is trained."""
+    with contextlib.suppress(TimeoutError, NodeLost):
+        async with asyncio.timeout(LINGER_S):
+            await watching
+
+
+def _open_store(invitation: Invitation, port: int, listener: socket.socket) -> Any:
+    """Where the ranks find each other, at the address that they were told and at no other."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        invitation.address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=invitation.where.timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+@contextlib.contextmanager
+def _sigterm_sets(asked: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and Ctrl-C, from here on. Before, there is nothing that either could harm."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,65 @@
+"""Whether the other nodes are still there, and what they say of themselves.
+
+Node 0 has a line to every other node, each of these one to node 0, which passes on what concerns all. A node
+that is killed is known by the end of its connection, one whose machine or network is gone by its silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from async_grpo.errors import NodeLost
+from trainer.nodes.line import Line
+from trainer.nodes.messages import Beat, Ended, Message, Stop
+
+BEATS_OF_SILENCE = 8
+
+
+class Peers:
+    """The nodes at the other ends of this one's lines."""
+
+    def __init__(self, lines: Iterable[Line], silence_s: float) -> None:
+        self.stop_asked = asyncio.Event()
+        """One of them wants the trainer to stop."""
+        self._lines = list(lines)
+        self._silence_s = silence_s
+
+    def tell(self, message: Message) -> None:
+        """All of them; those that are gone do not hear it."""
+        for line in self._lines:
+            line.send(message)
+
+    async def watch(self) -> None:
+        """Until all have ended as they should. Raises NodeLost for the first that has not."""
+        beating = asyncio.create_task(self._beat())
+        following = [asyncio.create_task(self._follow(line)) for line in self._lines]
+        try:
+            await asyncio.gather(*following)
+        finally:
+            for task in (beating, *following):
+                task.cancel()
+            await asyncio.gather(beating, *following, return_exceptions=True)
+
+    async def _follow(self, line: Line) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    message = await line.receive()
+            except TimeoutError:
+                raise NodeLost(
+                    f"{line.peer} was not heard for {self._silence_s:g} s (trainer.rendezvous.silence_s): its machine "
+                    "or its network is gone"
+                ) from None
+            match message:
+                case Stop():
+                    self.stop_asked.set()
+                case Ended(reason=""):
+                    return
+                case Ended(reason=reason):
+                    raise NodeLost(f"{line.peer} has ended: {reason}")
+
+    async def _beat(self) -> None:
+        while True:
+            self.tell(Beat())
+            await asyncio.sleep(self._silence_s / BEATS_OF_SILENCE)
