@@ -3,8 +3,9 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+TRL_VENV := benchmarks/trl/.venv
 
-.PHONY: help quickstart test test-all test-gpu test-deploy check format clean
+.PHONY: help quickstart test test-all test-gpu test-deploy bench-trl check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +34,15 @@ test-gpu:  ## The tests that need one CUDA GPU; skipped, with the reason, where 
 test-deploy: $(VENV)/.installed  ## Build the CPU images, bring the containers up, kill some: needs Docker, half an hour
 	ASYNC_GRPO_TEST_DEPLOY=1 $(BIN)/pytest -s -rs tests/faults/test_deploy.py
 
+# TRL's dependencies are not the project's, so it has an environment of its own.
+$(TRL_VENV)/.installed: benchmarks/trl/requirements.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off -r benchmarks/trl/requirements.txt
+	touch $@
+
+bench-trl: $(VENV)/.installed $(TRL_VENV)/.installed  ## Samples/s and reward over time beside TRL's GRPOTrainer, on CPU
+	$(BIN)/python -m benchmarks.trl.compare
+
 check: $(VENV)/.installed  ## Lint, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,4 +54,4 @@ format: $(VENV)/.installed  ## Format the code
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment and the runs
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(TRL_VENV) benchmarks/trl/.cache runs

@@ -29,7 +29,7 @@ import pytest
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-STEPS, GROUPS_PER_STEP, MAX_STALENESS = 300, 8, 2
+STEPS, GROUPS_PER_STEP, MAX_STALENESS = 1000, 8, 2
 """Small steps, and so many that the run outlasts what happens to it: engines that start, one after another."""
 CONFIG = {
     "base": ["/app/deploy/configs/cpu.yaml"],

@@ -74,7 +74,7 @@ async def live_through(folder: Path, redis: RedisConfig, layout: dict[str, int])
 
 def write_config(folder: Path, name: str, redis: RedisConfig, model: Path, trainer: dict[str, Any]) -> Path:
     raw: dict[str, Any] = {
-        "name": f"{name}-{os.getpid()}",
+        "name": f"{name}-{folder.name}-{os.getpid()}",
         "runs_dir": str(folder / "runs"),
         "steps": STEPS,
         "max_staleness": 1,

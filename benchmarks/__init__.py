@@ -1,0 +1,1 @@
+"""Comparisons with other systems; each is a command, and none is part of the distribution."""

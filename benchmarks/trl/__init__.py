@@ -1,0 +1,1 @@
+"""TRL's synchronous `GRPOTrainer` beside this project, on CPU: `python -m benchmarks.trl.compare`."""

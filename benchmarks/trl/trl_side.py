@@ -1,0 +1,185 @@
+"""TRL's side, in its own environment: one `GRPOTrainer`, set as a competent user would set it on a CPU.
+
+    spec.json --> model, prompts in order, reward --> GRPOTrainer.train --> rows.jsonl, one a step
+
+    python -m benchmarks.trl.trl_side SPEC
+
+Nothing waits: TRL generates the completions of a whole step, scores them, trains on them, and begins again. The reward
+is the same function of this project that the other side calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from async_grpo.rewards.verifiers import answer_tag
+from benchmarks.trl.rows import TrlSpec, read_prompts
+
+Facts = dict[str, Any]
+
+
+class Meter:
+    """What one step was like; a row of `rows.jsonl` when it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._rewards: list[float] = []
+        self._tokens: list[int] = []
+        self._generate_s = 0.0
+
+    def scored(self, rewards: Sequence[float], tokens: Sequence[int]) -> None:
+        """Completions of the step have their rewards."""
+        self._rewards.extend(rewards)
+        self._tokens.extend(tokens)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """The time inside counts as generation."""
+        started = time.perf_counter()
+        yield
+        self._generate_s += time.perf_counter() - started
+
+    def end_step(self, step: int) -> None:
+        """Write the row and begin the next."""
+        row: Facts = {
+            "step": step,
+            "time_s": time.time(),
+            "samples": len(self._rewards),
+            "reward_mean": sum(self._rewards) / len(self._rewards),
+            "completion_tokens": sum(self._tokens),
+            "longest_completion": max(self._tokens),
+            "generate_s": self._generate_s,
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self._rewards, self._tokens, self._generate_s = [], [], 0.0
+
+
+class StepEnd(TrainerCallback):
+    """Tells the meter that an optimizer step has ended."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called by the trainer."""
+        self._meter.end_step(state.global_step)
+
+
+class TimedTrainer(GRPOTrainer):
+    """TRL's trainer; the time of its calls to the model's `generate` is taken."""
+
+    meter: Meter
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self.meter.generating():
+            return super()._generate_single_turn(*args, **kwargs)
+
+
+def main() -> None:
+    """Train as the spec says."""
+    spec = TrlSpec.read(Path(sys.argv[1]))
+    torch.set_num_threads(spec.dials.threads)
+    trainer = build(spec)
+    trainer.train()
+
+
+def build(spec: TrlSpec) -> TimedTrainer:
+    """The trainer, ready to train."""
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.model, dtype=torch.float32, attn_implementation=spec.dials.attention
+    )
+    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    prompts = read_prompts(Path(spec.prompts))
+    rank = os.environ.get("RANK", "0")
+    meter = Meter(Path(spec.out) / ("rows.jsonl" if rank == "0" else f"rows-{rank}.jsonl"))
+    trainer = TimedTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=reward(meter),
+        args=arguments(spec),
+        train_dataset=Dataset.from_list([{"prompt": row.prompt, "answer": row.answer} for row in prompts]),
+        callbacks=[StepEnd(meter)],
+        optimizers=optimizer(model, spec),
+    )
+    trainer.meter = meter
+    return trainer
+
+
+def reward(meter: Meter) -> Any:
+    """The reward function, as TRL calls it."""
+
+    def answer(completions: list[str], completion_ids: list[list[int]], answer: list[str], **rest: Any) -> list[float]:
+        scores = [answer_tag(text, gold) for text, gold in zip(completions, answer, strict=True)]
+        meter.scored(scores, [len(ids) for ids in completion_ids])
+        return scores
+
+    return answer
+
+
+def optimizer(
+    model: torch.nn.Module, spec: TrlSpec
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, fused, and the learning rates of the other side, step by step."""
+    adamw = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=0.0, fused=True
+    )
+    last = len(spec.learning_rates) - 1  # the scheduler looks one step beyond the end
+    return adamw, LambdaLR(adamw, lambda step: spec.learning_rates[min(step, last)])
+
+
+def arguments(spec: TrlSpec) -> GRPOConfig:
+    """One generation a step, of all prompts and samples at once; nothing is logged, saved or evaluated."""
+    samples = spec.groups_per_step * spec.group_size
+    return GRPOConfig(
+        output_dir=str(Path(spec.out) / "trainer"),
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        max_steps=spec.steps,
+        per_device_train_batch_size=spec.dials.rows // spec.dials.processes,
+        gradient_accumulation_steps=samples // spec.dials.rows,
+        num_generations=spec.group_size,
+        num_iterations=1,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=spec.clip_low,
+        epsilon_high=spec.clip_high,
+        scale_rewards="group",
+        temperature=spec.temperature,
+        top_p=1.0,
+        top_k=0,
+        max_completion_length=spec.max_tokens,
+        max_grad_norm=spec.clip_grad,
+        shuffle_dataset=False,
+        seed=spec.seed,
+        use_transformers_continuous_batching=spec.dials.generation == "continuous",
+        transformers_continuous_batching_config={"max_memory_percent": 0.05},
+        cache_implementation=spec.dials.cache,
+        ddp_find_unused_parameters=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The two workloads: a run configuration of this project, from which everything that TRL is told follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from async_grpo.config import RunConfig
+from async_grpo.config.load import load
+from async_grpo.config.warmup import ArithmeticTaskConfig
+from async_grpo.data.arithmetic import Problem, ProblemSet
+from benchmarks.trl.rows import PromptRow, TrlDials, TrlSpec, write_prompts
+from trainer.schedule import learning_rate
+
+HERE = Path(__file__).parent
+CACHE = HERE / ".cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What both sides do."""
+
+    name: str
+    policy: str
+    """Folder of the first policy, in the cache."""
+    steps: int
+    skip: int
+    """Steps at the beginning that are not counted: compilation, caches, and what was generated before the first."""
+    tail: int
+    """Steps at the end that are not counted: by then an asynchronous run generates nothing more."""
+    dials: TrlDials
+    """TRL's, from `python -m benchmarks.trl.search` on two cores."""
+
+    @property
+    def model(self) -> Path:
+        """The first policy of both sides."""
+        return CACHE / self.policy
+
+    @property
+    def prompts(self) -> Path:
+        """The prompts of both sides, in order."""
+        return CACHE / f"{self.name}-prompts.jsonl"
+
+    @property
+    def dials_file(self) -> Path:
+        """What the search has found on this machine."""
+        return CACHE / f"{self.name}-dials.json"
+
+    def config(self, out: Path, name: str, overrides: Sequence[str] = ()) -> RunConfig:
+        """The run of this project's side."""
+        return load(HERE / f"{self.name}.yaml", [*self.overrides(out, name), *overrides])
+
+    def overrides(self, out: Path, name: str) -> list[str]:
+        """What is not in the file because it depends on the machine."""
+        return [
+            f"name={name}",
+            f"runs_dir={out}",
+            f"steps={self.steps}",
+            f"model.path={self.model}",
+            f"data.path={self.prompts}",
+            f"data.eval_path={CACHE / 'held-out.jsonl'}",
+        ]
+
+    def spec(self, out: Path) -> TrlSpec:
+        """TRL's side: the same figures under its names."""
+        config = self.config(out, self.name)
+        adam, objective = config.trainer.optimizer, config.trainer.objective
+        assert objective.clip_low is not None and objective.clip_high is not None
+        return TrlSpec(
+            model=str(self.model),
+            prompts=str(self.prompts),
+            out=str(out),
+            steps=self.steps,
+            group_size=config.group_size,
+            groups_per_step=config.groups_per_step,
+            max_tokens=config.sampling.max_tokens,
+            temperature=config.sampling.temperature,
+            seed=config.seed,
+            learning_rates=tuple(learning_rate(adam, version, self.steps) for version in range(self.steps)),
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            clip_grad=adam.clip_grad,
+            dials=self.dials,
+        )
+
+    def with_dials(self, dials: TrlDials) -> Workload:
+        """Another setting of TRL."""
+        return replace(self, dials=dials)
+
+    def shortened(self, steps: int) -> Workload:
+        """Fewer steps; what is not counted shrinks too, and a step remains."""
+        skip = max(1, min(self.skip, steps - 2))
+        return replace(self, steps=steps, skip=skip, tail=min(self.tail, steps - skip - 1))
+
+    def write_prompts(self) -> None:
+        """The prompt file, long enough for every step, and the one held-out problem that a run asks for."""
+        CACHE.mkdir(exist_ok=True)
+        config = ArithmeticTaskConfig()
+        problems = ProblemSet(config, seed=1)
+        needed = 16 * max(workload.steps for workload in WORKLOADS.values())
+        write_prompts(self.prompts, _rows(problems.problem("train", index) for index in range(needed)))
+        write_prompts(CACHE / "held-out.jsonl", _rows(problems.held_out[:1]))
+
+
+def _rows(problems: Sequence[Problem] | Iterator[Problem]) -> Iterator[PromptRow]:
+    return (PromptRow(problem.prompt, problem.answer) for problem in problems)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("checks", "checks", steps=12, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
+        Workload("quickstart", "quickstart", steps=50, skip=5, tail=3, dials=TrlDials(rows=64, threads=2)),
+    )
+}
+"""`checks` is the headline; see README.md."""

@@ -1,0 +1,154 @@
+"""The comparison with TRL: what is computed from the rows of both sides, without TRL."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from async_grpo.data.arithmetic import Problem, demonstration
+from async_grpo.rewards.verifiers import answer_tag
+from benchmarks.trl.policy import MOST_ROUNDS, checked, rounds
+from benchmarks.trl.rows import (
+    PromptRow,
+    SideRun,
+    Step,
+    TrlDials,
+    TrlSpec,
+    our_steps,
+    pace,
+    ratio,
+    read_prompts,
+    trl_steps,
+    write_prompts,
+)
+from benchmarks.trl.search import candidates
+from benchmarks.trl.sides import trl_argv, trl_environment
+from benchmarks.trl.workloads import WORKLOADS
+
+
+def row(step: int, ended_s: float, *, samples: int = 4, reward: float = 0.5, tokens: int = 40) -> Step:
+    return Step(step, ended_s, samples, reward, tokens, busy_s=1.0)
+
+
+def trl_line(step: int, time_s: float, *, samples: int = 4, reward: float = 0.5, generate_s: float = 3.0) -> str:
+    fields = {"step": step, "time_s": time_s, "samples": samples, "reward_mean": reward, "generate_s": generate_s}
+    return json.dumps({**fields, "completion_tokens": 10 * samples, "longest_completion": 20})
+
+
+def our_line(step: int, time_s: float, **changes: object) -> str:
+    fields = {"kind": "step", "step": step, "time_s": time_s, "groups": 2, "reward_mean": 0.25}
+    return json.dumps({**fields, "completion_tokens_mean": 12.5, "step_s": 4.0, "wait_s": 1.5, **changes})
+
+
+def test_a_prompt_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    rows = [PromptRow("1+1=", "2"), PromptRow('"ü"\n', "x")]
+    write_prompts(tmp_path / "prompts.jsonl", rows)
+    assert read_prompts(tmp_path / "prompts.jsonl") == rows
+
+
+def test_the_spec_of_trls_side_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    spec = WORKLOADS["quickstart"].spec(tmp_path)
+    spec.write(tmp_path / "spec.json")
+    assert TrlSpec.read(tmp_path / "spec.json") == spec
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_both_sides_are_told_the_same_figures(name: str, tmp_path: Path) -> None:
+    workload = WORKLOADS[name]
+    config, spec = workload.config(tmp_path, "ours"), workload.spec(tmp_path)
+    assert (spec.group_size, spec.groups_per_step) == (config.group_size, config.groups_per_step)
+    assert (spec.max_tokens, spec.temperature) == (config.sampling.max_tokens, config.sampling.temperature)
+    assert (spec.model, spec.prompts) == (str(config.model.path), str(config.data.path))
+    assert spec.steps == config.steps == len(spec.learning_rates)
+    assert not config.data.shuffle
+    assert max(spec.learning_rates) == config.trainer.optimizer.lr
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_what_an_asynchronous_run_generates_ahead_or_no_more_is_not_counted(name: str, tmp_path: Path) -> None:
+    workload = WORKLOADS[name]
+    staleness = workload.config(tmp_path, "ours").max_staleness
+    assert workload.skip > staleness
+    assert workload.tail > staleness
+    assert workload.steps - workload.skip - workload.tail >= 5
+
+
+def test_a_shortened_workload_still_counts_a_step(tmp_path: Path) -> None:
+    for steps in (2, 3, 5, 9):
+        short = WORKLOADS["quickstart"].shortened(steps)
+        run = SideRun("x", 0.0, tuple(row(step, float(step)) for step in range(1, steps + 1)))
+        assert pace(run, short.skip, short.tail).samples_per_s == 4.0
+
+
+def test_the_pace_is_of_the_counted_steps_alone() -> None:
+    ends = [100.0, 101.0, 103.0, 105.0, 105.1]  # a slow start, two counted steps of 2 s, a fast end
+    run = SideRun("x", 50.0, tuple(row(step, end) for step, end in enumerate(ends, 1)))
+    counted = pace(run, skip=2, tail=1)
+    assert (counted.samples_per_s, counted.tokens_per_s, counted.step_s) == (2.0, 20.0, 2.0)
+    assert (counted.busy_share, counted.tokens_mean) == (0.5, 10.0)
+    assert run.start_up_s == 50.0
+
+
+def test_a_run_without_a_counted_step_is_an_error() -> None:
+    run = SideRun("TRL", 0.0, (row(1, 1.0), row(2, 2.0)))
+    with pytest.raises(ValueError, match="of 2 steps, 1 at the beginning and 1 at the end"):
+        pace(run, skip=1, tail=1)
+
+
+def test_ranks_of_trl_add_up_to_one_step() -> None:
+    first = [trl_line(1, 10.0, reward=1.0), trl_line(2, 20.0)]
+    second = [trl_line(1, 11.0, samples=12, reward=0.0), trl_line(2, 21.0, generate_s=4.0)]
+    steps = trl_steps([first, second])
+    assert [(step.samples, step.completion_tokens) for step in steps] == [(16, 160), (8, 80)]
+    assert steps[0].reward_mean == 0.25
+    assert steps[1].ended_s == 21.0
+    assert steps[1].busy_s == 21.0 - 11.0 - 4.0
+
+
+def test_our_steps_leave_out_probes_and_evaluations() -> None:
+    steps = our_steps([our_line(1, 5.0), json.dumps({"kind": "probe"}), our_line(2, 9.0)], group_size=8)
+    assert [step.step for step in steps] == [1, 2]
+    assert (steps[0].samples, steps[0].completion_tokens, steps[0].busy_s) == (16, 200, 2.5)
+
+
+def test_ratios_are_of_pairs() -> None:
+    assert str(ratio([10.0, 30.0, 8.0], [2.0, 10.0, 4.0])) == "3.00 (2.00 to 5.00)"
+
+
+def test_a_checked_demonstration_is_right_and_longer_by_its_sums() -> None:
+    problem = Problem(478, 356)
+    assert checked(problem, 1) == demonstration(problem)
+    assert checked(problem, 3).count("8+6+0=14") == 3
+    assert answer_tag(checked(problem, 3), problem.answer) == 1.0
+
+
+def test_rounds_are_many_now_and_then() -> None:
+    drawn = sorted(rounds(random.Random(seed)) for seed in range(2000))
+    assert (drawn[0], drawn[-1]) == (1, MOST_ROUNDS)
+    assert drawn[1000] in (2, 3)
+    assert sum(drawn) / len(drawn) < MOST_ROUNDS / 4
+
+
+def test_every_candidate_of_the_search_divides_the_step_and_fills_the_cores() -> None:
+    for samples in (64, 256):
+        found = list(candidates(samples, cores=2))
+        assert len(set(found)) == len(found)
+        for dials in found:
+            assert samples % dials.rows == 0 and dials.rows % dials.processes == 0
+            assert dials.threads * dials.processes == 2
+
+
+def test_ranks_are_started_by_torchrun_with_threads_of_their_own() -> None:
+    one, two = TrlDials(rows=8, threads=2), TrlDials(rows=8, threads=1, processes=2)
+    assert "torch.distributed.run" not in trl_argv(one, Path("spec.json"))
+    assert trl_argv(two, Path("spec.json"))[1:6] == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    assert (trl_environment(one)["OMP_NUM_THREADS"], trl_environment(two)["OMP_NUM_THREADS"]) == ("2", "1")
