@@ -6,6 +6,7 @@ from buffer.connect import connect, connect_board, knows_run, wipe, wipe_run
 from buffer.memory import InMemoryBuffer
 from buffer.memory_board import InMemoryBoard
 from buffer.protocol import BufferStats, ReplayBuffer, Resume
+from buffer.recent import RecentStats
 from buffer.redis import RedisBoard, RedisBuffer
 from buffer.redis.client import PASSWORD_VARIABLE, check_server, make_client
 from buffer.run import open_run
@@ -19,6 +20,7 @@ __all__ = [
     "InMemoryBoard",
     "InMemoryBuffer",
     "MemoryPlan",
+    "RecentStats",
     "RedisBoard",
     "RedisBuffer",
     "ReplayBuffer",

@@ -23,7 +23,7 @@ from async_grpo.evaluation.figures import figures_by_source, figures_of
 from async_grpo.evaluation.grades import Grade, GradedPrompt
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.verdict import Verdict
+from async_grpo.rewards.verdict import Failure, Verdict
 from async_grpo.wire import Group, Sample, Task
 from async_grpo.wire.board import Figures
 from rollout_server.engines.protocol import Sampler
@@ -79,11 +79,12 @@ class ExamPlan:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion, graded; of a greedy one nobody extracts the answer."""
+    """A completion, graded; of a greedy one nobody extracts the answer. `extraction`: why that failed."""
 
     sample: Sample
     verdict: Verdict
     grade: Grade
+    extraction: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,12 @@ class Grades:
     completion_tokens_mean: float
 
     @property
+    def extraction_failures(self) -> list[Failure]:
+        """Of all sampled completions in which looking for the answer failed."""
+        answers = (answer for paper in self.papers for answer in paper.sampled)
+        return [answer.extraction for answer in answers if answer.extraction is not None]
+
+    @property
     def sampled_accuracy(self) -> float:
         """mean@k."""
         return math.nan if self.figures.mean is None else self.figures.mean.value
@@ -133,13 +140,22 @@ class Grades:
 class Exam:
     """For completions of one version only, the caller holds the pin."""
 
-    def __init__(self, hall: Hall, on_answer: Callable[[], None] = lambda: None) -> None:
-        """`on_answer` is called after every completion."""
+    def __init__(
+        self,
+        hall: Hall,
+        on_answer: Callable[[], None] = lambda: None,
+        on_grades: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`on_answer` is called after every completion, `on_grades` with so many of them when all of a prompt are
+        graded."""
         self._hall = hall
         self._on_answer = on_answer
+        self._on_grades = on_grades
         self._room = asyncio.Semaphore(hall.config.rollout.max_concurrency)
         self._judged_by = hall.config.rewards.functions[0].name
         self.tokens = 0
+        self.generating = 0
+        """Completions that are asked for and not there yet."""
 
     async def grade(self, plan: ExamPlan) -> Grades:
         """mean@k and the like, and greedy if it is asked for."""
@@ -186,32 +202,46 @@ class Exam:
         samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
         pool, name = self._hall.pool, self._judged_by
         verdicts = await pool.judge([Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples])
-        found: list[str | None] = [None] * count
+        found: list[str | Failure | None] = [None] * count
         if temperature and not pool.why_no_answers(name):
             found = await pool.extract(name, [sample.text for sample in samples])
-        return [
-            Answer(sample, verdict, Grade(verdict.scores.get(name), answer))
-            for sample, verdict, answer in zip(samples, verdicts, found, strict=True)
-        ]
+        self._on_grades(count)
+        scores = [verdict.scores.get(name) for verdict in verdicts]
+        return [_answer(*parts) for parts in zip(samples, verdicts, scores, found, strict=True)]
 
     async def _complete(self, task: Task, count: int, temperature: float, purpose: str) -> list[Sample]:
         return await _all(self._sample(task, index, temperature, purpose) for index in range(count))
 
     async def _sample(self, task: Task, index: int, temperature: float, purpose: str) -> Sample:
-        async with self._room:
-            session = Session(
-                self._hall.engine,
-                f"{purpose}-{task.index}-{index}-{self.tokens}",
-                task.prompt_ids(),
-                seed=sample_seed(self._hall.config.seed, purpose, task.index, index),
-                temperature=temperature,
-                max_tokens=self._hall.config.sampling.max_tokens,
-                interruptible=False,
-            )
-            sample = await self._hall.workflow.run(task, session)
-            self.tokens += len(sample.token_ids())
-            self._on_answer()
-            return sample
+        self.generating += 1
+        try:
+            async with self._room:
+                session = self._session(task, index, temperature, purpose)
+                sample = await self._hall.workflow.run(task, session)
+        finally:
+            self.generating -= 1
+        self.tokens += len(sample.token_ids())
+        self._on_answer()
+        return sample
+
+    def _session(self, task: Task, index: int, temperature: float, purpose: str) -> Session:
+        return Session(
+            self._hall.engine,
+            f"{purpose}-{task.index}-{index}-{self.tokens}",
+            task.prompt_ids(),
+            seed=sample_seed(self._hall.config.seed, purpose, task.index, index),
+            temperature=temperature,
+            max_tokens=self._hall.config.sampling.max_tokens,
+            interruptible=False,
+            index=index,
+        )
+
+
+def _answer(sample: Sample, verdict: Verdict, score: float | None, found: str | Failure | None) -> Answer:
+    """`found`: what the extraction gave."""
+    if isinstance(found, Failure):
+        return Answer(sample, verdict, Grade(score, unextracted=True), found)
+    return Answer(sample, verdict, Grade(score, found))
 
 
 async def _all(makes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

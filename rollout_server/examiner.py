@@ -49,8 +49,11 @@ async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterato
 
 
 @asynccontextmanager
-async def open_hall(config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str) -> AsyncIterator[ExamHall]:
-    """The configuration's held-out prompts, workflow and rewards around a sampler. Raises ConfigError, DataError."""
-    source = make_source(config, tokenizer)
+async def open_hall(
+    config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str, *, kept: int
+) -> AsyncIterator[ExamHall]:
+    """The configuration's held-out prompts, workflow and rewards around a sampler; the run kept the first `kept` of
+    them from training. Raises ConfigError, DataError."""
+    source = make_source(config, tokenizer, kept=kept)
     async with RewardPool(config.rewards) as pool:
         yield ExamHall(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

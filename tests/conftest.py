@@ -1,13 +1,20 @@
-"""Shared by all tests: one real Valkey a session."""
+"""Shared by all tests: one real Valkey a session; verifiers of tests/support."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from async_grpo.config.buffer import RedisConfig
 from buffer import EmbeddedServer
+
+
+@pytest.fixture
+def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tests/support, by verifier processes."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture(scope="session")

@@ -42,10 +42,16 @@ class Diary:
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
 
-    def serving(self, epoch: int, version: int) -> None:
-        """Rollout servers can fetch the weights of `version`."""
+    def joined(self, epoch: int, version: int, head_version: int) -> None:
+        """This trainer has taken over the run, at `version`; rollout servers have `head_version`."""
         if self._leads:
-            self._exposition.serving(epoch, version)
+            self._exposition.joined(epoch, version)
+            self._log.info("run joined", version=version, epoch=epoch, head_version=head_version)
+
+    def serving(self) -> None:
+        """Rollout servers can fetch the weights of the trainer's version."""
+        if self._leads:
+            self._exposition.serving()
 
     def note(self, event: str, **facts: Any) -> None:
         """A log line."""

@@ -38,9 +38,11 @@ class Progress:
     """What this process has done so far."""
 
     ready: bool = False
-    """Whether rollout servers can fetch weights."""
+    """Whether rollout servers can fetch weights from it."""
     epoch: int = 0
+    """0: it has not taken over the run, and there may be none yet."""
     version: int = 0
+    """Of its own weights; while it replays, servers have newer ones."""
     steps: int = 0
     skipped: int = 0
     replayed: int = 0
@@ -51,9 +53,13 @@ class Progress:
     latest: Mapping[str, Any] = field(default_factory=dict)
     """The row of the last step."""
 
-    def serving(self, epoch: int, version: int) -> Progress:
-        """The weights of `version` are out."""
-        return replace(self, ready=True, epoch=epoch, version=version)
+    def joined(self, epoch: int, version: int) -> Progress:
+        """It has taken over the run, at `version`."""
+        return replace(self, epoch=epoch, version=version)
+
+    def serving(self) -> Progress:
+        """The weights of its version are out."""
+        return replace(self, ready=True)
 
     def after(self, row: Mapping[str, Any]) -> Progress:
         """One more step, as `step_row` describes it."""
@@ -88,7 +94,7 @@ class TrainerCollector(Collector):
         info.add_metric([config.name], 1)
         yield info
         yield _gauge("ready", "1: weights are served", float(progress.ready))
-        yield _gauge("version", "Optimizer steps in the newest weights", progress.version)
+        yield _gauge("version", "Optimizer steps in its weights", progress.version)
         yield _gauge("epoch", "Of this trainer; one more each time that a trainer takes over", progress.epoch)
         yield _gauge("target_version", "At which the run ends", config.steps)
         yield _gauge("age_bound_steps", "No trained token is older", config.replay_policy.age_bound)

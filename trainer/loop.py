@@ -80,9 +80,8 @@ class TrainingLoop:
         resume = self.coordinator.resume(self.version)
         self.epoch, self.head_version, self.saved = resume.epoch, resume.head_version, self.version
         self.outlet = WeightOutlet(self.policy, self.config, self.coordinator, self.epoch)
-        self.diary.note("run joined", version=self.version, epoch=self.epoch, head_version=self.head_version)
+        self.diary.joined(self.epoch, self.version, self.head_version)
         self._publish()
-        self.diary.serving(self.epoch, self.version)
         self.diary.phases.reset()
 
     def _complete(self, made: Made) -> None:
@@ -99,9 +98,11 @@ class TrainingLoop:
                 self.checkpoints.begin_export(self.policy, self.model_folder, self.version, self._evaluations())
 
     def _publish(self) -> None:
+        """Nothing while steps are replayed that were published before."""
         if self.version >= self.head_version:
             with self.diary.phases.span("publish", version=self.version):
                 self.outlet.publish(self.version)
+            self.diary.serving()
 
     def _checkpoint(self) -> None:
         if self.saved == self.version:

@@ -6,12 +6,17 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
+
+from async_grpo.errors import ConfigError
+
+Picture = Callable[[Path], None]
+"""Draws into a file."""
 
 _CPU_FACTS = Path("/proc/cpuinfo")
 
@@ -71,6 +76,17 @@ def table(title: str, figures: Sequence[Figure], machine: Machine) -> Table:
             Text(figure.baseline_name),
         )
     return view
+
+
+def make_room(path: Path) -> None:
+    """Make the folder of a file that will be written when all has been measured. Raises ConfigError where that could
+    not be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path.parent} cannot be made ({error.strerror}). Name a file elsewhere") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: it is a folder, or not yours to write. Name a file elsewhere")
 
 
 def write(path: Path, figures: Sequence[Figure], machine: Machine) -> None:

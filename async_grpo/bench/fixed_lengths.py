@@ -3,7 +3,8 @@
     rollout.workflow   async_grpo.bench.fixed_lengths:PrescribedLengths
     rewards.functions  async_grpo.bench.fixed_lengths:reward
 
-The reference answer of a task is the list of its lengths, "24 7 190": sample i of the group gets the i-th. The model
+The reference answer of a task is the list of its lengths, "24 7 190": sample i of the group gets the i-th, and a
+fourth one would get the first again (the probe of a held-out prompt has more samples than its evaluation). The model
 has no stop token, so a completion ends there and nowhere else, whatever the weights have become. Imports are few,
 because verifier processes import this too.
 """
@@ -30,7 +31,8 @@ class PrescribedLengths:
 
     async def run(self, task: Task, session: Session) -> Sample:
         """The completion of the task's prompt, as long as the task says."""
-        session.limit(lengths_in(task.answer)[session.index])
+        lengths = lengths_in(task.answer)
+        session.limit(lengths[session.index % len(lengths)])
         generation = await session.turn()
         return session.sample(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))
 

@@ -94,7 +94,9 @@ def pipeline(
         int | None, typer.Option(min=1, help="Length of the prompts; else the one that balances both sides.")
     ] = None,
     cores: Annotated[int, typer.Option(min=1, help="Of each side.")] = 1,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the runs here; else they are deleted.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the runs here; else they are deleted, unless one fails.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw speed and idleness against S (PNG).")] = None,
 ) -> None:
     """The whole loop: the same work at every max_staleness, one core a side, beside the synchronous loop.
@@ -104,27 +106,35 @@ def pipeline(
     """
     wanted = {"staleness": staleness, "lengths": lengths, "lengths_from": lengths_from, "repetitions": repetitions}
     sizes = {"steps": steps, "prompt_tokens": prompt_tokens, "cores": cores}
-    _measure("pipeline", json_file, quick=quick, **wanted, **sizes, out=out, plot=plot)
+    _measure("pipeline", json_file, plot, quick=quick, **wanted, **sizes, out=out)
 
 
-def _measure(name: str, json_file: Path | None, **options: Any) -> None:
-    """Run `measure` of async_grpo.bench.NAME, which is only imported now; print its figures, and write them.
+def _measure(name: str, json_file: Path | None, plot: Path | None = None, **options: Any) -> None:
+    """Run `measure` of async_grpo.bench.NAME, which is only imported now; print its figures, write them, and draw its
+    picture. That files can be written is seen to before anything is measured.
 
     A bench with a `view` of its own is shown in that in place of the usual table.
     """
     import uvloop
 
-    from async_grpo.bench.figures import Machine, table, write
+    from async_grpo.bench.figures import Machine, Picture, make_room, table, write
 
     def work() -> int:
-        machine = Machine.here()
-        bench = import_module(f"async_grpo.bench.{name}")
+        for file in (json_file, plot):
+            if file is not None:
+                make_room(file)
+        machine, bench = Machine.here(), import_module(f"async_grpo.bench.{name}")
+        pictures: list[Picture] = []
+        wanted = options if plot is None else {**options, "picture": pictures.append}
         with _progress() as progress:
-            figures = uvloop.run(bench.measure(progress, **options))
+            figures = uvloop.run(bench.measure(progress, **wanted))
         view = getattr(bench, "view", table)
         Console().print(view(f"async-grpo bench {name}", figures, machine))
         if json_file is not None:
             write(json_file, figures, machine)
+        if plot is not None:
+            for picture in pictures:
+                picture(plot)
         return 0
 
     exit_with(work)

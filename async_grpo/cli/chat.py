@@ -13,7 +13,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -21,7 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from async_grpo.cli.exits import exit_with
-from async_grpo.errors import ConfigError, DataError
+from async_grpo.cli.which_policy import CheckpointPath, Choice, ConfigFile, Live, Override, RunDir
+from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.telemetry.escape import clean_text
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 
+_OF_A_LINE = (ConfigError, DataError, EngineError, WaitTimeout)
+"""What goes wrong with one line: the conversation goes on."""
 HELP = """\
 /answer TEXT        the reward of the last reply, TEXT being the reference answer
 /temperature X      from here on; 0 is greedy
@@ -42,21 +44,11 @@ HELP = """\
 
 
 def chat(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Of the run, such as configs/quickstart.yaml")
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="As the run was started; may be repeated."),
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", metavar="DIR", help="runs/NAME instead of CONFIG and -o.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A Hugging Face folder or a checkpoint of a run; else the run's final one."),
-    ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run that is going on.")] = False,
+    config: ConfigFile = None,
+    override: Override = None,
+    run_dir: RunDir = None,
+    checkpoint: CheckpointPath = None,
+    live: Live = False,
     prompt: Annotated[
         str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this and leave: the reply is all of stdout.")
     ] = None,
@@ -78,20 +70,12 @@ def chat(
     Questions are written as the run's data writes its prompts. A policy that was trained on single questions is asked
     single questions: only a chat template (or a file of your own) has what was said before in it.
     """
-    from async_grpo.launch.policies import chosen_run, find_checkpoint, find_live
+    choice = Choice(config, override, run_dir, checkpoint, live)
 
     def work() -> int:
-        if live and checkpoint is not None:
-            raise ConfigError("--live and --checkpoint are two policies. Give one of them")
         if answer is not None and prompt is None:
             raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
-        policy: Checkpoint | LiveRun
-        if live:
-            policy = asyncio.run(find_live(config, override or [], run_dir))
-            run_config = policy.config
-        else:
-            run_config, folder = chosen_run(config, override or [], run_dir)
-            policy = find_checkpoint(folder, checkpoint)
+        run_config, policy = choice.policy()
         wishes = Wishes(template, system, temperature, max_tokens, seed)
         with asyncio.Runner() as runner:
             stack = AsyncExitStack()
@@ -135,6 +119,15 @@ class Parlour:
         self._stack = stack
         self._pool: RewardPool | None = None
         self.talk = talk
+
+    def allow(self, max_tokens: int) -> None:
+        """Let a reply have so many tokens. Raises ConfigError for more than the servers of a live run give."""
+        if max_tokens > (most := most_tokens(self._config, self._policy)):
+            raise ConfigError(
+                f"{max_tokens} tokens are above {most}, the most that the run's servers give in one reply "
+                "(rollout.http.max_tokens). Ask for less, or resume the run with a larger rollout.http.max_tokens"
+            )
+        self.talk.max_tokens = max_tokens
 
     async def ask(self, question: str) -> None:
         """Show the reply as it comes, then who wrote it."""
@@ -187,8 +180,17 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, wishes: Wishes)
         wording = wording_of(config, tokenizer, template=wishes.template, system=wishes.system)
         talk = Conversation(config, sampler, tokenizer, wording)
         talk.temperature = talk.temperature if wishes.temperature is None else wishes.temperature
-        talk.max_tokens, talk.seed = wishes.max_tokens or talk.max_tokens, wishes.seed
-        yield Parlour(config, policy, talk, stack)
+        talk.seed = wishes.seed
+        parlour = Parlour(config, policy, talk, stack)
+        parlour.allow(wishes.max_tokens or min(talk.max_tokens, most_tokens(config, policy)))
+        yield parlour
+
+
+def most_tokens(config: RunConfig, policy: Checkpoint | LiveRun) -> int:
+    """That a reply may have, whatever the policy's own room for it is."""
+    from async_grpo.launch.policies import LiveRun
+
+    return config.rollout.http.max_tokens if isinstance(policy, LiveRun) else sys.maxsize
 
 
 def _converse(runner: asyncio.Runner, parlour: Parlour) -> None:
@@ -207,7 +209,7 @@ def _converse(runner: asyncio.Runner, parlour: Parlour) -> None:
                 _obey(line, runner, parlour)
             elif line:
                 runner.run(parlour.ask(line))
-        except (ConfigError, DataError) as error:  # of this line; the conversation goes on
+        except _OF_A_LINE as error:
             aside(clean_text(str(error)))
 
 
@@ -228,7 +230,7 @@ def _obey(line: str, runner: asyncio.Runner, parlour: Parlour) -> None:
         case "/temperature":
             talk.temperature = _number(rest, float, least=0.0, most=10.0)
         case "/max-tokens":
-            talk.max_tokens = _number(rest, int, least=1, most=1 << 20)
+            parlour.allow(_number(rest, int, least=1, most=1 << 20))
         case _:
             raise ConfigError(f"there is no command {word}. /help lists them")
 

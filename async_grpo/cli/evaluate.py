@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from async_grpo.cli.exits import exit_with
+from async_grpo.cli.which_policy import CheckpointPath, Choice, ConfigFile, Live, Override, RunDir, say
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.escape import clean_text
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from async_grpo.config import RunConfig
     from async_grpo.launch.evaluate import Report
     from async_grpo.launch.policies import Checkpoint, LiveRun
+    from async_grpo.rewards.verdict import Failure
     from rollout_server.exam import ExamPlan
 
 
@@ -29,21 +33,11 @@ _WIDTH = 200
 
 
 def evaluate(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Of the run, such as configs/quickstart.yaml")
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="As the run was started; may be repeated."),
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", metavar="DIR", help="runs/NAME instead of CONFIG and -o.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A Hugging Face folder or a checkpoint of a run; else the run's final one."),
-    ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run that is going on.")] = False,
+    config: ConfigFile = None,
+    override: Override = None,
+    run_dir: RunDir = None,
+    checkpoint: CheckpointPath = None,
+    live: Live = False,
     samples: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Completions a prompt; else eval.samples.")
     ] = None,
@@ -55,7 +49,7 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
     patience_s: Annotated[
         float | None,
-        typer.Option("--patience", min=1.0, metavar="SECONDS", help="For one completion; else eval.timeout_s."),
+        typer.Option("--patience", min=1.0, metavar="SECONDS", help="For a completion, a grade; else eval.timeout_s."),
     ] = None,
 ) -> None:
     """Evaluate a policy on the held-out prompts of its run: mean@k, pass@k, maj@k and greedy, with 95% intervals.
@@ -67,13 +61,14 @@ def evaluate(
     from async_grpo.launch.evaluate import facts, plan_of, rows
     from async_grpo.telemetry.jsonl import JsonLines
 
+    choice = Choice(config, override, run_dir, checkpoint, live)
+
     def work() -> int:
-        if live and checkpoint is not None:
-            raise ConfigError("--live and --checkpoint are two policies. Give one of them")
+        choice.check()
         for file in (save, json_file):
             if file is not None and file.exists():
                 raise ConfigError(f"{file} is there already, and nothing is overwritten. Name another file")
-        run_config, policy = _choose(config, override or [], run_dir, checkpoint, live=live)
+        run_config, policy = choice.policy()
         plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
         report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
         if save is not None:
@@ -89,21 +84,6 @@ def evaluate(
     exit_with(work)
 
 
-def _choose(
-    config: Path | None, overrides: list[str], run_dir: Path | None, checkpoint: Path | None, *, live: bool
-) -> tuple[RunConfig, Checkpoint | LiveRun]:
-    from async_grpo.launch.policies import chosen_run, differences, find_checkpoint, find_live
-
-    if live:
-        found = asyncio.run(find_live(config, overrides, run_dir))
-        return found.config, found
-    run_config, folder = chosen_run(config, overrides, run_dir)
-    policy = find_checkpoint(folder, checkpoint)
-    if differing := differences(run_config, folder):
-        _say(f"note: {folder.path} was made with other values of {', '.join(differing)}")
-    return run_config, policy
-
-
 async def _with_progress(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, patience_s: float) -> Report:
     from async_grpo.launch.evaluate import evaluate as grade
 
@@ -117,7 +97,7 @@ async def _with_progress(config: RunConfig, policy: Checkpoint | LiveRun, plan: 
         def answered(total: int) -> None:
             progress.update(bar, advance=1, total=total)
 
-        return await grade(config, policy, plan, patience_s=patience_s, say=_say, on_answer=answered)
+        return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=answered)
 
 
 def _print(report: Report) -> None:
@@ -152,6 +132,7 @@ def _title(report: Report) -> str:
 
 
 def _remarks(report: Report) -> list[str]:
+    from async_grpo.evaluation.words import no_vote
     from async_grpo.launch.policies import LiveRun
 
     grades, lines = report.grades, []
@@ -159,11 +140,21 @@ def _remarks(report: Report) -> list[str]:
         lines.append(f"No maj@{report.plan.samples}: {grades.no_majority}.")
     if grades.figures.unjudged:
         lines.append(f"{grades.figures.unjudged} completions could not be judged and are left out.")
-    if len(grades.papers) < report.plan.prompts:
-        lines.append(f"The data hold out {len(grades.papers)} prompts, {report.plan.prompts} were asked for.")
+    if failures := grades.extraction_failures:
+        lines.append(f"{no_vote(len(failures), report.plan.samples)} ({_in_words(failures)}).")
+    if report.trained_on:
+        lines.append(f"{report.trained_on} of the prompts that were asked for are trained on, and were left out.")
+    if (held_out := len(grades.papers) + report.trained_on) < report.plan.prompts:
+        lines.append(f"The data hold out {held_out} prompts, {report.plan.prompts} were asked for.")
     if isinstance(report.policy, LiveRun):
         lines.append(_versions(report.versions))
     return lines + _comparison(report)
+
+
+def _in_words(failures: Sequence[Failure]) -> str:
+    """How many of which kind, and the reason of the first."""
+    kinds = Counter(failure.kind for failure in failures)
+    return clean_text(f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}; first {failures[0].reason}")
 
 
 def _versions(versions: dict[int, int]) -> str:
@@ -194,7 +185,3 @@ def _accuracies(sampled: float | None, greedy: float | None) -> str:
         return "-" if value is None else f"{value:.6g}"
 
     return f"{figure(sampled)} sampled, {figure(greedy)} greedy"
-
-
-def _say(what: str) -> None:
-    Console(stderr=True).print(escape(what), highlight=False, soft_wrap=True)

@@ -48,6 +48,7 @@ class LaunchConfig(StrictModel):
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     ready_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 30.0
+    """From SIGTERM to SIGKILL. Ranks under torchrun have TORCH_ELASTIC_SHUTDOWN_TIMEOUT, if that is set."""
 
 
 class TelemetryConfig(StrictModel):

@@ -22,6 +22,8 @@ from async_grpo.data.source import Tokenizer, make_task, prompt_limit
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
 
+ALSO_HELD_OUT, ALSO_TRAINED_ON = "also held out", "also trained on"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -36,11 +38,12 @@ class Row:
 class JsonlSource:
     """Training rows in reshuffled passes; held-out rows from `eval_path`, else the last of the file.
 
-    A training row with the prompt of a held-out one is dropped. Raises DataError for a missing
-    file or field (with the line number and the fix) and when no row is left.
+    A training row with the prompt of one of the first `kept` held-out rows (of any, unless it is given) is dropped;
+    of the further held-out rows those with the prompt of a training row are. Raises DataError for a missing file or
+    field (with the line number and the fix) and when no row is left.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = None) -> None:
         self.dropped: Counter[str] = Counter()
         data, wanted = config.data, config.eval.prompts
         assert data.path is not None
@@ -49,7 +52,9 @@ class JsonlSource:
             held_out = self._usable(data.eval_path, config, tokenizer)[:wanted]
         else:
             rows, held_out = rows[:-wanted], rows[-wanted:]
-        self._rows = self._without(rows, {row.prompt for row in held_out})
+        kept = len(held_out) if kept is None else kept
+        self._rows = self._without(rows, held_out[:kept], ALSO_HELD_OUT)
+        held_out = held_out[:kept] + self._without(held_out[kept:], self._rows, ALSO_TRAINED_ON)
         self._held_out = [self._task(index, row) for index, row in enumerate(held_out)]
         _check_not_empty(data, len(self._rows), len(held_out), wanted, self.dropped)
         self._passes = Passes(len(self._rows), seed=config.seed, shuffle=data.shuffle)
@@ -78,11 +83,13 @@ class JsonlSource:
                 self.dropped["prompt too long" if tokens else "prompt without tokens"] += 1
         return rows
 
-    def _without(self, rows: list[Row], prompts: set[str]) -> list[Row]:
-        kept = [row for row in rows if row.prompt not in prompts]
-        self.dropped["also held out"] += len(rows) - len(kept)
+    def _without(self, rows: list[Row], others: list[Row], reason: str) -> list[Row]:
+        """The rows with prompts that none of the others has."""
+        prompts = {row.prompt for row in others}
+        left = [row for row in rows if row.prompt not in prompts]
+        self.dropped[reason] += len(rows) - len(left)
         self.dropped = +self.dropped
-        return kept
+        return left
 
     @staticmethod
     def _task(index: int, row: Row) -> Task:

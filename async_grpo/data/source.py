@@ -50,8 +50,10 @@ class TaskSource(Protocol):
         ...
 
 
-def make_source(config: RunConfig, tokenizer: Tokenizer) -> TaskSource:
-    """The source that `data` describes. Raises DataError if it holds nothing that can be used."""
+def make_source(config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = None) -> TaskSource:
+    """The source that `data` describes. `kept`: for who holds out more than the run did, which kept the first so many
+    prompts from training; further ones that it trains on are dropped. Raises DataError if it holds nothing that can
+    be used."""
     if config.data.path is not None and config.data.kind == "jsonl":
         if config.data.path.is_dir():
             from async_grpo.data.prepared_source import PreparedSource
@@ -59,7 +61,7 @@ def make_source(config: RunConfig, tokenizer: Tokenizer) -> TaskSource:
             return PreparedSource(config, tokenizer)
         from async_grpo.data.jsonl import JsonlSource
 
-        return JsonlSource(config, tokenizer)
+        return JsonlSource(config, tokenizer, kept=kept)
     from async_grpo.data.arithmetic_source import ArithmeticSource
 
     return ArithmeticSource(config, tokenizer)

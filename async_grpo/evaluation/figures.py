@@ -41,6 +41,7 @@ def figures_of(prompts: Sequence[GradedPrompt], *, samples: int, right_at: float
         prompts=sum(count > 0 for count in judged),
         completions=sum(judged),
         unjudged=sum(len(prompt.sampled) for prompt in prompts) - sum(judged),
+        unextracted=sum(grade.unextracted for prompt in prompts for grade in prompt.sampled),
         mean=mean,
         pass_at={str(k): passed for k, passed in zip(ks, passes, strict=True) if passed is not None},
         majority=most,

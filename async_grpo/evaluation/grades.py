@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """One completion: its score, None if it could not be judged, and the answer in it, None if it gives none."""
+    """One completion: its score, None if it could not be judged, and the answer in it, None if it gives none, or if
+    looking for it failed (`unextracted`)."""
 
     score: float | None
     answer: str | None = None
+    unextracted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

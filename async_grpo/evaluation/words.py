@@ -22,6 +22,18 @@ def rows_of(figures: Figures, samples: int) -> dict[str, Estimate]:
     return {name: estimate for name, estimate in rows.items() if estimate is not None}
 
 
+def no_vote(unextracted: int, samples: int) -> str:
+    """What it means that looking for the answer failed in so many completions.
+
+    >>> no_vote(3, 8)
+    'In 3 completions the reward function failed to find the answer (`extract`): they have no vote in maj@8'
+    """
+    return (
+        f"In {unextracted} completions the reward function failed to find the answer (`extract`): they have no vote in "
+        f"maj@{samples}"
+    )
+
+
 def shown(estimate: Estimate | None) -> str:
     """Value and interval.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from async_grpo.config import RunConfig
@@ -13,33 +14,41 @@ from async_grpo.launch.devices import KINDS, deal_devices
 from async_grpo.launch.role import RoleSpec
 from async_grpo.launch.run_folder import RunFolder
 
+MALLOC_VARIABLE = "GLIBC_TUNABLES"
+KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
+STOP_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Of torchrun: seconds from SIGTERM to SIGKILL."""
 
-def rollout_argv(folder: RunFolder, model: Path, name: str) -> list[str]:
+
+def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
     """One rollout server."""
-    files = ["--config", str(folder.roles_file), "--model", str(model)]
-    return [sys.executable, "-m", "rollout_server.main", *files, "--name", name]
+    return [sys.executable, "-m", "rollout_server.main", *_files(config_file, model), "--name", name]
 
 
-def trainer_argv(config: RunConfig, folder: RunFolder, model: Path) -> list[str]:
+def trainer_argv(config: RunConfig, config_file: Path, model: Path) -> list[str]:
     """All ranks of the trainer on this machine, under torchrun, which meets them on a free port."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.processes)]
-    files = ["--config", str(folder.roles_file), "--model", str(model)]
-    return [sys.executable, *torchrun, "-m", "trainer.main", *files]
+    return [sys.executable, *torchrun, "-m", "trainer.main", *_files(config_file, model)]
 
 
-def node_argv(folder: RunFolder, model: Path, node_rank: int) -> list[str]:
+def node_argv(config_file: Path, model: Path, node_rank: int) -> list[str]:
     """The ranks of this machine, of a trainer that has several: they start when all machines have met."""
-    files = ["--config", str(folder.roles_file), "--model", str(model)]
-    return [sys.executable, "-m", "trainer.nodes.main", "--node-rank", str(node_rank), *files]
+    rank = ["--node-rank", str(node_rank)]
+    return [sys.executable, "-m", "trainer.nodes.main", *rank, *_files(config_file, model)]
 
 
-def trainer_environment(config: RunConfig) -> dict[str, str]:
-    """What torchrun and its ranks look at. torchrun passes SIGTERM on, and kills ranks that still write their
-    checkpoint after 30 s, unless told otherwise."""
-    return {
-        "OMP_NUM_THREADS": str(config.trainer.threads),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(config.launch.stop_timeout_s)),
-    }
+def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun and its ranks look at, beside the environment that is given.
+
+    torchrun passes SIGTERM on, and kills ranks that still write their checkpoint after 30 s, unless told otherwise:
+    launch.stop_timeout_s, or what is given, as by a container that is left more time than a server.
+
+    On a CPU every activation would be mapped anew and zeroed by the kernel, up to a sixth of a step's processor time:
+    freed memory is kept, in large pages (glibc's malloc; others ignore it).
+    """
+    patience = given.get(STOP_VARIABLE, str(int(config.launch.stop_timeout_s)))
+    memory = {MALLOC_VARIABLE: given.get(MALLOC_VARIABLE, KEEP_MEMORY)} if config.trainer.platform == "cpu" else {}
+    return {"OMP_NUM_THREADS": str(config.trainer.threads), STOP_VARIABLE: patience, **memory}
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
@@ -49,17 +58,17 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
     restarts = config.launch.restarts
     trainer = RoleSpec(
         "trainer",
-        trainer_argv(config, folder, model),
+        trainer_argv(config, folder.roles_file, model),
         folder.log("trainer"),
         restarts.trainer,
-        env=trainer_environment(config) | devices["trainer"],
+        env=trainer_environment(config, os.environ) | devices["trainer"],
         cores=trainer_cores,
     )
     names = [f"rollout-{index}" for index in range(config.rollout.servers)]
     servers = [
         RoleSpec(
             name,
-            rollout_argv(folder, model, name),
+            rollout_argv(folder.roles_file, model, name),
             folder.log(name),
             restarts.rollout,
             env=devices[name],
@@ -68,6 +77,10 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
         for name in names
     ]
     return [trainer, *servers]
+
+
+def _files(config_file: Path, model: Path) -> list[str]:
+    return ["--config", str(config_file), "--model", str(model)]
 
 
 def _devices_here(config: RunConfig) -> int | None:

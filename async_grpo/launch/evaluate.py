@@ -5,7 +5,7 @@
     LiveRun ----HTTP-----+
 
 The engine's settings, prompts, seeds and rewards are those of the configuration, so that the weights of a run's
-evaluation give its figures again. It waits for completions, for each so long and no longer.
+evaluation give its figures again. It waits for completions and for their grades, for the next so long and no longer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any
 import msgspec
 
 from async_grpo.config import RunConfig, validate
+from async_grpo.data.jsonl import ALSO_TRAINED_ON
 from async_grpo.data.source import load_tokenizer
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.evaluation.words import INTERVALS
 from async_grpo.launch.policies import Checkpoint, LiveRun, open_policy
 from async_grpo.launch.run_folder import RunFolder
-from async_grpo.rewards.verdict import Verdict
+from async_grpo.rewards.verdict import Failure
 from rollout_server.exam import Exam, ExamPlan, Grades, Hall, Paper
 
 LOOK_EVERY_S = 1.0
@@ -43,7 +44,9 @@ class Report:
     versions: dict[int, int]
     wall_s: float
     stated: dict[str, Any] = field(default_factory=dict)
-    """What the run's summary.json says of this version, if it was measured there with this plan."""
+    """What the run's summary.json says of this version, if it was measured there in the same way."""
+    trained_on: int = 0
+    """Prompts that were asked for and left out, because the run trains on them."""
 
     @property
     def agrees(self) -> bool | None:
@@ -71,8 +74,8 @@ def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temp
 
 
 def with_prompts(config: RunConfig, prompts: int) -> RunConfig:
-    """The configuration that holds out at least so many prompts. Raises ConfigError where more would be prompts that
-    the policy was trained on."""
+    """The configuration that holds out at least so many prompts. Raises ConfigError where all further ones would be
+    prompts that the policy was trained on."""
     if prompts <= config.eval.prompts:
         return config
     data = config.data
@@ -86,6 +89,17 @@ def with_prompts(config: RunConfig, prompts: int) -> RunConfig:
     return validate({**plain, "eval": {**plain["eval"], "prompts": prompts}}, source="--prompts")
 
 
+def check_length(config: RunConfig, policy: Checkpoint | LiveRun) -> None:
+    """Raises ConfigError if the servers of a live run would refuse completions of the length that is sampled."""
+    wanted, most = config.sampling.max_tokens, config.rollout.http.max_tokens
+    if isinstance(policy, LiveRun) and wanted > most:
+        raise ConfigError(
+            f"sampling.max_tokens ({wanted}) is above rollout.http.max_tokens ({most}): the servers of the live run "
+            f"refuse completions of that length. Stop the run and resume it with -o rollout.http.max_tokens={wanted}, "
+            "or evaluate a checkpoint (--checkpoint)"
+        )
+
+
 async def evaluate(
     config: RunConfig,
     policy: Checkpoint | LiveRun,
@@ -96,20 +110,22 @@ async def evaluate(
     on_answer: Callable[[int], None],
 ) -> Report:
     """Grade the policy; `on_answer(completions of all)` is called as they come. Raises what any part raises, and
-    WaitTimeout if none comes for `patience_s`."""
+    WaitTimeout if neither a completion nor a prompt's grades come for `patience_s`."""
     from rollout_server.examiner import open_hall
 
-    config = with_prompts(config, plan.prompts)
+    check_length(config, policy)
+    kept, config = config.eval.prompts, with_prompts(config, plan.prompts)
     async with (
         open_policy(config, policy, "eval", patience_s, say) as (sampler, tokenizer_folder),
-        open_hall(config, sampler, load_tokenizer(tokenizer_folder), "eval") as hall,
+        open_hall(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=kept) as hall,
     ):
         total = min(plan.prompts, len(hall.source.held_out())) * plan.completions
         started_s = time.monotonic()
         grades = await _grade(Progress(total, on_answer), plan, hall, patience_s)
         wall_s = time.monotonic() - started_s
-    versions = _versions(grades.papers)
-    return Report(config, policy, plan, grades, versions, wall_s, stated_by_the_run(config, policy, plan))
+    versions, stated = _versions(grades.papers), stated_by_the_run(config, policy, plan, len(grades.papers))
+    trained_on = hall.source.dropped.get(ALSO_TRAINED_ON, 0)
+    return Report(config, policy, plan, grades, versions, wall_s, stated, trained_on)
 
 
 @dataclass
@@ -119,28 +135,38 @@ class Progress:
     total: int
     on_answer: Callable[[int], None]
     done: int = 0
+    graded: int = 0
     last_s: float = field(default_factory=time.monotonic)
 
     def answered(self) -> None:
-        """One more."""
+        """One more is there."""
         self.done, self.last_s = self.done + 1, time.monotonic()
         self.on_answer(self.total)
 
+    def judged(self, completions: int) -> None:
+        """So many more have verdicts and answers."""
+        self.graded, self.last_s = self.graded + completions, time.monotonic()
+
 
 async def _grade(progress: Progress, plan: ExamPlan, hall: Hall, patience_s: float) -> Grades:
-    grading = asyncio.create_task(Exam(hall, progress.answered).grade(plan))
+    exam = Exam(hall, progress.answered, progress.judged)
+    grading = asyncio.create_task(exam.grade(plan))
     try:
         while not (await asyncio.wait([grading], timeout=LOOK_EVERY_S))[0]:
             if time.monotonic() - progress.last_s > patience_s:
-                raise WaitTimeout(
-                    f"the next completion ({progress.done} of {progress.total} are there)",
-                    patience_s,
-                    "Raise --patience if completions take that long",
-                )
+                raise _waited_too_long(progress, exam, patience_s)
         return grading.result()
     finally:
         grading.cancel()
         await asyncio.gather(grading, return_exceptions=True)
+
+
+def _waited_too_long(progress: Progress, exam: Exam, patience_s: float) -> WaitTimeout:
+    if exam.generating:
+        awaited = f"the next completion ({progress.done} of {progress.total} are there)"
+        return WaitTimeout(awaited, patience_s, "Raise --patience if completions take that long")
+    awaited = f"the reward functions to judge completions ({progress.done} are there, {progress.graded} are judged)"
+    return WaitTimeout(awaited, patience_s, "Raise --patience, or lower rewards.deadline_s or raise rewards.workers")
 
 
 def _versions(papers: list[Paper]) -> dict[int, int]:
@@ -152,17 +178,17 @@ def _versions(papers: list[Paper]) -> dict[int, int]:
     return dict(sorted(tokens.items()))
 
 
-def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan) -> dict[str, Any]:
-    """The entry of summary.json for this very version, measured as asked here; {} if there is none."""
+def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, prompts: int) -> dict[str, Any]:
+    """The entry of summary.json for this very version, measured as here, on as many `prompts`; {} if there is none."""
     if isinstance(policy, LiveRun) or policy.version is None or plan.temperature != 1.0:
         return {}
     summary = RunFolder(config.run_dir).path / "summary.json"
-    belongs = config.run_dir.absolute() in policy.path.absolute().parents
+    belongs = config.run_dir.resolve() in policy.path.resolve().parents
     if not belongs or not summary.is_file():
         return {}
     for entry in json.loads(summary.read_text()).get("evaluations") or []:
         same = (entry.get("version"), entry.get("prompts"), entry.get("samples"))
-        if same == (policy.version, plan.prompts, plan.samples):
+        if same == (policy.version, prompts, plan.samples):
             return dict(entry)
     return {}
 
@@ -174,6 +200,7 @@ def facts(report: Report) -> dict[str, Any]:
         "run": report.config.name,
         "policy": _policy_facts(report, policy),
         "prompts": len(grades.papers),
+        "prompts_trained_on": report.trained_on,
         "samples": report.plan.samples,
         "temperature": report.plan.temperature,
         "seed": report.config.seed,
@@ -213,16 +240,16 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                     "answer": paper.task.answer,
                     "completion": answer.sample.text,
                     "extracted": answer.grade.answer,
+                    "unextracted": _why(answer.extraction),
                     "score": score,
                     "right": None if score is None else score >= right_at,
                     "scores": answer.verdict.scores,
-                    "unjudged": _why(answer.verdict, first),
+                    "unjudged": _why(answer.verdict.failures.get(first)),
                     "finish_reason": answer.sample.finish_reason,
                     "tokens": answer.sample.length,
                     "spans": [[span.version, span.start, span.end] for span in answer.sample.spans],
                 }
 
 
-def _why(verdict: Verdict, name: str) -> str:
-    failure = verdict.failures.get(name)
+def _why(failure: Failure | None) -> str:
     return "" if failure is None else f"{failure.kind}: {failure.reason}"

@@ -12,6 +12,7 @@ from async_grpo.config import RunConfig, load
 from async_grpo.data.files import file_problems
 from async_grpo.devices import smallest_memory_gib
 from async_grpo.errors import ConfigError
+from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.devices import KINDS, deal_devices
 from async_grpo.launch.models import check_model
 from async_grpo.launch.run_folder import run_name
@@ -42,7 +43,8 @@ def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> 
 
 
 def describe(config: RunConfig) -> Table:
-    """The run in a table: what starts, how much is in flight, what the bound means."""
+    """The run in a table: what starts, how much is in flight, what the bound means. Raises ConfigError for cores that
+    this machine does not have."""
     table = Table(title=f"run {config.name} (dry run: nothing is started)", show_header=False)
     s, p, g = config.max_staleness, config.groups_per_step, config.group_size
     table.add_row("writes", str(config.run_dir))
@@ -57,7 +59,7 @@ def describe(config: RunConfig) -> Table:
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")
     table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
-    for what, found in _device_rows(config):
+    for what, found in [*_core_rows(config), *_device_rows(config)]:
         table.add_row(what, found)
     for problem in _absent(config):
         table.add_row("not here yet", problem)
@@ -80,6 +82,15 @@ def _absent(config: RunConfig) -> list[str]:
         except ConfigError as error:
             problems.append(str(error))
     return problems + file_problems(config.data)
+
+
+def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """What each side is kept to; nothing where neither is, or where several machines have cores of their own."""
+    if config.trainer.nodes > 1:
+        return []
+    sides = zip(("trainer", "rollout servers"), role_cores(config, cores_here()), strict=True)
+    kept = [f"{side}: {','.join(map(str, cores))}" for side, cores in sides if cores]
+    return [("cores", "; ".join(kept))] if kept else []
 
 
 def _device_rows(config: RunConfig) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.config import RunConfig, load
-from async_grpo.errors import ConfigError, RoleFailed
+from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
 from async_grpo.launch.locate import locate
 from async_grpo.launch.models import check_model, prepare_model
 from async_grpo.launch.run_folder import RunFolder, changed_keys, run_name
@@ -30,6 +30,8 @@ from rollout_server.engines.remote import KEY_VARIABLE, RemoteSampler
 
 _EXPORT_PREFIX = "hf-"
 _SHOWN_LINES = 3
+EXPORT_TIMEOUT_S = 3600.0
+"""For the largest checkpoint, from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
         return Checkpoint(check_model(final), folder.read_state().finished_steps or None)
     if not given.is_dir():
         raise ConfigError(f"--checkpoint: there is no folder {given}. {_what_there_is(folder)}")
+    given = given.resolve()  # its name and the run around it tell the version
     if (given / "config.json").is_file() and any(given.glob("*.safetensors")):
         return Checkpoint(check_model(given), _version_of(given))
     if given.name.isdecimal() and RunFolder(given.parent.parent).config_file.is_file():
@@ -99,7 +102,7 @@ def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
 
 @asynccontextmanager
 async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) -> AsyncIterator[Path]:
-    """Its Hugging Face folder, for the length of the block. Raises RoleFailed if it cannot be exported."""
+    """Its Hugging Face folder, for the length of the block. Raises RoleFailed, WaitTimeout if it is not exported."""
     if not checkpoint.resumable:
         yield checkpoint.path
         return
@@ -138,7 +141,7 @@ async def open_policy(
 ) -> AsyncIterator[tuple[Sampler, Path]]:
     """What samples, and a folder with the policy's tokenizer. `patience_s`: for one completion of a live run.
 
-    Raises ConfigError, EngineError, DependencyError, RoleFailed.
+    Raises ConfigError, EngineError, DependencyError, RoleFailed, WaitTimeout.
     """
     if isinstance(policy, LiveRun):
         model = await prepare_model(policy.config, say)
@@ -174,7 +177,11 @@ async def _export(checkpoint: Checkpoint, target: Path) -> None:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        printed, _ = await process.communicate()
+        async with asyncio.timeout(EXPORT_TIMEOUT_S):
+            printed, _ = await process.communicate()
+    except TimeoutError:
+        fix = f"Export it yourself, `async-grpo export {run_dir} OUT`, and name OUT with --checkpoint"
+        raise WaitTimeout(f"{checkpoint.path} to be exported", EXPORT_TIMEOUT_S, fix) from None
     finally:
         if process.returncode is None:
             process.kill()

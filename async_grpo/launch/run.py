@@ -23,6 +23,7 @@ from rich.console import Console
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, RoleFailed
 from async_grpo.launch.commands import role_specs
+from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.monitor import Monitor
 from async_grpo.launch.results import headline, write_results
@@ -39,6 +40,7 @@ T = TypeVar("T")
 async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
     """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError."""
     _check_one_machine(config)
+    role_cores(config, cores_here())  # what they are is asked when the roles start; that they are there, at once
     adopt_orphans()
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()

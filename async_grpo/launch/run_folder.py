@@ -17,20 +17,20 @@ from typing import Any
 import yaml
 
 from async_grpo.config import RunConfig, dump, load
+from async_grpo.config.differences import MACHINE_SECTIONS, differing_keys, is_at_or_below
 from async_grpo.errors import ConfigError
 
-_FREE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry", "weights")
-"""Sections that may change between a run and its resumption: they do not change what is learned."""
-
 _FREE_KEYS = (
+    *MACHINE_SECTIONS,
     *("trainer.platform", "trainer.processes", "trainer.threads", "trainer.take_timeout_s", "trainer.checkpoint"),
     *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.context_parallel", "trainer.expert_parallel"),
     *("trainer.sequence_parallel", "trainer.recompute", "trainer.optimizer.offload"),
     *("trainer.nodes", "trainer.rendezvous"),
     "rollout.http",
 )
-"""Nor do these: how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by
-any layout, so that a run begun on eight devices goes on with two."""
+"""May change between a run and its resumption, since they do not change what is learned: beside the sections of a
+machine, how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by any
+layout, so that a run begun on eight devices goes on with two."""
 
 _SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
 
@@ -59,8 +59,13 @@ class RunFolder:
 
     @property
     def roles_file(self) -> Path:
-        """What the roles of this invocation read: the configuration, with the server's address."""
+        """The configuration with the server's address: for the roles that `run` starts, and for who looks for the
+        run. Roles that are started one by one write it in turn, each as its own machine has it."""
         return self.path / "roles.yaml"
+
+    def roles_file_of(self, role: str) -> Path:
+        """What a role that was started on its own reads: another machine that shares this folder has other values."""
+        return self.path / "roles" / f"{role}.yaml"
 
     @property
     def lock_file(self) -> Path:
@@ -119,6 +124,14 @@ def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) 
     _write(folder.roles_file, dump(for_roles))
 
 
+def write_role(folder: RunFolder, role: str, config: RunConfig) -> Path:
+    """The file of one role, for it alone to read."""
+    file = folder.roles_file_of(role)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _write(file, dump(config))
+    return file
+
+
 def _write(path: Path, text: str) -> None:
     """Whole or not at all, also for somebody who reads or writes it at this moment, on whatever machine."""
     draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -135,8 +148,8 @@ def run_name(base: str, overrides: Iterable[str]) -> str:
     named = [override.partition("=") for override in overrides]
     if any(key == "name" for key, _, _ in named):
         return base
-    parts = [f"-{key.split('.')[-1]}.{_short(value)}" for key, _, value in sorted(named) if not _is_free(key)]
-    return (base + "".join(parts))[:64]
+    told = [(key, value) for key, _, value in sorted(named) if not is_at_or_below(key, _FREE_KEYS)]
+    return (base + "".join(f"-{key.split('.')[-1]}.{_short(value)}" for key, value in told))[:64]
 
 
 def changed_keys(before: Any, after: Any) -> list[str]:
@@ -145,15 +158,11 @@ def changed_keys(before: Any, after: Any) -> list[str]:
     >>> changed_keys({"seed": 1, "redis": {"url": "a"}}, {"seed": 2, "redis": {"url": "b"}})
     ['seed']
     """
-    return sorted(key for key in _differences(before, after) if not _is_free(key))
+    return differing_keys(before, after, free=_FREE_KEYS)
 
 
 def _short(value: str) -> str:
     return value if _SAFE_VALUE.match(value) else hashlib.sha256(value.encode()).hexdigest()[:8]
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in (*_FREE_SECTIONS, *_FREE_KEYS))
 
 
 def _remove(folder: RunFolder) -> None:
@@ -181,11 +190,3 @@ def _resolved(file: Path) -> Any:
         return load(file).model_dump(mode="json")
     except ConfigError:
         return yaml.safe_load(file.read_text())
-
-
-def _differences(before: Any, after: Any, prefix: str = "") -> set[str]:
-    """Dotted keys whose values differ."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return set() if before == after else {prefix.rstrip(".")}
-    keys = before.keys() | after.keys()
-    return set().union(*(_differences(before.get(key), after.get(key), f"{prefix}{key}.") for key in keys))

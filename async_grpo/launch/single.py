@@ -8,27 +8,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from async_grpo.config import RunConfig
+from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from async_grpo.launch.commands import node_argv, rollout_argv, trainer_argv, trainer_environment
 from async_grpo.launch.locate import locate
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.plan import resolve
-from async_grpo.launch.run_folder import RunFolder, open_run, write_config
+from async_grpo.launch.run_folder import RunFolder, open_run, write_config, write_role
 from buffer import connect_board
 
 
 def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
     """Become a rollout server. Raises ConfigError without redis.url."""
-    folder, model = _make_ready(_resolve(path, overrides))
-    return _become(rollout_argv(folder, model, name))
+    file, model = _make_ready(_resolve(path, overrides), name)
+    return _become(rollout_argv(file, model, name))
 
 
 def join_run(run_dir: Path, name: str) -> int:
     """Become one more rollout server of a run that is going on. Raises ConfigError if it is not, or has this one."""
-    config = locate(None, [], run_dir)
-    model = asyncio.run(_prepare_to_join(config, name))
-    return _become(rollout_argv(RunFolder(run_dir), model, name))
+    model = asyncio.run(_prepare_to_join(locate(None, [], run_dir), name))
+    folder = RunFolder(run_dir)
+    return _become(rollout_argv(write_role(folder, name, load(folder.roles_file)), model, name))
 
 
 async def _prepare_to_join(config: RunConfig, name: str) -> Path:
@@ -47,9 +47,9 @@ def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> 
     redis.url, or for a machine that it does not have."""
     config = _resolve(path, overrides)
     node = _node(config, node_rank)
-    folder, model = _make_ready(config)
-    argv = trainer_argv(config, folder, model) if config.trainer.nodes == 1 else node_argv(folder, model, node)
-    return _become(argv, trainer_environment(config))
+    file, model = _make_ready(config, f"trainer-{node}")
+    argv = trainer_argv(config, file, model) if config.trainer.nodes == 1 else node_argv(file, model, node)
+    return _become(argv, trainer_environment(config, os.environ))
 
 
 def _node(config: RunConfig, given: int | None) -> int:
@@ -78,11 +78,12 @@ def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
-def _make_ready(config: RunConfig) -> tuple[RunFolder, Path]:
+def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
+    """(configuration of this role alone, first policy)."""
     model = asyncio.run(prepare_model(config, print))
     folder = open_run(config)
     write_config(folder, config, for_roles=config)
-    return folder, model
+    return write_role(folder, role, config), model
 
 
 def _become(argv: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> int:

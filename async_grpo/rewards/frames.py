@@ -33,14 +33,14 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One completion to judge, by the verifiers `names`, in order; then to extract the answer from, by `extract`."""
+    """One completion for the verifiers `names`, in order: to judge it, or, with `extract`, to find the answer in it."""
 
     names: list[str]
     completion: str
     answer: str
     prompt: str = ""
     metadata: dict[str, str] = {}
-    extract: str = ""
+    extract: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True):

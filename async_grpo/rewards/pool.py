@@ -113,9 +113,9 @@ class RewardPool:
             return f"{name} is a judge behind HTTP, which gives a score and no answer"
         return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[str | None]:
-        """The answer in each completion, in order, as the reward function `name` finds it; None where it finds none,
-        or failed (which is counted). Raises as `judge`."""
+    async def extract(self, name: str, completions: Sequence[str]) -> list[str | Failure | None]:
+        """The answer in each completion, in order, as the reward function `name` finds it: None where there is none,
+        and why where it failed. Raises as `judge`."""
         if self._closed:
             raise AsyncGrpoError("the reward pool is closed: nothing can be extracted any more")
         return await _all([self._extract(name, completion) for completion in completions])
@@ -173,7 +173,7 @@ class RewardPool:
         finally:
             self._free.put_nowait(slot)
 
-    async def _extract(self, name: str, completion: str) -> str | None:
+    async def _extract(self, name: str, completion: str) -> str | Failure | None:
         slot = await self._free.get()
         try:
             found = await slot.extract(completion, name)
@@ -181,7 +181,6 @@ class RewardPool:
             self._free.put_nowait(slot)
         if isinstance(found, Failure):
             self._count(name, found)
-            return None
         return found
 
     def _count(self, name: str, failure: Failure) -> None:

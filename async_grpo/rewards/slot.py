@@ -69,45 +69,35 @@ class WorkerSlot:
 
     async def judge(self, item: Item) -> dict[str, Outcome]:
         """An outcome for every verifier. One that hangs or crashes costs the worker, not the other verifiers."""
-        outcomes: dict[str, Outcome] = {}
-        self._drop_the_dead()
-        try:
-            while left := [name for name in self._names if name not in outcomes]:
-                worker = self._worker or await self._start()
-                if isinstance(worker, Failure):
-                    return {**outcomes, **dict.fromkeys(left, worker)}
-                outcomes |= await self._ask(worker, item, left)
-        except BaseException:
-            self._drop()  # answers may still be on their way: never reuse it
-            raise
-        self._count_item()
-        return outcomes
+        answers = await self._ask_all(item, self._names)
+        return {name: _outcome(answer) for name, answer in answers.items()}
 
     async def extract(self, completion: str, name: str) -> str | Failure | None:
         """The answer in a completion, as this verifier finds it; None if there is none."""
-        self._drop_the_dead()
-        try:
-            worker = self._worker or await self._start()
-            if isinstance(worker, Failure):
-                return worker
-            if name in worker.broken:
-                return Failure("import", worker.broken[name])
-            worker.writer.write(pack(Assignment([], completion, "", extract=name)))
-            answer = await self._heard(worker)
-            if isinstance(answer, Failure) and answer.kind in _WITH_WORKER:
-                self._drop()
-        except BaseException:
-            self._drop()  # as above
-            raise
-        self._count_item()
-        if isinstance(answer, Failure):
-            return answer
-        return Failure(cast(FailureKind, answer.kind), answer.reason) if answer.kind else answer.text
+        answers = await self._ask_all(Item(completion, ""), [name], extract=True)
+        answer = answers[name]
+        return answer if isinstance(answer, Failure) else answer.text
 
     async def warm(self) -> None:
         """Have a worker, so that the first item need not wait for it. A failure shows when it is needed."""
         if self._worker is None:
             await self._start()
+
+    async def _ask_all(self, item: Item, names: Sequence[str], *, extract: bool = False) -> dict[str, Answer | Failure]:
+        """Of every verifier, or why there is none."""
+        answers: dict[str, Answer | Failure] = {}
+        self._drop_the_dead()
+        try:
+            while left := [name for name in names if name not in answers]:
+                worker = self._worker or await self._start()
+                if isinstance(worker, Failure):
+                    return {**answers, **dict.fromkeys(left, worker)}
+                answers |= await self._ask(worker, item, left, extract=extract)
+        except BaseException:
+            self._drop()  # answers may still be on their way: never reuse it
+            raise
+        self._count_item()
+        return answers
 
     def _count_item(self) -> None:
         if self._worker is not None:
@@ -150,33 +140,28 @@ class WorkerSlot:
                 writer.transport.abort()
                 self._link.kill(ward)
 
-    async def _ask(self, worker: _Worker, item: Item, names: Sequence[str]) -> dict[str, Outcome]:
-        """Outcomes of the verifiers, in order, up to and including the first that the worker did not survive."""
-        outcomes: dict[str, Outcome] = {
+    async def _ask(
+        self, worker: _Worker, item: Item, names: Sequence[str], *, extract: bool
+    ) -> dict[str, Answer | Failure]:
+        """Answers of the verifiers, in order, up to and including the first that the worker did not survive."""
+        answers: dict[str, Answer | Failure] = {
             name: Failure("import", worker.broken[name]) for name in names if name in worker.broken
         }
-        asked = [name for name in names if name not in outcomes]
-        frame = pack(Assignment(asked, item.completion, item.answer, item.prompt, dict(item.metadata)))
+        asked = [name for name in names if name not in answers]
+        frame = pack(Assignment(asked, item.completion, item.answer, item.prompt, dict(item.metadata), extract))
         worker.writer.write(frame)  # not drained: the worker reads it all before it answers, under the deadline
         for name in asked:
-            outcomes[name] = outcome = await self._outcome(worker)
-            if isinstance(outcome, Failure) and outcome.kind in _WITH_WORKER:
+            answers[name] = answer = await self._heard(worker)
+            if isinstance(answer, Failure) and answer.kind in _WITH_WORKER:
                 self._drop()
                 break
-        return outcomes
-
-    async def _outcome(self, worker: _Worker) -> Outcome:
-        answer = await self._heard(worker)
-        if isinstance(answer, Failure):
-            return answer
-        if answer.score is not None:
-            return answer.score
-        return Failure(cast(FailureKind, answer.kind), answer.reason)
+        return answers
 
     async def _heard(self, worker: _Worker) -> Answer | Failure:
-        """The next answer, or what kept it from coming."""
+        """The next answer, or what kept it from coming, or what the worker says that went wrong."""
         try:
-            return await self._answer(worker.frames)
+            answer = await self._answer(worker.frames)
+            return Failure(cast(FailureKind, answer.kind), answer.reason) if answer.kind else answer
         except TimeoutError:
             return Failure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -213,6 +198,13 @@ class WorkerSlot:
             raise WaitTimeout(f"verifier process {ward.number} to end after SIGKILL", _KILL_TIMEOUT_S)
         self._ward = None
         return ward.ended.result()
+
+
+def _outcome(answer: Answer | Failure) -> Outcome:
+    """Of judging."""
+    if isinstance(answer, Failure):
+        return answer
+    return Failure("output", "it gave no score") if answer.score is None else answer.score
 
 
 def _how_it_ended(ended: Ended | None) -> str:

@@ -41,7 +41,8 @@ FailureKind = Literal[
 - `http_connection`  the judge could not be reached
 - `http_status`      the judge answered with an error status
 - `http_bad_reply`   the judge's reply is too large, no JSON, or has no number where it should
-- `extraction`       not a failure of judging: looking for the answer in a completion, for maj@k, raised an exception
+- `extraction`       not a failure of judging: looking for the answer in a completion, for maj@k, raised an exception or
+                     gave no text (one that hangs or dies is a `timeout` or `crashed`, as in judging)
 - `overlong`         not a failure of a verifier: the sample was cut, and `rewards.overlong` is `filter`
 """
 

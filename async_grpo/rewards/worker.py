@@ -1,6 +1,6 @@
 """What runs in a verifier process: load the verifiers, then answer assignments until the channel closes.
 
-    slot --Assignment--> verifiers --one Answer a verifier, in order; one of an extraction--> slot
+    slot --Assignment--> verifiers --one Answer a verifier, in order--> slot
 
 It waits for the slot's next assignment. It has no limits of its own: the slot holds the deadline and the
 warden the memory, from outside, where a verifier cannot hold them up.
@@ -58,9 +58,10 @@ def _answers(
     extractions: Mapping[str, Extract],
 ) -> Iterator[Answer]:
     for name in assignment.names:
-        yield _judge(runner, judges[name], item)
-    if assignment.extract:
-        yield _extract(extractions[assignment.extract], item.completion)
+        if assignment.extract:
+            yield _extract(extractions[name], item.completion)
+        else:
+            yield _judge(runner, judges[name], item)
 
 
 def _judge(runner: asyncio.Runner, judge: Judge, item: Item) -> Answer:

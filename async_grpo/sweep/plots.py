@@ -16,6 +16,7 @@ from async_grpo.sweep.settings import Band, Setting, band
 from async_grpo.telemetry.plots import GREY, RED
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -136,7 +137,9 @@ def _rewards(settings: Sequence[Setting], looks: dict[str, Look], *, over_second
     for axes in panels[len(rests) :]:
         axes.set_axis_off()
     _to_one_scale(panels[: len(rests)])
-    panels[0].legend(title=next(iter(drawn[0].values)), loc="lower right", fontsize=8)
+    named, firsts = _named(panels), list(dict.fromkeys(_first(setting) for setting in drawn))
+    handles = [named[first] for first in firsts]
+    panels[0].legend(handles, firsts, title=next(iter(drawn[0].values)), loc="lower right", fontsize=8)
     figure.supxlabel("seconds of training (steps and their waits)" if over_seconds else "optimizer step", fontsize=9)
     figure.supylabel("mean reward of a step", fontsize=9)
     return figure
@@ -176,10 +179,15 @@ def _figures(settings: Sequence[Setting], looks: dict[str, Look]) -> Figure | No
     for axes in panels[len(shown) :]:
         axes.set_axis_off()
     panels[0].figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if any(labels):
-        panels[0].figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=8)
+    if named := _named(panels):
+        panels[0].figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4, fontsize=8)
     return figure
+
+
+def _named(panels: Sequence[Axes]) -> dict[str, Artist]:
+    """A line for every label; no panel need have all of them."""
+    shown = [axes.get_legend_handles_labels() for axes in panels]
+    return {label: line for lines, labels in shown for line, label in zip(lines, labels, strict=True)}
 
 
 def _draw_panel(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from async_grpo.evaluation.words import INTERVALS, rows_of, shown
+from async_grpo.evaluation.words import INTERVALS, no_vote, rows_of, shown
 from async_grpo.telemetry.rows import Row
 from async_grpo.wire.board import Figures
 
@@ -49,7 +49,9 @@ def _table(key: str, rows: Iterable[tuple[str, Row]], samples: int) -> str:
 def _remarks(row: Row) -> str:
     reason, unjudged = row.get("no_majority"), row["figures"].get("unjudged")
     remarks = f" No maj@{_samples(row)}: {_cell(str(reason))}." if reason else ""
-    return remarks + (f" {unjudged} completions could not be judged and are left out." if unjudged else "")
+    remarks += f" {unjudged} completions could not be judged and are left out." if unjudged else ""
+    unextracted = row["figures"].get("unextracted")
+    return remarks + (f" {no_vote(unextracted, _samples(row))}; `logs/` has why." if unextracted else "")
 
 
 def _samples(row: Row) -> int:

@@ -49,6 +49,8 @@ class Figures(Record, frozen=True, kw_only=True, tag="figures"):
     """Sampled and judged."""
     unjudged: int = 0
     """Sampled, and not to be judged: in no figure."""
+    unextracted: int = 0
+    """Sampled, and looking for the answer failed: without a vote in maj@k."""
     mean: Estimate | None = None
     """mean@k: of the scores."""
     pass_at: dict[str, Estimate] = {}

@@ -30,8 +30,8 @@ from rich.table import Table
 from async_grpo.bench.figures import Machine
 from benchmarks.trl.plot import draw
 from benchmarks.trl.policy import make_policies
-from benchmarks.trl.rows import Pace, SideRun, TrlDials, pace, ratio
-from benchmarks.trl.sides import TRL_PYTHON, end_children_on_sigterm, our_side, run_ours, run_trl
+from benchmarks.trl.rows import Pace, SideRun, pace, ratio
+from benchmarks.trl.sides import TRL_PYTHON, add_cores, bind, end_children_on_sigterm, our_side, run_ours, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 
 Result = dict[str, Any]
@@ -77,26 +77,24 @@ def main() -> None:
     arguments = _arguments()
     if not TRL_PYTHON.exists():
         sys.exit(f"{TRL_PYTHON} is missing: TRL's environment has not been made. Run `make bench-trl`")
-    os.sched_setaffinity(0, arguments.cores or os.sched_getaffinity(0))
+    bind(arguments.cores)
+    workloads = [chosen(WORKLOADS[name], arguments) for name in arguments.workload or WORKLOADS]
     machine = Machine.here()
     console = Console()
     end_children_on_sigterm()
     make_policies(CACHE)
     comparisons = []
-    for name in arguments.workload or WORKLOADS:
-        workload = tuned(WORKLOADS[name])
-        workload = workload.shortened(arguments.steps) if arguments.steps else workload
+    for workload in workloads:
         comparisons.append(compare(workload, arguments, console))
         console.print(show(comparisons[-1], machine))
     write(arguments.out, comparisons, machine)
     console.print(f"{arguments.out / 'result.json'}, {arguments.out / 'plot.png'}")
 
 
-def tuned(workload: Workload) -> Workload:
-    """With what `benchmarks.trl.search` found on this machine, if it has run here."""
-    if not workload.dials_file.exists():
-        return workload
-    return workload.with_dials(TrlDials(**json.loads(workload.dials_file.read_text(encoding="utf-8"))))
+def chosen(workload: Workload, arguments: argparse.Namespace) -> Workload:
+    """As it is run and counted. Raises ConfigError."""
+    tuned = workload.tuned(len(os.sched_getaffinity(0)))
+    return tuned.counting(max(arguments.staleness), arguments.steps or workload.steps)
 
 
 def compare(workload: Workload, arguments: argparse.Namespace, console: Console) -> Comparison:
@@ -159,7 +157,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="fewer or more steps than the workload has")
     parser.add_argument("--staleness", type=int, nargs="+", default=[2], help="S of each run of ours; 0 is on-policy")
     parser.add_argument("-o", "--override", action="append", default=[], help="KEY=VALUE for the runs of ours")
-    parser.add_argument("--cores", type=int, nargs="+", help="the cores of both sides; default: all of this process")
+    add_cores(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/trl"))
     return parser.parse_args()
 

@@ -103,6 +103,20 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """Completions of one group: their tokens, and from when until when (Unix time) they were generated and judged."""
+
+    start_s: float
+    end_s: float
+    tokens: int
+
+    def within(self, start_s: float, end_s: float) -> float:
+        """Its tokens in that time, taken for evenly spread over its own."""
+        shared_s = min(self.end_s, end_s) - max(self.start_s, start_s)
+        return self.tokens * max(0.0, shared_s) / max(self.end_s - self.start_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
 class SideRun:
     """One run of one side."""
 
@@ -110,6 +124,8 @@ class SideRun:
     started_s: float
     """Unix time at which its first process was started."""
     steps: tuple[Step, ...]
+    made: tuple[Made, ...] | None = None
+    """Every group; None where each step generates what it trains."""
 
     @property
     def start_up_s(self) -> float:
@@ -123,7 +139,7 @@ class SideRun:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The counted steps of a run."""
+    """The counted steps of a run. Samples and tokens count as far as they were also generated in that time."""
 
     samples_per_s: float
     tokens_per_s: float
@@ -133,6 +149,8 @@ class Pace:
     """Of the time, what the trainer did itself."""
     tokens_mean: float
     """Of a completion."""
+    generated: float
+    """Tokens generated in that time to tokens trained in it: below 1 where a lead was used up."""
 
 
 def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[Step, ...]:
@@ -157,8 +175,10 @@ def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[Step, ...]:
 
 
 def our_steps(lines: Iterable[str], group_size: int) -> tuple[Step, ...]:
-    """The steps of a run of this project from its metrics.jsonl."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    """The steps of a run of this project from its metrics.jsonl. Raises ValueError if it was not made in one go."""
+    rows: list[dict[str, Any]] = [row for line in lines if (row := json.loads(line))["kind"] == "step"]
+    if len({row["epoch"] for row in rows}) > 1 or len({row["step"] for row in rows}) < len(rows):
+        raise ValueError("its trainer was started again on the way: its times are not those of a run. Run it again")
     return tuple(
         Step(
             step=row["step"],
@@ -169,7 +189,14 @@ def our_steps(lines: Iterable[str], group_size: int) -> tuple[Step, ...]:
             busy_s=row["step_s"] - row["wait_s"],
         )
         for row in rows
-        if row["kind"] == "step"
+    )
+
+
+def our_groups(lines: Iterable[str]) -> tuple[Made, ...]:
+    """The groups of a rollout server from its timeline."""
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return tuple(
+        Made(row["start_s"], row["end_s"], row["args"]["tokens"]) for row in rows if row.get("track") == "generation"
     )
 
 
@@ -181,15 +208,19 @@ def pace(run: SideRun, skip: int, tail: int) -> Pace:
             f"{run.side}: of {len(run.steps)} steps, {skip} at the beginning and {tail} at the end are not counted, so "
             "nothing is. Run more steps"
         )
-    seconds = counted[-1].ended_s - run.steps[skip - 1].ended_s
+    start_s, end_s = run.steps[skip - 1].ended_s, counted[-1].ended_s
+    seconds = end_s - start_s
     samples = sum(step.samples for step in counted)
     tokens = sum(step.completion_tokens for step in counted)
+    generated = 1.0 if run.made is None else sum(made.within(start_s, end_s) for made in run.made) / tokens
+    credited = min(1.0, generated)
     return Pace(
-        samples_per_s=samples / seconds,
-        tokens_per_s=tokens / seconds,
+        samples_per_s=credited * samples / seconds,
+        tokens_per_s=credited * tokens / seconds,
         step_s=seconds / len(counted),
         busy_share=sum(step.busy_s for step in counted) / seconds,
         tokens_mean=tokens / samples,
+        generated=generated,
     )
 
 

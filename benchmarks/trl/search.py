@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from rich.console import Console
 from async_grpo.errors import RoleFailed
 from benchmarks.trl.policy import make_policies
 from benchmarks.trl.rows import TrlDials
-from benchmarks.trl.sides import end_children_on_sigterm, run_trl
+from benchmarks.trl.sides import add_cores, bind, end_children_on_sigterm, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 
 CANDIDATE_TIMEOUT_S = 240.0
@@ -45,20 +45,22 @@ def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
 def main() -> None:
     """Try all, keep the best of each workload."""
     arguments = _arguments()
+    bind(arguments.cores)
+    cores = len(os.sched_getaffinity(0))
     end_children_on_sigterm()
     make_policies(CACHE)
     for name in arguments.workload or WORKLOADS:
-        workload = WORKLOADS[name].shortened(arguments.steps)
+        workload = replace(WORKLOADS[name], steps=arguments.steps)
         workload.write_prompts()
-        best = search(workload, (arguments.out / name).absolute(), Console())
-        workload.dials_file.write_text(json.dumps(asdict(best), indent=2) + "\n", encoding="utf-8")
+        best = search(workload, cores, (arguments.out / name).absolute(), Console())
+        workload.dials_file(cores).write_text(json.dumps(asdict(best), indent=2) + "\n", encoding="utf-8")
 
 
-def search(workload: Workload, out: Path, console: Console) -> TrlDials:
-    """The fastest candidate."""
+def search(workload: Workload, cores: int, out: Path, console: Console) -> TrlDials:
+    """The fastest candidate. Raises RoleFailed if none runs."""
     spec = workload.spec(out)
     speeds: dict[TrlDials, float] = {}
-    for number, dials in enumerate(candidates(spec.group_size * spec.groups_per_step, len(os.sched_getaffinity(0)))):
+    for number, dials in enumerate(candidates(spec.group_size * spec.groups_per_step, cores)):
         folder = out / str(number)
         try:
             speeds[dials] = speed(workload.with_dials(dials), folder)
@@ -66,6 +68,8 @@ def search(workload: Workload, out: Path, console: Console) -> TrlDials:
         except RoleFailed as error:
             outcome = f"does not run: {error} {last_error(folder / 'trl.log')}"
         console.print(f"{workload.name}: {dials}: {outcome}", markup=False)
+    if not speeds:
+        raise RoleFailed(f"{workload.name}: TRL runs with none of the settings. The logs are in {out}")
     best = max(speeds, key=speeds.__getitem__)
     console.print(f"{workload.name}: best: {best}")
     return best
@@ -88,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Look for TRL's fastest setting on this machine.")
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="default: all")
     parser.add_argument("--steps", type=int, default=3)
+    add_cores(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/trl-search"))
     return parser.parse_args()
 

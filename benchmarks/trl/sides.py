@@ -8,6 +8,8 @@ Both inherit the cores that this process is bound to. A side that takes longer t
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
-from benchmarks.trl.rows import SideRun, TrlDials, our_steps, trl_steps
+from benchmarks.trl.rows import SideRun, TrlDials, our_groups, our_steps, trl_steps
 from benchmarks.trl.workloads import HERE, Workload
 
 TIMEOUT_S = 1800.0
@@ -41,8 +43,10 @@ def run_ours(workload: Workload, out: Path, staleness: int, overrides: Sequence[
     file.write_text(dump(config), encoding="utf-8")
     started_s = time.time()
     _run([str(ASYNC_GRPO), "run", str(file), "--fresh"], out / f"{name}.log", {}, TIMEOUT_S)
-    lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return SideRun(our_side(staleness), started_s, our_steps(lines, config.group_size))
+    steps = our_steps(_lines(config.run_dir / "metrics.jsonl"), config.group_size)
+    timelines = sorted((config.run_dir / "timeline").glob("rollout-*.jsonl"))
+    made = tuple(group for timeline in timelines for group in our_groups(_lines(timeline)))
+    return SideRun(our_side(staleness), started_s, steps, made)
 
 
 def run_trl(workload: Workload, out: Path, *, timeout_s: float = TIMEOUT_S) -> SideRun:
@@ -54,7 +58,18 @@ def run_trl(workload: Workload, out: Path, *, timeout_s: float = TIMEOUT_S) -> S
     started_s = time.time()
     _run(trl_argv(workload.dials, out / "spec.json"), out / "trl.log", trl_environment(workload.dials), timeout_s)
     files = sorted(out.glob("rows*.jsonl"))
-    return SideRun("TRL", started_s, trl_steps([file.read_text().splitlines() for file in files]))
+    return SideRun("TRL", started_s, trl_steps([_lines(file) for file in files]))
+
+
+def add_cores(parser: argparse.ArgumentParser) -> None:
+    """The option of both commands."""
+    parser.add_argument("--cores", type=int, nargs="+", help="the cores of a side; default: all of this process")
+
+
+def bind(cores: Sequence[int] | None) -> None:
+    """This process, and so both sides, to those cores; None leaves it as it is."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def end_children_on_sigterm() -> None:
@@ -79,6 +94,10 @@ def trl_environment(dials: TrlDials) -> dict[str, str]:
     }
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
 def _run(argv: Sequence[str], log: Path, environment: dict[str, str], timeout_s: float) -> None:
     """To its end; whatever happens, the process group ends with it."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -97,12 +116,11 @@ def _run(argv: Sequence[str], log: Path, environment: dict[str, str], timeout_s:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM first, so that a run takes down its roles."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(60.0)
-    except subprocess.TimeoutExpired:
+    """SIGTERM first, so that a run takes down its roles; then whatever is left of its group."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60.0)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()

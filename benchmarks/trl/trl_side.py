@@ -60,7 +60,6 @@ class Meter:
             "samples": len(self._rewards),
             "reward_mean": sum(self._rewards) / len(self._rewards),
             "completion_tokens": sum(self._tokens),
-            "longest_completion": max(self._tokens),
             "generate_s": self._generate_s,
         }
         self._file.write(json.dumps(row) + "\n")

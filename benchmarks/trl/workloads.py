@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from async_grpo.config import RunConfig
 from async_grpo.config.load import load
 from async_grpo.config.warmup import ArithmeticTaskConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet
+from async_grpo.errors import ConfigError
 from benchmarks.trl.rows import PromptRow, TrlDials, TrlSpec, write_prompts
 from trainer.schedule import learning_rate
 
@@ -30,7 +32,7 @@ class Workload:
     tail: int
     """Steps at the end that are not counted: by then an asynchronous run generates nothing more."""
     dials: TrlDials
-    """TRL's, from `python -m benchmarks.trl.search` on two cores."""
+    """TRL's; those below are for two cores, until `python -m benchmarks.trl.search` has found others."""
 
     @property
     def model(self) -> Path:
@@ -42,10 +44,16 @@ class Workload:
         """The prompts of both sides, in order."""
         return CACHE / f"{self.name}-prompts.jsonl"
 
-    @property
-    def dials_file(self) -> Path:
-        """What the search has found on this machine."""
-        return CACHE / f"{self.name}-dials.json"
+    def dials_file(self, cores: int) -> Path:
+        """What the search has found on this machine for so many cores."""
+        return CACHE / f"{self.name}-{cores}-cores.json"
+
+    def tuned(self, cores: int) -> Workload:
+        """With TRL set for so many cores: as the search found, else all of them as threads of one process."""
+        file = self.dials_file(cores)
+        if not file.exists():
+            return self.with_dials(replace(self.dials, threads=cores))
+        return self.with_dials(TrlDials(**json.loads(file.read_text(encoding="utf-8"))))
 
     def config(self, out: Path, name: str, overrides: Sequence[str] = ()) -> RunConfig:
         """The run of this project's side."""
@@ -91,10 +99,16 @@ class Workload:
         """Another setting of TRL."""
         return replace(self, dials=dials)
 
-    def shortened(self, steps: int) -> Workload:
-        """Fewer steps; what is not counted shrinks too, and a step remains."""
-        skip = max(1, min(self.skip, steps - 2))
-        return replace(self, steps=steps, skip=skip, tail=min(self.tail, steps - skip - 1))
+    def counting(self, staleness: int, steps: int) -> Workload:
+        """So many steps, of which those are not counted for which a run with this S may have generated before the
+        clock, or generates nothing more. Raises ConfigError if none is left."""
+        skip, tail = max(self.skip, staleness + 2), max(self.tail, staleness + 1)
+        if steps <= skip + tail:
+            raise ConfigError(
+                f"{self.name}: of {steps} steps, {skip} at the beginning and {tail} at the end do not count at "
+                f"S = {staleness}, so nothing does. Give --steps {skip + tail + 5} or more"
+            )
+        return replace(self, steps=steps, skip=skip, tail=tail)
 
     def write_prompts(self) -> None:
         """The prompt file, long enough for every step, and the one held-out problem that a run asks for."""

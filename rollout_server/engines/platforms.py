@@ -17,6 +17,7 @@ from async_grpo.errors import EngineError
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
 """By platform: what vLLM calls the device."""
 EXTRAS = {"cpu": "rollout-cpu", "cuda": "rollout-cuda", "ascend": "rollout-ascend"}
+_IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 CPU_STEP_TOKENS = 2048
 """Prompt tokens that one step of the CPU engine reads at most (or one whole prompt, if that is longer)."""
 
@@ -32,15 +33,22 @@ def check_platform(config: VllmConfig, device: str) -> None:
 
 def platform_arguments(config: VllmConfig) -> dict[str, Any]:
     """For AsyncEngineArgs."""
+    arguments: dict[str, Any]
     if config.platform == "cpu":
         # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
         # cannot do ("CPU Generator does not use offset"), and the engine dies: so prompts are read whole.
-        return {
+        arguments = {
             "kv_cache_memory_bytes": config.kv_cache_bytes,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len),
         }
-    arguments: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
+        if config.tensor_parallel == 1:
+            # vLLM puts even a single worker of a CPU into a process of its own, because that is how it binds OpenMP to
+            # cores, and polls for its answers, which takes a third of a core. Nothing is bound here. By its name, since
+            # "uni" is overruled.
+            arguments["distributed_executor_backend"] = _IN_ONE_PROCESS
+        return arguments
+    arguments = {"gpu_memory_utilization": config.gpu_memory_utilization}
     if config.platform == "ascend":
         # Weights in the NZ layout cannot be replaced: vllm-ascend refuses an update unless it is told of RL.
         arguments["additional_config"] = {"rl_config": {"enabled": True}, **config.additional_config}

@@ -29,6 +29,8 @@ MAX_REPLY_BYTES = 64 << 20
 BUSY = (429, 503)
 PAUSE_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 5.0
+"""For an idle connection: less than the server's own, which might otherwise close one that is just being used."""
 _SHOWN = 300
 
 
@@ -155,7 +157,9 @@ class RemoteSampler:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-            self._session = aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
+            connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+            cookies = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=cookies)
         return self._session
 
 

@@ -6,17 +6,14 @@ It waits for connections, and takes turns with everything else in the server's e
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import os
 import socket
-from collections.abc import Iterator
 
 import structlog
-import uvicorn
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
+from async_grpo.http import HttpServer, address_of, listen
 from rollout_server.cast import Cast
 from rollout_server.dispatcher import Dispatcher
 from rollout_server.evaluator import Evaluator
@@ -30,9 +27,6 @@ from rollout_server.weight_watcher import WeightWatcher
 MAX_CONNECTIONS = 256
 PORTS_TRIED = 64
 """From rollout.http.port on: as many servers may share a machine."""
-KEEP_ALIVE_S = 15
-CLOSE_S = 2
-"""What answers under way get when the socket is closed."""
 
 log = structlog.get_logger()
 
@@ -45,21 +39,7 @@ class HttpFront:
         self._config = config.rollout.http
         self._lobby = Lobby(config, name, Keys.of(os.environ, self._config), prompts)
         self._listening: asyncio.Task[None] | None = None
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                make_app(self._lobby),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=CLOSE_S,
-            )
-        )
+        self._server = HttpServer(make_app(self._lobby), MAX_CONNECTIONS)
         self.address = ""
         """`http://host:port`, once it is open."""
 
@@ -68,7 +48,7 @@ class HttpFront:
         assert self._config.port is not None
         listener = bind(self._config.host, self._config.port)
         self.address = address_of(*listener.getsockname()[:2])
-        self._listening = asyncio.create_task(self._uvicorn.serve([listener]), name="http")
+        self._listening = asyncio.create_task(self._server.serve(listener), name="http")
         log.info("http", address=self.address)
 
     async def run(self) -> None:
@@ -95,16 +75,8 @@ class HttpFront:
     async def aclose(self) -> None:
         """Close the socket and all connections."""
         if self._listening is not None:
-            self._uvicorn.should_exit = True
+            self._server.stop()
             await self._listening
-
-
-class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the server."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -112,7 +84,7 @@ def bind(host: str, port: int) -> socket.socket:
     last: OSError | None = None
     for candidate in range(port, min(port + PORTS_TRIED, 65536)) if port else [0]:
         try:
-            return _listen(host, candidate)
+            return listen(host, candidate)
         except OSError as error:
             last = error
     raise ConfigError(
@@ -120,26 +92,3 @@ def bind(host: str, port: int) -> socket.socket:
         "Set rollout.http.host to an address of this machine, and rollout.http.port to a free one, to 0 (any), or "
         "to -1 (off)"
     ) from last
-
-
-def address_of(host: str, port: int) -> str:
-    """Where others find what listens there; a socket on all addresses is found by the machine's name."""
-    address = ipaddress.ip_address(host)
-    if address.is_unspecified:
-        return f"http://{socket.gethostname()}:{port}"
-    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Two sockets may be bound to one port as long as neither listens, so both are tried here."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -5,8 +5,6 @@ The counters of a server begin anew when its engine is started anew, as Promethe
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterable, Mapping
 
 from fastapi import APIRouter
@@ -15,59 +13,33 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from async_grpo.errors import BufferFault
-from buffer.protocol import BufferStats, ReplayBuffer
+from buffer import BufferStats, RecentStats
 from rollout_server.http.lobby import Backstage, Lobby
-
-STATS_MAX_AGE_S = 1.0
-STATS_TIMEOUT_S = 2.0
 
 
 def metrics_routes(lobby: Lobby) -> APIRouter:
     """It needs no key and tells no text."""
     registry = CollectorRegistry()
-    window = WindowView()
-    registry.register(ServerCollector(lobby, window))
+    recent = RecentStats()
+    registry.register(ServerCollector(lobby, recent))
     ProcessCollector(registry=registry)
     routes = APIRouter()
 
     @routes.get("/metrics")
     async def metrics() -> Response:
         if lobby.backstage is not None:
-            await window.refresh(lobby.backstage.cast.buffer)
+            await recent.refresh(lobby.backstage.cast.buffer.stats)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes
 
 
-class WindowView:
-    """The buffer's counters, asked for at most once a second however often somebody scrapes."""
-
-    def __init__(self) -> None:
-        self.stats: BufferStats | None = None
-        """None if the buffer did not answer."""
-        self._at_s = -STATS_MAX_AGE_S
-        self._asking = asyncio.Lock()
-
-    async def refresh(self, buffer: ReplayBuffer) -> None:
-        """Ask unless the last answer is young enough."""
-        async with self._asking:
-            if time.monotonic() - self._at_s < STATS_MAX_AGE_S:
-                return
-            try:
-                async with asyncio.timeout(STATS_TIMEOUT_S):
-                    self.stats = await buffer.stats()
-            except (BufferFault, TimeoutError):
-                self.stats = None  # `async_grpo_buffer_up` says so; the loops that need the buffer deal with it
-            self._at_s = time.monotonic()
-
-
 class ServerCollector(Collector):
     """Looks at the server when it is asked."""
 
-    def __init__(self, lobby: Lobby, window: WindowView) -> None:
+    def __init__(self, lobby: Lobby, recent: RecentStats) -> None:
         self._lobby = lobby
-        self._window = window
+        self._recent = recent
 
     def collect(self) -> Iterable[Metric]:
         """All families of this server."""
@@ -85,7 +57,7 @@ class ServerCollector(Collector):
         if lobby.backstage is not None:
             yield from _of_engine(lobby.backstage)
             yield from _of_groups(lobby.backstage)
-            yield from _of_window(self._window.stats, lobby.backstage.cast.engine.version)
+            yield from _of_window(self._recent.stats, lobby.backstage.cast.engine.version)
 
 
 def _of_engine(backstage: Backstage) -> Iterable[Metric]:

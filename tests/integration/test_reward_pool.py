@@ -20,23 +20,12 @@ from async_grpo.rewards.check import check_rewards
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.verdict import Verdict
+from tests.support.reward_pools import pool_of, rewards_of
 
-SUPPORT = Path(__file__).parents[1] / "support"
+REPOSITORY = Path(__file__).parents[2]
 TRICKY = "tricky_rewards:tricky"
 
-
-@pytest.fixture(autouse=True)
-def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-
-
-def rewards_of(*names: str, **changes: Any) -> RewardsConfig:
-    functions = [RewardConfig(name=name) for name in names]
-    return RewardsConfig(**{"functions": functions, "deadline_s": 30.0, "memory_bytes": 128 << 20, **changes})
-
-
-def pool_of(*names: str, **changes: Any) -> RewardPool:
-    return RewardPool(rewards_of(*names, **changes))
+pytestmark = pytest.mark.usefixtures("verifiers_can_be_imported")
 
 
 async def judge(pool: RewardPool, *completions: str, answer: str = "a") -> list[Verdict]:
@@ -244,7 +233,7 @@ async def test_a_worker_that_does_not_come_up_is_a_failure_of_its_own_kind(
 
 def test_the_example_of_the_documentation_runs() -> None:
     command = [sys.executable, "-m", "examples.reward_functions"]
-    done = subprocess.run(command, cwd=SUPPORT.parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert "'It is 4.': 1.184" in done.stdout
     assert "'Because it is there.': masked, examples.reward_functions:right_answer: it returned None" in done.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,19 +10,18 @@ from async_grpo.config.rewards import HttpRewardConfig, RewardConfig, RewardsCon
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.rewards.verdict import Failure
+from tests.support.reward_pools import pool_of
 
-SUPPORT = Path(__file__).parents[1] / "support"
 WILD = "wild_extraction:score"
 
-
-@pytest.fixture(autouse=True)
-def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+pytestmark = pytest.mark.usefixtures("verifiers_can_be_imported")
 
 
-def pool_of(*names: str, **changes: Any) -> RewardPool:
-    functions = [RewardConfig(name=name) for name in names]
-    return RewardPool(RewardsConfig(**{"functions": functions, "deadline_s": 30.0, **changes}))
+async def found(pool: RewardPool, *completions: str) -> list[str | None]:
+    """Answers; of an extraction that failed its kind, in brackets."""
+    answers = await pool.extract(WILD, completions)
+    return [f"({answer.kind})" if isinstance(answer, Failure) else answer for answer in answers]
 
 
 async def test_answers_are_extracted_by_the_reward_function_that_is_named() -> None:
@@ -42,17 +39,19 @@ async def test_a_judge_behind_http_has_no_answers() -> None:
         assert "behind HTTP" in pool.why_no_answers("judge")
 
 
-async def test_an_extraction_that_fails_costs_the_answer_and_is_counted() -> None:
+async def test_an_extraction_that_fails_costs_the_answer_says_why_and_is_counted() -> None:
     async with pool_of(WILD, deadline_s=3.0) as pool:
-        wanted = ["fine", "raise", "number", "crash", "nothing", "long", "fine"]
-        assert await pool.extract(WILD, wanted) == ["FINE", None, None, None, None, None, "FINE"]
-        assert pool.failures == Counter({(WILD, "extraction"): 2, (WILD, "crashed"): 1})
+        answers = await found(pool, "fine", "raise", "number", "crash", "nothing", "long", "fine")
+        assert answers == ["FINE", "(extraction)", "(extraction)", "(crashed)", None, None, "FINE"]
+        (failure,) = await pool.extract(WILD, ["raise"])
+        assert failure == Failure("extraction", "ValueError: no")
+        assert pool.failures == Counter({(WILD, "extraction"): 3, (WILD, "crashed"): 1})
         assert pool.judged == 0
 
 
 async def test_an_extraction_that_hangs_is_killed_and_judging_goes_on() -> None:
     async with pool_of(WILD, deadline_s=1.5) as pool:
-        assert await pool.extract(WILD, ["hang", "fine"]) == [None, "FINE"]
+        assert await found(pool, "hang", "fine") == ["(timeout)", "FINE"]
         assert pool.failures == Counter({(WILD, "timeout"): 1})
         (verdict,) = await pool.judge([Item("hang", "x")])
         assert verdict.reward == 1.0

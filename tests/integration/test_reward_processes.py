@@ -18,9 +18,10 @@ from async_grpo.rewards import memory
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
 
-SUPPORT = Path(__file__).parents[1] / "support"
 TRICKY = "tricky_rewards:tricky"
 PATIENCE_S = 30.0
+
+pytestmark = pytest.mark.usefixtures("verifiers_can_be_imported")
 
 DOOMED_SERVER = f"""
 import asyncio
@@ -44,11 +45,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture(autouse=True)
-def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
 
 
 def pool_of(name: str, **changes: Any) -> RewardPool:

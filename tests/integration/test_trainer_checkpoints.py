@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from trainer_programs.batches import VOCAB
-from transformers import AutoModelForCausalLM, Qwen2Config
+from trainer_programs.models import make_model
 
 from async_grpo.config import RunConfig, dump, validate
 
 PROGRAMS = Path(__file__).parent
 KILLS = 10
+FAMILY = "qwen2-untied"
 
 Facts = dict[str, Any]
 
@@ -26,19 +25,7 @@ Facts = dict[str, Any]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model and a configuration."""
     made = tmp_path_factory.mktemp("checkpoints")
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(made / "model")
+    make_model(made, FAMILY)
     (made / "config.yaml").write_text(dump(run_config(made)))
     return made
 
@@ -61,7 +48,7 @@ def facts(folder: Path) -> Facts:
 
 def run(program: str, folder: Path, *arguments: str) -> Any:
     out = folder / f"{program}.json"
-    files = [str(folder / "config.yaml"), str(folder / "model"), str(out)]
+    files = [str(folder / "config.yaml"), str(make_model(folder, FAMILY)), str(out)]
     command = [sys.executable, "-m", f"trainer_programs.{program}", *files, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

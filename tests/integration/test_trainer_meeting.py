@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 
 from async_grpo.config.rendezvous import RendezvousConfig
-from async_grpo.errors import ConfigError, NodeLost, WaitTimeout
+from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
 from trainer.nodes import folder as shared_folder
 from trainer.nodes import meeting
 from trainer.nodes.line import Line
 from trainer.nodes.meeting import Host, Invitation, hosted, join
-from trainer.nodes.messages import Ended, Hello, Start, Stop
+from trainer.nodes.messages import LENGTH, Ended, Hello, Start, Stop
 from trainer.nodes.peers import Peers
 
 HERE = "127.0.0.2"
@@ -51,26 +52,35 @@ async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator
             peers = Peers(host.lines.values(), silence_s)
             peers.tell(Start())
             line = await joining
-            yield host, line, peers
+            async with peers.followed():
+                yield host, line, peers
             await line.close()
+
+
+@asynccontextmanager
+async def hosting(folder: Path, port: int) -> AsyncIterator[None]:
+    """Node 0 waits for another as long as the block lasts."""
+
+    async def lead() -> None:
+        async with hosted(invitation(folder, 0, port)):
+            raise AssertionError("they have met")
+
+    leading = asyncio.create_task(lead())
+    await asyncio.sleep(0)  # it listens
+    try:
+        yield
+    finally:
+        leading.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConfigError):
+            await leading
 
 
 async def refusal(folder: Path, port: int, other_folder: Path | None = None, **said: Any) -> str:
     """What a node is told that says this of itself, when node 0 goes on waiting for another."""
-    first = invitation(folder, 0, port)
     second = invitation(other_folder or folder, said.pop("rank", 1), port, **said)
-
-    async def lead() -> None:
-        async with hosted(first):
-            raise AssertionError("they have met")
-
-    leading = asyncio.create_task(lead())
-    async with asyncio.timeout(PATIENCE_S):
+    async with hosting(folder, port), asyncio.timeout(PATIENCE_S):
         with pytest.raises(ConfigError) as caught:
             await join(second)
-    leading.cancel()
-    with contextlib.suppress(asyncio.CancelledError, ConfigError):
-        await leading
     return str(caught.value)
 
 
@@ -94,6 +104,45 @@ async def test_a_node_that_never_comes_is_named_to_all_who_have(tmp_path: Path, 
             raise AssertionError("they have met")
     with pytest.raises(NodeLost, match=r"node 0 .* has ended: waited 2 s for node 2"):
         await waiting
+
+
+async def test_a_node_0_that_waits_in_vain_says_whom_it_has_turned_away(tmp_path: Path, port: int) -> None:
+    joining = asyncio.create_task(join(invitation(tmp_path, 1, port, model="another")))
+    with structlog.testing.capture_logs() as logs, pytest.raises(WaitTimeout) as caught:
+        async with hosted(invitation(tmp_path, 0, port, timeout_s=2.0)):
+            raise AssertionError("they have met")
+    assert "node 1 (127.0.0.1) was turned away: node 1 has another first policy" in str(caught.value)
+    (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert warned["node"] == "node 1 (127.0.0.1)"
+    assert warned["reason"].startswith("node 1 has another first policy than node 0")
+    with pytest.raises(ConfigError):
+        await joining
+
+
+async def test_a_caller_that_speaks_otherwise_is_hung_up_on_and_logged(tmp_path: Path, port: int) -> None:
+    async with hosting(tmp_path, port):
+        reader, writer = await asyncio.open_connection(HERE, port)
+        with structlog.testing.capture_logs() as logs:
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            assert await reader.read() == b""
+        writer.close()
+    (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert "somebody at 127.0.0.1 announces a message of" in warned["reason"]
+
+
+async def test_a_node_0_of_another_release_leaves_no_connection_behind(tmp_path: Path, port: int) -> None:
+    ended = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(LENGTH.pack(3) + b"???")
+        await reader.read()
+        writer.close()
+        ended.set()
+
+    async with await asyncio.start_server(answer, HERE, port), asyncio.timeout(PATIENCE_S):
+        with pytest.raises(WireError, match="no message of this release"):
+            await join(invitation(tmp_path, 1, port))
+        await ended.wait()
 
 
 async def test_a_node_0_that_never_comes_is_named(tmp_path: Path, port: int) -> None:
@@ -159,12 +208,42 @@ async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(tmp_pa
 async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: int) -> None:
     async with met(tmp_path, port, silence_s=5.0) as (_, line, peers):
         others = Peers([line], 5.0)
-        watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
-        done, _ = await asyncio.wait(watching, timeout=7.0)
-        assert not done
-        peers.tell(Ended(reason=""))
-        others.tell(Ended(reason=""))
-        await asyncio.gather(*watching)
+        async with others.followed():
+            watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
+            done, _ = await asyncio.wait(watching, timeout=7.0)
+            assert not done
+            peers.tell(Ended(reason=""))
+            others.tell(Ended(reason=""))
+            await asyncio.gather(*watching)
+
+
+async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other(tmp_path: Path, port: int) -> None:
+    async with met(tmp_path, port, silence_s=2.0) as (_, line, peers):
+        others = Peers([line], 2.0)
+        async with others.followed():
+            peers.tell(Ended(reason=""))
+            await others.watch()
+            await peers.left(3.0)
+            others.tell(Ended(reason=""))
+            await peers.watch()
+
+
+async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(tmp_path: Path, port: int) -> None:
+    joining = [asyncio.create_task(join(invitation(tmp_path, rank, port, nodes=3))) for rank in (1, 2)]
+    async with asyncio.timeout(PATIENCE_S), hosted(invitation(tmp_path, 0, port, nodes=3)) as host:
+        peers = Peers(host.lines.values(), 30.0)
+        peers.tell(Start())
+        lost, healthy = await asyncio.gather(*joining)
+        async with peers.followed():
+            await lost.close()
+            with pytest.raises(NodeLost, match=r"node 1 .* is gone"):
+                await peers.watch()
+            waiting = asyncio.create_task(peers.left(PATIENCE_S))
+            done, _ = await asyncio.wait({waiting}, timeout=0.5)
+            assert not done
+            healthy.send(Ended(reason=""))
+            await waiting
+        await healthy.close()
 
 
 async def test_what_a_node_says_of_its_end_is_passed_on(tmp_path: Path, port: int) -> None:

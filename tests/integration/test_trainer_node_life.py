@@ -16,7 +16,8 @@ import pytest
 from async_grpo.config import validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, TrainingError
 from tests.support.ports import two_free_ports
-from trainer.nodes import ranks
+from trainer.nodes import meeting, ranks
+from trainer.nodes.messages import Look
 from trainer.nodes.node import Node
 
 PATIENCE_S = 120.0
@@ -39,6 +40,40 @@ while not pathlib.Path("stopped").exists():
     time.sleep(0.05)
 """
 NEVER_STOPS = FOLLOWS.replace('"stopped"', '"never"')
+NOT_JOINED = """
+import os, pathlib, time
+pathlib.Path("draft").write_text(str(os.getpid()))
+pathlib.Path("draft").replace("ready-0")
+time.sleep(100)
+"""
+FAILS_WITHOUT_RANK_0 = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while not pathlib.Path("ready-0").exists():
+    time.sleep(0.01)
+pathlib.Path("ready-1").touch()
+while pathlib.Path("/proc", pathlib.Path("ready-0").read_text()).exists():
+    time.sleep(0.01)
+sys.exit(1)
+"""
+LEAVES = "import pathlib; pathlib.Path('left').touch()"
+AFTER_IT = """
+import os, pathlib, signal, socket, time
+while not pathlib.Path("left").exists():
+    time.sleep(0.05)
+"""
+DIES_AFTER_IT = f"""{AFTER_IT}
+time.sleep(2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+NEEDS_THE_STORE_AFTER_THAT = f"""{AFTER_IT}
+time.sleep(4)
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
+"""
+TELLS_ITS_CARD = """
+import os, pathlib
+pathlib.Path("card-" + os.environ["RANK"]).write_text(os.environ.get("GLOO_SOCKET_IFNAME", "none"))
+"""
 
 
 @dataclass(slots=True)
@@ -59,7 +94,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def nodes(folder: Path, *programs: str, stop_timeout_s: float = 60.0) -> list[ScriptedNode]:
+def nodes(folder: Path, *programs: str, stop_timeout_s: float = 60.0, address: str = "127.0.0.2") -> list[ScriptedNode]:
     raw: dict[str, Any] = {
         "name": f"node-life-{os.getpid()}",
         "runs_dir": str(folder / "runs"),
@@ -67,7 +102,7 @@ def nodes(folder: Path, *programs: str, stop_timeout_s: float = 60.0) -> list[Sc
         "trainer": {
             "nodes": len(programs),
             "processes": len(programs),
-            "rendezvous": {"address": "127.0.0.2", "port": two_free_ports("127.0.0.2"), "timeout_s": PATIENCE_S},
+            "rendezvous": {"address": address, "port": two_free_ports(address), "timeout_s": PATIENCE_S},
         },
         "launch": {"stop_timeout_s": stop_timeout_s},
     }
@@ -123,6 +158,64 @@ async def test_a_stop_that_any_node_is_asked_for_is_led_by_rank_0(here: Path, as
     asking = asyncio.create_task(ask())
     assert await lives(*both) == [None, None]
     await asking
+
+
+@pytest.mark.parametrize(("asked", "follows"), [(0, NEVER_STOPS), (1, FAILS_WITHOUT_RANK_0)])
+async def test_a_stop_before_rank_0_has_joined_the_run_is_a_good_end_of_all_nodes(
+    here: Path, asked: int, follows: str
+) -> None:
+    both = nodes(here, NOT_JOINED, follows)
+
+    async def ask() -> None:
+        await when(here / "ready-0", here / "ready-1")
+        both[asked].stop_asked.set()
+
+    asking = asyncio.create_task(ask())
+    assert await lives(*both) == [None, None]
+    await asking
+
+
+async def test_a_rank_that_is_killed_by_a_sigterm_that_nobody_asked_for_has_failed(here: Path) -> None:
+    first, second = await lives(*nodes(here, DIES.replace("SIGKILL", "SIGTERM"), LEADS))
+    assert str(first) == "rank 0 was killed by SIGTERM"
+    assert isinstance(second, NodeLost)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_node_that_is_stopped_before_the_others_are_there_ends_well(here: Path, rank: int) -> None:
+    waiting = nodes(here, LEADS, FOLLOWS)[rank]
+    living = asyncio.create_task(lives(waiting))
+    await asyncio.sleep(0.2)
+    waiting.stop_asked.set()
+    assert await living == [None]
+
+
+async def test_a_stop_in_the_middle_of_the_meeting_leaves_no_file_behind(here: Path) -> None:
+    first, second = nodes(here, LEADS, FOLLOWS)
+    checkpoints = first.config.run_dir / "checkpoints"
+    living = asyncio.create_task(lives(first))
+    await asyncio.sleep(0.2)
+    line = await meeting._call(second._invitation())
+    await line.expect(Look)  # and no answer
+    assert list(checkpoints.iterdir())
+    first.stop_asked.set()
+    assert await living == [None]
+    assert not list(checkpoints.iterdir())
+    await line.close()
+
+
+async def test_the_store_is_kept_for_a_node_that_still_works_though_another_is_lost(here: Path) -> None:
+    first, second, third = await lives(*nodes(here, LEAVES, DIES_AFTER_IT, NEEDS_THE_STORE_AFTER_THAT))
+    assert (first, third) == (None, None)
+    assert str(second) == "rank 1 was killed by SIGKILL"
+
+
+async def test_every_node_finds_its_card_where_node_0_is_given_by_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert await lives(*nodes(here, TELLS_ITS_CARD, TELLS_ITS_CARD, address="localhost")) == [None, None]
+    assert [(here / f"card-{rank}").read_text() for rank in (0, 1)] == ["lo", "lo"]
 
 
 async def test_ranks_that_do_not_stop_are_killed_and_it_is_said_which_patience_ended(here: Path) -> None:

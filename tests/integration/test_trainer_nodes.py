@@ -24,7 +24,7 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.weights.store import remove_stores
 from async_grpo.wire.board import Evaluation, Probe
-from buffer import connect, connect_board
+from buffer import RedisBuffer, connect, connect_board
 from tests.support.ports import two_free_ports
 
 STEPS, GROUPS, KILL_AT = 5, 2, 3
@@ -59,15 +59,15 @@ async def live_through(folder: Path, redis: RedisConfig, layout: dict[str, int])
     one = write_config(folder, "one-node", redis, model, layout)
     rendezvous = {"address": "127.0.0.2", "port": two_free_ports("127.0.0.2"), "timeout_s": 300}
     two = write_config(folder, "two-nodes", redis, model, {**layout, "nodes": 2, "rendezvous": rendezvous})
-    async with supplied(load(one)), command(one, "trainer.log") as alone:
+    async with supply(load(one)) as buffer, delivered(buffer, STEPS), command(one, "trainer.log") as alone:
         assert await ended(alone) == 0, (folder / "trainer.log").read_text()[-4000:]
-    async with supplied(load(two)):
-        async with node(two, 0) as first, node(two, 1) as second:
+    async with supply(load(two)) as buffer:
+        async with delivered(buffer, KILL_AT), node(two, 0) as first, node(two, 1) as second:
             await until(lambda: trained(load(two)) >= KILL_AT, PATIENCE_S)
             second.kill()
             codes_after_the_kill = [await ended(first), await ended(second)]
         said = (folder / "node-0.log").read_text()
-        async with node(two, 0) as first, node(two, 1) as second:
+        async with delivered(buffer, STEPS - KILL_AT), node(two, 0) as first, node(two, 1) as second:
             codes_at_the_end = [await ended(first), await ended(second)]
     return Story(losses(load(one)), losses(load(two)), codes_after_the_kill, codes_at_the_end, said)
 
@@ -101,24 +101,32 @@ def write_config(folder: Path, name: str, redis: RedisConfig, model: Path, train
 
 
 @contextlib.asynccontextmanager
-async def supplied(config: RunConfig) -> AsyncIterator[None]:
-    """Groups for every step, and what the trainer waits for in the end."""
+async def supply(config: RunConfig) -> AsyncIterator[RedisBuffer]:
+    """With the tasks of every step, and with what the trainer waits for in the end."""
     buffer = await connect(config.redis, config.name, policy=config.replay_policy, lease_s=60.0, max_attempts=3)
     board = await connect_board(config.redis, config.name)
     tasks = [make_task(np.random.default_rng(index), index, 6) for index in range(STEPS * GROUPS)]
     await buffer.put_tasks(tasks)
     await board.put_probe(Probe(version=STEPS, groups=[make_group(tasks[0], seq=0, attempt=1, version=STEPS)]))
     await board.put_evaluation(Evaluation(version=STEPS, prompts=1, samples=1, sampled_accuracy=0.0))
-    serving = asyncio.create_task(serve(buffer, STEPS * GROUPS, PATIENCE_S))
+    try:
+        yield buffer
+    finally:
+        await buffer.aclose()
+        await board.aclose()
+        remove_stores(config.local_name)
+
+
+@contextlib.asynccontextmanager
+async def delivered(buffer: RedisBuffer, steps: int) -> AsyncIterator[None]:
+    """Groups for so many further steps, so that the trainer cannot be beyond them."""
+    serving = asyncio.create_task(serve(buffer, steps * GROUPS, PATIENCE_S))
     try:
         yield
         await serving
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        await buffer.aclose()
-        await board.aclose()
-        remove_stores(config.local_name)
 
 
 def node(config: Path, rank: int) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_programs.batches import VOCAB
-from transformers import AutoModelForCausalLM, Qwen2Config
+from trainer_programs.models import make_model
 
 from async_grpo.config import dump, validate
 
@@ -54,7 +53,11 @@ class Bench:
         }
         path = self.folder / f"{name}.yaml"
         path.write_text(dump(validate(raw, "test")))
-        files = {"config": str(path), "model": str(self.folder / "model"), "out": str(path.with_suffix(".json"))}
+        files = {
+            "config": str(path),
+            "model": str(make_model(self.folder, "qwen2")),
+            "out": str(path.with_suffix(".json")),
+        }
         return {**files, "versions": STEPS, "save_at": None, "resume": False, "poisoned": False, **changes}
 
     def launch(self, ranks: int, cases: list[dict[str, Any]], *, code: int = 0) -> None:
@@ -78,7 +81,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Two ranks of each layout train straight through, and up to a SIGKILL; then others resume, on two ranks and on
     one."""
     made = Bench(tmp_path_factory.mktemp("resume"))
-    make_model(made.folder / "model")
     straight = [made.case(f"{name}-straight", 2, run=f"{name}-straight", layout=LAYOUTS[name]) for name in LAYOUTS]
     crashed = [
         made.case(f"{name}-crash", 2, run=name, layout=LAYOUTS[name], save_at=SAVED, versions=KILLED)
@@ -89,22 +91,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     made.launch(2, [made.case(f"{name}-same", 2, run=name, layout=LAYOUTS[name], resume=True) for name in LAYOUTS])
     made.launch(1, [made.case(f"{name}-one", 1, run=name, layout={}, resume=True) for name in LAYOUTS])
     return made
-
-
-def make_model(folder: Path) -> None:
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,21 +6,17 @@ test_vllm_updates.py.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from trainer_programs.batches import VOCAB
-from transformers import AutoModelForCausalLM, Qwen2Config
+from trainer_programs.models import make_model
 
 from async_grpo.config import dump, validate
 
@@ -56,48 +52,32 @@ MATRIX = [
 
 
 @pytest.fixture(scope="module")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    @functools.cache
-    def make(tied: bool) -> Path:
-        torch.manual_seed(3)
-        config = Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-        )
-        path = folder / f"tied-{tied}"
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        return path
-
-    return make
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their folder."""
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
 def test_every_receiver_maps_the_trainers_bits_after_each_of_fifty_steps(
-    case: Case, make_model: Callable[[bool], Path], tmp_path: Path
+    case: Case, models: Path, tmp_path: Path
 ) -> None:
-    [versions] = train(tmp_path, [case], make_model)
+    [versions] = train(tmp_path, [case], models)
     assert_identical(case, versions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_and_so_in_every_combination(tensor: int, make_model: Callable[[bool], Path], tmp_path: Path) -> None:
+def test_and_so_in_every_combination(tensor: int, models: Path, tmp_path: Path) -> None:
     cases = [case for case in MATRIX if case.tensor == tensor]
-    for case, versions in zip(cases, train(tmp_path, cases, make_model), strict=True):
+    for case, versions in zip(cases, train(tmp_path, cases, models), strict=True):
         assert_identical(case, versions)
 
 
-def train(folder: Path, cases: list[Case], make_model: Callable[[bool], Path]) -> list[list[dict[str, Any]]]:
+def train(folder: Path, cases: list[Case], models: Path) -> list[list[dict[str, Any]]]:
     """What both sides held, version by version. All cases in one start of the trainer."""
-    (folder / "cases.json").write_text(json.dumps([prepare(folder, case, make_model(case.tied)) for case in cases]))
+    families = {True: "qwen2", False: "qwen2-untied"}
+    prepared = [prepare(folder, case, make_model(models, families[case.tied])) for case in cases]
+    (folder / "cases.json").write_text(json.dumps(prepared))
     ranks = cases[0].tensor
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, "-m", "trainer_programs.published_steps", str(folder / "cases.json")]

@@ -15,7 +15,7 @@ from async_grpo.data.source import make_task
 from async_grpo.errors import WaitTimeout
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.verdict import Verdict, unverifiable
+from async_grpo.rewards.verdict import Failure, Verdict, unverifiable
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Task, VersionSpan
 from buffer import InMemoryBoard, InMemoryBuffer
@@ -149,7 +149,7 @@ class FakeReceiver:
 
 
 class FakePool:
-    """1 if the completion is the reference, 0 if not, unverifiable if it is "?"."""
+    """1 if the completion is the reference, 0 if not, unverifiable if it is "?". Of "!" the extraction fails."""
 
     def __init__(self) -> None:
         self.gate: asyncio.Event | None = None
@@ -162,8 +162,9 @@ class FakePool:
     def why_no_answers(self, name: str) -> str:
         return "" if name == "answer_tag" else f"{name} has none"
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[str | None]:
-        return [None if completion == "?" else completion for completion in completions]
+    async def extract(self, name: str, completions: Sequence[str]) -> list[str | Failure | None]:
+        special = {"?": None, "!": Failure("extraction", "ValueError: no")}
+        return [special.get(completion, completion) for completion in completions]
 
     def _verdict(self, completion: str, answer: str) -> Verdict:
         if completion == "?":

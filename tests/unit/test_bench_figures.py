@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from async_grpo.bench.buffer.latency import percentile
 from async_grpo.bench.buffer.records import GroupMaker, task
-from async_grpo.bench.figures import Figure, Machine, table, write
+from async_grpo.bench.figures import Figure, Machine, Picture, make_room, table, write
+from async_grpo.cli.main import app
+from async_grpo.errors import ConfigError
 from async_grpo.wire import Ticket, encode
 
 MACHINE = Machine(cpu="a [bold]processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
+WIDE = {"COLUMNS": "400"}
 FIGURES = [Figure("speed", 1234.5, "groups/s", 2000.0, "a plain list", 0.617), Figure("alone", 0.0123, "s")]
 
 
@@ -32,6 +38,46 @@ def test_the_file_holds_the_figures_and_the_machine(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "figures.json").read_text())
     assert content == {"figures": [asdict(figure) for figure in FIGURES], **asdict(MACHINE)}
     assert set(content["figures"][0]) == {"name", "value", "unit", "baseline", "baseline_name", "ratio"}
+
+
+def test_the_folder_of_a_file_is_made_before_anything_is_measured(tmp_path: Path) -> None:
+    make_room(tmp_path / "new" / "er" / "figures.json")
+    write(tmp_path / "new" / "er" / "figures.json", FIGURES, MACHINE)
+    (tmp_path / "file").touch()
+    for impossible in (tmp_path / "file" / "figures.json", tmp_path / "new"):
+        with pytest.raises(ConfigError, match="Name a file elsewhere"):
+            make_room(impossible)
+
+
+def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    async def measure(*_: object, **options: object) -> list[Figure]:
+        measured.append(options)
+        return FIGURES
+
+    monkeypatch.setattr("async_grpo.bench.data.measure", measure)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["bench", "data", "--json", str(tmp_path / "file" / "figures.json")], env=WIDE)
+    assert (result.exit_code, measured) == (1, []) and "cannot be made" in result.output
+    result = CliRunner().invoke(app, ["bench", "data", "--json", str(tmp_path / "new" / "figures.json")])
+    assert (result.exit_code, measured) == (0, [{"quick": False}])
+
+
+def test_the_picture_is_drawn_when_the_figures_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, plot = tmp_path / "figures.json", tmp_path / "plots" / "pipeline.png"
+    there: list[bool] = []
+
+    async def measure(*_: object, picture: Callable[[Picture], None], **__: Any) -> list[Figure]:
+        picture(lambda path: there.append(file.exists() and path == plot and path.parent.is_dir()))
+        return FIGURES
+
+    monkeypatch.setattr("async_grpo.bench.pipeline.measure", measure)
+    result = CliRunner().invoke(app, ["bench", "pipeline", "--json", str(file), "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    assert there == [True]
 
 
 def test_this_machine_is_described() -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from async_grpo.data.arithmetic import Problem, demonstration
+from async_grpo.errors import ConfigError
 from async_grpo.rewards.verifiers import answer_tag
+from benchmarks.trl import workloads
 from benchmarks.trl.policy import MOST_ROUNDS, checked, rounds
 from benchmarks.trl.rows import (
+    Made,
     PromptRow,
     SideRun,
     Step,
     TrlDials,
     TrlSpec,
+    our_groups,
     our_steps,
     pace,
     ratio,
@@ -35,11 +40,11 @@ def row(step: int, ended_s: float, *, samples: int = 4, reward: float = 0.5, tok
 
 def trl_line(step: int, time_s: float, *, samples: int = 4, reward: float = 0.5, generate_s: float = 3.0) -> str:
     fields = {"step": step, "time_s": time_s, "samples": samples, "reward_mean": reward, "generate_s": generate_s}
-    return json.dumps({**fields, "completion_tokens": 10 * samples, "longest_completion": 20})
+    return json.dumps({**fields, "completion_tokens": 10 * samples})
 
 
 def our_line(step: int, time_s: float, **changes: object) -> str:
-    fields = {"kind": "step", "step": step, "time_s": time_s, "groups": 2, "reward_mean": 0.25}
+    fields = {"kind": "step", "step": step, "epoch": 1, "time_s": time_s, "groups": 2, "reward_mean": 0.25}
     return json.dumps({**fields, "completion_tokens_mean": 12.5, "step_s": 4.0, "wait_s": 1.5, **changes})
 
 
@@ -68,19 +73,28 @@ def test_both_sides_are_told_the_same_figures(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_what_an_asynchronous_run_generates_ahead_or_no_more_is_not_counted(name: str, tmp_path: Path) -> None:
-    workload = WORKLOADS[name]
-    staleness = workload.config(tmp_path, "ours").max_staleness
-    assert workload.skip > staleness
-    assert workload.tail > staleness
-    assert workload.steps - workload.skip - workload.tail >= 5
+@pytest.mark.parametrize("staleness", [0, 2, 8])
+def test_what_an_asynchronous_run_generates_ahead_or_no_more_is_not_counted(name: str, staleness: int) -> None:
+    counted = WORKLOADS[name].counting(staleness, 50)
+    assert counted.steps == 50
+    assert counted.skip >= max(WORKLOADS[name].skip, staleness + 2)
+    assert counted.tail >= max(WORKLOADS[name].tail, staleness + 1)
 
 
-def test_a_shortened_workload_still_counts_a_step(tmp_path: Path) -> None:
-    for steps in (2, 3, 5, 9):
-        short = WORKLOADS["quickstart"].shortened(steps)
-        run = SideRun("x", 0.0, tuple(row(step, float(step)) for step in range(1, steps + 1)))
-        assert pace(run, short.skip, short.tail).samples_per_s == 4.0
+def test_a_comparison_in_which_no_step_counts_is_refused() -> None:
+    assert WORKLOADS["checks"].counting(2, 8).steps == 8
+    with pytest.raises(ConfigError, match=r"checks: of 12 steps, 10 at the beginning and 9 at the end .* --steps 24"):
+        WORKLOADS["checks"].counting(8, 12)
+
+
+def test_trl_gets_the_cores_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "CACHE", tmp_path)
+    checks = WORKLOADS["checks"]
+    assert checks.tuned(8).dials.threads == 8
+    found = TrlDials(rows=32, threads=1, processes=2)
+    checks.dials_file(2).write_text(json.dumps(asdict(found)))
+    assert checks.tuned(2).dials == found
+    assert checks.tuned(1).dials.threads * checks.tuned(1).dials.processes == 1
 
 
 def test_the_pace_is_of_the_counted_steps_alone() -> None:
@@ -90,6 +104,28 @@ def test_the_pace_is_of_the_counted_steps_alone() -> None:
     assert (counted.samples_per_s, counted.tokens_per_s, counted.step_s) == (2.0, 20.0, 2.0)
     assert (counted.busy_share, counted.tokens_mean) == (0.5, 10.0)
     assert run.start_up_s == 50.0
+
+
+def test_what_was_generated_before_the_clock_does_not_count() -> None:
+    steps = tuple(row(step, 10.0 * step) for step in range(1, 6))  # counted: 20 to 40, 80 tokens
+    ahead = (Made(0.0, 20.0, 60), Made(15.0, 25.0, 40), Made(30.0, 38.0, 20))
+    counted = pace(SideRun("ours", 0.0, steps, ahead), skip=2, tail=1)
+    assert counted.generated == 0.5
+    assert (counted.samples_per_s, counted.tokens_per_s) == (0.2, 2.0)
+    more = pace(SideRun("ours", 0.0, steps, (Made(20.0, 40.0, 500),)), skip=2, tail=1)
+    assert (more.generated, more.samples_per_s) == (6.25, 0.4)
+
+
+def test_groups_are_read_from_the_timeline_of_a_server() -> None:
+    span = {"start_s": 1.0, "end_s": 3.0, "name": "group 7"}
+    lines = [{**span, "track": "generation", "args": {"version": 1, "tokens": 40}}, {**span, "track": "weights"}]
+    assert our_groups(map(json.dumps, lines)) == (Made(1.0, 3.0, 40),)
+
+
+@pytest.mark.parametrize("second", [our_line(2, 9.0, epoch=2), our_line(1, 9.0)])
+def test_a_run_whose_trainer_was_started_again_is_an_error(second: str) -> None:
+    with pytest.raises(ValueError, match="started again"):
+        our_steps([our_line(1, 5.0), second], group_size=8)
 
 
 def test_a_run_without_a_counted_step_is_an_error() -> None:

@@ -85,6 +85,18 @@ def test_a_file_of_its_own_may_be_held_out(tmp_path: Path) -> None:
     assert source.training_rows == 5
 
 
+def test_who_holds_out_more_than_the_run_did_gets_no_prompt_that_it_trains_on(tmp_path: Path) -> None:
+    held_out = ["q1", "new", "q3", "newer", "q4"]
+    (tmp_path / "eval.jsonl").write_text("".join(f'{{"question": "{q}", "answer": "1"}}\n' for q in held_out))
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions(5)))
+    data = {"kind": "jsonl", "path": tmp_path / "d.jsonl", "eval_path": tmp_path / "eval.jsonl"}
+    run = JsonlSource(config_of(prompts=2, **data), Bytes())
+    more = JsonlSource(config_of(prompts=4, **data), Bytes(), kept=2)
+    assert [task.prompt for task in more.held_out()] == ["q1", "new", "newer"]
+    assert more.held_out()[:2] == run.held_out() and more.task(7) == run.task(7)
+    assert more.dropped == {"also held out": 1, "also trained on": 1}
+
+
 def test_the_prompt_goes_into_its_template(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "d.jsonl", questions(3), template="Q: {prompt}\nA:", shuffle=False)
     task = source.task(0)

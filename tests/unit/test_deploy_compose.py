@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -37,6 +38,7 @@ from deploy_files import (
 )
 
 from async_grpo.config import RunConfig
+from async_grpo.launch import single
 
 # -- compose: who may reach what ---------------------------------------------------------------------------------------
 
@@ -160,13 +162,34 @@ def test_ports_are_the_same_in_configuration_compose_and_prometheus(profile: str
 
 
 @each_profile
-def test_a_role_stops_by_itself_before_it_is_killed(profile: str) -> None:
-    limit = config_of(profile).launch.stop_timeout_s
+def test_a_role_stops_by_itself_before_it_is_killed(
+    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(profile).model_copy(update={"runs_dir": tmp_path})
+    limit = config.launch.stop_timeout_s
     for service in role(profile, "rollout").values():
         assert limit < seconds(service["stop_grace_period"])
     for service in role(profile, "trainer").values():
-        assert limit < float(service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-        assert float(service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < seconds(service["stop_grace_period"])
+        torchrun = environment_of_torchrun(service["environment"], config, monkeypatch)
+        assert limit < float(torchrun["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < seconds(service["stop_grace_period"])
+
+
+def environment_of_torchrun(
+    given: dict[str, str], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """Where `async-grpo trainer` is started with these variables; models and data are not here."""
+    found: dict[str, str] = {}
+
+    async def model(*_: object) -> Path:
+        return Path("model")
+
+    monkeypatch.setattr(single, "_resolve", lambda *_: config)
+    monkeypatch.setattr(single, "prepare_model", model)
+    monkeypatch.setattr(os, "execve", lambda _file, _argv, environment: found.update(environment))
+    for name, value in given.items():
+        monkeypatch.setenv(name, default(value))
+    single.run_trainer(Path(), [], None)
+    return found
 
 
 @each_profile

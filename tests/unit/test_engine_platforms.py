@@ -19,9 +19,14 @@ def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
         "kv_cache_memory_bytes": 1 << 20,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": 4096,
+        "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     }
     assert environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment(config)["OMP_NUM_THREADS"] == "2"
+
+
+def test_several_workers_of_a_cpu_have_processes_of_their_own() -> None:
+    assert "distributed_executor_backend" not in platform_arguments(VllmConfig(tensor_parallel=2))
 
 
 def test_a_cpu_engine_compiles_nothing_where_there_is_no_compiler(

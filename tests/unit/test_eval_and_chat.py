@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,25 @@ from http_fakes import Letters, says, scripted
 from rollout_fakes import FakePool, Yes, config_of
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.chat import Parlour, _obey
+from async_grpo.cli.chat import Parlour, Wishes, _converse, _obey, _open
 from async_grpo.cli.evaluate import _remarks
 from async_grpo.cli.main import app
 from async_grpo.config import RunConfig, dump
 from async_grpo.data.wording import Plain, Templated, wording_of
-from async_grpo.errors import ConfigError, DataError, WaitTimeout
+from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.launch.evaluate import Report, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
-from async_grpo.launch.policies import Checkpoint, LiveRun, chosen_run, differences, find_checkpoint, find_live
+from async_grpo.launch.policies import (
+    Checkpoint,
+    LiveRun,
+    chosen_run,
+    differences,
+    find_checkpoint,
+    find_live,
+    open_checkpoint,
+)
 from async_grpo.launch.run_folder import RunFolder, RunState
+from async_grpo.rewards.item import Item
+from async_grpo.rewards.verdict import Verdict
 from async_grpo.wire.board import ServerBeat
 from rollout_server.conversation import Conversation
 from rollout_server.engines.protocol import GenerationRequest
@@ -79,6 +91,31 @@ def test_a_resumable_checkpoint_of_a_run_is_exported_first(tmp_path: Path) -> No
     path = folder.path / "checkpoints" / "00000010"
     path.mkdir(parents=True)
     assert find_checkpoint(folder, path) == Checkpoint(path, 10, resumable=True)
+
+
+def test_a_checkpoint_is_known_from_inside_its_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = run_of(tmp_path)
+    folder.write_state(RunState(finished_steps=4))
+    final = hugging_face(folder.path / "checkpoints" / "hf")
+    resumable = folder.path / "checkpoints" / "00000010"
+    resumable.mkdir()
+    monkeypatch.chdir(resumable.parent)
+    assert find_checkpoint(folder, Path("hf")) == Checkpoint(final, 4)
+    assert find_checkpoint(folder, Path("00000010")) == Checkpoint(resumable, 10, resumable=True)
+    monkeypatch.chdir(resumable)
+    for spelled in (Path(), Path("../00000010")):
+        assert find_checkpoint(folder, spelled) == Checkpoint(resumable, 10, resumable=True)
+
+
+async def test_an_export_that_never_ends_is_given_up_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_grpo.launch.policies.EXPORT_TIMEOUT_S", 0.01)
+    _, folder = run_of(tmp_path)
+    checkpoint = Checkpoint(folder.path / "checkpoints" / "00000010", 10, resumable=True)
+    with pytest.raises(WaitTimeout, match=r"00000010 to be exported.*async-grpo export"):
+        async with open_checkpoint(checkpoint, lambda _: None):
+            pass
 
 
 def test_without_a_final_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
@@ -197,12 +234,14 @@ def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path:
 # The report of an evaluation
 
 
-async def report_of(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan) -> Report:
-    engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else b"no"), 255])
+async def report_of(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, wrong: bytes = b"no") -> Report:
+    """Every other prompt has a wrong answer."""
+    engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else wrong), 255])
     pool: Any = FakePool()
     hall = ExamHall(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
     grades = await Exam(hall).grade(plan)
-    return Report(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated_by_the_run(config, policy, plan))
+    stated = stated_by_the_run(config, policy, plan, len(grades.papers))
+    return Report(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
 
 
 class Numbered(Yes):
@@ -228,6 +267,27 @@ async def test_the_facts_and_the_rows_say_everything(tmp_path: Path) -> None:
     }
 
 
+async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason(tmp_path: Path) -> None:
+    report = await report_of(config_of(), Checkpoint(tmp_path, 4), ExamPlan(4, 2), wrong=b"!")
+    assert facts(report)["figures"]["unextracted"] == 4
+    (remark,) = [line for line in _remarks(report) if "`extract`" in line]
+    assert remark.startswith("In 4 completions") and "(extraction 4; first ValueError: no)" in remark
+    found = {(row["how"], row["completion"]): row["unextracted"] for row in rows(report)}
+    assert (
+        found["sampled", "!"] == "extraction: ValueError: no" and found["sampled", "yes"] == found["greedy", "!"] == ""
+    )
+
+
+async def test_prompts_that_are_trained_on_are_left_out_with_a_remark(tmp_path: Path) -> None:
+    report = await report_of(config_of(), Checkpoint(tmp_path, 4), ExamPlan(7, 2))
+    assert "The data hold out 4 prompts, 7 were asked for." in _remarks(report)
+    without = replace(report, trained_on=3)
+    assert [line for line in _remarks(without) if "prompts" in line] == [
+        "3 of the prompts that were asked for are trained on, and were left out."
+    ]
+    assert facts(without)["prompts_trained_on"] == 3
+
+
 async def test_a_live_evaluation_says_which_versions_wrote_the_answers(tmp_path: Path) -> None:
     report = await report_of(config_of(), LiveRun(config_of(), {"http://h:1": 4}), ExamPlan(4, 2))
     assert "3 (25% of the tokens), 4 (75% of the tokens)" in " ".join(_remarks(report))
@@ -250,27 +310,86 @@ async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
     assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4), ExamPlan(4, 2))).agrees is None
 
 
-async def test_a_policy_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contextlib import asynccontextmanager
+async def test_it_says_so_too_where_the_data_hold_out_fewer_prompts_than_are_asked_for(tmp_path: Path) -> None:
+    config, folder = run_of(tmp_path, eval={"prompts": 10, "samples": 2})
+    stated = {"version": 4, "prompts": 4, "samples": 2, "sampled_accuracy": 0.5, "greedy_accuracy": 0.5}
+    (folder.path / "summary.json").write_text(json.dumps({"evaluations": [stated]}))
+    policy = Checkpoint(folder.path / "checkpoints" / "hf", 4)
+    assert (await report_of(config, policy, ExamPlan(10, 2))).agrees
 
-    engine = await scripted(says("never"), tokens_per_s=0.001)
 
-    @asynccontextmanager
-    async def policy(*_: object) -> Any:
-        yield engine, tmp_path
+class Evaluating:
+    """`evaluate` of a policy that says yes, with an engine, a pool and prompts of the test."""
 
-    @asynccontextmanager
-    async def hall(config: RunConfig, sampler: Any, *_: object) -> Any:
-        pool: Any = FakePool()
-        yield ExamHall(config, "eval", sampler, pool, SingleTurn(Letters()), Yes())
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Any, pool: Any = None, source: Any = None) -> None:
+        self.kept = -1
 
-    monkeypatch.setattr("async_grpo.launch.evaluate.open_policy", policy)
-    monkeypatch.setattr("async_grpo.launch.evaluate.load_tokenizer", lambda _: Letters())
-    monkeypatch.setattr("async_grpo.launch.evaluate.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("rollout_server.examiner.open_hall", hall)
-    checkpoint, nothing = Checkpoint(tmp_path, 1), lambda _: None
-    with pytest.raises(WaitTimeout, match=r"0 of 12 are there.*--patience"):
-        await evaluate(config_of(), checkpoint, ExamPlan(4, 2), patience_s=0.05, say=nothing, on_answer=nothing)
+        @asynccontextmanager
+        async def policy(*_: object) -> Any:
+            yield engine, Path("hf")
+
+        @asynccontextmanager
+        async def hall(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
+            self.kept = kept
+            yield ExamHall(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
+
+        monkeypatch.setattr("async_grpo.launch.evaluate.open_policy", policy)
+        monkeypatch.setattr("async_grpo.launch.evaluate.load_tokenizer", lambda _: Letters())
+        monkeypatch.setattr("async_grpo.launch.evaluate.LOOK_EVERY_S", 0.01)
+        monkeypatch.setattr("rollout_server.examiner.open_hall", hall)
+
+    async def __call__(self, plan: ExamPlan, patience_s: float = 5.0) -> Report:
+        nothing = lambda _: None  # noqa: E731
+        policy = Checkpoint(Path("hf"), 1)
+        return await evaluate(config_of(), policy, plan, patience_s=patience_s, say=nothing, on_answer=nothing)
+
+
+async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluating = Evaluating(monkeypatch, await scripted(says("never"), tokens_per_s=0.001))
+    with pytest.raises(WaitTimeout, match=r"the next completion \(0 of 12 are there\).*--patience"):
+        await evaluating(ExamPlan(4, 2), patience_s=0.05)
+
+
+async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool()
+    pool.gate = asyncio.Event()
+    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
+    with pytest.raises(WaitTimeout, match=r"the reward functions to judge .*\(8 are there, 0 are judged\)"):
+        await evaluating(ExamPlan(4, 2), patience_s=0.2)
+
+
+async def test_grades_that_come_slowly_one_after_the_other_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(FakePool):
+        def __init__(self) -> None:
+            super().__init__()
+            self.free = asyncio.Lock()
+
+        async def judge(self, items: Sequence[Item]) -> list[Verdict]:
+            async with self.free:
+                await asyncio.sleep(0.15)
+                return await super().judge(items)
+
+    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), Slow())
+    report = await evaluating(ExamPlan(4, 2), patience_s=0.5)  # less than the four prompts take
+    assert report.grades.sampled_accuracy == 1.0
+
+
+async def test_prompts_beyond_those_that_the_run_kept_are_asked_unless_it_trains_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Fewer(Yes):
+        dropped = {"also trained on": 2, "prompt too long": 1}
+
+    evaluating = Evaluating(monkeypatch, await scripted(says("yes")), source=Fewer())
+    report = await evaluating(ExamPlan(6, 1))
+    assert (evaluating.kept, report.trained_on, report.config.eval.prompts) == (4, 2, 6)
+
+
+async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> None:
+    config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
+    nothing, plan = lambda _: None, ExamPlan(4, 2)
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens \(200\) is above rollout\.http\.max_tokens \(100\)"):
+        await evaluate(config, LiveRun(config, {}), plan, patience_s=1.0, say=nothing, on_answer=nothing)
 
 
 # Talking
@@ -363,6 +482,52 @@ def test_the_commands_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> N
         _obey("/reset", runner, parlour)
         with pytest.raises(DataError, match="no reply yet"):
             _obey("/answer 4", runner, parlour)
+
+
+def test_a_server_that_fails_ends_the_line_and_not_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["one", "two", "three", "/quit"])
+    failures: list[Exception] = [EngineError("the server has left"), WaitTimeout("completion chat-2", 1.0)]
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    with asyncio.Runner() as runner:
+        parlour, asked = runner.run(parlour_of("yes"))
+        ask = parlour.ask
+
+        async def sometimes(question: str) -> None:
+            if failures:
+                raise failures.pop(0)
+            await ask(question)
+
+        monkeypatch.setattr(parlour, "ask", sometimes)
+        _converse(runner, parlour)
+    shown = capsys.readouterr()
+    assert "the server has left" in shown.err and "waited 1 s for completion chat-2" in shown.err
+    assert (shown.out, len(asked)) == ("yes\n", 1)
+
+
+async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await scripted(says("yes"))
+
+    @asynccontextmanager
+    async def policy(*_: object) -> Any:
+        yield engine, Path("hf")
+
+    monkeypatch.setattr("async_grpo.launch.policies.open_policy", policy)
+    monkeypatch.setattr("async_grpo.data.source.load_tokenizer", lambda _: Letters())
+    config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
+    live, wishes = LiveRun(config, {}), Wishes("", "", None, None, None)
+    async with _open(config, live, wishes) as parlour:
+        assert parlour.talk.max_tokens == 100
+        parlour.allow(99)
+        with pytest.raises(ConfigError, match=r"101 tokens are above 100.*rollout\.http\.max_tokens"):
+            parlour.allow(101)
+        assert parlour.talk.max_tokens == 99
+    with pytest.raises(ConfigError, match=r"rollout\.http\.max_tokens"):
+        async with _open(config, live, replace(wishes, max_tokens=101)):
+            pass
+    async with _open(config, Checkpoint(Path("hf"), 1), replace(wishes, max_tokens=101)) as parlour:
+        assert parlour.talk.max_tokens == 101
 
 
 async def test_the_reward_of_a_reply_is_shown_for_an_expected_answer(capsys: pytest.CaptureFixture[str]) -> None:

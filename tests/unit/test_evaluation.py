@@ -110,6 +110,14 @@ def test_what_cannot_be_judged_is_left_out_and_counted() -> None:
     assert found.majority is not None and found.majority.value == 0.5
 
 
+def test_a_completion_in_which_looking_for_the_answer_failed_has_no_vote_and_is_counted() -> None:
+    broken = GradedPrompt([Grade(1.0, unextracted=True), Grade(0.0, "5")], [Grade(1.0)])
+    found = figures(broken, prompt(1.0, 1.0), samples=2)
+    assert (found.unextracted, found.unjudged) == (1, 0)
+    assert found.majority is not None and found.majority.value == 0.5  # of the first prompt only the wrong one votes
+    assert found.mean is not None and found.mean.value == 0.75
+
+
 def test_without_answers_there_is_no_majority_and_without_greedy_no_greedy() -> None:
     found = figures(prompt(1.0, 0.0), samples=2, votes=False)
     assert found.majority is None and found.greedy is None

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeEngine, FakeReceiver, cast_of, config_of, until, until_async, watcher_of
+from rollout_fakes import Bytes, FakeEngine, FakeReceiver, cast_of, config_of, until, until_async, watcher_of
 
 from async_grpo.errors import WaitTimeout
 from async_grpo.weights.manifest import Identity
+from async_grpo.wire import Sample, Task
 from async_grpo.wire.board import Evaluation
 from buffer import InMemoryBoard
 from rollout_server.cast import Cast
 from rollout_server.dispatcher import Dispatcher
 from rollout_server.evaluator import Evaluator
+from rollout_server.exam import PROBE_GROUPS, PROBE_SAMPLES, Exam, ExamPlan
 from rollout_server.feeder import Feeder
 from rollout_server.milestones import milestone_of, next_milestone
 from rollout_server.pulse import Pulse
+from rollout_server.session import Session
 from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import SingleTurn
 
 
 async def evaluator_at(cast: Cast, version: int) -> tuple[Evaluator, WeightWatcher, FakeReceiver]:
@@ -64,6 +70,33 @@ async def test_without_an_extraction_the_board_says_why_there_is_no_majority(tmp
     (found,) = await cast.board.evaluations()
     assert found.figures is not None and found.figures.majority is None
     assert found.no_majority == "format has none"
+
+
+async def test_the_board_says_in_how_many_completions_looking_for_the_answer_failed(tmp_path: Path) -> None:
+    engine = FakeEngine(lambda request: "!" if "-0-0-" in request.request_id else "yes")
+    cast = cast_of(tmp_path, config_of(), engine)
+    evaluator, _, _ = await evaluator_at(cast, 0)
+    await evaluator.first()
+    (found,) = await cast.board.evaluations()
+    assert found.figures is not None and found.figures.unextracted == 1  # of the greedy completions nobody asks it
+    assert (found.figures.unjudged, found.no_majority) == (0, "")
+
+
+async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_path: Path) -> None:
+    made: Counter[int] = Counter()
+
+    class Noting(SingleTurn):
+        async def run(self, task: Task, session: Session) -> Sample:
+            made[session.index] += 1
+            return await super().run(task, session)
+
+    exam = Exam(replace(cast_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
+    await exam.grade(ExamPlan(prompts=4, samples=3))
+    assert made == {0: 4 + 4, 1: 4, 2: 4}  # a greedy one is the first of one
+    made.clear()
+    await exam.probe(version=0)
+    assert made == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
+    assert exam.generating == 0
 
 
 async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:

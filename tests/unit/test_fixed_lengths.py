@@ -36,6 +36,10 @@ async def test_every_sample_of_a_group_has_the_length_that_its_task_prescribes(i
     assert (sample.length, sample.finish_reason, len(sample.text)) == (length, "length", length)
 
 
+async def test_a_task_with_fewer_lengths_than_samples_prescribes_them_over_again() -> None:
+    assert [(await make(index)).length for index in (3, 4, 5, 6)] == [3, 12, 1, 3]
+
+
 async def test_a_sample_that_is_taken_up_again_comes_to_the_same_length() -> None:
     whole = await make(1)
     begun = await make(0)

@@ -12,7 +12,9 @@ from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 from async_grpo.launch.commands import role_specs
 from async_grpo.launch.cores import cores_here, role_cores
+from async_grpo.launch.plan import describe
 from async_grpo.launch.role import RoleProcess, RoleSpec
+from async_grpo.launch.run import run
 from async_grpo.launch.run_folder import RunFolder
 
 SAYS_ITS_CORES = "import os, subprocess, sys; print(sorted(os.sched_getaffinity(0)), flush=True)"
@@ -57,3 +59,20 @@ def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:
         role_cores(config(trainer=[1, 7]), here=[0, 1])
     with pytest.raises(ConfigError, match="pins no process"):
         role_cores(config(rollout=[0]), here=[])
+
+
+async def test_a_run_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"launch.cores.rollout names 99999"):
+        await run(config(rollout=[99999]), fresh=False, command="")
+    assert not list(tmp_path.iterdir())
+
+
+@needs_affinity
+def test_a_dry_run_shows_the_cores_and_refuses_those_that_are_not_there() -> None:
+    first = cores_here()[0]
+    names, shown = (list(column.cells) for column in describe(config(trainer=[first])).columns)
+    assert shown[names.index("cores")] == f"trainer: {first}"
+    with pytest.raises(ConfigError, match=r"launch.cores.trainer names 99999"):
+        describe(config(trainer=[99999]))
+    assert "cores" not in list(describe(config()).columns[0].cells)

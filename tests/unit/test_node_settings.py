@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.cli.main import app
 from async_grpo.config.trainer import TrainerConfig
-from trainer.nodes.agreement import differing_keys, fingerprint
+from trainer.nodes.agreement import fingerprint, objection
+from trainer.nodes.messages import Hello
 from trainer.nodes.ranks import network_environment, rank_environments
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -58,9 +59,17 @@ def test_collectives_are_sent_over_the_card_that_reaches_the_others() -> None:
 
 
 def test_where_a_machine_finds_the_others_is_its_own_affair() -> None:
-    one = "{seed: 1, redis: {url: a}, runs_dir: /mnt/runs, trainer: {nodes: 2}}"
-    assert differing_keys(one, "{seed: 1, redis: {url: b}, runs_dir: /runs, trainer: {nodes: 2}}") == []
-    assert differing_keys(one, "{seed: 2, trainer: {nodes: 3}, steps: 4}") == ["seed", "steps", "trainer.nodes"]
+    one = said("{seed: 1, redis: {url: a}, runs_dir: /mnt/runs, trainer: {nodes: 2}}")
+    same = said("{seed: 1, redis: {url: b}, runs_dir: /runs, trainer: {nodes: 2}}")
+    other = said("{seed: 2, trainer: {nodes: 3}, steps: 4}")
+    assert objection(one, same, nodes=2, place="there") is None
+    assert "other values than node 0 of seed, steps, trainer.nodes: " in str(
+        objection(one, other, nodes=2, place="there")
+    )
+
+
+def said(config: str) -> Hello:
+    return Hello(id="run", rank=1, config=config, model="the same")
 
 
 @pytest.mark.parametrize("place", [0, -1])

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from async_grpo.bench.figures import Machine
 from async_grpo.bench.fixed_lengths import lengths_in
-from async_grpo.bench.pipeline import PROBED, probes_of, probing_work
+from async_grpo.bench.pipeline import PROBED, _folder, probes_of, probing_work
 from async_grpo.bench.pipeline.ask import asked
 from async_grpo.bench.pipeline.balance import LONGEST_PROMPT, SHORTEST_PROMPT, Probe, Sides, balanced_prompt
 from async_grpo.bench.pipeline.cores import Split, speed_beside, split_cores
@@ -26,7 +26,7 @@ from async_grpo.bench.pipeline.results import Results, in_turns
 from async_grpo.bench.pipeline.stage import POLICY, Stage
 from async_grpo.bench.pipeline.work import Course, Work
 from async_grpo.data.jsonl import JsonlSource
-from async_grpo.errors import ConfigError, DataError, EngineError
+from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
 from async_grpo.launch.cores import cores_here
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.timeline import Timeline
@@ -179,7 +179,7 @@ def test_any_period_of_steps_is_the_same_work(start: int) -> None:
     assert sum(steps) == WORK.tokens == sum(range(1, 17))
 
 
-@pytest.mark.parametrize(("staleness", "head", "steps"), [(0, 1, 13), (2, 3, 17), (8, 9, 29)])
+@pytest.mark.parametrize(("staleness", "head", "steps"), [(0, 3, 15), (2, 5, 19), (8, 11, 31)])
 def test_the_timed_part_begins_behind_the_head_start_and_ends_before_admission_does(
     staleness: int, head: int, steps: int
 ) -> None:
@@ -191,7 +191,7 @@ def test_the_timed_part_begins_behind_the_head_start_and_ends_before_admission_d
 def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
     stage = Stage(tmp_path, tmp_path / "model", POLICY, Split((0,), (1,)))
     config = stage.config("s2-r1", WORK, Course(2, timed=WORK.steps))
-    assert (config.steps, config.max_staleness, config.rollout.max_concurrency) == (9, 2, WORK.samples_per_step)
+    assert (config.steps, config.max_staleness, config.rollout.max_concurrency) == (11, 2, WORK.samples_per_step)
     assert (config.launch.cores.rollout, config.launch.cores.trainer) == ([0], [1])
     source = JsonlSource(config, NumberWords())
     assert not source.dropped
@@ -234,13 +234,13 @@ def test_an_engine_that_waits_for_the_weights_of_its_tickets_is_idle() -> None:
 def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
     course = Course(2, WORK.steps)
     rows = [row(WORK, version, 10.0 + version, wait_s=0.0, age=1) for version in range(course.steps)]
-    before, during = (0.0, 11.0), (12.0, 16.0)  # the clock runs from 12 to 16
+    before, during = (0.0, 13.0), (14.0, 18.0)  # the clock runs from 14 to 18
     groups = [
-        Generated(seq, 0, sum(WORK.of_group(seq)), before if seq < 12 else during)
+        Generated(seq, 0, sum(WORK.of_group(seq)), before if seq < 16 else during)
         for seq in range(course.steps * WORK.groups_per_step)
     ]
     seen = observe(Record(rows, [Server(tuple(groups), ())]), WORK, course)
-    made = sum(sum(WORK.of_group(seq)) for seq in range(12, 18))
+    made = sum(sum(WORK.of_group(seq)) for seq in range(16, 22))
     assert seen.generated == pytest.approx(made / WORK.tokens) and seen.generated < 1
     assert seen.tokens_per_s == pytest.approx(made / 4.0)
     assert (seen.age_mean, seen.age_max) == (1.0, 1)
@@ -249,7 +249,7 @@ def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
 def test_generating_ahead_is_no_gain_either() -> None:
     course = Course(1, WORK.steps)
     rows = [row(WORK, version, 10.0 + version, wait_s=0.0) for version in range(course.steps)]
-    groups = [Generated(seq, 0, sum(WORK.of_group(seq)), (11.0, 15.0)) for seq in range(12)]
+    groups = [Generated(seq, 0, sum(WORK.of_group(seq)), (13.0, 17.0)) for seq in range(12)]
     seen = observe(Record(rows, [Server(tuple(groups), ())]), WORK, course)
     assert seen.generated > 1 and seen.tokens_per_s == pytest.approx(WORK.tokens / 4.0)
 
@@ -272,12 +272,12 @@ def test_a_step_that_trained_fewer_tokens_ends_the_bench() -> None:
     course = Course(0, WORK.steps)
     record = sync_record(WORK, course)
     rows = [*record.steps[:-1], {**record.steps[-1], "trained_tokens": 0}]
-    with pytest.raises(EngineError, match="1 of 5 steps differ, first step 4 with 0"):
+    with pytest.raises(EngineError, match="1 of 7 steps differ, first step 6 with 0"):
         check(Record(rows, record.servers), WORK, course, "s0-r1")
     rows = [*record.steps[:-1], {**record.steps[-1], "read_tokens": 7}]
-    with pytest.raises(EngineError, match=r"s0-r1 read .* first step 4 with 7 in place of 22"):
+    with pytest.raises(EngineError, match=r"s0-r1 read .* first step 6 with 7 in place of 54"):
         check(Record(rows, record.servers), WORK, course, "s0-r1")
-    with pytest.raises(EngineError, match="first step 4 with none"):
+    with pytest.raises(EngineError, match="first step 6 with none"):
         check(Record(record.steps[:-1], record.servers), WORK, course, "s0-r1")
 
 
@@ -367,9 +367,29 @@ def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last() ->
     assert split_cores([0, 1], 1, sibling_of=lambda core: core) == Split((0,), (1,))
     assert split_cores([0, 1, 2, 3], 1, sibling_of=pairs) == Split((0,), (2,))
     assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == Split((4, 6), (5, 7))
+    assert split_cores([2, 3, 5], 1, sibling_of=pairs) == Split((2,), (5,))  # 4, the first thread of 5, is not ours
     assert split_cores([], 1) == Split((), ())
     with pytest.raises(ConfigError, match="--cores is 2 a side"):
         split_cores([0, 1, 2], 2)
+
+
+def test_the_runs_stay_where_they_are_asked_for_and_where_one_failed(tmp_path: Path) -> None:
+    said: list[str] = []
+    with _folder(tmp_path / "out", said.append) as asked_for:
+        (asked_for / "runs").mkdir()
+    assert (tmp_path / "out" / "runs").is_dir()
+    with pytest.raises(ConfigError, match="is not empty"), _folder(tmp_path / "out", said.append):
+        pass
+    with _folder(None, said.append) as whole:
+        (whole / "runs").mkdir()
+    assert not whole.exists() and not said
+    with pytest.raises(RoleFailed), _folder(None, said.append) as failed:
+        raise RoleFailed(f"see {failed}/runs/s0-r1/logs/trainer.log")
+    assert failed.is_dir() and str(failed) in said[0]
+    failed.rmdir()
+    with pytest.raises(SystemExit), _folder(None, said.append) as interrupted:
+        raise SystemExit(130)
+    assert not interrupted.exists() and len(said) == 1
 
 
 def test_two_cores_at_work_are_compared_with_one() -> None:

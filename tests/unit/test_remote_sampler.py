@@ -15,11 +15,12 @@ from rollout_fakes import FakeReceiver, cast_of, until, watcher_of
 
 from async_grpo.data.source import make_task
 from async_grpo.errors import EngineError, WaitTimeout
+from async_grpo.http.server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Task, VersionSpan
 from rollout_server.dispatcher import Dispatcher
 from rollout_server.engines.protocol import GenerationRequest
-from rollout_server.engines.remote import RemoteSampler
+from rollout_server.engines.remote import KEEP_ALIVE_S, RemoteSampler
 from rollout_server.engines.scripted import ScriptedEngine, scripted_logprobs
 from rollout_server.evaluator import Evaluator
 from rollout_server.exam import Exam, ExamPlan
@@ -150,6 +151,14 @@ async def test_a_refusal_is_passed_on(tmp_path: Path) -> None:
     async with server(tmp_path, await scripted(says("hello"))) as front, sampler(front.address) as live:
         with pytest.raises(EngineError, match=r"status 400.*max_model_len"):
             await live.generate(request(max_tokens=1000))
+
+
+async def test_an_idle_connection_is_left_before_the_server_closes_it(tmp_path: Path) -> None:
+    assert KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S
+    async with server(tmp_path, await scripted(says("hello"))) as front, sampler(front.address) as live:
+        await live.generate(request())
+        assert live._session is not None and live._session.connector is not None
+        assert live._session.connector._keepalive_timeout == KEEP_ALIVE_S
 
 
 async def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

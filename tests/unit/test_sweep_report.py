@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.cli.main import app
+from async_grpo.sweep import plots
 from async_grpo.sweep.figures import FAILED, FINISHED, NEW, UNFINISHED, behind_head_start, from_rows, read_figures
 from async_grpo.sweep.folder import PointRecord, Record, SweepFolder
 from async_grpo.sweep.idle import merged, overlap, rollout_idle_share
 from async_grpo.sweep.plots import pareto
 from async_grpo.sweep.report import Comparison, compare, page, read_all
 from async_grpo.sweep.settings import settings_of
-from tests.unit.sweep_fakes import STEPS, leave_run, point
+from tests.unit.sweep_fakes import STEPS, figures, leave_run, point
 
 PLOTS = ("tradeoff", "reward_by_step", "reward_by_time", "figures")
 
@@ -221,6 +222,21 @@ def test_a_server_is_idle_when_it_generates_nothing_while_the_trainer_is_at_work
     assert rollout_idle_share(trainer, [first]) == 0.75
     assert rollout_idle_share(trainer, [first, second]) == pytest.approx((0.75 + 0.5) / 2)
     assert rollout_idle_share([], [first]) is None and rollout_idle_share(trainer, []) is None
+
+
+def test_a_legend_names_what_any_panel_shows_though_none_shows_all() -> None:
+    made = {("grpo", 0): 10.0, ("grpo", 8): 20.0, ("dapo", 2): None}
+    settings = settings_of(
+        [
+            figures(staleness, values={"max_staleness": str(staleness), "preset": preset}, samples_per_s=speed)
+            for (preset, staleness), speed in made.items()
+        ]
+    )
+    looks = plots.looks_of(settings)
+    rewards, small = plots._rewards(settings, looks, over_seconds=False), plots._figures(settings, looks)
+    assert rewards is not None and small is not None
+    assert [text.get_text() for text in rewards.axes[0].get_legend().get_texts()] == ["0", "2", "8"]
+    assert {text.get_text() for text in small.legends[0].get_texts()} == {"preset=grpo", "preset=dapo"}
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:

@@ -115,7 +115,9 @@ def summary(run_dir: Path) -> dict[str, Any]:
             sampled_accuracy=a,
             greedy_accuracy=g,
             wall_s=2.0,
-            figures=Figures(prompts=256, completions=1024, unjudged=3, mean=Estimate(a, a - 0.01, a + 0.02)),
+            figures=Figures(
+                prompts=256, completions=1024, unjudged=3, unextracted=v // 60, mean=Estimate(a, a - 0.01, a + 0.02)
+            ),
             by_source={SOURCE: Figures(prompts=9, completions=36, greedy=Estimate(g, g, g))} if v == 120 else {},
             no_majority="step has none",
         )
@@ -147,6 +149,7 @@ def test_the_report_has_the_figures_of_every_version_with_their_intervals(
     assert [row.split(" | ")[0] for row in rows[2:6]] == ["| 0", "| 40", "| 80", "| 120"]
     assert "| 120 | 256 | 0.830 [0.820, 0.850] |" in rows
     assert "No maj@4: `step has none`. 3 completions could not be judged" in section
+    assert "In 2 completions the reward function failed to find the answer" in section and "no vote in maj@4" in section
     (source,) = (row for row in rows if "0.880 [0.880, 0.880]" in row)
     assert not {"\x1b", "\u202e"} & set(source) and source.count("`") == 2
 

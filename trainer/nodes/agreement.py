@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import xxhash
 import yaml
 
-_OWN_SECTIONS = ("redis", "weights", "launch", "telemetry", "runs_dir")
-"""May differ: how a machine reaches the others, and under which path it has the shared folder."""
+from async_grpo.config.differences import differing_keys
+from trainer.nodes.messages import Hello
 
 _ENDS_BYTES = 1 << 20
 
 
-def differing_keys(one: str, other: str) -> list[str]:
-    """Dotted keys that two resolved configurations (YAML) do not share, those of their machines apart.
-
-    >>> differing_keys("{seed: 1, trainer: {optimizer: {lr: 1.0}}}", "{seed: 1, trainer: {optimizer: {lr: 2.0}}}")
-    ['trainer.optimizer.lr']
-    """
-    before, after = _flat(yaml.safe_load(one)), _flat(yaml.safe_load(other))
-    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    return [key for key in keys if key.partition(".")[0] not in _OWN_SECTIONS]
+def objection(own: Hello, other: Hello, *, nodes: int, place: str) -> str | None:
+    """Why node 0, which says `own` of itself at `place`, cannot take the other node in. Value, rule and fix."""
+    if other.id != own.id:
+        return (
+            f"node 0 at {place} trains {own.id!r}, and this one {other.id!r} (trainer.rendezvous.id, or the name of "
+            "the run). Give each run its own port"
+        )
+    if not 0 < other.rank < nodes:
+        return f"a node {other.rank} came to node 0, but trainer.nodes is {nodes}. Correct --node-rank"
+    if keys := differing_keys(yaml.safe_load(own.config), yaml.safe_load(other.config)):
+        return (
+            f"node {other.rank} has other values than node 0 of {', '.join(keys)}: their ranks would not do the same. "
+            "Start all nodes with the same CONFIG and -o"
+        )
+    if other.model != own.model:
+        return (
+            f"node {other.rank} has another first policy than node 0: their ranks would train parts of different "
+            "models. Set model.path to one folder that all see, or to copies of the same files"
+        )
+    return None
 
 
 def fingerprint(model: Path) -> str:
@@ -39,9 +49,3 @@ def fingerprint(model: Path) -> str:
             stream.seek(max(0, size - _ENDS_BYTES))
             state.update(stream.read(_ENDS_BYTES))
     return state.hexdigest()
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix.rstrip("."): value}
-    return {key: found for name, below in value.items() for key, found in _flat(below, f"{prefix}{name}.").items()}

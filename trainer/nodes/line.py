@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import TypeVar
 
 import msgspec
@@ -22,8 +21,6 @@ class Line:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         self.peer = peer
-        self.heard_s = time.monotonic()
-        """When the other end last said anything."""
         self._reader, self._writer = reader, writer
 
     @property
@@ -46,7 +43,6 @@ class Line:
             payload = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise NodeLost(f"{self.peer} is gone: its connection has ended ({error})") from None
-        self.heard_s = time.monotonic()
         try:
             return _decoder.decode(payload)
         except msgspec.MsgspecError as error:

@@ -1,9 +1,9 @@
 """One machine of a trainer that has several.
 
-    python -m trainer.nodes.main --node-rank R --config runs/NAME/roles.yaml --model FOLDER
+    python -m trainer.nodes.main --node-rank R --config runs/NAME/roles/trainer-R.yaml --model FOLDER
 
-Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint written. 1: see the last line of
-the log; started again, on all machines, it resumes.
+Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint holds what was trained. 1: see the
+last line of the log; started again, on all machines, it resumes.
 """
 
 from __future__ import annotations

@@ -22,13 +22,15 @@ import structlog
 
 from async_grpo.config.rendezvous import RendezvousConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, WaitTimeout, WireError
-from trainer.nodes.agreement import differing_keys
+from trainer.nodes.agreement import objection
 from trainer.nodes.folder import LOOK_S, is_there, left_file
 from trainer.nodes.line import Line
 from trainer.nodes.messages import Busy, Ended, Hello, Look, Refused, Seen, Start
 
 HELLO_S = 10.0
 """Who connects must have said who it is by then."""
+
+START_IT = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
 
 _RETRY_S = 0.5
 _ANSWER_S = 2 * LOOK_S
@@ -64,46 +66,62 @@ class Host:
     again: asyncio.Event = field(default_factory=asyncio.Event)
     """A node that had come has been started again."""
     again_peer: str = ""
+    turned_away: str = ""
+    """Who was last, and why."""
     _complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody connects: taken in, or told why not."""
-        line = Line(reader, writer, f"somebody at {writer.get_extra_info('peername')[0]}")
+        """Somebody connects: taken in, or told why not and hung up on."""
+        address = writer.get_extra_info("peername")[0]
+        line = Line(reader, writer, f"somebody at {address}")
+        stays = False
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await line.expect(Hello)
-        except (TimeoutError, NodeLost, WireError):
-            await line.close()
-            return
-        line.peer = f"node {hello.rank} ({writer.get_extra_info('peername')[0]})"
-        answer = self._answer(hello, line)
-        if answer is not None:
-            line.send(answer)
-            await line.close()
+            line.peer = f"node {hello.rank} ({address})"
+            stays = await self._takes_in(line, hello)
+        except WireError as error:
+            self._turn_away(line, str(error))
+        except (TimeoutError, NodeLost):
+            pass  # it never said that it was a node: a port scan, or a health check
+        finally:
+            if not stays:
+                await line.close()
 
-    def _answer(self, hello: Hello, line: Line) -> Refused | Busy | None:
-        """None: it is one of us, and its line stays open."""
-        reason = _objection(self.invitation, hello)
+    async def _takes_in(self, line: Line, hello: Hello) -> bool:
+        """Whether it is one of us; else it has been told why not."""
+        reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
         if reason is not None:
-            return Refused(reason=reason)
+            self._turn_away(line, reason)
+            line.send(Refused(reason=reason))
+            return False
         if self._complete.is_set():
             self.again_peer = line.peer
             self.again.set()
-            return Busy()
-        self.lines[hello.rank] = line  # in place of an earlier life of it
+            line.send(Busy())
+            return False
+        earlier_life = self.lines.get(hello.rank)
+        self.lines[hello.rank] = line
         if len(self.lines) == self.invitation.nodes - 1:
             self._complete.set()
-        return None
+        if earlier_life is not None:
+            await earlier_life.close()
+        return True
+
+    def _turn_away(self, line: Line, reason: str) -> None:
+        log.warning("a node is turned away", node=line.peer, reason=reason)
+        self.turned_away = f"{line.peer} was turned away: {reason}"
 
     async def gather(self) -> None:
-        """Until everybody has come, agrees, and sees the same folder. Raises WaitTimeout, ConfigError, NodeLost."""
+        """Until everybody has come, agrees, and sees the same folder. Raises WaitTimeout, ConfigError, NodeLost, and
+        WireError for a node of another release."""
         timeout_s = self.invitation.where.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._complete.wait()
         except TimeoutError:
             missing = ", ".join(str(rank) for rank in range(1, self.invitation.nodes) if rank not in self.lines)
-            fix = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
+            fix = self.turned_away or START_IT
             raise WaitTimeout(f"node {missing} of the trainer ({self.invitation.place})", timeout_s, fix) from None
         with left_file(self.invitation.folder) as name:
             for line in self.lines.values():
@@ -137,7 +155,8 @@ class Host:
 
 @asynccontextmanager
 async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
-    """Node 0, with all the others there; they wait for `Start`. Raises WaitTimeout, ConfigError, NodeLost."""
+    """Node 0, with all the others there; they wait for `Start`. Raises WaitTimeout, ConfigError, NodeLost, WireError;
+    the others are told. No line is open afterwards."""
     host = Host(invitation)
     listener = listen(invitation.address, invitation.where.port)
     server = await asyncio.start_server(host.receive, sock=listener)
@@ -156,21 +175,19 @@ async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
 
 
 async def join(invitation: Invitation) -> Line:
-    """Any other node, with the line to node 0 on which `Start` has come. Raises WaitTimeout, ConfigError, NodeLost."""
+    """Any other node, with the line to node 0 on which `Start` has come. Raises WaitTimeout, ConfigError, NodeLost, and
+    WireError for a node 0 of another release; no line is open then."""
     timeout_s = invitation.where.timeout_s
     log.info("looking for node 0", at=f"{invitation.address}:{invitation.where.port}", node=invitation.hello.rank)
     state = "it does not answer: is it started, and is the port open?"
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                try:
+                with contextlib.suppress(OSError):
                     line = await _call(invitation)
                     state = "it answers, but other nodes are missing, or it still runs an earlier life of this one"
                     if await _begins(line, invitation):
                         return line
-                    await line.close()
-                except OSError:
-                    pass
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:
         raise WaitTimeout(f"node 0 of the trainer ({invitation.place}) to begin", timeout_s, state) from None
@@ -196,7 +213,18 @@ async def _call(invitation: Invitation) -> Line:
 
 
 async def _begins(line: Line, invitation: Invitation) -> bool:
-    """Whether the training starts; False if node 0 is to be asked again. Raises ConfigError, NodeLost."""
+    """Whether the training starts; if not, the line is closed. Raises ConfigError, NodeLost, WireError."""
+    begins = False
+    try:
+        begins = await _starts(line, invitation)
+        return begins
+    finally:
+        if not begins:
+            await line.close()
+
+
+async def _starts(line: Line, invitation: Invitation) -> bool:
+    """Whether `Start` has come; False if node 0 is to be asked again. Raises ConfigError, NodeLost, WireError."""
     with contextlib.ExitStack() as files:
         while True:
             try:
@@ -216,26 +244,3 @@ async def _begins(line: Line, invitation: Invitation) -> bool:
                     raise ConfigError(reason)
                 case Ended(reason=reason):
                     raise NodeLost(f"{line.peer} has ended: {reason}")
-
-
-def _objection(invitation: Invitation, hello: Hello) -> str | None:
-    """Why this node cannot take part. Value, rule and fix."""
-    own = invitation.hello
-    if hello.id != own.id:
-        return (
-            f"node 0 at {invitation.place} trains {own.id!r}, and this one {hello.id!r} (trainer.rendezvous.id, or the "
-            "name of the run). Give each run its own port"
-        )
-    if not 0 < hello.rank < invitation.nodes:
-        return f"a node {hello.rank} came to node 0, but trainer.nodes is {invitation.nodes}. Correct --node-rank"
-    if keys := differing_keys(own.config, hello.config):
-        return (
-            f"node {hello.rank} has other values than node 0 of {', '.join(keys)}: their ranks would not do the same. "
-            "Start all nodes with the same CONFIG and -o"
-        )
-    if hello.model != own.model:
-        return (
-            f"node {hello.rank} has another first policy than node 0: their ranks would train parts of different "
-            "models. Set model.path to one folder that all see, or to copies of the same files"
-        )
-    return None

@@ -2,7 +2,7 @@
 
 node R --Hello--> node 0      --Refused, Busy, Look, Start--> node R
        --Seen--->
-both:  Beat, Stop, Ended      and the connection itself, which ends when either process does
+both:  Beat, Stop, Stopped, Ended      and the connection itself, which ends when either process does
 """
 
 from __future__ import annotations
@@ -62,10 +62,15 @@ class Stop(Record, frozen=True, kw_only=True, tag="stop"):
     """Somebody wants the trainer to stop (SIGTERM to the node that says so); rank 0 decides when."""
 
 
+class Stopped(Record, frozen=True, kw_only=True, tag="stopped"):
+    """SIGTERM has ended a rank before it had joined the run: there is nothing to save, and no rank will lead the others
+    to an end. The last word of a node, like `Ended`."""
+
+
 class Ended(Record, frozen=True, kw_only=True, tag="ended"):
     """The ranks of this node have ended; "" is as they should."""
 
     reason: str
 
 
-Message = Hello | Refused | Busy | Look | Seen | Start | Beat | Stop | Ended
+Message = Hello | Refused | Busy | Look | Seen | Start | Beat | Stop | Stopped | Ended

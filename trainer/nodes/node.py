@@ -1,12 +1,14 @@
 """One machine of the trainer, from the meeting to the end of its ranks.
 
-What it waits for: the other nodes (`meeting`, bounded), then at once for its ranks, for the other nodes and for
-SIGTERM, whichever comes first.
+What it waits for: the other nodes (`meeting`, bounded) or SIGTERM, then at once for its ranks, for the other nodes and
+for SIGTERM, whichever comes first.
 
 - all ranks end with 0: so does the node. Node 0 stays until the others are done, since it keeps their store
 - a rank fails, or another node does: nothing that is still done here counts. The ranks are ended, the others
   told, and the node ends with the reason; the supervisors start all nodes again, which meet again
-- SIGTERM, to whichever node: node 0 passes it to its ranks, rank 0 writes a checkpoint and lets all leave
+- SIGTERM, to whichever node: node 0 passes it to rank 0, which writes a checkpoint and lets all leave. If it ends rank
+  0 before that has joined the run, there is nothing to save: all nodes end their ranks, and that is as good an end.
+  During the meeting it ends this node alone
 """
 
 from __future__ import annotations
@@ -18,25 +20,29 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import AsyncGrpoError, NodeLost, TrainingError
 from trainer.nodes.agreement import fingerprint
 from trainer.nodes.meeting import Host, Invitation, hosted, join, listen
-from trainer.nodes.messages import Ended, Hello, Start, Stop
-from trainer.nodes.peers import Peers
-from trainer.nodes.ranks import LocalRanks, network_environment, rank_environments
+from trainer.nodes.messages import Ended, Hello, Start, Stop, Stopped
+from trainer.nodes.peers import Peers, StoppedEarly
+from trainer.nodes.ranks import LocalRanks, Terminated, network_environment, rank_environments
 
 CAUSE_S = 2.0
 """A rank whose connection to another broke ends before the reason has arrived from there."""
 
 LINGER_S = 60.0
 """Node 0 keeps the store for ranks that leave later; so long at most."""
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -51,20 +57,44 @@ class Node:
 
     async def run(self) -> None:
         """Returns when the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
-        async with self._met() as (peers, own_address, host):
-            with _sigterm_sets(self.stop_asked):
-                ranks = await LocalRanks.start(self._argv(), self._environments(own_address))
-                try:
-                    await self._oversee(ranks, peers, host)
-                except AsyncGrpoError as error:
-                    peers.tell(Ended(reason=str(error)))
-                    raise
-                finally:
-                    await ranks.end()
+        with _sigterm_sets(self.stop_asked):
+            async with AsyncExitStack() as stack:
+                met = await self._meet(stack)
+                if met is None:
+                    log.info("stopped before all nodes had met", node=self.rank)
+                else:
+                    await self._train(*met)
+
+    async def _meet(self, stack: AsyncExitStack) -> tuple[Peers, Host | None] | None:
+        """The others, until the stack ends; None if this node was asked to stop before all were there."""
+        meeting = asyncio.create_task(stack.enter_async_context(self._met()))
+        asked = asyncio.create_task(self.stop_asked.wait())
+        try:
+            await asyncio.wait({meeting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            return meeting.result() if meeting.done() else None
+        finally:
+            for task in (meeting, asked):
+                task.cancel()
+            await asyncio.gather(meeting, asked, return_exceptions=True)
+
+    async def _train(self, peers: Peers, host: Host | None) -> None:
+        """From the start of this node's ranks to their end, whatever that is; the others are told."""
+        async with peers.followed():
+            ranks = await LocalRanks.start(self._argv(), self._environments(peers.own_address))
+            try:
+                await self._oversee(ranks, peers, host)
+            except StoppedEarly:
+                log.info("stopped before the ranks had joined the run", node=self.rank)
+                peers.tell(Stopped())
+            except AsyncGrpoError as error:
+                peers.tell(Ended(reason=str(error)))
+                raise
+            finally:
+                await ranks.end()
 
     @asynccontextmanager
-    async def _met(self) -> AsyncIterator[tuple[Peers, str, Host | None]]:
-        """All nodes are there and begin now; with this one's address among them."""
+    async def _met(self) -> AsyncIterator[tuple[Peers, Host | None]]:
+        """All nodes are there and begin now."""
         invitation = self._invitation()
         silence_s = invitation.where.silence_s
         if self.rank == 0:
@@ -74,12 +104,12 @@ class Node:
                     store = _open_store(invitation, port, listener)
                     peers = Peers(host.lines.values(), silence_s)
                     peers.tell(Start())
-                    yield peers, invitation.address, host
+                    yield peers, host
                     del store
         else:
             line = await join(invitation)
             try:
-                yield Peers([line], silence_s), line.own_address, None
+                yield Peers([line], silence_s), None
             finally:
                 await line.close()
 
@@ -91,11 +121,11 @@ class Node:
             while not working.done():
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if working in done:
-                    await _succeeded(working, watching, peers)
+                    await self._judge(working, watching, peers)
                 for ended in done:
                     ended.result()
             if host is not None:
-                await _until_the_others_are_done(watching)
+                await peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
         finally:
             for task in (working, watching, stopping):
                 task.cancel()
@@ -103,12 +133,7 @@ class Node:
 
     async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
         """Raises TrainingError if the ranks have not left in time; they are killed then."""
-        asked = [asyncio.create_task(event.wait()) for event in (self.stop_asked, peers.stop_asked)]
-        try:
-            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in asked:
-                task.cancel()
+        await self._asked(peers)
         if self.rank == 0:
             ranks.stop()
         else:
@@ -119,6 +144,39 @@ class Node:
             f"the ranks were still at work launch.stop_timeout_s ({timeout_s:g} s) after SIGTERM, and were killed. "
             "What was trained since the newest checkpoint is trained again"
         )
+
+    async def _judge(self, working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
+        """The ranks have ended; tell. Raises TrainingError if not well, with what the others say of it; StoppedEarly if
+        SIGTERM ended one, here or there, because of which the others fail."""
+        error = working.exception()
+        if isinstance(error, Terminated) and await self._was_asked(peers):
+            raise StoppedEarly
+        peers.tell(Ended(reason="" if error is None else str(error)))
+        if error is None:
+            return
+        await asyncio.wait({watching}, timeout=CAUSE_S)
+        theirs = watching.exception() if watching.done() else None
+        if isinstance(theirs, StoppedEarly):
+            raise theirs
+        echo = str(error) in str(theirs)  # they ended because of what they were just told
+        raise error if theirs is None or echo else NodeLost(f"{error}; {theirs}")
+
+    async def _was_asked(self, peers: Peers) -> bool:
+        """Whether this node or another was asked to stop; one that was at the same time as its rank will soon know."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUSE_S):
+                await self._asked(peers)
+                return True
+        return False
+
+    async def _asked(self, peers: Peers) -> None:
+        """Until this node or another is asked to stop."""
+        asked = [asyncio.create_task(event.wait()) for event in (self.stop_asked, peers.stop_asked)]
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in asked:
+                task.cancel()
 
     def _invitation(self) -> Invitation:
         where = self.config.trainer.rendezvous
@@ -143,7 +201,7 @@ class Node:
 
 
 async def _watch(peers: Peers, host: Host | None) -> None:
-    """Raises NodeLost; on node 0 also for a node that is back before its end was noticed."""
+    """As `Peers.watch`; on node 0 it raises NodeLost also for a node that is back before its end was noticed."""
     watching = asyncio.create_task(peers.watch())
     again = asyncio.create_task(host.again.wait()) if host is not None else None
     try:
@@ -154,25 +212,6 @@ async def _watch(peers: Peers, host: Host | None) -> None:
     finally:
         for task in (watching, *([again] if again else [])):
             task.cancel()
-
-
-async def _succeeded(working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
-    """The ranks have ended; tell. Raises TrainingError if not well, with what the others say of it."""
-    error = working.exception()
-    peers.tell(Ended(reason="" if error is None else str(error)))
-    if error is None:
-        return
-    await asyncio.wait({watching}, timeout=CAUSE_S)
-    theirs = watching.exception() if watching.done() else None
-    echo = str(error) in str(theirs)  # they ended because of what they were just told
-    raise error if theirs is None or echo else NodeLost(f"{error}; {theirs}")
-
-
-async def _until_the_others_are_done(watching: asyncio.Task[None]) -> None:
-    """What goes wrong there now is theirs to report: the run is trained."""
-    with contextlib.suppress(TimeoutError, NodeLost):
-        async with asyncio.timeout(LINGER_S):
-            await watching
 
 
 def _open_store(invitation: Invitation, port: int, listener: socket.socket) -> Any:
@@ -191,7 +230,7 @@ def _open_store(invitation: Invitation, port: int, listener: socket.socket) -> A
 
 @contextlib.contextmanager
 def _sigterm_sets(asked: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and Ctrl-C, from here on. Before, there is nothing that either could harm."""
+    """SIGTERM and Ctrl-C."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)

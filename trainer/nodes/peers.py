@@ -7,13 +7,18 @@ that is killed is known by the end of its connection, one whose machine or netwo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from async_grpo.errors import NodeLost
 from trainer.nodes.line import Line
-from trainer.nodes.messages import Beat, Ended, Message, Stop
+from trainer.nodes.messages import Beat, Ended, Message, Stop, Stopped
 
 BEATS_OF_SILENCE = 8
+
+
+class StoppedEarly(Exception):
+    """The trainer was asked to stop before its ranks had joined the run, and has nothing to save; not an error."""
 
 
 class Peers:
@@ -24,22 +29,41 @@ class Peers:
         """One of them wants the trainer to stop."""
         self._lines = list(lines)
         self._silence_s = silence_s
+        self._following: list[asyncio.Task[None]] = []
+
+    @property
+    def own_address(self) -> str:
+        """Of this machine, in figures, on the network that reaches the others."""
+        return self._lines[0].own_address
 
     def tell(self, message: Message) -> None:
         """All of them; those that are gone do not hear it."""
         for line in self._lines:
             line.send(message)
 
-    async def watch(self) -> None:
-        """Until all have ended as they should. Raises NodeLost for the first that has not."""
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """As long as the block lasts, they are told that this node is there, whatever they have said of their own end,
+        and are listened to."""
         beating = asyncio.create_task(self._beat())
-        following = [asyncio.create_task(self._follow(line)) for line in self._lines]
+        self._following = [asyncio.create_task(self._follow(line)) for line in self._lines]
         try:
-            await asyncio.gather(*following)
+            yield
         finally:
-            for task in (beating, *following):
+            for task in (beating, *self._following):
                 task.cancel()
-            await asyncio.gather(beating, *following, return_exceptions=True)
+            await asyncio.gather(beating, *self._following, return_exceptions=True)
+
+    async def watch(self) -> None:
+        """Until all have ended as they should. Raises NodeLost or WireError for the first that has not, StoppedEarly
+        if one says so."""
+        ended, _ = await asyncio.wait(self._following, return_when=asyncio.FIRST_EXCEPTION)
+        for following in ended:
+            following.result()
+
+    async def left(self, timeout_s: float) -> None:
+        """Until all have ended, however they did, but no longer than that."""
+        await asyncio.wait(self._following, timeout=timeout_s)
 
     async def _follow(self, line: Line) -> None:
         while True:
@@ -54,6 +78,8 @@ class Peers:
             match message:
                 case Stop():
                     self.stop_asked.set()
+                case Stopped():
+                    raise StoppedEarly
                 case Ended(reason=""):
                     return
                 case Ended(reason=reason):

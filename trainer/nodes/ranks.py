@@ -21,6 +21,10 @@ _INTERFACES = {"cpu": (), "cuda": ("NCCL_SOCKET_IFNAME",), "npu": ("HCCL_SOCKET_
 """Beside GLOO_SOCKET_IFNAME; `=` before the name asks for this very one, where `eth1` would also mean eth10."""
 
 
+class Terminated(TrainingError):
+    """SIGTERM has ended a rank. From the moment that it has joined the run on, none lets that happen."""
+
+
 def rank_environments(config: TrainerConfig, node_rank: int) -> list[dict[str, str]]:
     """One a rank of this node. The ranks find each other in a store that node 0 keeps."""
     count = config.processes_per_node
@@ -74,7 +78,7 @@ class LocalRanks:
         return started
 
     async def wait(self) -> None:
-        """Until all have ended with 0. Raises TrainingError for the first that has not."""
+        """Until all have ended with 0. Raises TrainingError, or Terminated, for the first that has not."""
         waiting = [asyncio.create_task(_good_end(rank, process)) for rank, process in self.processes.items()]
         try:
             await asyncio.gather(*waiting)
@@ -84,14 +88,14 @@ class LocalRanks:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     def stop(self) -> None:
-        """SIGTERM: rank 0 brings the trainer to an end, the others wait for its word."""
-        for process in self.processes.values():
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
+        """SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one that
+        has not joined the run yet would not survive the signal."""
+        _terminate(self.processes[0])
 
     async def end(self) -> None:
         """Whatever is left of them: SIGTERM, patience, SIGKILL."""
-        self.stop()
+        for process in self.processes.values():
+            _terminate(process)
         left = [asyncio.create_task(process.wait()) for process in self.processes.values()]
         await asyncio.wait(left, timeout=GRACE_S)
         for process in self.processes.values():
@@ -100,8 +104,15 @@ class LocalRanks:
         await asyncio.gather(*left)
 
 
+def _terminate(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+
+
 async def _good_end(rank: int, process: asyncio.subprocess.Process) -> None:
     code = await process.wait()
+    if code == -signal.SIGTERM:
+        raise Terminated(f"rank {rank} was killed by SIGTERM")
     if code < 0:
         raise TrainingError(f"rank {rank} was killed by {signal.Signals(-code).name}")
     if code > 0:

@@ -15,8 +15,9 @@ prescribed to the token (`work`) and checked afterwards (`observe.check`). Only 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from async_grpo.bench.figures import Figure
+from async_grpo.bench.figures import Figure, Picture
 from async_grpo.bench.pipeline.ask import Ask, asked
 from async_grpo.bench.pipeline.balance import Probe, Sides, balanced_prompt
 from async_grpo.bench.pipeline.cores import speed_beside, split_cores
@@ -48,9 +49,15 @@ PROBED = (16, 128)
 
 
 async def measure(
-    progress: Progress, *, quick: bool, out: Path | None = None, plot: Path | None = None, **options: Any
+    progress: Progress,
+    *,
+    quick: bool,
+    out: Path | None = None,
+    picture: Callable[[Picture], None] = lambda _: None,
+    **options: Any,
 ) -> list[Figure]:
-    """All figures; the options are those of `ask.asked`. Runs stay in `out`, if it is given.
+    """All figures; the options are those of `ask.asked`. Runs stay in `out`, if it is given, and where one failed.
+    `picture` is called with what draws the plot.
 
     Raises ConfigError, DataError, RoleFailed (a run failed), EngineError (a run did other work).
     """
@@ -58,15 +65,15 @@ async def measure(
     ask = asked(quick=quick, **options)
     split = split_cores(cores_here(), ask.cores)
     beside = speed_beside(split)
-    with _folder(out) as folder:
+    with _folder(out, lambda line: progress.console.print(line, markup=False, soft_wrap=True)) as folder:
         shape = TINY if ask.quick else POLICY
         stage = Stage(folder, make_model(folder / "model", shape), shape, split)
         work = _work(ask)
         if ask.prompt_tokens is None:
             work = await _calibrated(stage, work, progress)
         results = await _compare(stage, work, ask, progress)
-    if plot is not None:
-        write_plot(plot, results, f"{describe(ask.lengths)}; {ask.cores} core(s) a side; {ask.repetitions} repetitions")
+    subtitle = f"{describe(ask.lengths)}; {ask.cores} core(s) a side; {ask.repetitions} repetitions"
+    picture(lambda path: write_plot(path, results, subtitle))
     return [
         *figures_of(results),
         *([] if beside is None else [Figure("speed of a core beside the other side's", beside, "x")]),
@@ -137,13 +144,22 @@ async def _run(stage: Stage, asked: Sequence[tuple[str, Work, Course]], progress
 
 
 @contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    """Where the runs are: `out`, which stays and must be empty, or a folder of the bench's own, which does not."""
+def _folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
+    """Where the runs are: `out`, which stays and must be empty, or a folder of the bench's own, which does not, unless
+    something fails: the error names logs in it."""
     if out is not None:
         if out.exists() and any(out.iterdir()):
             raise ConfigError(f"--out: {out} is not empty, and the runs in it would be resumed. Name a new folder")
         out.mkdir(parents=True, exist_ok=True)
         yield out.absolute()
         return
-    with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
-        yield Path(folder)
+    own, failed = Path(tempfile.mkdtemp(prefix="async-grpo-bench-")), False
+    try:
+        yield own
+    except Exception:
+        failed = True
+        say(f"The runs, with their logs, stay in {own}. Delete it when you have seen them")
+        raise
+    finally:
+        if not failed:
+            shutil.rmtree(own, ignore_errors=True)

@@ -1,9 +1,13 @@
-"""The times of the two sides, what overlapping them is worth at most, and how they are made equal. Pure.
+"""The times of the two sides, what overlapping them is worth, and how they are made equal. Pure.
 
 T_gen     what a step of S = 0 waits for its batch: from the release that frees its slots (admission, new weights
           into the engine, generation, verdicts, insert) until the batch has been taken
 T_train   the rest of that step: from the batch until its weights are published and its groups released
 bound     (T_gen + T_train) / max(T_gen, T_train): sides that never wait for each other take the longer of the two
+
+The bound is that of overlap alone, with T_gen as it is at S = 0, where the engine runs empty at the end of every step
+while the longest completions end. At S > 0 the next groups take the places of those that have ended, so that T_gen
+itself shrinks: where lengths differ a run may pass the bound.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class Sides:
 
     @property
     def bound(self) -> float:
-        """By how much overlap can be faster, in [1, 2].
+        """By how much overlap alone can be faster, in [1, 2].
 
         >>> Sides(gen_s=2.0, train_s=1.0).bound
         1.5

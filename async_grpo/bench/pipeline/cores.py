@@ -45,9 +45,16 @@ def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int]
             f"--cores is {each} a side, which makes {2 * each}, and this process may use {len(here)}: the sides would "
             "take time from each other. Lower --cores, or measure on a larger machine"
         )
-    first = sibling_of or first_sibling
-    ordered = sorted(here, key=lambda core: (first(core) != core, core))
+    ordered = _one_thread_each_first(here, sibling_of or first_sibling)
     return Split(tuple(ordered[:each]), tuple(ordered[each : 2 * each]))
+
+
+def _one_thread_each_first(here: Sequence[int], first: Callable[[int], int]) -> list[int]:
+    """A thread of every physical core, then the second threads, and so on; the first thread may be missing."""
+    threads: dict[int, list[int]] = {}
+    for core in sorted(here):
+        threads.setdefault(first(core), []).append(core)
+    return sorted(here, key=lambda core: (threads[first(core)].index(core), core))
 
 
 def first_sibling(core: int) -> int:

@@ -26,7 +26,7 @@ from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kin
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A group on its server: `span` from its ticket until it was inserted, `version` the one of its ticket."""
+    """A group on its server: `span` from its ticket until it was judged, `version` the one of its ticket."""
 
     seq: int
     version: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from async_grpo.bench.pipeline.observe import Observed
@@ -34,7 +35,7 @@ def write_plot(path: Path, results: Results, subtitle: str) -> None:
     speed.annotate(subtitle, (0, 1.03), xycoords="axes fraction", color="#555", fontsize=9)
     idle.set_xticks(range(len(results.staleness)), [str(one) for one in results.staleness])
     idle.set_xlabel("max_staleness S")
-    figure.savefig(path, dpi=144)
+    figure.savefig(path, dpi=144, format="png")
 
 
 def _draw_speed(axes: Axes, results: Results) -> None:
@@ -45,12 +46,13 @@ def _draw_speed(axes: Axes, results: Results) -> None:
     pairs = zip(results.sides, results.by_staleness[0], strict=True)
     bounds = [sides.bound * sync.tokens_per_s for sides, sync in pairs]
     axes.axhspan(min(bounds), max(bounds), color=ORANGE, alpha=0.15, linewidth=0)
-    axes.axhline(sorted(bounds)[len(bounds) // 2], color=ORANGE, linestyle="--", linewidth=1.4, label="overlap bound")
+    bound = median(bounds)
+    axes.axhline(bound, color=ORANGE, linestyle="--", linewidth=1.4, label="bound of overlap alone")
     axes.axhline(middle[0], color=GREY, linestyle=":", linewidth=1.2, label="synchronous (S = 0)")
     axes.errorbar(places, middle, errors, color=BLUE, marker="o", linewidth=2, capsize=4, label="measured")
     for place, staleness in zip(places[1:], results.staleness[1:], strict=True):
         text = f"{results.speedup(staleness).median:.2f}x"
-        axes.annotate(text, (place, middle[place]), (0, -18), textcoords="offset points", ha="center", color=BLUE)
+        axes.annotate(text, (place, middle[place]), (8, -16), textcoords="offset points", color=BLUE)
     axes.set_ylim(0, 1.12 * max(*bounds, *(one.highest for one in found)))
     axes.set_ylabel("completion tokens per second")
     axes.legend(loc="lower right")

@@ -1,7 +1,7 @@
 """The fixed work: which prompts, and how long the completion of each sample is.
 
     period   steps 0 ... M-1 with P groups of G samples each, drawn once
-    run      the period over and over, S + 1 steps + M timed ones + S steps
+    run      the period over and over, S + 1 + WARM_STEPS steps + M timed ones + S steps
 
 Batches are taken in the order of their tickets (`fifo`), so that step v trains the groups v P ... (v + 1) P - 1 at
 every staleness. The stream repeats every M steps, so that any M steps in a row are the same prompts and the same
@@ -20,6 +20,8 @@ import numpy as np
 from async_grpo.bench.fixed_lengths import answer_for
 
 VOCABULARY = 1024
+WARM_STEPS = 2
+"""Of every S alike: by then both sides have done everything once, the engine's update on the fly included."""
 HELD_OUT_TOKENS = 8
 """Of the one completion that a run is evaluated on, because every run evaluates; before and after the timed part."""
 
@@ -92,8 +94,8 @@ class Work:
 class Course:
     """How the steps of a run with `max_staleness` S are used.
 
-    The first S + 1 steps train what was generated while the trainer was starting, and during the last S ones nothing
-    is left to admit: neither is timed.
+    The first S + 1 steps train what was generated while the trainer was starting, the next two are slow here and
+    there, and during the last S ones nothing is left to admit: none of these is timed.
     """
 
     max_staleness: int
@@ -102,8 +104,8 @@ class Course:
 
     @property
     def head(self) -> int:
-        """Steps before the clock starts, at least one: the first step of a process is slow."""
-        return self.max_staleness + 1
+        """Steps before the clock starts."""
+        return self.max_staleness + 1 + WARM_STEPS
 
     @property
     def steps(self) -> int:

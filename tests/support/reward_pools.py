@@ -1,0 +1,17 @@
+"""Reward pools for tests. Verifiers of this folder can be named with the fixture `verifiers_can_be_imported`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.rewards.pool import RewardPool
+
+
+def rewards_of(*names: str, **changes: Any) -> RewardsConfig:
+    functions = [RewardConfig(name=name) for name in names]
+    return RewardsConfig(**{"functions": functions, "deadline_s": 30.0, "memory_bytes": 128 << 20, **changes})
+
+
+def pool_of(*names: str, **changes: Any) -> RewardPool:
+    return RewardPool(rewards_of(*names, **changes))
