@@ -18,7 +18,7 @@ CHARACTERS = "0123456789+= -*()."
 
 
 def build_char_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer; `save_pretrained` writes it, `AutoTokenizer.from_pretrained` reads it back.
+    """The tokenizer; `save_pretrained` writes it, `async_grpo.data.source.load_tokenizer` reads it back.
 
     decode(encode(text)) == text for every text of CHARACTERS and TAGS. Encoding any other character
     raises: a prompt that the policy cannot read is an error, not an unknown token.

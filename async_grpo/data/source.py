@@ -68,10 +68,13 @@ def make_source(config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = N
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face checkpoint folder."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a Hugging Face checkpoint folder: its tokenizer.json as it stands, if it has one. By the model's
+    type alone transformers 5 would split text as that family's own tokenizer does, and drop what is not in the
+    vocabulary without a word."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    return cast(Tokenizer, AutoTokenizer.from_pretrained(str(model)))
+    kind = PreTrainedTokenizerFast if (model / "tokenizer.json").is_file() else AutoTokenizer
+    return cast(Tokenizer, kind.from_pretrained(str(model)))
 
 
 def find_tokenizer(model: Path) -> Tokenizer:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.config.warmup import ArithmeticTaskConfig, WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
@@ -54,7 +54,7 @@ def make_checks(quickstart: Path, out: Path, seed: int) -> None:
     """The policy of the second workload; nothing is done if it is there."""
     if (out / "config.json").exists():
         return
-    tokenizer = AutoTokenizer.from_pretrained(quickstart)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(quickstart)
     model = Qwen2ForCausalLM.from_pretrained(quickstart, dtype=torch.float32)
     teach(model, tokenizer, seed)
     wide = widened(model, WIDTH)

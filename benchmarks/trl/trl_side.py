@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.rewards.verifiers import answer_tag
@@ -101,7 +101,7 @@ def build(spec: TrlSpec) -> TimedTrainer:
     model = AutoModelForCausalLM.from_pretrained(
         spec.model, dtype=torch.float32, attn_implementation=spec.dials.attention
     )
-    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(spec.model)
     prompts = read_prompts(Path(spec.prompts))
     rank = os.environ.get("RANK", "0")
     meter = Meter(Path(spec.out) / ("rows.jsonl" if rank == "0" else f"rows-{rank}.jsonl"))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from test_trainer_objectives import DEALT_OUT, OBJECTIVES, WHOLE, Outcome, assert_same, reference, run_config, train
-from trainer_programs.models import make_model
+from trainer_programs.batches import VOCAB
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.algorithms import Tokens, token_objective, whole_batch_multiplier
 from async_grpo.config.objective import ObjectiveConfig
@@ -48,7 +49,21 @@ def test_value_and_gradient_are_those_of_float64_on_the_cpu(name: str, dtype: to
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("objectives"), "qwen2-untied")
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    path = tmp_path_factory.mktemp("objectives") / "model"
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -189,15 +189,7 @@ def test_the_documented_metrics_are_the_metrics(shown: tuple[Exposition, str]) -
 
 @pytest.mark.parametrize(
     ("request_line", "status"),
-    [
-        ("POST /metrics", 405),
-        ("GET /../etc/passwd", 404),
-        ("GET /", 404),
-        ("nonsense", 400),
-        ("GET /healthz?x=1", 200),
-        ("GET /" + "a" * 100_000, 400),
-    ],
-    ids=lambda value: str(value)[:20],
+    [("POST /metrics", 405), ("GET /../etc/passwd", 404), ("GET /", 404), ("nonsense", 400), ("GET /healthz?x=1", 200)],
 )
 def test_only_what_is_there_is_answered(shown: tuple[Exposition, str], request_line: str, status: int) -> None:
     with connected(shown[1]) as client:

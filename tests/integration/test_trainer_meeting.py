@@ -27,10 +27,15 @@ HERE = "127.0.0.2"
 PATIENCE_S = 60.0
 
 
+def resolved(lr: float) -> str:
+    """A configuration as the nodes send it."""
+    return yaml.safe_dump({"seed": 1, "trainer": {"optimizer": {"lr": lr}}})
+
+
 def invitation(
     folder: Path, rank: int, port: int, *, nodes: int = 2, timeout_s: float = 30.0, **said: Any
 ) -> Invitation:
-    hello = {"id": "run", "rank": rank, "config": yaml.safe_dump({"seed": 1}), "model": "the same", **said}
+    hello = {"id": "run", "rank": rank, "config": resolved(lr=1), "model": "the same", **said}
     where = RendezvousConfig(address=HERE, port=port, timeout_s=timeout_s)
     return Invitation(where, HERE, nodes, Hello(**hello), folder / "checkpoints")
 
@@ -153,10 +158,7 @@ async def test_a_node_0_that_never_comes_is_named(tmp_path: Path, port: int) -> 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (
-            {"config": yaml.safe_dump({"seed": 1, "trainer": {"optimizer": {"lr": 2}}})},
-            "trainer.optimizer.lr: their",
-        ),
+        ({"config": resolved(lr=2)}, "trainer.optimizer.lr: their"),
         ({"model": "another"}, "another first policy"),
         ({"id": "other run"}, "trains 'run', and this one 'other run'"),
         ({"rank": 2}, "a node 2 came to node 0, but trainer.nodes is 2"),

@@ -21,9 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_programs.aged_batch import LONGEST
-from trainer_programs.models import make_model
+from trainer_programs.batches import VOCAB
 from trainer_programs.plain_torch import plain_tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.algorithms import ess_scale, ess_sums, token_objective, whole_batch_multiplier
 from async_grpo.config import RunConfig, dump, validate
@@ -70,7 +70,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    return make_model(folder, "qwen2-untied")
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / "model")
+    return folder / "model"
 
 
 @pytest.fixture(scope="module")

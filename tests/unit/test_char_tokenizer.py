@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from async_grpo.data.arithmetic import Problem, demonstration
 from async_grpo.data.char_tokenizer import CHARACTERS, EOS, TAGS, build_char_tokenizer
+from async_grpo.data.source import load_tokenizer
 
 TEXT = "478+356=" + demonstration(Problem(478, 356))
 
@@ -44,10 +45,15 @@ def test_a_character_outside_the_vocabulary_is_an_error() -> None:
         build_char_tokenizer().encode("12x")
 
 
-def test_a_saved_tokenizer_reads_back_the_same(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_checkpoint_reads_back_the_same(tmp_path: Path) -> None:
+    """Beside a configuration of the family, whose own tokenizer splits text in another way."""
     tokenizer = build_char_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    Qwen2Config(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
     assert loaded.encode(TEXT + EOS) == tokenizer.encode(TEXT + EOS)
     assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert loaded.decode(loaded.encode(TEXT)) == TEXT
+    with pytest.raises(Exception, match="Missing"):
+        loaded.encode("12x")
