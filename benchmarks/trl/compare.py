@@ -5,8 +5,8 @@
                               v      v
                          steps of both --> table, result.json, plot.png
 
-    python -m benchmarks.trl.compare                      both workloads, twice each
-    python -m benchmarks.trl.compare --workload checks --repeats 3
+    python -m benchmarks.trl.compare                      all workloads, twice each
+    python -m benchmarks.trl.compare --workload tail --repeats 3
 
 `make bench-trl` makes TRL's environment first. What is counted, and what the figures mean: README.md.
 """

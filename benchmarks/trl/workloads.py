@@ -1,4 +1,4 @@
-"""The two workloads: a run configuration of this project, from which everything that TRL is told follows."""
+"""The workloads: a run configuration of this project, from which everything that TRL is told follows."""
 
 from __future__ import annotations
 
@@ -127,8 +127,9 @@ def _rows(problems: Sequence[Problem] | Iterator[Problem]) -> Iterator[PromptRow
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("checks", "checks", steps=12, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
+        Workload("tail", "checks", steps=16, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
+        Workload("checks", "checks", steps=16, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
         Workload("quickstart", "quickstart", steps=50, skip=5, tail=3, dials=TrlDials(rows=64, threads=2)),
     )
 }
-"""`checks` is the headline; see README.md."""
+"""`tail` is the headline; see README.md."""
