@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,19 @@ async def when(*files: Path) -> None:
             await asyncio.sleep(0.05)
 
 
+async def lives_until_asked(here: Path, both: Sequence[Node], asked: int) -> list[AsyncGrpoError | None]:
+    """As `lives`; one of the two is asked to stop as soon as the ranks of both are ready."""
+
+    async def ask() -> None:
+        await when(here / "ready-0", here / "ready-1")
+        both[asked].stop_asked.set()
+
+    asking = asyncio.create_task(ask())
+    found = await lives(*both)
+    await asking
+    return found
+
+
 async def test_nodes_whose_ranks_end_well_end_well(here: Path) -> None:
     assert await lives(*nodes(here, ENDS_WELL, ENDS_WELL)) == [None, None]
 
@@ -149,30 +163,14 @@ async def test_what_is_told_to_the_others_does_not_come_back_as_their_reason(her
 
 @pytest.mark.parametrize("asked", [0, 1])
 async def test_a_stop_that_any_node_is_asked_for_is_led_by_rank_0(here: Path, asked: int) -> None:
-    both = nodes(here, LEADS, FOLLOWS)
-
-    async def ask() -> None:
-        await when(here / "ready-0", here / "ready-1")
-        both[asked].stop_asked.set()
-
-    asking = asyncio.create_task(ask())
-    assert await lives(*both) == [None, None]
-    await asking
+    assert await lives_until_asked(here, nodes(here, LEADS, FOLLOWS), asked) == [None, None]
 
 
 @pytest.mark.parametrize(("asked", "follows"), [(0, NEVER_STOPS), (1, FAILS_WITHOUT_RANK_0)])
 async def test_a_stop_before_rank_0_has_joined_the_run_is_a_good_end_of_all_nodes(
     here: Path, asked: int, follows: str
 ) -> None:
-    both = nodes(here, NOT_JOINED, follows)
-
-    async def ask() -> None:
-        await when(here / "ready-0", here / "ready-1")
-        both[asked].stop_asked.set()
-
-    asking = asyncio.create_task(ask())
-    assert await lives(*both) == [None, None]
-    await asking
+    assert await lives_until_asked(here, nodes(here, NOT_JOINED, follows), asked) == [None, None]
 
 
 async def test_a_rank_that_is_killed_by_a_sigterm_that_nobody_asked_for_has_failed(here: Path) -> None:

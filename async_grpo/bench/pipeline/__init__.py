@@ -156,7 +156,7 @@ def _folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
     own, failed = Path(tempfile.mkdtemp(prefix="async-grpo-bench-")), False
     try:
         yield own
-    except Exception:
+    except Exception:  # whatever it is: its logs are needed; Ctrl-C is no failure
         failed = True
         say(f"The runs, with their logs, stay in {own}. Delete it when you have seen them")
         raise
