@@ -35,6 +35,7 @@ from async_grpo.data.char_tokenizer import build_char_tokenizer
 from async_grpo.data.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 from async_grpo.errors import TrainingError
 from async_grpo.rewards.verifiers import answer_tag
+from trainer.platform.products import multiply_with_onednn
 
 HELD_OUT_SAMPLES = 4
 """mean@4: completions of one held-out problem."""
@@ -250,6 +251,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = WarmupConfig.model_validate_json(arguments.config)
     torch.set_num_threads(config.threads)
+    multiply_with_onednn()
     transformers_logging.disable_progress_bar()
     report = warm_up(config, arguments.out, arguments.seed, _print_line)
     _print_line(report)

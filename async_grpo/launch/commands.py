@@ -42,13 +42,19 @@ def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str
 
     torchrun passes SIGTERM on, and kills ranks that still write their checkpoint after 30 s, unless told otherwise:
     launch.stop_timeout_s, or what is given, as by a container that is left more time than a server.
-
-    On a CPU every activation would be mapped anew and zeroed by the kernel, up to a sixth of a step's processor time:
-    freed memory is kept, in large pages (glibc's malloc; others ignore it).
     """
     patience = given.get(STOP_VARIABLE, str(int(config.launch.stop_timeout_s)))
-    memory = {MALLOC_VARIABLE: given.get(MALLOC_VARIABLE, KEEP_MEMORY)} if config.trainer.platform == "cpu" else {}
+    memory = kept_memory(given) if config.trainer.platform == "cpu" else {}
     return {"OMP_NUM_THREADS": str(config.trainer.threads), STOP_VARIABLE: patience, **memory}
+
+
+def kept_memory(given: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a process that trains on a CPU: freed memory is kept, in large pages.
+
+    Else every activation would be mapped anew and zeroed by the kernel: a sixth of a step's processor time, and more of
+    long micro-batches. Of glibc's malloc; others ignore it.
+    """
+    return {MALLOC_VARIABLE: given.get(MALLOC_VARIABLE, KEEP_MEMORY)}
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:

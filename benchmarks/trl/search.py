@@ -2,8 +2,9 @@
 
     python -m benchmarks.trl.search [--workload checks]
 
-Each candidate runs a few steps in fresh processes. Threads and ranks fill the cores in every one of them; a candidate
-that cannot run at all is reported with the last line of its log.
+Each candidate runs a few steps in fresh processes; then the fastest of them run more, because a few steps with a long
+tail say little. Threads and ranks fill the cores in every one of them; a candidate that cannot run at all is reported
+with the last line of its log.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 
@@ -25,7 +24,8 @@ from benchmarks.trl.rows import TrlDials
 from benchmarks.trl.sides import add_cores, bind, end_children_on_sigterm, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 
-CANDIDATE_TIMEOUT_S = 240.0
+CANDIDATE_TIMEOUT_S = 600.0
+FINALISTS = 3
 
 
 def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
@@ -37,6 +37,7 @@ def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
     if cores > 1:
         for rows in sizes[:3]:
             yield TrlDials(rows=rows, threads=1, processes=cores)
+        yield TrlDials(rows=middle, threads=1, processes=cores, generation="continuous")
     yield TrlDials(rows=middle, threads=cores, cache="static")
     yield TrlDials(rows=middle, threads=cores, attention="eager")
     yield TrlDials(rows=middle, threads=cores, generation="continuous")
@@ -50,29 +51,38 @@ def main() -> None:
     end_children_on_sigterm()
     make_policies(CACHE)
     for name in arguments.workload or WORKLOADS:
-        workload = replace(WORKLOADS[name], steps=arguments.steps)
+        workload = WORKLOADS[name]
         workload.write_prompts()
-        best = search(workload, cores, (arguments.out / name).absolute(), Console())
+        search = Search(workload, (arguments.out / name).absolute(), Console())
+        spec = workload.spec(search.out)
+        every = search.fastest_first(candidates(spec.group_size * spec.groups_per_step, cores), arguments.steps)
+        best = search.fastest_first(every[:FINALISTS], arguments.final_steps)[0]
+        search.console.print(f"{name}: best: {best}", markup=False)
         workload.dials_file(cores).write_text(json.dumps(asdict(best), indent=2) + "\n", encoding="utf-8")
 
 
-def search(workload: Workload, cores: int, out: Path, console: Console) -> TrlDials:
-    """The fastest candidate. Raises RoleFailed if none runs."""
-    spec = workload.spec(out)
-    speeds: dict[TrlDials, float] = {}
-    for number, dials in enumerate(candidates(spec.group_size * spec.groups_per_step, cores)):
-        folder = out / str(number)
-        try:
-            speeds[dials] = speed(workload.with_dials(dials), folder)
-            outcome = f"{speeds[dials]:.3g} samples/s"
-        except RoleFailed as error:
-            outcome = f"does not run: {error} {last_error(folder / 'trl.log')}"
-        console.print(f"{workload.name}: {dials}: {outcome}", markup=False)
-    if not speeds:
-        raise RoleFailed(f"{workload.name}: TRL runs with none of the settings. The logs are in {out}")
-    best = max(speeds, key=speeds.__getitem__)
-    console.print(f"{workload.name}: best: {best}")
-    return best
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Of one workload."""
+
+    workload: Workload
+    out: Path
+    console: Console
+
+    def fastest_first(self, dials: Iterable[TrlDials], steps: int) -> list[TrlDials]:
+        """Those that run, each for so many steps. Raises RoleFailed if none does."""
+        speeds: dict[TrlDials, float] = {}
+        for number, candidate in enumerate(dials):
+            folder = self.out / f"{steps}-steps" / str(number)
+            try:
+                speeds[candidate] = speed(replace(self.workload, steps=steps, dials=candidate), folder)
+                outcome = f"{speeds[candidate]:.3g} samples/s in {steps} steps"
+            except RoleFailed as error:
+                outcome = f"does not run: {error} {last_error(folder / 'trl.log')}"
+            self.console.print(f"{self.workload.name}: {candidate}: {outcome}", markup=False)
+        if not speeds:
+            raise RoleFailed(f"{self.workload.name}: TRL runs with none of the settings. The logs are in {self.out}")
+        return sorted(speeds, key=speeds.__getitem__, reverse=True)
 
 
 def last_error(log: Path) -> str:
@@ -82,16 +92,16 @@ def last_error(log: Path) -> str:
 
 
 def speed(workload: Workload, out: Path) -> float:
-    """Samples/s of the median step behind the first. Raises RoleFailed if it does not run."""
+    """Samples/s of the steps behind the first. Raises RoleFailed if it does not run."""
     steps = run_trl(workload, out, timeout_s=CANDIDATE_TIMEOUT_S).steps
-    seconds = [after.ended_s - before.ended_s for before, after in pairwise(steps)]
-    return steps[-1].samples / median(seconds)
+    return sum(step.samples for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Look for TRL's fastest setting on this machine.")
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="default: all")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of each candidate")
+    parser.add_argument("--final-steps", type=int, default=12, help=f"of the {FINALISTS} fastest, again")
     add_cores(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/trl-search"))
     return parser.parse_args()

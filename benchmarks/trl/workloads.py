@@ -127,7 +127,7 @@ def _rows(problems: Sequence[Problem] | Iterator[Problem]) -> Iterator[PromptRow
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("tail", "checks", steps=16, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
+        Workload("tail", "checks", steps=30, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
         Workload("checks", "checks", steps=16, skip=4, tail=3, dials=TrlDials(rows=16, threads=2)),
         Workload("quickstart", "quickstart", steps=50, skip=5, tail=3, dials=TrlDials(rows=64, threads=2)),
     )

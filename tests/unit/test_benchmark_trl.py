@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from async_grpo.data.arithmetic import Problem, demonstration
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, RoleFailed
 from async_grpo.rewards.verifiers import answer_tag
-from benchmarks.trl import workloads
+from benchmarks.trl import search, workloads
 from benchmarks.trl.policy import MOST_ROUNDS, checked, rounds
 from benchmarks.trl.rows import (
     Made,
@@ -29,9 +30,9 @@ from benchmarks.trl.rows import (
     trl_steps,
     write_prompts,
 )
-from benchmarks.trl.search import candidates
+from benchmarks.trl.search import Search, candidates
 from benchmarks.trl.sides import trl_argv, trl_environment
-from benchmarks.trl.workloads import WORKLOADS
+from benchmarks.trl.workloads import WORKLOADS, Workload
 
 
 def row(step: int, ended_s: float, *, samples: int = 4, reward: float = 0.5, tokens: int = 40) -> Step:
@@ -175,6 +176,29 @@ def test_every_candidate_of_the_search_divides_the_step_and_fills_the_cores() ->
         for dials in found:
             assert samples % dials.rows == 0 and dials.rows % dials.processes == 0
             assert dials.threads * dials.processes == 2
+
+
+def test_the_search_puts_the_fastest_first_and_leaves_out_what_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = {8: 3.0, 16: 5.0, 64: 4.0}
+
+    def speed(workload: Workload, out: Path) -> float:
+        out.mkdir(parents=True)
+        (out / "trl.log").write_text("Traceback\nRuntimeError: out of room\n")
+        if workload.dials.rows not in speeds:
+            raise RoleFailed("trl ended with exit code 1.")
+        return speeds[workload.dials.rows] * workload.steps
+
+    monkeypatch.setattr(search, "speed", speed)
+    console = Console(record=True, width=200)
+    every = [TrlDials(rows=rows, threads=2) for rows in (8, 16, 32, 64)]
+    found = Search(WORKLOADS["tail"], tmp_path, console).fastest_first(every, steps=3)
+    assert [dials.rows for dials in found] == [16, 64, 8]
+    shown = console.export_text()
+    assert "15 samples/s in 3 steps" in shown and "does not run" in shown and "out of room" in shown
+    with pytest.raises(RoleFailed, match="none of the settings"):
+        Search(WORKLOADS["tail"], tmp_path / "none", console).fastest_first(every[2:3], steps=3)
 
 
 def test_ranks_are_started_by_torchrun_with_threads_of_their_own() -> None:

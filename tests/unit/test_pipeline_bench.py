@@ -366,7 +366,11 @@ def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last() ->
     pairs = lambda core: core // 2 * 2  # noqa: E731
     assert split_cores([0, 1], 1, sibling_of=lambda core: core) == Split((0,), (1,))
     assert split_cores([0, 1, 2, 3], 1, sibling_of=pairs) == Split((0,), (2,))
-    assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == Split((4, 6), (5, 7))
+    assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == Split((4, 5), (6, 7))
+    assert split_cores(list(range(8)), 2, sibling_of=pairs) == Split((0, 2), (4, 6))
+    assert split_cores(list(range(6)), 3, sibling_of=pairs) == Split((0, 1, 2), (3, 4, 5))  # 2 and 3 are one core
+    assert split_cores([0, 2, 4, 5, 6, 7], 3, sibling_of=pairs) == Split((0, 2, 4), (5, 6, 7))
+    assert split_cores([4, 5], 1, sibling_of=pairs) == Split((4,), (5,))
     assert split_cores([2, 3, 5], 1, sibling_of=pairs) == Split((2,), (5,))  # 4, the first thread of 5, is not ours
     assert split_cores([], 1) == Split((), ())
     with pytest.raises(ConfigError, match="--cores is 2 a side"):

@@ -25,6 +25,7 @@ import torch.utils._device
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from trainer.platform.base import MemoryUse, require_megatron
+from trainer.platform.products import multiply_with_onednn
 
 CPU = torch.device("cpu")
 
@@ -59,6 +60,7 @@ class CpuPlatform:
         _show_optimizers_cuda_types()
         _patch_megatron_random()
         _patch_megatron_experts()
+        multiply_with_onednn()
 
     def configure(self, config: TrainerConfig) -> None:
         """Nothing stands below Megatron here."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,9 @@ class Split:
 
 
 def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int] | None = None) -> Split:
-    """`each` cores a side, of different physical cores as far as there are any. Raises ConfigError if they are too few.
+    """`each` cores a side. The sides share no physical core if that can be helped, and a side uses as many as it can.
+
+    Raises ConfigError if there are too few.
 
     `sibling_of`: the first hardware thread of the physical core that a core belongs to.
 
@@ -45,16 +48,25 @@ def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int]
             f"--cores is {each} a side, which makes {2 * each}, and this process may use {len(here)}: the sides would "
             "take time from each other. Lower --cores, or measure on a larger machine"
         )
-    ordered = _one_thread_each_first(here, sibling_of or first_sibling)
-    return Split(tuple(ordered[:each]), tuple(ordered[each : 2 * each]))
+    physical = _physical_cores(here, sibling_of or first_sibling)
+    near, far = physical[: len(physical) // 2], physical[(len(physical) + 1) // 2 :]  # an odd one out is nobody's half
+    rollout = (_one_thread_each_first(near) + _one_thread_each_first(physical[len(near) :]))[:each]
+    rest = _one_thread_each_first(far) + _one_thread_each_first(physical[: len(physical) - len(far)])
+    trainer = [core for core in rest if core not in rollout][:each]
+    return Split(tuple(sorted(rollout)), tuple(sorted(trainer)))
 
 
-def _one_thread_each_first(here: Sequence[int], first: Callable[[int], int]) -> list[int]:
-    """A thread of every physical core, then the second threads, and so on; the first thread may be missing."""
+def _physical_cores(here: Sequence[int], first: Callable[[int], int]) -> list[list[int]]:
+    """The hardware threads of each; its first thread may be missing."""
     threads: dict[int, list[int]] = {}
     for core in sorted(here):
         threads.setdefault(first(core), []).append(core)
-    return sorted(here, key=lambda core: (threads[first(core)].index(core), core))
+    return list(threads.values())
+
+
+def _one_thread_each_first(physical: Sequence[list[int]]) -> list[int]:
+    """A thread of every physical core, then the second threads, and so on."""
+    return [core for round_ in zip_longest(*physical) for core in round_ if core is not None]
 
 
 def first_sibling(core: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -20,6 +21,7 @@ from rich.progress import Progress, TaskID
 
 from async_grpo.bench.figures import Figure
 from async_grpo.errors import TrainingError, WaitTimeout
+from async_grpo.launch.commands import kept_memory
 
 _ROUND_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 2000
@@ -34,7 +36,10 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
         arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
         with log.open("w") as stderr:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "trainer.bench.main", *arguments, stdout=PIPE, stderr=stderr
+                *(sys.executable, "-m", "trainer.bench.main", *arguments),
+                env=os.environ | kept_memory(os.environ),  # as a trainer has it
+                stdout=PIPE,
+                stderr=stderr,
             )
             try:
                 await _follow(process, progress, progress.add_task("training steps", total=None))
