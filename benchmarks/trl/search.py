@@ -25,7 +25,7 @@ from benchmarks.trl.sides import add_cores, bind, end_children_on_sigterm, run_t
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 
 CANDIDATE_TIMEOUT_S = 600.0
-FINALISTS = 3
+FINALISTS = 4
 
 
 def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
@@ -100,7 +100,7 @@ def speed(workload: Workload, out: Path) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Look for TRL's fastest setting on this machine.")
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="default: all")
-    parser.add_argument("--steps", type=int, default=3, help="of each candidate")
+    parser.add_argument("--steps", type=int, default=6, help="of each candidate")
     parser.add_argument("--final-steps", type=int, default=12, help=f"of the {FINALISTS} fastest, again")
     add_cores(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/trl-search"))
