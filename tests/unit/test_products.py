@@ -11,6 +11,8 @@ import torch
 
 from trainer.platform import products
 
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+
 IN_PLACE = """
 import pathlib, sys, torch
 from trainer.platform import products
