@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 
 LONGEST_SOCKET_PATH = 100
 """Bytes; the kernel's own limit is 107 on Linux and 103 elsewhere."""
@@ -71,12 +71,11 @@ class EmbeddedServer:
         with (self._dir / "server.log").open("ab") as log:
             # A session of its own: Ctrl-C in the terminal is for the run, which stops its server last.
             self._process = subprocess.Popen(
-                command,
+                child_argv(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
         self._wait_until_ready()
         return self.url

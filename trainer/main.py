@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from pathlib import Path
 
 from async_grpo.config import RunConfig, load
@@ -20,7 +21,7 @@ from trainer.platform import Platform, select_platform
 def main() -> None:
     """Entry point; see the module."""
     arguments = _arguments()
-    die_with_parent()
+    die_with_parent(os.getppid())
     config = load(arguments.config)
     platform = select_platform(config.trainer.platform)
     platform.activate(config.trainer.threads)

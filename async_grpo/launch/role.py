@@ -8,12 +8,10 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from async_grpo.launch import family
-from async_grpo.launch.cores import pin
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 
 _LOG_TAIL_BYTES = 64 << 10
 _ERROR_LINE = re.compile(
@@ -51,13 +49,12 @@ class RoleProcess:
         mark = family.mark(run, spec.name)
         with spec.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *spec.argv,
+                *child_argv(spec.argv, cores=spec.cores),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **spec.env, family.MARK_VARIABLE: mark},
                 start_new_session=True,
-                preexec_fn=partial(_prepare, spec.cores),
             )
         return cls(spec, process, mark)
 
@@ -81,12 +78,6 @@ class RoleProcess:
         """SIGKILL to the whole process group."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _prepare(cores: tuple[int, ...]) -> None:
-    """In the new process, before the program."""
-    die_with_parent()
-    pin(cores)
 
 
 def explain_exit(spec: RoleSpec, code: int) -> str:

@@ -217,9 +217,7 @@ def _become_worker(warden: int, channel: int, output: int, names: Sequence[str])
     """In the child of the fork: leave the warden behind, serve, and never return to its code."""
     code = 1
     try:
-        die_with_parent()
-        if os.getppid() != warden:
-            os._exit(1)
+        die_with_parent(warden)
         os.setsid()
         _leave_behind(channel, output)
         worker.serve(socket.socket(fileno=channel), names)
@@ -261,7 +259,6 @@ def _load_built_ins(names: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """MEMORY_BYTES NAME ...; the notes are standard input."""
-    die_with_parent(signal.SIGTERM)
     adopt_orphans()
     notes = socket.socket(fileno=os.dup(0))
     _load_built_ins(arguments[1:])

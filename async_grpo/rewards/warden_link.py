@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.process import child_argv
 from async_grpo.rewards.frames import MAX_NOTE_BYTES, Ended, Kill, Spawn
 
 CLOSE_TIMEOUT_S = 10.0
@@ -58,7 +60,11 @@ class WardenLink:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._argv, stdin=theirs.fileno(), stdout=DEVNULL, env=self._environment, start_new_session=True
+                    *child_argv(self._argv, with_signal=signal.SIGTERM),
+                    stdin=theirs.fileno(),
+                    stdout=DEVNULL,
+                    env=self._environment,
+                    start_new_session=True,
                 )
             ours.setblocking(False)
             self._notes = ours

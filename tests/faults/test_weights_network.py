@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 from async_grpo.weights.store import remove_stores, store_path
 from tests.support.slow_link import FAR_HOST, NEAR_HOST, NotPermitted, SlowLink, slow_link
 
@@ -116,11 +116,10 @@ class Plane:
 
     async def _spawn(self, namespace: str, program: str, *arguments: str) -> Child:
         process = await asyncio.create_subprocess_exec(
-            *self.link.command(namespace, sys.executable, "-m", f"tests.support.{program}", *arguments),
+            *child_argv(self.link.command(namespace, sys.executable, "-m", f"tests.support.{program}", *arguments)),
             cwd=ROOT,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            preexec_fn=die_with_parent,
         )
         self._children.append(Child(process))
         return self._children[-1]

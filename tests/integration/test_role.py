@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from async_grpo.errors import RoleFailed
 from async_grpo.launch.role import RoleProcess, RoleSpec, explain_exit
 from async_grpo.launch.supervisor import Supervisor
-from async_grpo.process import adopt_orphans
+from async_grpo.process import adopt_orphans, child_argv
 
 SLEEPER = "import time; time.sleep(60)"
 PARENT_OF_A_DETACHED_CHILD = f"""
@@ -21,6 +23,14 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)
+"""
+
+PARENT_OF_A_CHILD_THAT_IS_LATE = """
+import os, subprocess, sys
+from async_grpo.process import child_argv
+late = ["/bin/sh", "-c", 'read go; exec "$@"', "sh", *child_argv(["/bin/echo", "alive"])]
+print(subprocess.Popen(late, stdin=int(sys.argv[1]), pass_fds=[int(sys.argv[1])]).pid, flush=True)
+os.kill(os.getpid(), 9)
 """
 
 
@@ -42,6 +52,29 @@ async def test_a_killed_role_leaves_no_orphan_even_in_another_session(tmp_path: 
     role.kill()
     assert await role.wait() == -signal.SIGKILL
     assert not psutil.pid_exists(child)
+
+
+def test_a_child_whose_parent_died_before_it_could_ask_the_kernel_ends_by_itself() -> None:
+    adopt_orphans()
+    gate, go = os.pipe()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT_OF_A_CHILD_THAT_IS_LATE, str(gate)], stdout=subprocess.PIPE, pass_fds=[gate]
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert parent.wait(10) == -signal.SIGKILL
+    os.write(go, b"\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert parent.stdout.read() == b""
+    os.close(go)
+    os.close(gate)
+
+
+def test_a_child_keeps_its_process_id_and_none_of_the_signals_that_python_ignores() -> None:
+    shows = subprocess.Popen(
+        child_argv(["/bin/grep", "-E", "^(Pid|SigIgn):", "/proc/self/status"]), stdout=subprocess.PIPE, text=True
+    )
+    assert shows.communicate(timeout=10)[0].split() == ["Pid:", str(shows.pid), "SigIgn:", "0" * 16]
 
 
 async def test_the_explanation_names_the_signal(tmp_path: Path) -> None:

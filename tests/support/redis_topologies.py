@@ -19,7 +19,7 @@ from typing import Any
 import redis
 from redis.crc import key_slot
 
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 from buffer.server import find_server
 
 LAST_SLOT = 16383
@@ -72,9 +72,7 @@ class Server:
     def launch(self) -> None:
         """Start it, and do not wait."""
         with (self.dir / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._arguments(), stdout=log, stderr=log, cwd=self.dir, preexec_fn=die_with_parent
-            )
+            self._process = subprocess.Popen(child_argv(self._arguments()), stdout=log, stderr=log, cwd=self.dir)
 
     def signal(self, number: int) -> None:
         assert self._process is not None

@@ -15,7 +15,6 @@ from pathlib import Path
 import xxhash
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.process import die_with_parent
 from async_grpo.weights.manifest import Identity
 from async_grpo.weights.receiver import WeightReceiver
 from async_grpo.weights.store import WeightStore
@@ -60,6 +59,5 @@ def hashes_in(store: Path, identity: Identity) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     store, address, config, last = sys.argv[1:]
     asyncio.run(follow(Path(store), Path(address), WeightsConfig.model_validate_json(config), int(last)))

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import xxhash
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.process import die_with_parent
 from async_grpo.weights.manifest import Layout, layout_of
 from async_grpo.weights.publisher import WeightPublisher
 from async_grpo.wire import encode
@@ -63,6 +62,5 @@ def serve(run: str, address: Path, config: WeightsConfig, layout: Layout) -> Non
 
 
 if __name__ == "__main__":
-    die_with_parent()
     run, address, config, megabytes = sys.argv[1:]
     serve(run, Path(address), WeightsConfig.model_validate_json(config), layout_for(int(megabytes)))

@@ -15,14 +15,12 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from async_grpo.process import die_with_parent
 from trainer.platform import select_platform
 
 
 def main() -> None:
     """Entry point; see the module. Imports come late: the platform must be active before anything imports megatron."""
     arguments = _arguments()
-    die_with_parent()
     threads = len(os.sched_getaffinity(0))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is measured, wherever this runs
     platform = select_platform("cpu")

@@ -12,7 +12,7 @@ import psutil
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import TrainingError
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 
 GRACE_S = 10.0
 """Ranks that must end have so long before they are killed: to say what they have to say."""
@@ -73,7 +73,7 @@ class LocalRanks:
         started = cls({})
         for environment in environments:
             started.processes[int(environment["RANK"])] = await asyncio.create_subprocess_exec(
-                *argv, env={**os.environ, **environment}, start_new_session=True, preexec_fn=die_with_parent
+                *child_argv(argv), env={**os.environ, **environment}, start_new_session=True
             )
         return started
 

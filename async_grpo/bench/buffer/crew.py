@@ -11,7 +11,7 @@ import msgspec
 
 from async_grpo.bench.buffer.jobs import GO, READY, WAIT_S, Done, Job
 from async_grpo.errors import RoleFailed, WaitTimeout
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 
 LONGEST_ANSWER_BYTES = 16 << 20
 STOP_S = 5.0
@@ -27,12 +27,11 @@ class Crew:
     async def __aenter__(self) -> Crew:
         for _ in range(self._size):
             worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "async_grpo.bench.buffer.worker"),
+                *child_argv([sys.executable, "-m", "async_grpo.bench.buffer.worker"]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=LONGEST_ANSWER_BYTES,
                 start_new_session=True,  # Ctrl-C is for the bench, which ends its workers
-                preexec_fn=die_with_parent,
             )
             self._workers.append(worker)
         return self

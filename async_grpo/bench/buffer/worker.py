@@ -17,7 +17,6 @@ from async_grpo.bench.buffer.jobs import GO, READY, Done, Job
 from async_grpo.bench.buffer.loops import consume, open_loop, produce, produce_paced
 from async_grpo.bench.buffer.records import GroupMaker
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.process import die_with_parent
 
 
 async def serve() -> None:
@@ -59,5 +58,4 @@ def _say(line: bytes) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     uvloop.run(serve())

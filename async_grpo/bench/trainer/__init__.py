@@ -22,6 +22,7 @@ from rich.progress import Progress, TaskID
 from async_grpo.bench.figures import Figure
 from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.launch.commands import kept_memory
+from async_grpo.process import child_argv
 
 _ROUND_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 2000
@@ -36,7 +37,7 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
         arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
         with log.open("w") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trainer.bench.main", *arguments),
+                *child_argv([sys.executable, "-m", "trainer.bench.main", *arguments]),
                 env=os.environ | kept_memory(os.environ),  # as a trainer has it
                 stdout=PIPE,
                 stderr=stderr,

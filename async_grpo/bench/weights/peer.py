@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from async_grpo.bench.weights.signals import DONE, GO, WAIT_S
-from async_grpo.process import die_with_parent
 
 Take = Callable[[], None]
 
@@ -78,5 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     main()

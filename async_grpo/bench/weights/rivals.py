@@ -26,7 +26,7 @@ import numpy as np
 
 from async_grpo.bench.weights.signals import DONE, GO, WAIT_S
 from async_grpo.errors import RoleFailed, WaitTimeout
-from async_grpo.process import die_with_parent
+from async_grpo.process import child_argv
 from async_grpo.weights.manifest import Layout
 
 STOP_S = 5.0
@@ -42,11 +42,10 @@ class FarEnd:
 
     async def __aenter__(self) -> FarEnd:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "async_grpo.bench.weights.peer", *self._arguments),
+            *child_argv([sys.executable, "-m", "async_grpo.bench.weights.peer", *self._arguments]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the bench, which ends it
-            preexec_fn=die_with_parent,
         )
         return self
 

@@ -24,6 +24,7 @@ import zmq
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
+from async_grpo.process import child_argv
 from async_grpo.weights.keys import keys_for
 from async_grpo.weights.manifest import Identity, Layout, TensorSpec
 from async_grpo.weights.messages import Cleared, Prepare, Publish, Published, Ready, StatsRequest
@@ -158,7 +159,7 @@ class WeightPublisher:
             "config": self._config.model_dump_json(),
         }
         arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
-        return subprocess.Popen([sys.executable, "-m", "async_grpo.weights.publisher.process", *arguments])
+        return subprocess.Popen(child_argv([sys.executable, "-m", "async_grpo.weights.publisher.process", *arguments]))
 
     def _ask(self, order: msgspec.Struct, kind: type[R], waited_for: str) -> R:
         self._wait(zmq.POLLOUT, waited_for, self._config.update_timeout_s)

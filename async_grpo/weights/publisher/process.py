@@ -25,7 +25,6 @@ import structlog
 import zmq
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.process import die_with_parent
 from async_grpo.weights.chunk_server import MAX_REQUEST_BYTES, ChunkServer, Edition
 from async_grpo.weights.chunks import cut, digest, hashes_of
 from async_grpo.weights.keys import Keys, keys_for
@@ -238,7 +237,6 @@ class Publisher:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the process; started by `WeightPublisher`."""
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     parser = argparse.ArgumentParser(description="Serves the weights of one trainer (internal).")
     parser.add_argument("--store", type=Path, required=True)

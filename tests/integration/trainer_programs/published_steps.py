@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from async_grpo.config import RunConfig
+from async_grpo.process import child_argv
 from async_grpo.weights.store import remove_stores, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -70,7 +71,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
 def read(config: RunConfig, address: Path, number: int, last: int) -> subprocess.Popen[str]:
     store = store_path(config.local_name, f"machine-{number}")
     arguments = [str(store), str(address), config.weights.model_dump_json(), str(last)]
-    command = [sys.executable, "-m", "tests.support.weight_reader", *arguments]
+    command = child_argv([sys.executable, "-m", "tests.support.weight_reader", *arguments])
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

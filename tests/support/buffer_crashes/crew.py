@@ -97,12 +97,12 @@ class Crew:
         return self._plan.folder / f"{name}.err"
 
     def _fork(self, name: str, birth: int) -> int:
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if pid:
             return pid
         code = FAILED
         try:
-            die_with_parent()
+            die_with_parent(parent)
             errors = os.open(self._error_file(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(errors, sys.stderr.fileno())
             code = uvloop.run(self._work(name, birth))
