@@ -106,7 +106,8 @@ class ReplayBuffer(Protocol):
 
         A group whose lease has expired max_attempts times is released as `failed` instead (giving back
         uses up no attempt), and one whose partial is older than S, under on_stale drop, as `expired`. Without a
-        partial it begins anew, at the newest version. Raises WaitTimeout (nothing admitted) or RunEnded.
+        partial it begins anew, at the newest version. If it is cancelled, what was granted already is given back
+        before it ends. Raises WaitTimeout (nothing admitted) or RunEnded.
         """
         ...
 

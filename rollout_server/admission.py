@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -70,13 +72,12 @@ class Admission:
         """Wait while it is paused, and for ever once it drains (see `until_draining`)."""
         await self._open.wait()
 
-    async def until_draining(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work to its end, or to the moment at which somebody drains. Raises what it raises."""
+    async def until_draining(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of the work; None if somebody drains before it is there. Raises what the work raises."""
         working, draining = asyncio.create_task(work), asyncio.create_task(self._draining.wait())
         try:
             await asyncio.wait([working, draining], return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            return working.result() if working.done() else None
         finally:
             working.cancel()
             draining.cancel()

@@ -15,9 +15,9 @@ Partials: every progress_interval_s what has been generated is stored, so that a
 more than that. Stopping (cancel `run`), or the death of the engine: admission ends, what exists is stored
 and all tickets are given back. Whoever resumes a group goes on behind the last token of every sample.
 
-Pausing and draining (`admission`): a ticket that comes after a pause is given back. A dispatcher that drains asks
-for no more and ends once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told to
-hurry, is stored and given back.
+Pausing and draining (`admission`): a ticket that comes after either is given back at once. A dispatcher that drains
+asks for no more and ends once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told
+to hurry, is stored and given back.
 
 Over-sampling: a group starts G + k samples and is whole once G have finished; the others are aborted.
 """
@@ -81,7 +81,7 @@ class Dispatcher:
             async with asyncio.TaskGroup() as works:
                 keepers = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
                 try:
-                    await self.admission.until_draining(self._admit_until_end(works))
+                    await self._admit_until_end(works)
                     await self._finish()
                 except asyncio.CancelledError:
                     self.leases.freeze()
@@ -127,19 +127,23 @@ class Dispatcher:
             log.warning("the buffer did not take all groups back; their leases run out", waited_s=HAND_BACK_TIMEOUT_S)
 
     async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
-        while True:
-            await self.slots.room()
-            await self.admission.opened()
+        """Until the run has ended, or somebody drains this server."""
+        while not self.admission.is_draining:
             try:
-                taken_up = await self._next_works()
+                taken_up = await self.admission.until_draining(self._next_works()) or []
             except RunEnded:
                 return
+            if not self.admission.is_open:
+                await self._return(taken_up)
+                continue
             for work in taken_up:
                 work.doing = works.create_task(self._make(work), name=f"group {work.ticket.seq}")
 
     async def _next_works(self) -> list[GroupWork]:
         """Groups for all free slots in one request, so that a buffer that answers slowly costs one wait and not one a
         group; fewer, or none after a while, if there are no more. Raises RunEnded."""
+        await self.slots.room()
+        await self.admission.opened()
         config = self._cast.config
         wanted = self.slots.groups_wanted(config.group_size + config.rollout.oversample)
         self.asking_since_s = time.time()
@@ -150,11 +154,13 @@ class Dispatcher:
         finally:
             self._note_wait(self.asking_since_s)
             self._feeder.nudge()
-        if not self.admission.is_open:
-            for ticket in tickets:
-                await self._cast.buffer.give_back(ticket)
-            return []
-        return [self._take_up(ticket) for ticket in tickets]
+        return [self._take_up(ticket) for ticket in tickets]  # at once: what is held is given back, come what may
+
+    async def _return(self, works: Sequence[GroupWork]) -> None:
+        """Groups that came after a pause, or as the server was drained."""
+        for work in works:
+            self.slots.finish(work.committed)
+            await self.leases.hand_back(work)
 
     def _take_up(self, ticket: Ticket) -> GroupWork:
         config = self._cast.config

@@ -7,7 +7,6 @@ makes it, and what this one would insert would be refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 
 import structlog
@@ -87,13 +86,19 @@ class Leases:
                 await self._store(work, partial)
 
     async def hand_back(self, work: GroupWork) -> None:
-        """Store what exists and end the lease, so that another server goes on at once."""
+        """Store what exists and end the lease, so that another server goes on at once. One that is cancelled stays
+        to be handed back."""
         self.forget(work)
-        with contextlib.suppress(BufferFault):  # the lease or the run has ended: nothing to give back
+        try:
             partial = work.partial()
             if tokens_of(partial) > work.stored_tokens:
                 await self._buffer.progress(work.ticket, partial)
             await self._buffer.give_back(work.ticket)
+        except BufferFault:
+            pass  # the lease or the run has ended: nothing to give back
+        except asyncio.CancelledError:
+            self._works.setdefault(work.ticket.seq, work)
+            raise
 
     def freeze(self) -> None:
         """All generation is about to be cancelled: remember what exists now, for `hand_back`."""

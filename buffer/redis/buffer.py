@@ -9,6 +9,8 @@ the trainer calls it; so each call may be repeated after a lost reply. Deadlines
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -91,7 +93,7 @@ class RedisBuffer:
         request = uuid.uuid4().hex
         return await self._link.until(
             self._keys.of("wake:admit"),
-            lambda: self._try_admit(limit, holder, request),
+            lambda: self._admit_or_give_back(limit, holder, request),
             waited_for="room in the staleness window and a task",
             timeout_s=timeout_s,
         )
@@ -177,6 +179,19 @@ class RedisBuffer:
 
     async def aclose(self) -> None:
         await self._link.aclose()
+
+    async def _admit_or_give_back(self, limit: int, holder: str, request: str) -> list[Ticket] | NotYet:
+        """One attempt. If the caller is cancelled, the server may have granted tickets already: the answer is waited
+        for, and they are given back."""
+        asking = asyncio.create_task(self._try_admit(limit, holder, request))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with contextlib.suppress(BufferFault):  # nothing was granted, or the lease runs out
+                answer = await asking
+                for ticket in answer if isinstance(answer, list) else []:
+                    await self.give_back(ticket)
+            raise
 
     async def _try_admit(self, limit: int, holder: str, request: str) -> list[Ticket] | NotYet:
         status, *rest = await self._script("admit", limit, request)

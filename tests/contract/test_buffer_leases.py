@@ -193,3 +193,21 @@ async def test_a_group_ends_in_one_way_only(open_buffer: Open) -> None:
         await buffer.discard(inserted, ReleaseReason.FILTERED)
     with pytest.raises(LeaseLost):
         await finish(buffer, discarded)
+
+
+async def test_an_admission_that_is_cancelled_keeps_no_ticket_and_costs_no_attempt(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=0, P=4), max_attempts=1)
+    for turns in range(40):  # one more turn of the event loop each time: every place where it can be cancelled
+        asking = asyncio.create_task(admit(buffer, 4))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if asking.done():
+            for ticket in asking.result():
+                await buffer.give_back(ticket)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        granted = await admit(buffer, 4, "server-1")
+        assert [ticket.seq for ticket in granted] == [0, 1, 2, 3]
+        for ticket in granted:
+            await buffer.give_back(ticket)
+    assert (await buffer.stats()).released_total == 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from http_fakes import House, dispatching, house_of
 from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
 
 from async_grpo.weights.manifest import Identity
+from async_grpo.wire import Ticket
 from buffer import InMemoryBuffer
 from rollout_server.admission import Admission
 from rollout_server.engines.scripted import ScriptedEngine
@@ -55,6 +57,39 @@ async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path)
     assert not house.engine.requests
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+class Slow(InMemoryBuffer):
+    """Its answers to `admit` and `give_back` take until the test has let them go."""
+
+    slow: asyncio.Event
+
+    async def give_back(self, ticket: Ticket) -> None:
+        await self.slow.wait()
+        await super().give_back(ticket)
+
+
+@pytest.mark.parametrize("stop", ["drain", "cancel"])
+async def test_tickets_on_their_way_back_after_a_pause_survive_a_stop(tmp_path: Path, stop: str) -> None:
+    config = config_of()
+    buffer = Slow(config.replay_policy, lease_s=config.rollout.lease_s, max_attempts=1)
+    buffer.slow = asyncio.Event()
+    house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
+    running = asyncio.create_task(house.dispatcher.run())
+    await until(lambda: house.dispatcher.asking_since_s is not None)
+    house.dispatcher.admission.pause()
+    await buffer.put_tasks([house.cast.source.task(index) for index in range(2)])
+    await until_async(lambda: _is_admitted(buffer))
+    if stop == "drain":
+        house.dispatcher.admission.drain()
+    else:
+        running.cancel()
+    await asyncio.sleep(0.01)
+    buffer.slow.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(running, return_exceptions=True)
+    again = await buffer.admit(2, holder="rollout-1", timeout_s=1.0)
+    assert [(ticket.seq, ticket.attempt) for ticket in again] == [(0, 2), (1, 2)]
 
 
 async def test_a_drained_dispatcher_ends_when_its_groups_have_finished(tmp_path: Path) -> None:
