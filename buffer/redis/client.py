@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from typing import Any, cast
 
@@ -23,6 +24,9 @@ OLDEST_SERVER = (7, 0)
 SAFE_POLICY = "noeviction"
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 15, 5, 3
+"""TCP keepalive: an idle connection is probed after so long (which keeps a NAT entry alive, too), and is closed when
+that many probes have found no peer. Data that nobody has confirmed for as long close it as well."""
 MOST_CONNECTIONS = 1000
 """Of one client; `Link` keeps it far below."""
 _MODES = {"cluster": "a node of a cluster: use redis+cluster://", "sentinel": "a sentinel: use redis+sentinel://"}
@@ -112,10 +116,24 @@ def _options(redis: RedisConfig, address: Address) -> dict[str, Any]:
         "socket_read_size": READ_BYTES,
         "protocol": 2,
     }
+    if address.kind != "socket":
+        options |= {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
     if address.tls:
         _check_certificates(redis)
         options |= {"ssl_ca_certs": redis.tls_ca, "ssl_certfile": redis.tls_cert, "ssl_keyfile": redis.tls_key}
     return options
+
+
+def _keepalive() -> dict[int, int]:
+    """Options of a TCP socket, as far as this system has them."""
+    silence_ms = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_EVERY_S)
+    wanted = {
+        "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_EVERY_S,
+        "TCP_KEEPCNT": KEEPALIVE_PROBES,
+        "TCP_USER_TIMEOUT": silence_ms,
+    }
+    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 
 def _credentials(address: Address) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from redis import exceptions as server_errors
 
-from async_grpo.errors import AsyncGrpoError, BufferFault, ServerFull, ServerLost, ServerRefused
+from async_grpo.errors import AsyncGrpoError, BufferFault, ReplicasBehind, ServerFull, ServerLost, ServerRefused
 
 PASSWORD_VARIABLE = "ASYNC_GRPO_REDIS_PASSWORD"
 USERNAME_VARIABLE = "ASYNC_GRPO_REDIS_USERNAME"
@@ -126,7 +126,7 @@ def cause_of(error: Exception) -> Exception:
 
 def may_pass(cause: Exception) -> bool:
     """Whether waiting may help: the server restarts, another takes over, or somebody drains it."""
-    return _rule(cause).passes
+    return isinstance(cause, ReplicasBehind) or _rule(cause).passes
 
 
 def named(cause: Exception, where: str, timeout_s: float) -> AsyncGrpoError:

@@ -1,11 +1,12 @@
 """Calls to the server that survive a lost connection, a restart, a failover, a full memory and lost scripts.
 
-    call   --repeated, with backoff, until timeout_s--> server        (every call made here is idempotent)
+    call   --attempts, with backoff, until timeout_s--> server        (every call made here is idempotent)
     run    --script, then WAIT on the same connection--> server, and its replicas where they are waited for
     until  --BLPOP on a connection of its own---------> wake list     (filled by the Lua scripts)
 
-`call` waits for the server only. `until` waits for an element of a wake list; an element that is lost
-together with its waiter delays the others by at most RECHECK_S.
+`call` waits for the server only, and for one connection no longer than an attempt may take: the next attempt goes over
+a new one, because a connection may be silent while the server is well (a dropped NAT entry). `until` waits for an
+element of a wake list; an element that is lost together with its waiter delays the others by at most RECHECK_S.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from redis.asyncio import Redis
 from async_grpo.errors import ReplicasBehind, WaitTimeout
 from buffer.redis.client import where
 from buffer.redis.exchange import Call, Command, exchange, let_go, one_connection, script_head, transact
-from buffer.redis.failures import cause_of, may_pass, named
+from buffer.redis.failures import LOST, cause_of, may_pass, named
 from buffer.redis.scripts import Script, script
 
 T = TypeVar("T")
 
 RECHECK_S = 5.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 1.0
+LONGEST_FIRST_ATTEMPT_S, LEAST_ATTEMPT_S, FIRST_SHARE = 5.0, 1.0, 1 / 6
+"""The first attempt may take this share of timeout_s, within these bounds, and each one after it twice as long: about
+half of timeout_s is left to the last, so that a server that is slow is waited for."""
+CLOSE_S = 0.5
+"""For closing idle connections; those to a peer that is gone do not take leave."""
 LATE_WAKE_S = 5.0
 """How long a BLPOP may overrun before its connection counts as lost."""
 PAGE = 64
@@ -91,7 +97,7 @@ class Link:
 
         Raises ServerLost, ServerFull, ServerRefused, or BufferFault for any other error of the server.
         """
-        return await self._persist(do, self._deadline())
+        return await self._persist(lambda _: do())
 
     async def run(
         self,
@@ -107,9 +113,8 @@ class Link:
 
         Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
         """
-        deadline = self._deadline()
         transition = Transition(script, keys, args, payloads, together)
-        return await self._persist(lambda: self._run(transition, deadline), deadline)
+        return await self._persist(lambda until: self._run(transition, until))
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values by key."""
@@ -136,28 +141,37 @@ class Link:
         """Close all connections."""
         await close(self.client)
 
-    async def _persist(self, do: Callable[[], Awaitable[Any]], deadline: float) -> Any:
+    async def _persist(self, attempt: Callable[[float], Awaitable[Any]]) -> Any:
+        """`attempt` is told the time at which it will be cut short."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        patience_s = min(LONGEST_FIRST_ATTEMPT_S, max(LEAST_ATTEMPT_S, FIRST_SHARE * self._timeout_s))
         pause_s, cause = FIRST_BACKOFF_S, None
         while True:
             try:
                 async with asyncio.timeout_at(deadline) as clock, self._line:
-                    return await do()
-            except (server_errors.RedisError, OSError) as error:
+                    until = loop.time() + patience_s
+                    async with asyncio.timeout_at(until if until < deadline else None):
+                        return await attempt(min(until, deadline))
+            except (server_errors.RedisError, OSError, ReplicasBehind) as error:
                 # An attempt that the clock has cut short knows less than the one before it.
                 cause = cause if cause and clock.expired() else cause_of(error)
-                if not may_pass(cause) or asyncio.get_running_loop().time() + pause_s > deadline:
+                if not may_pass(cause) or loop.time() + pause_s > deadline:
                     raise named(cause, where(self.client), self._timeout_s) from error
-            await self._look_elsewhere(deadline)
+            await self._look_elsewhere(cause)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
+            pause_s, patience_s = min(2 * pause_s, LONGEST_BACKOFF_S), 2 * patience_s
 
-    async def _look_elsewhere(self, deadline: float) -> None:
-        """The next attempt trusts no connection, and asks for the node where another may serve the run by now."""
+    async def _look_elsewhere(self, cause: Exception) -> None:
+        """The next attempt asks for the node where another may serve the run by now, and trusts no connection: if one
+        has been lost, or was silent, so may be those that are idle."""
         await let_go(self.client)
-        if finder := getattr(self.client, "finder", None):
+        finder = getattr(self.client, "finder", None)
+        if finder is not None:
             finder.forget()
+        if finder is not None or isinstance(cause, LOST):
             with contextlib.suppress(server_errors.RedisError, OSError):
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout(CLOSE_S):
                     await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def _sleep(self, wake: str, for_s: float) -> None:
@@ -172,27 +186,27 @@ class Link:
                 raise named(cause, where(self.client), self._timeout_s) from error
             await asyncio.sleep(FIRST_BACKOFF_S)
 
-    async def _run(self, transition: Transition, deadline: float) -> Any:
+    async def _run(self, transition: Transition, until: float) -> Any:
         try:
-            return await self._once(transition, deadline)
+            return await self._once(transition, until)
         except server_errors.NoScriptError:  # a new server, or one that was restarted
             for each in (transition.script, BARRIER) if self._replicas else (transition.script,):
                 await self.client.script_load(each.source)
-            return await self._once(transition, deadline)
+            return await self._once(transition, until)
 
-    async def _once(self, transition: Transition, deadline: float) -> Any:
+    async def _once(self, transition: Transition, until: float) -> Any:
         commands = transition.commands()
         async with one_connection(self.client) as connection:
             send = transact(connection, commands) if transition.atomic else exchange(connection, *commands)
             *_, reply = await send
             if self._replicas and not transition.script.only_reads:
-                await self._confirm(connection, deadline)
+                await self._confirm(connection, until)
             return reply
 
-    async def _confirm(self, connection: Any, deadline: float) -> None:
+    async def _confirm(self, connection: Any, until: float) -> None:
         """Return once enough replicas have all that this server had when the transition was answered."""
         margin_s = max(CONFIRM_MARGIN * self._timeout_s, LEAST_MARGIN_S)
-        left_s = deadline - asyncio.get_running_loop().time() - margin_s
+        left_s = until - asyncio.get_running_loop().time() - margin_s
         barrier = ("EVALSHA", BARRIER.digest, 1, self.client.barrier_key)
         _, have = await exchange(connection, barrier, ("WAIT", self._replicas, max(1, int(1000 * left_s))))
         if have < self._replicas:
@@ -201,9 +215,6 @@ class Link:
                 f"within {self._timeout_s:g} s. It has happened on the primary, and repeating the call is harmless, "
                 "but a failover now could undo it. Bring the replicas back, or lower redis.replicas_to_wait_for"
             )
-
-    def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._timeout_s
 
 
 async def close(client: Redis) -> None:

@@ -20,6 +20,7 @@ from async_grpo.errors import BufferFault, ServerFull, ServerLost
 from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, make_client
+from buffer.redis.client import KEEPALIVE_IDLE_S
 from buffer.redis.link import Link
 from tests.support.buffer_cases import admit, finish, group_of, publish, released, seqs, take, tasks
 from tests.support.redis_life import attach, begin, live_through
@@ -209,6 +210,30 @@ async def test_a_server_that_stays_silent_is_named_in_time(server: Server, run: 
     await finish(buffer, ticket)
     assert (await buffer.stats()).ready == 1
     await buffer.aclose()
+
+
+async def test_connections_that_fall_silent_are_replaced_in_time(proxy: Proxy, run: str) -> None:
+    buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=18.0), run)
+    small, large = await admit(buffer, 2)
+    waiting = asyncio.create_task(take(buffer, 0, timeout_s=60.0))
+    await asyncio.gather(*(buffer.stats() for _ in range(20)))  # many connections, each of which will be silent
+    proxy.fall_silent()
+    started = time.monotonic()
+    inserts = [buffer.insert(small, group_of(small)), buffer.insert(large, bulky(large, 20 * BULK_TOKENS))]
+    await asyncio.gather(buffer.stats(), *inserts)
+    assert time.monotonic() - started < 18.0
+    assert seqs(await waiting) == [0, 1]
+    await buffer.aclose()
+
+
+async def test_idle_connections_are_probed_by_the_kernel(server: Server) -> None:
+    link = Link(make_client(RedisConfig(url=server.url)), 5.0)
+    await link.call(link.client.ping)
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    timers = [each[5] for each in sockets if each[2].endswith(f":{server.port:04X}") and each[3] == "01"]
+    due_s = [int(timer[3:], 16) / os.sysconf("SC_CLK_TCK") for timer in timers if timer.startswith("02:")]
+    assert min(due_s) <= KEEPALIVE_IDLE_S
+    await link.aclose()
 
 
 async def test_a_server_that_is_busy_is_waited_for(server: Server, run: str) -> None:

@@ -1,4 +1,5 @@
-"""Between a client and a server: a proxy that encrypts, or cuts connections; and certificates to encrypt with."""
+"""Between a client and a server: a proxy that encrypts, cuts or silences connections; and certificates to encrypt
+with."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 class Proxy:
-    """In front of a server: passes everything on, with TLS if asked; can swallow the reply to a request."""
+    """In front of a server: passes everything on, with TLS if asked; can swallow the reply to a request, and stop
+    forwarding without closing, as a dropped NAT entry does."""
 
     def __init__(self, upstream_port: int, tls: ssl.SSLContext | None = None) -> None:
         self._upstream_port, self._tls = upstream_port, tls
         self._swallow: bytes | None = None
         self.swallowed = 0
+        self._silences, self._over = 0, asyncio.Event()
         self.port = 0
 
     @asynccontextmanager
@@ -33,18 +36,24 @@ class Proxy:
             yield self
         finally:
             server.close()
+            self._over.set()
+            await asyncio.sleep(0.05)  # silent connections end, instead of being cancelled with the loop
 
     def swallow_next_reply_to(self, request: bytes) -> None:
         """The next request with these bytes reaches the server, and the connection is cut in place of the reply."""
         self._swallow = request
+
+    def fall_silent(self) -> None:
+        """The connections of now stay open and pass nothing on, in either direction. Those to come work."""
+        self._silences += 1
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         cut = asyncio.Event()
         with contextlib.suppress(OSError):
             up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream_port)
             pumps = [
-                asyncio.create_task(self._requests(reader, up_writer, cut)),
-                asyncio.create_task(self._replies(up_reader, writer, cut)),
+                asyncio.create_task(self._requests(self._pieces(reader), up_writer, cut)),
+                asyncio.create_task(self._replies(self._pieces(up_reader), writer, cut)),
             ]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for pump in pumps:
@@ -53,16 +62,25 @@ class Proxy:
             up_writer.close()
         writer.close()
 
-    async def _requests(self, reader: asyncio.StreamReader, up: asyncio.StreamWriter, cut: asyncio.Event) -> None:
-        while data := await reader.read(1 << 16):
+    async def _pieces(self, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+        """What comes in, until its end or the next silence."""
+        silences = self._silences
+        while (data := await reader.read(1 << 16)) or silences < self._silences:
+            if silences < self._silences:
+                await self._over.wait()  # what comes is neither read nor refused
+                return
+            yield data
+
+    async def _requests(self, pieces: AsyncIterator[bytes], up: asyncio.StreamWriter, cut: asyncio.Event) -> None:
+        async for data in pieces:
             if self._swallow is not None and self._swallow in data:
                 self._swallow = None
                 cut.set()
             up.write(data)
             await up.drain()
 
-    async def _replies(self, up: asyncio.StreamReader, writer: asyncio.StreamWriter, cut: asyncio.Event) -> None:
-        while data := await up.read(1 << 16):
+    async def _replies(self, pieces: AsyncIterator[bytes], writer: asyncio.StreamWriter, cut: asyncio.Event) -> None:
+        async for data in pieces:
             if cut.is_set():
                 self.swallowed += 1
                 return
