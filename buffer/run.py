@@ -16,6 +16,6 @@ async def open_run(config: RunConfig) -> RedisBuffer:
         config.redis,
         config.name,
         policy=config.replay_policy,
-        lease_s=config.rollout.lease_s,
+        lease_s=config.lease_s,
         max_attempts=config.rollout.max_attempts,
     )

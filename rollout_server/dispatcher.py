@@ -68,7 +68,7 @@ class Dispatcher:
         self.tally = Tally()
         self.slots = SampleSlots(cast.config.rollout.min_concurrency or cast.config.rollout.max_concurrency)
         rollout = cast.config.rollout
-        self.leases = Leases(cast.buffer, every_s=rollout.lease_s / 3, store_every_s=rollout.progress_interval_s)
+        self.leases = Leases(cast.buffer, every_s=cast.config.lease_s / 3, store_every_s=rollout.progress_interval_s)
         self.asking_since_s: float | None = None
         """Since when the dispatcher has been waiting for a ticket; None while it is not."""
         self._weights_timeout_s = cast.config.weights.update_timeout_s + cast.config.eval.timeout_s

@@ -159,8 +159,9 @@ class RolloutConfig(StrictModel):
     """Drop groups whose rewards are all equal (`filtered`) and admit as many new ones."""
     max_attempts: PositiveInt = 5
     """A group whose holders died this many times (their lease expired) is `failed`."""
-    lease_s: Seconds = 15.0
-    """A ticket whose holder is silent for longer goes to another server."""
+    lease_s: Seconds | None = None
+    """A ticket whose holder is silent for longer goes to another server. At least redis.timeout_s, so that a server of
+    Redis that is away for as long costs no lease. None: 1.5 times redis.timeout_s."""
     engine_restarts: NonNegativeInt = 2
     """How often a server starts its engine again after its death, before it gives up."""
     http: HttpConfig = HttpConfig()

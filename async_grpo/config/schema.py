@@ -25,6 +25,9 @@ from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
 from async_grpo.staleness.rate import RateLimit
 from async_grpo.staleness.window import StalenessWindow
 
+LEASE_SHARE = 1.5
+"""Leases last so many times redis.timeout_s: they are renewed when a third has gone, and outlive that wait then."""
+
 
 class RunConfig(StrictModel):
     """A whole run."""
@@ -71,6 +74,11 @@ class RunConfig(StrictModel):
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
+    def lease_s(self) -> float:
+        """How long a ticket is leased for."""
+        return self.rollout.lease_s or LEASE_SHARE * self.redis.timeout_s
+
+    @property
     def replay_policy(self) -> ReplayPolicy:
         """What the replay buffer is told. Raises ValueError for dials that do not go together."""
         chosen, admission = self.buffer.selector, self.buffer.admission
@@ -97,6 +105,17 @@ class RunConfig(StrictModel):
             self.replay_policy  # noqa: B018  (its own checks speak)
         except ValueError as error:
             raise ValueError(f"buffer.{error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _leases_last(self) -> RunConfig:
+        if self.lease_s < self.redis.timeout_s:
+            raise ValueError(
+                f"rollout.lease_s ({self.lease_s:g}) is below redis.timeout_s ({self.redis.timeout_s:g}): calls "
+                "outlive a Redis server that is away for that long, but every lease would expire meanwhile and cost "
+                "its group an attempt. Leave rollout.lease_s out (it is then 1.5 times redis.timeout_s), raise it, or "
+                "lower redis.timeout_s"
+            )
         return self
 
     @model_validator(mode="after")

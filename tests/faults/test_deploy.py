@@ -38,10 +38,10 @@ CONFIG = {
     "max_staleness": MAX_STALENESS,
     "group_size": 8,
     "groups_per_step": GROUPS_PER_STEP,
-    "rollout": {"lease_s": 15, "progress_interval_s": 1},
+    "rollout": {"lease_s": 60, "progress_interval_s": 1},
     "trainer": {"take_timeout_s": 3600, "checkpoint": {"every_steps": 5}},
     "eval": {"prompts": 16, "samples": 1, "every_steps": 0, "timeout_s": 1800},
-    "redis": {"timeout_s": 120},
+    "redis": {"timeout_s": 60},
     "launch": {"ready_timeout_s": 3600},
 }
 PROJECT = "async-grpo-test"

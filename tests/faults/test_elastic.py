@@ -23,7 +23,7 @@ from tests.support.whole_run import WholeRun, check_books
 STEPS, LONG_RUN = 60, 200
 """A server takes half a minute to start, or more beside others; a step takes a second or so."""
 LONG = 200
-PROGRESS = ("rollout.progress_interval_s=0.3", "rollout.lease_s=3")
+PROGRESS = ("rollout.progress_interval_s=0.3",)
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 

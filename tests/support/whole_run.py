@@ -26,7 +26,8 @@ groups_per_step: 4
 model: {{random: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 128, vocab_size: 300}}}}
 data: {{kind: arithmetic}}
 sampling: {{max_tokens: {max_tokens}}}
-rollout: {{max_concurrency: 16, lease_s: 5, vllm: {{max_model_len: 256, kv_cache_bytes: 67108864}}}}
+redis: {{timeout_s: 10}}
+rollout: {{max_concurrency: 16, lease_s: 10, vllm: {{max_model_len: 256, kv_cache_bytes: 67108864}}}}
 trainer: {{optimizer: {{lr: 1.0e-3}}, checkpoint: {{every_steps: 2}}}}
 eval: {{prompts: 16, samples: 1}}
 """

@@ -203,9 +203,7 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def buffer_of(config: RunConfig) -> InMemoryBuffer:
-    return InMemoryBuffer(
-        policy=config.replay_policy, lease_s=config.rollout.lease_s, max_attempts=config.rollout.max_attempts
-    )
+    return InMemoryBuffer(policy=config.replay_policy, lease_s=config.lease_s, max_attempts=config.rollout.max_attempts)
 
 
 def cast_of(

@@ -72,7 +72,7 @@ class Slow(InMemoryBuffer):
 @pytest.mark.parametrize("stop", ["drain", "cancel"])
 async def test_tickets_on_their_way_back_after_a_pause_survive_a_stop(tmp_path: Path, stop: str) -> None:
     config = config_of()
-    buffer = Slow(config.replay_policy, lease_s=config.rollout.lease_s, max_attempts=1)
+    buffer = Slow(config.replay_policy, lease_s=config.lease_s, max_attempts=1)
     buffer.slow = asyncio.Event()
     house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
     running = asyncio.create_task(house.dispatcher.run())

@@ -87,10 +87,18 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         (("eval.prompts=300",), "hold out more"),
         (("trainer.optimizer.min_lr=1",), "Lower min_lr"),
         (("redis.url=redis://host:6379?password=x",), "ASYNC_GRPO_REDIS_PASSWORD"),
+        (("rollout.lease_s=15",), "Leave rollout.lease_s out"),
+        (("redis.timeout_s=60", "rollout.lease_s=59"), "lower redis.timeout_s"),
     ],
 )
 def test_an_impossible_combination_says_how_to_mend_it(tmp_path: Path, overrides: tuple[str, ...], fix: str) -> None:
     assert fix in refusal(tmp_path, overrides=overrides)
+
+
+def test_leases_last_longer_than_an_absence_of_the_server_that_calls_outlive(tmp_path: Path) -> None:
+    derived = load(write(tmp_path, MINIMAL), ["redis.timeout_s=20"])
+    assert derived.lease_s - derived.lease_s / 3 >= derived.redis.timeout_s, "it was renewed a third of it ago"
+    assert load(write(tmp_path, MINIMAL), ["redis.timeout_s=20", "rollout.lease_s=25"]).lease_s == 25
 
 
 def test_a_password_in_the_url_is_not_repeated_in_the_refusal(tmp_path: Path) -> None:

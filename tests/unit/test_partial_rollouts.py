@@ -34,7 +34,8 @@ WHOLE = letters(GenerationRequest("", [], 1))
 
 def config(**rollout: Any) -> Any:
     rollout = {"max_concurrency": 8, "progress_interval_s": 3600.0, **rollout}
-    return config_of(max_staleness=0, groups_per_step=1, sampling={"max_tokens": LENGTH}, rollout=rollout)
+    redis = {"timeout_s": rollout.get("lease_s", 30.0)}
+    return config_of(max_staleness=0, groups_per_step=1, sampling={"max_tokens": LENGTH}, rollout=rollout, redis=redis)
 
 
 async def started(tokens_per_s: float = 200.0) -> ScriptedEngine:
