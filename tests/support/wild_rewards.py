@@ -1,4 +1,5 @@
-"""A reward that misbehaves in a live run: what it does is drawn from the completion, so that every kind comes up."""
+"""Rewards that a live run is tested with: one that misbehaves, what it does drawn from the completion so that every
+kind comes up, and one that only differs within a group, so that there is a gradient."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ ONE_IN = 24
 
 
 def wild(completion: str, answer: str) -> object:
-    """One of the deeds for a few completions; else a score that differs within a group, so that there is a gradient."""
-    drawn = zlib.crc32(completion.encode())
-    deed = drawn % ONE_IN
+    """One of the deeds for a few completions; else a coin."""
+    deed = zlib.crc32(completion.encode()) % ONE_IN
     if len(completion) > 1 and deed < len(DEEDS):
         return tricky(DEEDS[deed], answer, metadata={})
-    return float(drawn // ONE_IN % 2)
+    return coin(completion, answer)
+
+
+def coin(completion: str, answer: str) -> float:
+    """0 or 1, by the completion alone."""
+    return float(zlib.crc32(completion.encode()) // ONE_IN % 2)

@@ -1,0 +1,346 @@
+"""An attack on a whole run: random SIGKILL and SIGSTOP of every kind of its processes, and what is left of it then.
+
+    python -m tests.support.run_attack --seed 1                    ten attacks over 170 steps, two rollout servers
+    python -m tests.support.run_attack --seed 1 --last-seconds     five of them in the last five seconds
+
+The run must finish by itself or, where it gave up, by the same command; its books must balance, and no process,
+listening socket or shared memory of it may be left. Exit code 0 if all of that holds. The run is of
+configs/quickstart.yaml with a random policy, so that it starts in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.telemetry.jsonl import RowFollower, read_rows
+from buffer import EmbeddedServer
+from buffer.inspect import Inspector
+from tests.support.run_family import KINDS, RunFamily, describe
+
+ROOT = Path(__file__).parents[2]
+NAME = "attacked"
+CONFIG = """\
+base: {root}/configs/quickstart.yaml
+name: {name}
+steps: {steps}
+max_staleness: 2
+group_size: 4
+groups_per_step: 4
+model: {{warmup: null, random: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 128}}}}
+sampling: {{max_tokens: 64}}
+rewards: {{functions: [{{name: "tests.support.wild_rewards:coin"}}], deadline_s: 5}}
+rollout: {{servers: {servers}, max_concurrency: 16, lease_s: 5, vllm: {{kv_cache_bytes: 67108864}}}}
+redis: {{timeout_s: 15}}
+eval: {{prompts: 16, samples: 1, every_steps: 0, timeout_s: 120}}
+launch: {{ready_timeout_s: 120}}
+telemetry: {{samples_every: 1}}
+"""
+STOPPED_S = (1.0, 3.0, 8.0, 20.0)
+"""How long a stopped process stays so."""
+SPACING_S = 1.0
+KIND_TIMEOUT_S = 60.0
+"""For a process of a kind to come up, before the attack on it is given up."""
+HUNG_S = 240.0
+"""Without a step, an exit or an attack, the run counts as hung."""
+LEAVING_S = 20.0
+FUTILE = 4
+"""Invocations in a row without one more step, after which the run counts as one that can never finish."""
+
+
+@dataclass
+class Attack:
+    """At `step` (or once everything is trained, `after_s` later): a signal to a process of `kind`."""
+
+    kind: str
+    step: int
+    stopped_s: float | None = None
+    """None: SIGKILL."""
+    after_s: float = 0.0
+
+
+@dataclass
+class Findings:
+    """What does not hold, and what came about."""
+
+    problems: list[str] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        """Note a problem, at once on the terminal too."""
+        if not holds:
+            self.problems.append(otherwise)
+            print(f"  PROBLEM: {otherwise}", flush=True)
+
+
+def plan(seed: int, *, steps: int, attacks: int, last_seconds: bool) -> list[Attack]:
+    """Every kind once before any comes again, at random steps; `last_seconds`: five of them at the end, all SIGKILL."""
+    chance = random.Random(seed)
+    kinds = list(itertools.islice(_endless(chance), attacks))
+    late = min(5, attacks) if last_seconds else 0
+    early = sorted(chance.sample(range(2, steps - 5), attacks - late))
+    planned = [
+        Attack(kind, step, chance.choice([None, chance.choice(STOPPED_S)]))
+        for kind, step in zip(kinds[late:], early, strict=True)
+    ]
+    # The trainer twice, since it is the one that ends the run; others at random.
+    last = chance.sample(["rank", "rank", *chance.sample([kind for kind in KINDS if kind != "rank"], 5)][:late], late)
+    return planned + [Attack(kind, steps, after_s=second + chance.random() - 1.0) for second, kind in enumerate(last)]
+
+
+def _endless(chance: random.Random) -> Any:
+    while True:
+        yield from chance.sample(KINDS, len(KINDS))
+
+
+class AttackedRun:
+    """One run in `folder`, started as often as it takes."""
+
+    def __init__(self, folder: Path, attacks: list[Attack], *, steps: int, servers: int) -> None:
+        self.folder, self.steps, self.found = folder, steps, Findings()
+        self.run_dir = folder / "runs" / NAME
+        self._attacks = list(attacks)
+        self._family = RunFamily()
+        self._rows = RowFollower(self.run_dir / "metrics.jsonl")
+        self._times: dict[int, float] = {}
+        """When each step was first trained."""
+        self._batches: dict[int, str] = {}
+        self._continue_at: list[tuple[float, psutil.Process]] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._moved_s = self._began_s = time.monotonic()
+        self._next_look_s = self._next_attack_s = 0.0
+        self._config = folder / "attacked.yaml"
+        self._config.write_text(CONFIG.format(root=ROOT, name=NAME, steps=steps, servers=servers))
+        self._redis = EmbeddedServer(self.run_dir / "server", RedisConfig())
+
+    @property
+    def step(self) -> int:
+        """The last one trained."""
+        return max(self._times, default=0)
+
+    def go(self, timeout_s: float) -> Findings:
+        """Until it has finished, can never finish, or the time is over."""
+        futile, before = 0, -1
+        while futile < FUTILE and time.monotonic() < self._began_s + timeout_s:
+            code = self._invoke(timeout_s)
+            self.found.exits.append(code)
+            self._say(f"exit code {code} at step {self.step}: {self._last_words()}")
+            self._check_gone()
+            if code == 0:
+                break
+            futile, before = (0 if self.step > before else futile + 1), self.step
+        self.found.expect(self.found.exits[-1:] == [0], "the run did not finish, by itself or by the same command")
+        self._say(f"attacked {len(self.found.done)} times; {len(self._attacks)} attacks were not reached")
+        self._check_end()
+        return self.found
+
+    def _invoke(self, timeout_s: float) -> int:
+        with (self.folder / "printed.log").open("ab") as printed:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.cli.main", "run", str(self._config)],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._say(f"started: pid {self._process.pid}")
+        self._moved_s = time.monotonic()
+        while (code := self._process.poll()) is None:
+            self._look()
+            self._continue_due()
+            self._attack_due()
+            if time.monotonic() - self._moved_s > HUNG_S or time.monotonic() > self._began_s + timeout_s:
+                return self._interrupt()
+            time.sleep(0.05)
+        return code
+
+    def _look(self) -> None:
+        for row in self._rows.new_rows():
+            if row.get("kind") == "step" and row["step"] not in self._times:
+                self._times[row["step"]] = self._moved_s = time.monotonic()
+        if time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + 0.3
+        self._note_batches()
+        self._family.look()
+        assert self._process is not None
+        self._family.reap(spare=self._process.pid)
+
+    def _note_batches(self) -> None:
+        """Which groups each step has, from the buffer's own log of steps that no checkpoint holds yet."""
+        path = self._redis.url.removeprefix("unix://")
+        with contextlib.suppress(redis.RedisError, OSError):
+            with redis.Redis(unix_socket_path=path, socket_timeout=0.5) as client:
+                steps = client.hgetall(f"agrpo:{{{NAME}}}:log")
+            for version, entry in steps.items():
+                seqs = entry.decode().rpartition("|")[2]
+                known = self._batches.setdefault(int(version), seqs)
+                self.found.expect(known == seqs, f"step {int(version)} had groups {known}, and now {seqs}")
+
+    def _attack_due(self) -> None:
+        now_s = time.monotonic()
+        if not self._attacks or now_s < self._next_attack_s or not self._is_due(self._attacks[0], now_s):
+            return
+        attack = self._attacks[0]
+        targets = self._family.of_kind(attack.kind)
+        if not targets:
+            if attack.step < self.steps and now_s - self._moved_s < KIND_TIMEOUT_S:
+                return
+            self._say(f"no {attack.kind} runs: not attacked")
+        else:
+            self._strike(attack, random.Random(f"{attack.kind}{attack.step}").choice(targets))
+        self._attacks.pop(0)
+        self._next_attack_s = now_s + (0.0 if attack.step == self.steps else SPACING_S)
+
+    def _is_due(self, attack: Attack, now_s: float) -> bool:
+        """The last ones by when the end of training is, or will be, at the pace of the last steps."""
+        if attack.step < self.steps:
+            return self.step >= attack.step
+        if self.step < 12:
+            return False
+        times = [self._times[step] for step in sorted(self._times)][-12:]
+        pace_s = statistics.median(after - before for before, after in itertools.pairwise(times))
+        return now_s >= times[-1] + (self.steps - self.step) * pace_s + attack.after_s
+
+    def _strike(self, attack: Attack, target: psutil.Process) -> None:
+        how = "SIGKILL" if attack.stopped_s is None else f"SIGSTOP for {attack.stopped_s:g} s"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            target.send_signal(signal.SIGKILL if attack.stopped_s is None else signal.SIGSTOP)
+            if attack.stopped_s is not None:
+                self._continue_at.append((time.monotonic() + attack.stopped_s, target))
+        self._moved_s = time.monotonic()
+        self.found.done.append(f"{attack.kind} {how}")
+        self._say(f"attack {len(self.found.done)} at step {self.step}: {how} to {attack.kind} {target.pid}")
+
+    def _continue_due(self) -> None:
+        for due in [due for due in self._continue_at if due[0] <= time.monotonic()]:
+            self._continue_at.remove(due)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                due[1].send_signal(signal.SIGCONT)
+
+    def _interrupt(self) -> int:
+        """Ctrl-C for a run that hangs."""
+        assert self._process is not None
+        self.found.expect(
+            False, f"hung at step {self.step}: {HUNG_S:g} s without a step. It shows: {self._last_words()}"
+        )
+        for process in self._family.alive():
+            print(f"    {describe(process)}", flush=True)
+        self._process.send_signal(signal.SIGINT)
+        try:
+            return self._process.wait(90)
+        except subprocess.TimeoutExpired:
+            self.found.expect(False, "it did not obey Ctrl-C within 90 s")
+            self._process.kill()
+            return self._process.wait()
+
+    def _check_gone(self) -> None:
+        assert self._process is not None
+        left = self._family.wait_until_gone(self._process.pid, LEAVING_S)
+        self.found.expect(not left, f"orphans {LEAVING_S:g} s after the end: {[describe(each) for each in left]}")
+        self._family.end(left)
+        self._continue_at.clear()
+
+    def _check_end(self) -> None:
+        expect = self.found.expect
+        expect(not (sockets := self._family.still_listening()), f"somebody still listens on {sockets}")
+        expect(not (files := self._family.left_in_shared_memory(NAME)), f"left in /dev/shm: {files}")
+        outside = sorted({host for host, _ in self._family.listened if host not in ("127.0.0.1", "::1")})
+        expect(not outside, f"listened beyond the loopback: {outside}")
+        seqs = [seq for batch in self._batches.values() for seq in batch.split(",") if seq]
+        expect(len(set(seqs)) == len(seqs), f"trained twice: {sorted({seq for seq in seqs if seqs.count(seq) > 1})}")
+        self._check_rows()
+        if (self.run_dir / "summary.json").exists():
+            self._check_summary(json.loads((self.run_dir / "summary.json").read_text()))
+            asyncio.run(self._check_books())
+        self._say(f"{len(seqs)} groups of {len(self._batches)} of {self.steps} steps were seen in the buffer's log")
+
+    def _check_rows(self) -> None:
+        """A step that is trained again has the same batch; no token is too old; no group was inserted twice."""
+        contents: dict[int, tuple[Any, ...]] = {}
+        for row in [row for row in read_rows(self.run_dir / "metrics.jsonl") if row["kind"] == "step"]:
+            content = tuple(row.get(key) for key in ("groups", "completion_tokens_mean", "reward_mean"))
+            known = contents.setdefault(row["step"], content)
+            self.found.expect(known == content, f"step {row['step']} had {known}, and when trained again {content}")
+            self.found.expect(row["age_max"] <= 2, f"step {row['step']} trained a token of age {row['age_max']}")
+        missing = sorted(set(range(1, self.steps + 1)) - set(contents))
+        self.found.expect(not missing, f"steps without a row: {missing}")
+        made = [row["seq"] for path in (self.run_dir / "samples").glob("*.jsonl") for row in read_rows(path)]
+        self.found.expect(len(set(made)) == len(made), "a group was inserted twice")
+
+    def _check_summary(self, summary: dict[str, Any]) -> None:
+        groups = dict(summary["groups"])
+        admitted = groups.pop("admitted")
+        self._say(f"groups: admitted {admitted}, {groups}; restarts {summary['restarts']}; ages {summary['max_age']}")
+        self.found.expect(admitted == sum(groups.values()) and summary["balanced"], f"books do not balance: {summary}")
+        self.found.expect(groups["trained"] == self.steps * 4, f"trained {groups['trained']} groups")
+        self.found.expect(groups["active"] == 0, f"{groups['active']} groups are still active")
+        self.found.expect(summary["steps"] == self.steps, f"{summary['steps']} steps in the summary")
+        self.found.expect(summary["max_age"] <= summary["max_staleness"], f"age {summary['max_age']}")
+
+    async def _check_books(self) -> None:
+        """What the server's own file holds once everything has ended."""
+        self._redis.start()
+        try:
+            inspector = await Inspector.attach(RedisConfig(url=self._redis.url), NAME)
+            stats = (await inspector.overview()).stats
+            await inspector.aclose()
+        finally:
+            self._redis.stop()
+        self.found.expect(stats.balanced and stats.active == 0, f"the stored books do not balance: {stats}")
+        self.found.expect(stats.released["trained"] == 4 * self.steps, f"stored: {stats.released}")
+
+    def _last_words(self) -> str:
+        lines = (self.folder / "printed.log").read_text(errors="replace").splitlines()
+        return " / ".join(line.strip()[:300] for line in lines[-2:])
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began_s:6.1f} s  {text}", flush=True)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=170)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--last-seconds", action="store_true")
+    parser.add_argument("--folder", type=Path, help="of the run; a new one by default, kept if something is wrong")
+    parser.add_argument("--timeout-s", type=float, default=1800.0)
+    given = parser.parse_args()
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="attack-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    attacks = plan(given.seed, steps=given.steps, attacks=given.kills, last_seconds=given.last_seconds)
+    run = AttackedRun(folder, attacks, steps=given.steps, servers=given.servers)
+    found = run.go(given.timeout_s)
+    print(f"seed {given.seed}: exit codes {found.exits}, {len(found.problems)} problems; {folder}")
+    if not found.problems and given.folder is None:
+        shutil.rmtree(folder)
+    return 1 if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
