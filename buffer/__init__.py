@@ -9,7 +9,7 @@ from buffer.protocol import BufferStats, ReplayBuffer, Resume
 from buffer.recent import RecentStats
 from buffer.redis import RedisBoard, RedisBuffer
 from buffer.redis.client import PASSWORD_VARIABLE, check_server, make_client
-from buffer.run import open_run
+from buffer.run import is_over, open_run
 from buffer.server import EmbeddedServer
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "check_server",
     "connect",
     "connect_board",
+    "is_over",
     "knows_run",
     "make_client",
     "memory_plan",

@@ -1,10 +1,12 @@
-"""The buffer that a configuration describes."""
+"""The buffer that a configuration describes, and whether its run is over."""
 
 from __future__ import annotations
 
 from async_grpo.config import RunConfig
+from buffer.board import RunBoard
 from buffer.capacity import memory_plan
 from buffer.connect import connect, memory_limit
+from buffer.protocol import ReplayBuffer
 from buffer.redis.buffer import RedisBuffer
 
 
@@ -19,3 +21,10 @@ async def open_run(config: RunConfig) -> RedisBuffer:
         lease_s=config.lease_s,
         max_attempts=config.rollout.max_attempts,
     )
+
+
+async def is_over(config: RunConfig, buffer: ReplayBuffer, board: RunBoard) -> bool:
+    """Whether rollout servers have nothing left to do: every step is trained and the final policy is measured (its
+    probe comes before its evaluation). The trainer may still have to read both, and to export."""
+    evaluated = any(evaluation.version >= config.steps for evaluation in await board.evaluations())
+    return evaluated and (await buffer.stats()).ended

@@ -48,7 +48,7 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
     """
     async with AsyncExitStack() as stack:
         state, board = await _connect(stack, config)
-        if await _is_over(config, state, board):
+        if await buffer.is_over(config, state, board):
             yield None
             return
         tokenizer = load_tokenizer(model)
@@ -56,7 +56,7 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
         cast = await _assemble(stack, config, model, name, state, board, tokenizer)
         watcher = await _follow_weights(stack, cast)
         first = watcher.first(config.launch.ready_timeout_s)
-        if not await came_before_the_end(first, lambda: _is_over(config, state, board)):
+        if not await came_before_the_end(first, lambda: buffer.is_over(config, state, board)):
             yield None
             return
         if front is not None:
@@ -70,11 +70,6 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
     board = await buffer.connect_board(config.redis, config.name)
     stack.push_async_callback(board.aclose)
     return state, board
-
-
-async def _is_over(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> bool:
-    evaluated = any(evaluation.version >= config.steps for evaluation in await board.evaluations())
-    return (await state.stats()).ended and evaluated
 
 
 async def _open_front(

@@ -13,14 +13,15 @@ class Decision(Enum):
     GIVE_UP = "give up"
 
 
-def decide(*, code: int, stopping: bool, needed: bool, restarts: int, limit: int) -> Decision:
+def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> Decision:
     """The policy.
 
-    stopping: the supervisor asked for this end. needed: the run cannot finish without this role.
-    restarts: how often this invocation has restarted it; limit: how often it may be.
+    stopping: the supervisor asked for this end. over: nothing is left for this role to do. needed: the run cannot
+    finish without this role. restarts: how often this invocation has restarted it; limit: how often it may be.
 
-    An exit code of 0 is a role that left on purpose; it comes back only if the run needs it.
+    An exit code of 0 is a role that left on purpose; it comes back only if the run needs it. Once there is nothing left
+    to do, any end is final.
     """
-    if stopping or (code == 0 and not needed):
+    if stopping or over or (code == 0 and not needed):
         return Decision.DONE
     return Decision.RESTART if restarts < limit else Decision.GIVE_UP

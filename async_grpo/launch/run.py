@@ -15,23 +15,24 @@ import contextlib
 import signal
 import time
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError, RoleFailed
+from async_grpo.errors import ConfigError, RoleFailed, ServerLost
 from async_grpo.launch.commands import role_specs
 from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.monitor import Monitor
 from async_grpo.launch.results import headline, write_results
+from async_grpo.launch.role import RoleSpec
 from async_grpo.launch.run_folder import RunFolder, RunState, claimed, open_run, write_config
 from async_grpo.launch.state_plane import StatePlane, open_state_plane
-from async_grpo.launch.supervisor import Supervisor
+from async_grpo.launch.supervisor import TRAINER, Supervisor
 from async_grpo.process import adopt_orphans
 from async_grpo.telemetry.live import LiveView
+from buffer import is_over
 
 INTERRUPTED = 130
 T = TypeVar("T")
@@ -53,7 +54,8 @@ async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
             view.phase("starting the server")
             async with open_state_plane(config, folder, fresh=fresh) as plane:
                 write_config(folder, config, for_roles=plane.config)
-                await _LocalRun(plane, folder, model, view, state, command).go(interrupted)
+                specs = await _needed(plane, role_specs(plane.config, folder, model))
+                await _LocalRun(plane, folder, specs, view, state, command).go(interrupted)
         except Interrupted:
             view.say("stopped; the same command resumes")
             return INTERRUPTED
@@ -70,6 +72,12 @@ def _check_one_machine(config: RunConfig) -> None:
         )
 
 
+async def _needed(plane: StatePlane, specs: list[RoleSpec]) -> list[RoleSpec]:
+    """Without the rollout servers, if a run that is taken up again has nothing left for them to do."""
+    over = await is_over(plane.config, plane.buffer, plane.board)
+    return [spec for spec in specs if spec.name == TRAINER] if over else specs
+
+
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM; not an error."""
 
@@ -78,7 +86,13 @@ class _LocalRun:
     """The roles of one invocation, from their start to the report."""
 
     def __init__(
-        self, plane: StatePlane, folder: RunFolder, model: Path, view: LiveView, state: RunState, command: str
+        self,
+        plane: StatePlane,
+        folder: RunFolder,
+        specs: list[RoleSpec],
+        view: LiveView,
+        state: RunState,
+        command: str,
     ) -> None:
         self._plane, self._folder, self._view, self._state = plane, folder, view, state
         self._started_s = time.monotonic()
@@ -86,18 +100,19 @@ class _LocalRun:
         self._state.command = command
         self._supervisor = Supervisor(
             plane.config.name,
-            role_specs(plane.config, folder, model),
+            specs,
             restarts=state.restarts,
             say=view.say,
             stop_timeout_s=plane.config.launch.stop_timeout_s,
             trained=lambda: self._monitor.trained(),
+            generated=self._generated,
         )
         self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say)
         self._roles: asyncio.Task[None] | None = None
 
     async def go(self, interrupted: asyncio.Event) -> None:
         """See the run to its end, whatever that is, and write what there is to report."""
-        self._view.phase("starting the trainer and the rollout servers")
+        self._view.phase(f"starting {', '.join(self._supervisor.states)}")
         try:
             await _unless(interrupted, self._watch())
             self._state.finished_steps = self._plane.config.steps
@@ -123,6 +138,13 @@ class _LocalRun:
         if not self._monitor.trained():
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
 
+    async def _generated(self) -> bool:
+        """Whether rollout servers have nothing left to do, as far as the server of the buffer can be asked."""
+        try:
+            return self._monitor.trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
+        except ServerLost:
+            return False  # a role that comes back needlessly leaves by itself
+
     async def _stop(self, again: asyncio.Event) -> None:
         """SIGTERM and patience; a second Ctrl-C ends the patience. No role is left then, nor one about to start."""
         stopping = asyncio.create_task(self._supervisor.stop())
@@ -139,7 +161,7 @@ class _LocalRun:
         """summary.json, report.md and timeline.json of whatever has been trained."""
         stats = await self._plane.buffer.stats()
         self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
-        self._state.restarts = self._supervisor.restarts
+        self._state.restarts |= self._supervisor.restarts
         self._folder.write_state(self._state)
         self._view.phase("writing the report")
         summary = await write_results(self._plane, self._folder, self._state, stats)

@@ -12,7 +12,7 @@ The server that holds the buffer is started before and stopped after all of them
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from async_grpo.errors import RoleFailed
@@ -21,6 +21,10 @@ from async_grpo.launch.role import RoleProcess, RoleSpec, explain_exit
 from async_grpo.telemetry.state import RoleState
 
 TRAINER = "trainer"
+
+
+async def _not_yet() -> bool:
+    return False
 
 
 class Supervisor:
@@ -35,14 +39,17 @@ class Supervisor:
         say: Callable[[str], None],
         stop_timeout_s: float,
         trained: Callable[[], bool] = lambda: True,
+        generated: Callable[[], Awaitable[bool]] = _not_yet,
     ) -> None:
-        """`restarts`: of earlier invocations, by role. `trained` says whether the last step has been trained."""
+        """`restarts`: of earlier invocations, by role. `trained` says whether the last step has been trained,
+        `generated` whether the rollout servers have nothing left to do: from then on none comes back."""
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
         self._say = say
         self._stop_timeout_s = stop_timeout_s
         self._stopping = False
         self._trained = trained
+        self._generated = generated
         self._running: dict[str, RoleProcess] = {}
         self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._specs}
 
@@ -98,12 +105,13 @@ class Supervisor:
             decision = decide(
                 code=code,
                 stopping=self._stopping,
+                over=spec.name != TRAINER and await self._generated(),
                 needed=self._needed(spec),
                 restarts=used,
                 limit=spec.restarts,
             )
             if decision is Decision.DONE:
-                self._mark(spec, "finished" if code == 0 else "stopped")
+                self._mark(spec, "stopped" if code and self._stopping else "finished")
                 return
             if decision is Decision.GIVE_UP:
                 self._mark(spec, "failed")

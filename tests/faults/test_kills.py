@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,43 @@ def test_a_killed_role_is_named_and_restarted_and_the_run_finishes(run: WholeRun
     assert "restart 1 of" in run.printed
     assert run.summary()["restarts"][role] == 1
     check_books(run.summary(), steps=STEPS)
+
+
+def test_a_trainer_killed_after_the_end_costs_a_restart_of_its_own_and_none_of_the_servers(run: WholeRun) -> None:
+    run.wait_for_step(STEPS)
+    trainer, server = run.role("trainer.main"), run.role("rollout_server.main")
+    run.wait_for_end(measured=False)
+    trainer.suspend()
+    run.wait_for_end(measured=True)
+    server.wait(60)
+    trainer.kill()
+    assert run.wait(400) == 0, run.printed[-3000:]
+    check_end(run, {"trainer": 1, "rollout-0": 0})
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_run_killed_after_the_end_is_finished_by_the_same_command(run: WholeRun, measured: bool) -> None:
+    run.wait_for_step(STEPS)
+    trainer = run.role("trainer.main")
+    run.wait_for_end(measured=False)
+    trainer.suspend()
+    if measured:
+        run.wait_for_end(measured=True)
+    run.close()
+    run.start()
+    assert run.wait(400) == 0, run.printed[-3000:]
+    check_end(run, {"trainer": 0} if measured else {"trainer": 0, "rollout-0": 0})
+
+
+def check_end(run: WholeRun, restarts: dict[str, int]) -> None:
+    """Everything that a run ends with is there."""
+    summary = run.summary()
+    check_books(summary, steps=STEPS)
+    assert summary["restarts"] == restarts
+    assert summary["evaluations"][-1]["version"] == STEPS
+    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert "probe" in {row["kind"] for row in rows}
+    assert list((run.run_dir / "checkpoints" / "hf").glob("*.safetensors"))
 
 
 def test_a_killed_engine_core_is_started_again_by_its_server(run: WholeRun) -> None:

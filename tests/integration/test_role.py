@@ -108,6 +108,23 @@ async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp
     assert len(said) == 2
 
 
+async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_are_not_started_again(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    second_life = f"import os, pathlib, time; life = pathlib.Path({str(tmp_path / 'life')!r})"
+    dies_once = f"{second_life}; os._exit(0) if life.exists() else (life.touch(), time.sleep(0.3), os._exit(1))"
+    specs = [spec(tmp_path, dies_once, name="trainer", restarts=1), spec(tmp_path, "", name="rollout-0")]
+
+    async def generated() -> bool:
+        return True
+
+    keeper = Supervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0, generated=generated)
+    await asyncio.wait_for(keeper.watch(), 20)
+    assert keeper.restarts == {"trainer": 1, "rollout-0": 0}
+    assert {role.state for role in keeper.states.values()} == {"finished"}
+
+
 async def test_stop_ends_all_roles_in_time_and_does_not_restart_them(tmp_path: Path) -> None:
     said: list[str] = []
     keeper = supervisor(tmp_path, spec(tmp_path, SLEEPER, name="trainer", restarts=3), said=said)

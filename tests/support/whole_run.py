@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import redis
 
 from async_grpo.config import RunConfig, load
+from buffer.redis.keys import Keys
 
 CONFIG = """\
 name: small
@@ -79,6 +81,17 @@ class WholeRun:
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         self._until(lambda: max([row["step"] for row in self.steps()], default=0) >= step, f"step {step}", timeout_s)
+
+    def wait_for_end(self, *, measured: bool, timeout_s: float = 240.0) -> None:
+        """Until the trainer has said that every step is trained; `measured`: and the final policy is."""
+        books = redis.Redis.from_url(self.roles_config().redis.url or "")
+        keys, steps = Keys("small"), self.roles_config().steps
+
+        def is_there() -> bool:
+            ended = books.hget(keys.of("meta"), "ended") == b"1"
+            return ended and (not measured or bool(books.hexists(keys.of("board:evaluations"), str(steps))))
+
+        self._until(is_there, "the end", timeout_s)
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"

@@ -19,4 +19,9 @@ from async_grpo.launch.policy import Decision, decide
     ],
 )
 def test_the_policy(case: dict[str, int], decision: Decision) -> None:
-    assert decide(**case, limit=2) is decision
+    assert decide(**case, over=False, limit=2) is decision
+
+
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_a_role_with_nothing_left_to_do_is_done_however_it_ends_and_costs_no_restart(code: int) -> None:
+    assert decide(code=code, stopping=False, over=True, needed=True, restarts=2, limit=2) is Decision.DONE
