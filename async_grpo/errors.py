@@ -17,12 +17,18 @@ AsyncGrpoError
 ├── WeightsError           the weight plane
 │   ├── WeightsCorrupt     a chunk or tensor that fails its hash, shape or dtype
 │   ├── WeightsReplaced    a version that the store does not hold any more: a newer one took its place
-│   └── PublisherLost      the publisher has been silent for too long
+│   ├── PublisherLost      the publisher has been silent for too long
+│   └── FetchInterrupted   a fetch that cannot be finished; the receiver starts over with the newest version
 ├── EngineError            the inference engine failed
-├── TrainingError          the trainer cannot go on (non-finite loss)
+├── TrainingError          the trainer cannot go on (too many non-finite steps in a row)
+│   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
 │   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
-│   └── NodeLost           a machine of the trainer is gone, silent, or has failed
+│   ├── NodeLost           a machine of the trainer is gone, silent, or has failed
+│   └── Terminated         SIGTERM has ended a rank of the trainer before it joined the run
 └── RoleFailed             a supervised process ended when it should not have
+
+Signals, caught by the package that raises them: Interrupted (async_grpo.launch), StoppedEarly (trainer.nodes), Unusable
+(async_grpo.data), HttpError (rollout_server.http).
 """
 
 from __future__ import annotations
@@ -117,7 +123,8 @@ class TrainingError(AsyncGrpoError):
 
 
 class NonFiniteStep(TrainingError):
-    """A loss or a gradient that is not finite, on all ranks alike and before it has changed any weight."""
+    """A loss or a gradient that is not finite, on all ranks alike. Its update has changed no weight; updates of the
+    same step before it (trainer.mini_batches, trainer.num_iterations) stand."""
 
 
 class CheckpointError(TrainingError):

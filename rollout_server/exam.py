@@ -2,9 +2,9 @@
 
     held-out tasks --> sessions --> reward pool: judge, extract --> Paper a prompt --> Figures
 
-Completions wait for one of `rollout.max_concurrency` places (another that ends frees it); grading waits for the
-reward pool. Prompts, seeds and rewards follow from the configuration alone, so that the same weights give the same
-completions in both.
+Completions wait for one of `rollout.max_concurrency` places of their own, beside those of training (another that ends
+frees it); grading waits for the reward pool. Prompts, seeds and rewards follow from the configuration alone, so that
+the same weights give the same completions in both.
 """
 
 from __future__ import annotations

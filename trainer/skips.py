@@ -1,6 +1,6 @@
 """Steps that are skipped because their loss or gradient is not finite, and what is left of them to look at.
 
-    NonFiniteStep --> batch into run_dir/dumps/step-N.msgpack --> version N with the weights as they are
+    NonFiniteStep --> batch into run_dir/dumps/step-N.msgpack --> version N with the weights as they are then
                                   |
                                   +--> as many in a row as trainer.max_skipped_steps: TrainingError
 

@@ -3,7 +3,7 @@
     take -----------------> train_step ----------+--> version + 1
     take_part, again and again --> StreamedStep -+        |
                                                  |        +--> reference model, every sync_every steps
-              loss or gradient not finite: dumped, counted, the weights stay as they are
+              loss or gradient not finite: dumped, counted, the rest of the step is left out
 
 Waits for the coordinator alone: P groups, or with `trainer.streaming` one after another.
 """

@@ -141,7 +141,8 @@ class RolloutConfig(StrictModel):
     """How a sample comes about: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     max_concurrency: PositiveInt = 64
-    """Samples in flight in one engine, at most."""
+    """Samples for training in flight in one engine, at most. Completions of evaluations (as many again, while one
+    runs) and of HTTP (`rollout.http.max_concurrency`) come on top."""
     min_concurrency: NonNegativeInt = 0
     """0: always max_concurrency. Otherwise the engine's own load moves the number between the two."""
     oversample: NonNegativeInt = 0

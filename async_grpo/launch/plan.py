@@ -50,7 +50,9 @@ def describe(config: RunConfig) -> Table:
     table.add_row("writes", str(config.run_dir))
     table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
     rollout = config.rollout
-    table.add_row("rollout servers", f"{rollout.servers} x vLLM, {rollout.max_concurrency} samples in flight")
+    table.add_row(
+        "rollout servers", f"{rollout.servers} x vLLM, {rollout.max_concurrency} samples in flight for training"
+    )
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
     table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")

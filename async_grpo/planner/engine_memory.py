@@ -4,7 +4,7 @@
     weights      b * parameters / TP
     work space   of one step: activations of max_num_batched_tokens tokens, float32 logits of max_concurrency samples
     a token      2 * L * max(groups / TP, 1) * head_dim * b     keys and values; fewer groups than ranks are repeated
-    at worst     max_concurrency samples of max_model_len tokens
+    at worst     max_concurrency samples of max_model_len tokens (evaluations and HTTP, on top, are not counted)
 
 vLLM makes the cache as large as the share allows. With less than `at worst` it lets samples wait or begin again, which
 costs time; with less than one whole sample it does not start.
