@@ -18,6 +18,8 @@ from torch import Tensor
 
 EPS = 1e-6
 """Keeps equal rewards at advantage 0 instead of 0 / 0."""
+LEAST_VARIANCE = 1e-8
+"""The same for reinforce_pp_baseline."""
 
 Advantage = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rewards_BG, valid_BG, lengths_BG) -> advantages_BG, float64. Also the signature of your own."""
@@ -46,12 +48,18 @@ def rloo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
 
 
 def reinforce_pp_baseline(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
-    """D = R - mean of the group, then (D - mean(D)) / (std(D) + 1e-6) over the samples of the batch: REINFORCE++
-    with baseline, arXiv 2501.03262. Every sample counts once, whatever its length."""
+    """D = R - mean of the group, then (D - mean(D)) / std(D) over the tokens of the batch: REINFORCE++ with baseline,
+    arXiv 2501.03262.
+
+    The paper's batch is one of tokens, D of a token being that of its sample, so a sample counts by its length. Its
+    authors' code (OpenRLHF) settles what the paper leaves open: the variance is that of the population, at least 1e-8.
+    """
     centred_BG = dr_grpo(rewards_BG, valid_BG, lengths_BG)
-    all_1N, valid_1N = centred_BG.reshape(1, -1), valid_BG.reshape(1, -1)
-    whitened_1N = dr_grpo(all_1N, valid_1N, lengths_BG) / (_deviation(all_1N, valid_1N) + EPS)
-    return whitened_1N.reshape(rewards_BG.shape)
+    share_BG = _kept(lengths_BG.to(centred_BG.dtype), valid_BG)
+    share_BG = share_BG / share_BG.sum().clamp(min=1)
+    moved_BG = _kept(centred_BG - (share_BG * centred_BG).sum(), valid_BG)
+    variance = (share_BG * moved_BG.square()).sum()
+    return moved_BG / variance.clamp(min=LEAST_VARIANCE).sqrt()
 
 
 def opo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:

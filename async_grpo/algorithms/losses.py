@@ -21,6 +21,8 @@ class TokenLoss(NamedTuple):
     loss_N: Tensor
     clipped_N: Tensor
     """bool: the trust region is left, so the token (or its sequence) has no gradient, or a capped one."""
+    rejected_N: Tensor | None = None
+    """bool: the loss leaves the token out, as a correction that rejects would. None: it leaves out none."""
 
 
 Loss = Callable[[Tokens, ObjectiveConfig], TokenLoss]
@@ -34,14 +36,18 @@ def ppo_clip(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
 
 
 def decoupled(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
-    """min(w, behaviour_cap) * ppo_clip(r), w constant: decoupled PPO of AReaL, arXiv 2505.24298.
+    """w * ppo_clip(r), w constant: decoupled PPO of AReaL, arXiv 2505.24298.
 
     The trust region is around the policy just before the step (prox), and w corrects for the older policy that
-    sampled the token.
+    sampled the token. Where w > behaviour_cap, `behaviour_cap_mode` decides: mask (the token is left out, as AReaL is
+    configured) or clamp (w = behaviour_cap).
     """
-    token = ppo_clip(tokens, config)
-    weight_N = tokens.log_w_N.exp().clamp(max=required(config.behaviour_cap))
-    return token._replace(loss_N=weight_N * token.loss_N)
+    token, cap = ppo_clip(tokens, config), required(config.behaviour_cap)
+    weight_N = tokens.log_w_N.exp()
+    if config.behaviour_cap_mode == "clamp":
+        return token._replace(loss_N=weight_N.clamp(max=cap) * token.loss_N)
+    over_N = weight_N > cap
+    return token._replace(loss_N=weight_N.masked_fill(over_N, 0.0) * token.loss_N, rejected_N=over_N)
 
 
 def gspo(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:

@@ -31,7 +31,7 @@ class Objective(NamedTuple):
     clipped_N: Tensor
     """bool: outside of the trust region."""
     rejected_N: Tensor
-    """bool: a correction multiplies this token by 0. It stays in the denominator."""
+    """bool: the loss leaves this token out, or a correction multiplies it by 0. It stays in the denominator."""
 
 
 def token_objective(tokens: Tokens, config: ObjectiveConfig, given_N: Tensor | None = None) -> Objective:
@@ -52,7 +52,8 @@ def token_objective(tokens: Tokens, config: ObjectiveConfig, given_N: Tensor | N
     if config.entropy_coef > 0:
         assert tokens.entropy_N is not None
         loss_N = loss_N - config.entropy_coef * tokens.entropy_N
-    return Objective(loss_N, token.clipped_N, multiplier_N == 0)
+    rejected_N = multiplier_N == 0
+    return Objective(loss_N, token.clipped_N, rejected_N if token.rejected_N is None else rejected_N | token.rejected_N)
 
 
 def whole_batch_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:

@@ -65,6 +65,8 @@ def check_objective(config: ObjectiveConfig) -> None:
             raise _wrong("loss", config.loss, f"gave back a {type(token).__name__}")
         _check_numbers("loss", config.loss, token.loss_N, (5,))
         _check_numbers("loss", config.loss, token.clipped_N, (5,))
+        if token.rejected_N is not None:
+            _check_numbers("loss", config.loss, token.rejected_N, (5,))
         if not token.loss_N.requires_grad:
             raise _wrong("loss", config.loss, "lost the gradient of tokens.logprobs_N")
     for correction in config.corrections:

@@ -96,6 +96,8 @@ class ObjectiveConfig(StrictModel):
     """ppo_clip, decoupled: where A < 0 the loss is at most dual_clip * |A|; usually 3. None: off."""
     behaviour_cap: Positive | None = None
     """decoupled: cap of w = pi_prox / pi_behaviour. dppo_tv: cap of rho = pi / pi_behaviour."""
+    behaviour_cap_mode: Literal["mask", "clamp"] | None = None
+    """decoupled: tokens whose w is above the cap are left out (mask), or trained with w = behaviour_cap (clamp)."""
     sapo_tau_positive: Positive | None = None
     sapo_tau_negative: Positive | None = None
     """sapo: how fast the gate closes, for A >= 0 and for A < 0."""
@@ -185,7 +187,8 @@ class ObjectiveConfig(StrictModel):
     def summary(self) -> str:
         """The resolved values in a line."""
         dials = {dial: getattr(self, dial) for dial in DIALS if getattr(self, dial) is not None}
-        shown = ", ".join([f"prox {self.prox}", *(f"{dial} {value:g}" for dial, value in dials.items())])
+        texts = (f"{dial} {value if isinstance(value, str) else f'{value:g}'}" for dial, value in dials.items())
+        shown = ", ".join([f"prox {self.prox}", *texts])
         added = "".join(f" + {correction.kind}" for correction in self.corrections)
         return f"{self.preset}: {self.advantage} advantages, {self.loss} ({shown}){added}, {self.aggregation}"
 

@@ -16,8 +16,12 @@ WHOLE_BATCH_ADVANTAGES = ("reinforce_pp_baseline", "lite_ppo")
 """Those that look beyond the group."""
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
 
-DIALS = ("clip_low", "clip_high", "dual_clip", "behaviour_cap", "sapo_tau_positive", "sapo_tau_negative")
-"""Numbers that only some losses know; None elsewhere."""
+DIALS = (
+    *("clip_low", "clip_high", "dual_clip"),
+    *("behaviour_cap", "behaviour_cap_mode"),
+    *("sapo_tau_positive", "sapo_tau_negative"),
+)
+"""What only some losses know; None elsewhere."""
 
 CORRECTION_DIALS = ("cap", "low", "high", "limit")
 
@@ -29,7 +33,7 @@ REWEIGHTING = ("token_tis", "seq_tis", "icepop")
 class LossRule:
     """What goes with a policy loss."""
 
-    dials: Mapping[str, float]
+    dials: Mapping[str, float | str]
     optional: tuple[str, ...] = ()
     """Dials that are off (None) unless set."""
     prox: tuple[str, ...] = ("behaviour", "recompute", "loglinear")
@@ -48,7 +52,7 @@ class LossRule:
 LOSSES: dict[str, LossRule] = {
     "ppo_clip": LossRule({"clip_low": 0.2, "clip_high": 0.28}, optional=("dual_clip",)),
     "decoupled": LossRule(
-        {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 5.0},
+        {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 5.0, "behaviour_cap_mode": "mask"},
         optional=("dual_clip",),
         prox=("recompute", "loglinear"),
         weighted=True,

@@ -57,9 +57,11 @@ def reference(rule: str, groups: list[Group]) -> list[list[float]]:
     if rule == "lite_ppo":
         return [[c / (deviation(everything) + EPS) for c in centred(group)] for group in rewards]
     assert rule == "reinforce_pp_baseline"
-    differences = [c for group in rewards for c in centred(group)]
-    mean = statistics.fmean(differences) if len(differences) > 1 else 0.0
-    return [[(c - mean) / (deviation(differences) + EPS) for c in centred(group)] for group in rewards]
+    tokens = [
+        c for group in judged for c, (_, n) in zip(centred([r for r, _ in group]), group, strict=True) for _ in range(n)
+    ]
+    mean, deviation_of_tokens = statistics.fmean(tokens), max(statistics.pvariance(tokens), 1e-8) ** 0.5
+    return [[(c - mean) / deviation_of_tokens for c in centred(group)] for group in rewards]
 
 
 def found(rule: str, groups: list[Group], *, unjudged: float = float("nan")) -> torch.Tensor:
@@ -117,8 +119,15 @@ def test_a_batch_that_nobody_could_judge_is_all_zero(rule: str) -> None:
     assert found(rule, [[None, None], [None, None]]).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_whitening_over_the_batch_leaves_mean_zero_and_deviation_one() -> None:
+def test_whitening_leaves_mean_zero_and_deviation_one_over_the_tokens_of_the_batch() -> None:
     groups = random_groups(5)
-    values = found("reinforce_pp_baseline", groups)[torch.tensor([[s is not None for s in g] for g in groups])]
-    assert values.mean().item() == pytest.approx(0.0, abs=1e-12)
-    assert values.std().item() == pytest.approx(1.0, rel=1e-5)
+    lengths = torch.tensor([[0 if sample is None else sample[1] for sample in group] for group in groups]).flatten()
+    tokens = found("reinforce_pp_baseline", groups).flatten().repeat_interleave(lengths)
+    assert tokens.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert tokens.std(correction=0).item() == pytest.approx(1.0, rel=1e-12)
+
+
+def test_a_long_sample_weighs_more_in_the_whitening_than_a_short_one() -> None:
+    """D = +-1/2 on 30 tokens and on 10: mean 1/4, variance 3/16."""
+    first, second = found("reinforce_pp_baseline", [[(1.0, 30), (0.0, 10)]])[0].tolist()
+    assert (first, second) == pytest.approx((0.25 / (3 / 16) ** 0.5, -0.75 / (3 / 16) ** 0.5))

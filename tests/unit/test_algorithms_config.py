@@ -113,6 +113,7 @@ def test_a_correction_is_named_alone_and_gets_its_defaults(kind: str) -> None:
         ({"loss": "dppo_tv", "prox": "recompute"}, "Set trainer.objective.prox to behaviour"),
         ({"loss": "sapo", "clip_low": 0.1}, "clip_low has no effect on loss sapo"),
         ({"preset": "gspo", "dual_clip": None, "behaviour_cap": 2}, "behaviour_cap has no effect on loss gspo"),
+        ({"loss": "dppo_tv", "behaviour_cap_mode": "mask"}, "behaviour_cap_mode has no effect on loss dppo_tv"),
         ({"clip_low": 1.5}, "1 - clip_low is the least ratio"),
         ({"clip_high": None}, "loss decoupled needs clip_high"),
         ({"options": {"scale": 2}}, "options are for a loss of your own"),
@@ -132,6 +133,6 @@ def test_what_only_rejects_or_scales_the_step_goes_with_every_preset(preset: str
 
 def test_a_line_shows_the_resolved_values() -> None:
     assert ObjectiveConfig(corrections=["geo_rs"]).summary == (
-        "areal: grpo advantages, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, behaviour_cap 5) + geo_rs, "
-        "token_mean"
+        "areal: grpo advantages, decoupled (prox recompute, clip_low 0.2, clip_high 0.28, behaviour_cap 5, "
+        "behaviour_cap_mode mask) + geo_rs, token_mean"
     )

@@ -48,11 +48,25 @@ def test_recompute_is_the_present_policy_and_behaviour_the_sampling_one() -> Non
 
 
 def reference_kl(estimator: str, d: float) -> tuple[float, float]:
-    """(value, slope in d) at |d| < 20."""
-    k3 = math.exp(-d) - 1 + d
-    values = {"k1": d, "k2": d * d / 2, "k3": min(k3, 10.0), "k3+": min(k3, 10.0)}
-    slopes = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d) if k3 < 10 else 0.0, "k3+": d}
+    """(value, slope in d). k3 goes on along its tangent from the d < 0 at which it is 10."""
+    at = max(d, KNEE)
+    slope = 1 - math.exp(-at)
+    k3 = math.exp(-at) - 1 + at + slope * (d - at)
+    values = {"k1": d, "k2": d * d / 2, "k3": k3, "k3+": k3}
+    slopes = {"k1": 1.0, "k2": d, "k3": slope, "k3+": d}
     return values[estimator], slopes[estimator]
+
+
+def knee() -> float:
+    """By bisection."""
+    low, high = -4.0, -1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.exp(-middle) - 1 + middle > 10 else (low, middle)
+    return high
+
+
+KNEE = knee()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -68,18 +82,34 @@ def test_divergence_and_gradient_equal_the_formula(estimator: str, seed: int) ->
     assert tokens.logprobs_N.grad.tolist() == pytest.approx([slope for _, slope in expected], rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize(("estimator", "values"), [("k1", [20, -20]), ("k2", [200, 200]), ("k3", [10, 10])])
-def test_the_difference_is_clamped_to_20_and_k3_to_10(estimator: str, values: list[float]) -> None:
-    present = tensor([-1.0, -500.0]).requires_grad_()
-    found = token_kl(present, tensor([-500.0, -1.0]), estimator)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("d", [-500.0, -25.0, -20.0, -3.0, KNEE, -2.5, 11.0, 20.0, 25.0, 500.0])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_token_that_moved_furthest_is_pulled_as_the_formula_says(
+    estimator: str, d: float, dtype: torch.dtype
+) -> None:
+    present = torch.tensor([-1.0 + min(d, 0.0)], dtype=dtype, requires_grad=True)
+    found = token_kl(present, present.detach() - d, estimator)
     found.sum().backward()
-    assert found.tolist() == pytest.approx(values)
+    value, slope = reference_kl(estimator, d)
+    assert found.item() == pytest.approx(value, rel=1e-5)
     assert present.grad is not None
-    assert present.grad.tolist() == [0.0, 0.0]
+    assert present.grad.item() == pytest.approx(slope, rel=1e-5)
+    assert abs(slope) > 0.9
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_slope_is_the_derivative_of_the_value(estimator: str) -> None:
+    d, step = torch.linspace(-40, 40, 333, dtype=torch.float64), 1e-6
+    present = d.clone().requires_grad_()
+    ESTIMATORS[estimator](present).sum().backward()
+    rise = (ESTIMATORS[estimator](d + step) - ESTIMATORS[estimator](d - step)) / (2 * step)
+    assert present.grad is not None
+    assert torch.allclose(present.grad, rise, rtol=1e-6, atol=1e-6)
 
 
 def test_k3_and_its_corrected_form_are_never_negative() -> None:
-    d = torch.linspace(-5, 5, 101, dtype=torch.float64)
+    d = torch.linspace(-30, 30, 601, dtype=torch.float64)
     assert (ESTIMATORS["k3"](d) >= 0).all()
     assert torch.allclose(ESTIMATORS["k3+"](d), ESTIMATORS["k3"](d), rtol=1e-12)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_grpo.algorithms import LOSSES
+from async_grpo.algorithms import LOSSES, token_objective
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import LOSSES as RULES
 from tests.support.objective_cases import Row, joined, log_ratio, random_rows, slopes, tensor, tokens_of, weights_of
@@ -39,8 +39,9 @@ def ppo_clip(row: Row, present: list[float], config: ObjectiveConfig) -> list[fl
 
 def decoupled(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
     weights = [math.exp(log_ratio(prox, old)) for prox, old in zip(row.prox, row.behaviour, strict=True)]
-    losses = ppo_clip(row, present, config)
-    return [min(weight, config.behaviour_cap) * loss for weight, loss in zip(weights, losses, strict=True)]
+    over = {"mask": 0.0, "clamp": config.behaviour_cap}[config.behaviour_cap_mode]
+    kept = [weight if weight <= config.behaviour_cap else over for weight in weights]
+    return [weight * loss for weight, loss in zip(kept, ppo_clip(row, present, config), strict=True)]
 
 
 def gspo(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]:
@@ -106,6 +107,7 @@ CASES = {
     "cispo": {"loss": "cispo", "clip_high": 0.28},
     "ppo_clip, dual": {"loss": "ppo_clip", "dual_clip": 1.4},
     "decoupled, tight cap, dual": {"loss": "decoupled", "behaviour_cap": 1.1, "dual_clip": 1.4},
+    "decoupled, clamped": {"loss": "decoupled", "behaviour_cap": 1.1, "behaviour_cap_mode": "clamp"},
     "gspo, wide": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.2},
     "gmpo, unequal bounds": {"loss": "gmpo", "clip_low": 0.1, "clip_high": 0.3},
     "cispo, both bounds": {"loss": "cispo", "clip_low": 0.2, "clip_high": 0.28},
@@ -150,6 +152,27 @@ def test_tokens_that_left_the_trust_region_have_no_gradient_and_only_they(case: 
     token.loss_N.sum().backward()
     assert tokens.logprobs_N.grad is not None
     assert torch.equal(tokens.logprobs_N.grad == 0, token.clipped_N)
+
+
+@pytest.mark.parametrize(("mode", "loss", "rejected"), [("mask", 0.0, True), ("clamp", -5.0, False)])
+def test_a_weight_above_the_cap_leaves_the_token_out_or_is_cut_down_to_the_cap(
+    mode: str, loss: float, rejected: bool
+) -> None:
+    """w = e^2 > 5, r = 1, A = 1. AReaL as its examples configure it (level token, action mask, upper 5) gives 0."""
+    config = ObjectiveConfig.model_validate({"preset": "areal", "behaviour_cap_mode": mode})
+    one = tokens_of(random_rows(0, sequences=1, longest=1))
+    far = replace(
+        one, prox_N=one.logprobs_N.detach(), behaviour_N=one.logprobs_N.detach() - 2, advantages_N=tensor([1.0])
+    )
+    found = token_objective(far, config)
+    found.loss_N.sum().backward()
+    assert one.logprobs_N.grad is not None
+    assert (found.loss_N.item(), one.logprobs_N.grad.item()) == pytest.approx((loss, loss))
+    assert found.rejected_N.tolist() == [rejected]
+
+
+def test_areal_masks_unless_told_to_clamp() -> None:
+    assert ObjectiveConfig(preset="areal").behaviour_cap_mode == "mask"
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])

@@ -84,14 +84,15 @@ class PlainModel:
     def loss(self, logprobs_N: Tensor, members: Sequence[ours.Sequence]) -> Tensor:
         """Decoupled PPO with the weights before the step as proximal policy, summed with the batch's weights."""
         rule = self.config.trainer.objective
-        assert rule.clip_low is not None and rule.clip_high is not None
+        assert rule.clip_low is not None and rule.clip_high is not None and rule.behaviour_cap is not None
         constant_N = logprobs_N.detach()
         behaviour_N = _joined(members, lambda m: torch.from_numpy(m.behaviour_C[m.places_N]))
         advantage_N = _joined(members, lambda m: torch.full((m.trained_tokens,), m.advantage))
         weight_N = _joined(members, lambda m: torch.full((m.trained_tokens,), m.weight))
         ratio_N = (logprobs_N - constant_N).exp()
         clipped_N = ratio_N.clamp(1 - rule.clip_low, 1 + rule.clip_high)
-        importance_N = (constant_N - behaviour_N).exp().clamp(max=rule.behaviour_cap)
+        importance_N = (constant_N - behaviour_N).exp()
+        importance_N = importance_N.masked_fill(importance_N > rule.behaviour_cap, 0.0)
         return (weight_N * importance_N * -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum()
 
 

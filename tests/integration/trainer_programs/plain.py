@@ -83,11 +83,16 @@ def _tokens(model: Any, version: int) -> list[tuple[float, torch.Tensor, torch.T
 
 
 def _loss(model: Any, version: int) -> tuple[torch.Tensor, int]:
-    """Mean over tokens of -min(w, cap) * r * A, where r is 1 and carries the gradient."""
+    """Mean over tokens of -w * r * A, 0 where w > cap; r is 1 and carries the gradient."""
     rows = _tokens(model, version)
     tokens = sum(len(logprobs) for _, _, logprobs in rows)
     terms = [
-        -((logprobs.detach() - behaviour).exp().clamp(max=CAP) * (logprobs - logprobs.detach()).exp() * advantage).sum()
+        -(_weight(logprobs.detach() - behaviour) * (logprobs - logprobs.detach()).exp() * advantage).sum()
         for advantage, behaviour, logprobs in rows
     ]
     return torch.stack(terms).sum() / tokens, tokens
+
+
+def _weight(log_w: torch.Tensor) -> torch.Tensor:
+    w = log_w.exp()
+    return torch.where(w > CAP, torch.zeros_like(w), w)

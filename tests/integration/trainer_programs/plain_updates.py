@@ -80,5 +80,5 @@ def plain_loss(model: Any, row: dict[str, Any], name: str, version: int) -> Tens
     if name == "loglinear":
         age = version - torch.tensor(sample.token_versions().copy())
         prox = behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
-    w, r = (prox - behaviour).exp().clamp(max=CAP), (logprobs - prox).exp()
-    return -w * torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage)
+    w, r = (prox - behaviour).exp(), (logprobs - prox).exp()
+    return -w * (w <= CAP) * torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage)
