@@ -106,7 +106,7 @@ async def _assemble(
     await stack.enter_async_context(pool)
     source = make_source(config, tokenizer)
     if source.dropped:
-        log.warning("rows of the data are not used", **source.dropped)
+        log.warning("rows of the data are not used", rows=str(source.dropped))
     diary = Diary(config.run_dir, name, samples_every=config.telemetry.samples_every)
     stack.callback(diary.close)
     engine = VllmEngine(

@@ -8,16 +8,21 @@ from typing import Any, cast
 from async_grpo.data.fields import Unusable
 from async_grpo.data.source import Tokenizer
 
+_MOST_CHARACTERS = 256
+"""Of a token, on average. Longer tokens are white space."""
+
 
 class Encoder:
     """The ids that `tokenizer.encode` gives, by the batch; a fast tokenizer then uses every core.
 
     `special_tokens`: whether the tokenizer adds its own (a chat template has written them already).
+    `longest`: of a prompt, in tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool, longest: int) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = special_tokens
+        self._longest = longest
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:  # a tokenizer.json may say that every text is cut or filled up
             self._backend.no_truncation()
@@ -33,11 +38,34 @@ class Encoder:
                 pass  # one of them cannot be encoded: which one shows below
         return [self._encode(text) for text in texts]
 
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of one text that is a prompt. Raises Unusable."""
+        return self.fitting(self._encode(text))
+
+    def fitting(self, ids: list[int] | Unusable) -> list[int]:
+        """The ids, if they can be a prompt. Raises Unusable."""
+        if isinstance(ids, Unusable):
+            raise ids
+        if not ids:
+            raise Unusable("prompt without tokens")
+        if len(ids) > self._longest:
+            raise Unusable("prompt too long", f"{len(ids)} tokens, and {self._longest} is the most")
+        return ids
+
     def _encode(self, text: str) -> list[int] | Unusable:
         try:
+            if self._backend is not None:
+                return list(self._backend.encode(text, add_special_tokens=self._special_tokens).ids)
             return encode_one(self._tokenizer, text, special_tokens=self._special_tokens)
         except Exception as error:  # whatever a tokenizer raises for a text that it does not know
             return Unusable("refused by the tokenizer", f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def check_characters(prompt: str, max_prompt_tokens: int) -> None:
+    """Raise Unusable for a prompt that is too long whatever the tokenizer: to count the tokens of 16 MiB takes half a
+    minute."""
+    if len(prompt) > (most := max_prompt_tokens * _MOST_CHARACTERS):
+        raise Unusable("prompt too long", f"{len(prompt)} characters, and {most} is the most that is tokenized")
 
 
 def encode_one(tokenizer: Tokenizer, text: str, *, special_tokens: bool) -> list[int]:

@@ -12,11 +12,11 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-from async_grpo.data.jsonl import reference
 
 Chat = list[dict[str, str]]
 
@@ -27,6 +27,23 @@ class Unusable(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
         self.reason = reason
+
+
+class Rejections(Counter[str]):
+    """How many rows were not taken, by reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, str] = {}
+        """By reason, where the first row stands and what it was."""
+
+    def add(self, file: Path, line: int, why: Unusable) -> None:
+        """One row that is not taken."""
+        self[why.reason] += 1
+        self.first.setdefault(why.reason, f"{file.name}, line {line}: {why}")
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count:,} {reason} ({self.first[reason]})" for reason, count in self.most_common())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +107,16 @@ def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] =
     for text in (gold, *metadata.values(), *(message["content"] for message in chat)):
         _check_unicode(text)
     return Example(question, chat, gold, metadata)
+
+
+def reference(answer: str) -> str:
+    """The gold answer: after the last `####` with commas stripped, else the whole text.
+
+    >>> reference("He pays 9 * 200 = 1800. #### 1,800")
+    '1800'
+    """
+    _, mark, gold = answer.rpartition("####")
+    return gold.replace(",", "").strip() if mark else answer.strip()
 
 
 def _chat(value: Any, name: str) -> Chat:

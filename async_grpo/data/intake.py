@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.encode import Encoder
-from async_grpo.data.fields import FORMATS, Example, FieldMap, Unusable, example_of, fitting_format
+from async_grpo.data.encode import Encoder, check_characters
+from async_grpo.data.fields import FORMATS, Example, FieldMap, Rejections, Unusable, example_of, fitting_format
 from async_grpo.data.prepared import StoredRow
 from async_grpo.data.rows import RawRow, read_rows
 from async_grpo.data.templates import Template
@@ -38,16 +37,13 @@ class Rejects:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8")
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-        """By reason, where the first one stands and what it was."""
+        self.counts = Rejections()
 
     def add(self, file: Path, line: int, why: Unusable, shown: str) -> None:
         """One row that is not taken."""
         note = {"file": file.name, "line": line, "reason": why.reason, "detail": str(why), "row": shown}
         self._file.write(json.dumps(note) + "\n")
-        self.counts[why.reason] += 1
-        self.first.setdefault(why.reason, f"{file.name}, line {line}: {why}")
+        self.counts.add(file, line, why)
 
     def close(self) -> None:
         """On the disk, not only on its way there."""
@@ -86,7 +82,7 @@ class Intake:
         while batch := list(islice(candidates, BATCH_ROWS)):
             for candidate, ids in zip(batch, self._encoder.encode([one.text for one in batch]), strict=True):
                 try:
-                    yield tokens_to_bytes(self._fitting(ids)), _record(candidate)
+                    yield tokens_to_bytes(self._encoder.fitting(ids)), _record(candidate)
                 except Unusable as why:
                     self._rejects.add(candidate.file, candidate.line, why, candidate.example.question[:200])
 
@@ -114,7 +110,9 @@ class Intake:
         """Raises Unusable."""
         example = example_of(row.fields, where, self._config.keep_fields)
         self._check_new(example, row.line, held_out)
-        return _Candidate(file, row.line, example, self._template.render(example))
+        text = self._template.render(example)
+        check_characters(text, self._config.max_prompt_tokens)
+        return _Candidate(file, row.line, example, text)
 
     def _check_new(self, example: Example, line: int, held_out: bool) -> None:
         digest = hashlib.blake2b(example.identity.encode(), digest_size=16).digest()
@@ -125,16 +123,6 @@ class Intake:
             raise Unusable("also held out", f"the question stands among the held-out ones (line {-known})")
         elif not self._config.keep_duplicates:
             raise Unusable("duplicate", f"the question stands in line {abs(known)} already")
-
-    def _fitting(self, ids: list[int] | Unusable) -> list[int]:
-        """Raises Unusable."""
-        if isinstance(ids, Unusable):
-            raise ids
-        if not ids:
-            raise Unusable("prompt without tokens")
-        if len(ids) > (longest := self._config.max_prompt_tokens):
-            raise Unusable("prompt too long", f"{len(ids)} tokens, and --max-prompt-tokens is {longest}")
-        return ids
 
 
 def _detected(file: Path, row: RawRow) -> FieldMap:

@@ -3,21 +3,21 @@
     {"question": "Natalia sold ...", "answer": "... #### 72"}
 
 The reference is the text after the last `####`, commas stripped, where the answer has one; else
-the whole answer.
+the whole answer. Rows are read as `async-grpo prepare` reads them.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from async_grpo.config import RunConfig
 from async_grpo.config.data import DataConfig
+from async_grpo.data.encode import Encoder, check_characters
+from async_grpo.data.fields import FieldMap, Rejections, Unusable, example_of
 from async_grpo.data.order import Passes
+from async_grpo.data.rows import RawRow, kind_of, read_lines
 from async_grpo.data.source import Tokenizer, make_task, prompt_limit
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
@@ -27,11 +27,19 @@ ALSO_HELD_OUT, ALSO_TRAINED_ON = "also held out", "also trained on"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A usable line of the file, prompt in its template."""
+    """A usable line of a file, prompt in its template."""
 
+    file: Path
     line: int
     prompt: str
     answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A row whose prompt has been tokenized, and is not too long."""
+
+    row: Row
     tokens: list[int]
 
 
@@ -44,18 +52,19 @@ class JsonlSource:
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = None) -> None:
-        self.dropped: Counter[str] = Counter()
+        self.dropped = Rejections()
         data, wanted = config.data, config.eval.prompts
         assert data.path is not None
-        rows = self._usable(data.path, config, tokenizer)
+        encoder = Encoder(tokenizer, special_tokens=True, longest=prompt_limit(config))
+        rows = self._usable(data.path, data, encoder)
         if data.eval_path is not None:
-            held_out = self._usable(data.eval_path, config, tokenizer)[:wanted]
+            held_out = self._usable(data.eval_path, data, encoder)[:wanted]
         else:
             rows, held_out = rows[:-wanted], rows[-wanted:]
         kept = len(held_out) if kept is None else kept
         self._rows = self._without(rows, held_out[:kept], ALSO_HELD_OUT)
         held_out = held_out[:kept] + self._without(held_out[kept:], self._rows, ALSO_TRAINED_ON)
-        self._held_out = [self._task(index, row) for index, row in enumerate(held_out)]
+        self._held_out = [self._task(index, prompt) for index, prompt in enumerate(held_out)]
         _check_not_empty(data, len(self._rows), len(held_out), wanted, self.dropped)
         self._passes = Passes(len(self._rows), seed=config.seed, shuffle=data.shuffle)
 
@@ -72,94 +81,94 @@ class JsonlSource:
         """Rows in one pass."""
         return len(self._rows)
 
-    def _usable(self, path: Path, config: RunConfig, tokenizer: Tokenizer) -> list[Row]:
-        limit = prompt_limit(config)
-        rows = []
-        for line, prompt, answer in read_pairs(path, config.data, self.dropped):
-            tokens = tokenizer.encode(prompt)
-            if 0 < len(tokens) <= limit:
-                rows.append(Row(line, prompt, answer, tokens))
-            else:
-                self.dropped["prompt too long" if tokens else "prompt without tokens"] += 1
-        return rows
+    def _usable(self, path: Path, data: DataConfig, encoder: Encoder) -> list[Prompt]:
+        prompts = []
+        for row in usable_rows(path, data, self.dropped):
+            try:
+                prompts.append(Prompt(row, encoder.prompt(row.prompt)))
+            except Unusable as why:
+                self.dropped.add(path, row.line, why)
+        return prompts
 
-    def _without(self, rows: list[Row], others: list[Row], reason: str) -> list[Row]:
-        """The rows with prompts that none of the others has."""
-        prompts = {row.prompt for row in others}
-        left = [row for row in rows if row.prompt not in prompts]
-        self.dropped[reason] += len(rows) - len(left)
-        self.dropped = +self.dropped
-        return left
+    def _without(self, prompts: list[Prompt], others: list[Prompt], reason: str) -> list[Prompt]:
+        """Those with texts that none of the others has."""
+        texts = {other.row.prompt for other in others}
+        for prompt in prompts:
+            if prompt.row.prompt in texts:
+                self.dropped.add(prompt.row.file, prompt.row.line, Unusable(reason))
+        return [prompt for prompt in prompts if prompt.row.prompt not in texts]
 
     @staticmethod
-    def _task(index: int, row: Row) -> Task:
-        return make_task(index, row.prompt, row.tokens, row.answer, {"line": str(row.line)})
+    def _task(index: int, prompt: Prompt) -> Task:
+        row = prompt.row
+        return make_task(index, row.prompt, prompt.tokens, row.answer, {"line": str(row.line)})
 
 
-def read_pairs(path: Path, data: DataConfig, dropped: Counter[str]) -> Iterator[tuple[int, str, str]]:
-    """(line number, prompt in its template, reference) of every usable row; the others are counted."""
-    for number, line in _lines(path):
-        row = _parse(line)
-        if row is None:
-            dropped["not a JSON object"] += 1
-            continue
-        prompt = _field(row, data.prompt_field, "data.prompt_field", path, number)
-        answer = reference(_field(row, data.answer_field, "data.answer_field", path, number))
-        if prompt and answer:
-            yield number, data.template.replace("{prompt}", prompt), answer
-        else:
-            dropped["empty answer" if prompt else "empty prompt"] += 1
+def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[Row]:
+    """Every row with a prompt and a reference; the others are counted. Raises DataError for a file that is no JSON
+    lines, and for a row without one of the fields."""
+    _check_kind(path, data)
+    where = FieldMap(data.prompt_field, data.answer_field, hashes=True)
+    for raw in read_lines(path):
+        try:
+            yield _row(path, raw, where, data)
+        except Unusable as why:
+            if why.reason == "field missing":
+                raise DataError(
+                    f"{path}, line {raw.line}: {why}. Set data.prompt_field ({data.prompt_field!r}) and "
+                    f"data.answer_field ({data.answer_field!r}) to fields that every row has"
+                ) from None
+            dropped.add(path, raw.line, why)
 
 
-def reference(answer: str) -> str:
-    """The gold answer: after the last `####` with commas stripped, else the whole text.
+def check_rows(config: RunConfig) -> Rejections:
+    """Read all that a run would read, but for token ids; the rows that are not taken. Raises DataError as JsonlSource
+    does."""
+    data, wanted, dropped = config.data, config.eval.prompts, Rejections()
+    assert data.path is not None
+    rows = sum(1 for _ in usable_rows(data.path, data, dropped))
+    if data.eval_path is not None:
+        held_out = sum(1 for _ in usable_rows(data.eval_path, data, dropped))
+        _check_not_empty(data, rows, held_out, wanted, dropped)
+    else:
+        _check_not_empty(data, max(0, rows - wanted), min(rows, wanted), wanted, dropped)
+    return dropped
 
-    >>> reference("He pays 9 * 200 = 1800. #### 1,800")
-    '1800'
-    """
-    _, mark, gold = answer.rpartition("####")
-    return gold.replace(",", "").strip() if mark else answer.strip()
+
+def _row(path: Path, raw: RawRow, where: FieldMap, data: DataConfig) -> Row:
+    """Raises Unusable."""
+    if raw.problem:
+        raise Unusable("not a row", raw.problem)
+    example = example_of(raw.fields, where)
+    if len(example.chat) > 1:
+        raise Unusable("not a text", f"the field {where.prompt!r} is a conversation, which `async-grpo prepare` takes")
+    prompt = data.template.replace("{prompt}", example.question)
+    check_characters(prompt, data.max_prompt_tokens)
+    return Row(path, raw.line, prompt, example.answer)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-blank lines, numbered from 1."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except OSError as error:
+def _check_kind(path: Path, data: DataConfig) -> None:
+    """Raises DataError."""
+    key = "data.path" if path == data.path else "data.eval_path"
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise DataError(f"{key}: the file {path} {what}. Set {key} to a JSON-lines file")
+    kind = kind_of(path)
+    if kind in ("json", "parquet"):
+        what = "one JSON array" if kind == "json" else "a Parquet file"
         raise DataError(
-            f"data file {path} cannot be read ({error.strerror}). "
-            "Set data.path (or data.eval_path) to a JSON-lines file"
-        ) from error
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _field(row: dict[str, Any], name: str, key: str, path: Path, number: int) -> str:
-    """The field as text; numbers are written out, anything else counts as empty."""
-    if name not in row:
-        raise DataError(
-            f"{path}, line {number}: there is no field {name!r} (the row has {', '.join(row) or 'none'}). "
-            f"Set {key} to the right one"
+            f"{key}: {path} is {what}, not JSON lines. Type: async-grpo prepare {path} --out FOLDER --model MODEL, and "
+            "point data.path at the folder"
         )
-    value = row[name]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return value.strip() if isinstance(value, str) else ""
+    if kind != "jsonl":
+        raise DataError(f"{key}: {path} is {kind}, not JSON lines. Unpack it, or name what it is a part of")
 
 
-def _check_not_empty(data: DataConfig, training: int, held_out: int, wanted: int, dropped: Counter[str]) -> None:
+def _check_not_empty(data: DataConfig, training: int, held_out: int, wanted: int, dropped: Rejections) -> None:
     if training and held_out:
         return
-    why = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing dropped"
     raise DataError(
-        f"{data.path} leaves {training} training rows and {held_out} held-out rows ({why}). "
-        f"eval.prompts holds out {wanted}: lower it or set data.eval_path; "
+        f"{data.path} leaves {training} training rows and {held_out} held-out rows (not taken: {dropped or 'none'}). "
+        f"eval.prompts holds out {wanted}: lower it or set data.eval_path; mend the rows that are not taken; "
         "raise data.max_prompt_tokens or rollout.vllm.max_model_len if prompts are too long"
     )

@@ -54,7 +54,7 @@ def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Pr
     (the template), DependencyError (Parquet without pyarrow).
     """
     template = Template(config.template, tokenizer, config.system)
-    encoder = Encoder(tokenizer, special_tokens=template.special_tokens)
+    encoder = Encoder(tokenizer, special_tokens=template.special_tokens, longest=config.max_prompt_tokens)
     with draft_of(config.out) as draft:
         with closing(Rejects(draft / REJECTED)) as rejects:
             intake = Intake(config, template, encoder, rejects, advance)
@@ -73,7 +73,7 @@ def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Pr
             files=files,
         )
         write_manifest(draft, manifest)
-    return Prepared(manifest, rejects.first)
+    return Prepared(manifest, rejects.counts.first)
 
 
 def _stage(draft: Path, name: str, rows: Iterable[tuple[bytes, bytes]]) -> SplitWriter:
@@ -128,10 +128,9 @@ def _check_enough(config: PrepareConfig, train: int, held_out: int, rejects: Rej
             return
         left = f"{train} rows, of which --held-out keeps {config.held_out} from training"
         fix = f"lower --held-out below {train}" if train > 1 else "name other files"
-    why = "; ".join(f"{count} {reason} ({rejects.first[reason]})" for reason, count in rejects.counts.most_common())
     raise DataError(
-        f"the files leave {left}. Not taken: {why or 'none'}. Nothing was written; mend the rows, change what keeps "
-        f"them out, or {fix}"
+        f"the files leave {left}. Not taken: {rejects.counts or 'none'}. Nothing was written; mend the rows, "
+        f"change what keeps them out, or {fix}"
     )
 
 

@@ -209,7 +209,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"format {FORMAT}. Prepare the data again with this version"
             )
         manifest = msgspec.convert(head, Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     expected = {f"{split}.{part}" for split in (TRAIN, HELD_OUT) for part in _PARTS}
     if set(manifest.files) != expected or set(manifest.rows) != {TRAIN, HELD_OUT}:

@@ -25,17 +25,11 @@ class PreparedSource:
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        data = config.data
-        assert data.path is not None
-        _check_settled(data)
-        self._set = open_prepared(data.path)
-        rows, held_out = len(self._set.train), len(self._set.held_out)
-        if not rows or not held_out:
-            raise DataError(f"{data.path} has {rows} training rows and {held_out} held-out rows. Prepare more data")
-        _check_lengths(config, self._set.manifest)
-        _check_tokenizer(data, self._set, tokenizer)
-        self._held_out = [_task(self._set.held_out, i, i) for i in range(min(held_out, config.eval.prompts))]
-        self._passes = Passes(rows, seed=config.seed, shuffle=data.shuffle)
+        self._set = open_folder(config)
+        _check_tokenizer(config.data, self._set, tokenizer)
+        held_out = min(len(self._set.held_out), config.eval.prompts)
+        self._held_out = [_task(self._set.held_out, i, i) for i in range(held_out)]
+        self._passes = Passes(len(self._set.train), seed=config.seed, shuffle=config.data.shuffle)
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -54,6 +48,19 @@ class PreparedSource:
     def held_out(self) -> list[Task]:
         """The tasks for evaluation."""
         return self._held_out
+
+
+def open_folder(config: RunConfig) -> PreparedSet:
+    """The folder in `data.path`, with all that can be checked without a tokenizer. Raises DataError."""
+    data = config.data
+    assert data.path is not None
+    _check_settled(data)
+    prepared = open_prepared(data.path)
+    rows, held_out = len(prepared.train), len(prepared.held_out)
+    if not rows or not held_out:
+        raise DataError(f"{data.path} has {rows} training rows and {held_out} held-out rows. Prepare more data")
+    _check_lengths(config, prepared.manifest)
+    return prepared
 
 
 def _task(split: Split, row: int, index: int) -> Task:

@@ -8,7 +8,6 @@ It learns nothing; it is the right shape and costs nothing to make.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -62,7 +61,8 @@ def train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrain
 def prompt_texts(config: RunConfig) -> Iterator[str]:
     """The prompts of the run's data, before there is a tokenizer."""
     if config.data.kind == "jsonl":
-        from async_grpo.data.jsonl import read_pairs
+        from async_grpo.data.fields import Rejections
+        from async_grpo.data.jsonl import usable_rows
 
         assert config.data.path is not None
         if config.data.path.is_dir():
@@ -70,7 +70,7 @@ def prompt_texts(config: RunConfig) -> Iterator[str]:
                 f"{config.data.path} is a prepared folder: its token ids are those of a tokenizer that exists, and "
                 "model.random would make another. Give model.path, or point data.path at a JSON-lines file"
             )
-        return (prompt for _, prompt, _ in read_pairs(config.data.path, config.data, Counter()))
+        return (row.prompt for row in usable_rows(config.data.path, config.data, Rejections()))
     from async_grpo.data.arithmetic_source import arithmetic_prompts
 
     return arithmetic_prompts(config)

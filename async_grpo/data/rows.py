@@ -68,11 +68,12 @@ def read_rows(path: Path) -> Iterator[RawRow]:
     if kind == "json":
         return _array(path)
     if kind == "jsonl":
-        return _lines(path)
+        return read_lines(path)
     raise DataError(f"{path} is {kind}, not JSON lines, a JSON array or Parquet. Unpack it, or name another file")
 
 
-def _lines(path: Path) -> Iterator[RawRow]:
+def read_lines(path: Path) -> Iterator[RawRow]:
+    """Every row of a JSON-lines file that is not blank."""
     with path.open("rb") as file:
         position, line = 0, 0
         while data := file.readline(MAX_ROW_BYTES + 1):

@@ -38,7 +38,7 @@ class TaskSource(Protocol):
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Rows that are not used, counted by reason."""
+        """Rows that are not used, counted by reason; as text with the first of each."""
         ...
 
     def task(self, index: int) -> Task:

@@ -23,22 +23,25 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
 
 
+def missing_files(path: Path) -> list[str]:
+    """What a Hugging Face checkpoint folder needs, and this one has not."""
+    needed = ("config.json", "tokenizer_config.json", "*.safetensors")
+    return [pattern for pattern in needed if not any(file.is_file() for file in path.glob(pattern))]
+
+
 def check_model(path: Path) -> Path:
     """A Hugging Face checkpoint folder. Raises ConfigError naming what is missing."""
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (path / needed).is_file():
-            raise ConfigError(
-                f"model.path: {path} has no {needed}, so it is not a Hugging Face checkpoint with its tokenizer. "
-                "Point model.path at the folder that holds config.json and the safetensors files"
-            )
+    if missing := missing_files(path):
+        raise ConfigError(
+            f"model.path: {path} has no {' and no '.join(missing)}, so it is not a Hugging Face checkpoint with its "
+            "tokenizer. Point model.path at the folder that holds config.json and the weights as safetensors"
+        )
     kind = json.loads((path / "config.json").read_text()).get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(
             f"model.path: {path} is a {kind!r} model; the trainer builds {known_families()}. "
             "Choose a checkpoint of one of them"
         )
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path: {path} holds no *.safetensors file. Convert the weights to safetensors")
     return path
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from async_grpo.config import RunConfig, load
-from async_grpo.data.files import file_problems
+from async_grpo.data.files import check_data, data_files
 from async_grpo.devices import smallest_memory_gib
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, DataError
 from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.devices import KINDS, deal_devices
-from async_grpo.launch.models import check_model
+from async_grpo.launch.models import check_model, missing_files
 from async_grpo.launch.run_folder import run_name
 from async_grpo.planner.device_plan import DevicePlan, device_plan
 from async_grpo.planner.shapes import ModelShape, named_shape, shape_of
@@ -23,7 +24,7 @@ from buffer import memory_plan
 
 
 def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
-    """Load, name and check a run: configuration, reward functions, objective, files, memory. Raises ConfigError.
+    """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError.
 
     `planning`, with model.architecture set: files that are not there are no error; `describe` names them.
     """
@@ -31,9 +32,7 @@ def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> 
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     check_rewards(config.rewards)
     _check_own_objective(config)
-    absent = _absent(config)
-    if absent and not (planning and config.model.architecture):
-        raise ConfigError(absent[0])
+    _check_inputs(config, _absent(config) if planning and config.model.architecture else {})
     plan = _device_plan(config)
     if plan is not None:
         plan.check(*_device_memory(config))
@@ -63,8 +62,10 @@ def describe(config: RunConfig) -> Table:
     table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
     for what, found in [*_core_rows(config), *_device_rows(config)]:
         table.add_row(what, found)
-    for problem in _absent(config):
-        table.add_row("not here yet", problem)
+    if absent := _absent(config):
+        table.add_row("not here yet", Text("; ".join(f"{key} ({path})" for key, path in absent.items())))
+    elif rejected := check_data(config):
+        table.add_row("rows not taken", Text(str(rejected)))
     return table
 
 
@@ -75,15 +76,23 @@ def _ranks(config: RunConfig) -> str:
     return f"{trainer.nodes} nodes (async-grpo trainer --node-rank) x {trainer.processes_per_node} rank(s)"
 
 
-def _absent(config: RunConfig) -> list[str]:
-    """What is wrong with the files that the run begins with."""
-    problems = []
-    if config.model.path is not None:
-        try:
-            check_model(config.model.path)
-        except ConfigError as error:
-            problems.append(str(error))
-    return problems + file_problems(config.data)
+def _absent(config: RunConfig) -> dict[str, Path]:
+    """The files and folders that the run begins with and that are not there, or not all of it, by key."""
+    absent = {key: path for key, path in data_files(config.data).items() if not path.exists()}
+    model = config.model.path
+    return absent if model is None or not missing_files(model) else {"model.path": model, **absent}
+
+
+def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
+    """What the run begins with, but for the keys that are `excused`. Raises ConfigError."""
+    if config.model.path is not None and "model.path" not in excused:
+        check_model(config.model.path)
+    if any(key in excused for key in data_files(config.data)):
+        return
+    try:
+        check_data(config)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _core_rows(config: RunConfig) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import pytest
 
 from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic_source import ArithmeticSource
-from async_grpo.data.jsonl import JsonlSource, reference
+from async_grpo.data.fields import reference
+from async_grpo.data.files import check_data
+from async_grpo.data.jsonl import JsonlSource
 from async_grpo.errors import DataError
-
-GSM8K = Path(
-    os.environ.get("ASYNC_GRPO_GSM8K") or Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
-)
+from tests.support.gsm8k import TRAIN, needs_gsm8k
 
 TWO = {"digits": 2, "held_out": 8}
 
@@ -113,9 +112,78 @@ def test_rows_that_cannot_be_used_are_dropped_and_counted(tmp_path: Path) -> Non
         {"question": "q", "answer": "####"},
         {"question": "q" * 99, "answer": "1"},
     ]
-    source = jsonl(tmp_path / "d.jsonl", [*bad, *questions(4)], max_prompt_tokens=50)
-    assert source.dropped == {"not a JSON object": 2, "empty prompt": 1, "empty answer": 1, "prompt too long": 1}
+    source = jsonl(tmp_path / "d.jsonl", [*questions(4), *bad, *questions(2)], max_prompt_tokens=50)
+    assert source.dropped == {
+        "not a row": 2,
+        "empty prompt": 1,
+        "empty answer": 1,
+        "prompt too long": 1,
+        "also held out": 2,
+    }
     assert source.training_rows == 2
+
+
+HOSTILE = [
+    (b"[" * 20_000 + b"]" * 20_000, "not a row", "not JSON (RecursionError"),
+    (b'{"question": "\\ud800", "answer": "1"}', "no Unicode", "half a character (a lone surrogate)"),
+    (b'{"question": "q", "answer": "\\udfff"}', "no Unicode", "half a character (a lone surrogate)"),
+    (b'{"question": "caf\xe9", "answer": "1"}', "not a row", "not UTF-8"),
+    (b'{"question": "q", "answer": NaN}', "not a row", "not JSON (ValueError: NaN is no JSON"),
+    (b'{"question": "q", "answer": -Infinity}', "not a row", "not JSON (ValueError: -Infinity"),
+    (b'{"question": "q", "answer": true}', "not a text", "the field 'answer' is a bool"),
+    (b'{"question": "' + b"x" * (50 << 20) + b'", "answer": "1"}', "not a row", "above 16777216 bytes"),
+    (b'{"question": "' + b"x" * (15 << 20) + b'", "answer": "1"}', "prompt too long", "15728640 characters"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason", "detail"), HOSTILE, ids=[detail[:36] for _, _, detail in HOSTILE])
+def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: bytes, reason: str, detail: str) -> None:
+    """By the source and by the check before the run alike, in processor time that does not depend on the row."""
+    path = tmp_path / "d.jsonl"
+    good = [json.dumps(row).encode() for row in questions(5)]
+    path.write_bytes(b"\n".join([good[0], line, *good[1:], b""]))
+    config, started = config_of(kind="jsonl", path=path), time.process_time()
+    source, rejected = JsonlSource(config, Bytes()), check_data(config)
+    assert time.process_time() - started < 3.0
+    assert source.dropped == rejected == {reason: 1}
+    assert source.dropped.first == rejected.first
+    assert f"1 {reason} (d.jsonl, line 2: {detail}" in str(rejected)
+    assert source.training_rows == 3
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(row).encode() + b"\r\n" for row in questions(5)))
+    source = JsonlSource(config_of(kind="jsonl", path=path, shuffle=False), Bytes())
+    assert (source.task(0).prompt, source.training_rows, source.dropped) == ("q0", 3, {})
+
+
+def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "d.jsonl", ['{"question": "q", "answer": 18.50}', *questions(2)], shuffle=False)
+    assert source.task(0).answer == "18.50"
+
+
+def test_a_conversation_is_for_prepare(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    source = jsonl(tmp_path / "d.jsonl", [{"question": said, "answer": "1"}, *questions(4)])
+    assert "line 1: the field 'question' is a conversation, which `async-grpo prepare` takes" in str(source.dropped)
+
+
+@pytest.mark.parametrize(
+    ("data", "rows", "message"),
+    [
+        ({"prompt_field": "problem"}, 5, r"line 1: there is no field 'problem'.*Set data.prompt_field \('problem'\)"),
+        ({}, 2, "0 training rows and 2 held-out rows"),
+        ({"eval_path": "."}, 5, r"data.eval_path: the file \. is a folder"),
+    ],
+)
+def test_data_that_no_run_can_be_started_with_are_refused_before_it(
+    tmp_path: Path, data: dict[str, Any], rows: int, message: str
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in questions(rows)))
+    with pytest.raises(DataError, match=message):
+        check_data(config_of(kind="jsonl", path=path, **data))
 
 
 def test_a_missing_field_is_an_error_with_its_line_and_the_fix(tmp_path: Path) -> None:
@@ -124,7 +192,7 @@ def test_a_missing_field_is_an_error_with_its_line_and_the_fix(tmp_path: Path) -
 
 
 def test_a_missing_file_is_an_error_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone\.jsonl cannot be read.*data\.path"):
+    with pytest.raises(DataError, match=r"gone\.jsonl is not there. Set data\.path"):
         JsonlSource(config_of(kind="jsonl", path=tmp_path / "gone.jsonl"), Bytes())
 
 
@@ -158,9 +226,17 @@ def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fi
     assert ArithmeticSource(config_of(max_prompt_tokens=6, arithmetic=TWO), Bytes()).task(7).prompt
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"no GSM8K at {GSM8K}; set ASYNC_GRPO_GSM8K to its train.jsonl")
+@needs_gsm8k
 def test_gsm8k_as_published_can_be_used() -> None:
-    source = JsonlSource(config_of(prompts=100, kind="jsonl", path=GSM8K, max_prompt_tokens=600), Bytes())
-    assert source.training_rows + len(source.held_out()) + sum(source.dropped.values()) == 7473
+    config = config_of(prompts=100, kind="jsonl", path=TRAIN, max_prompt_tokens=600)
+    source = JsonlSource(config, Bytes())
+    assert source.training_rows + len(source.held_out()) + source.dropped.total() == 7473
     assert set(source.dropped) <= {"prompt too long", "also held out"}
     assert all(float(source.task(index).answer) is not None for index in range(source.training_rows))
+
+
+@needs_gsm8k
+def test_gsm8k_is_checked_quickly() -> None:
+    started = time.process_time()
+    assert check_data(config_of(prompts=100, kind="jsonl", path=TRAIN)) == {}
+    assert time.process_time() - started < 2.0

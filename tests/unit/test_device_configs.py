@@ -51,7 +51,7 @@ def test_a_dry_run_needs_neither_devices_nor_files_and_says_which_are_missing(na
         "stay free",
         "rollout-1",
         "not here yet",
-        "config.json",
+        "model.path",
         "data.path",
     ):
         assert words in result.output

@@ -81,7 +81,7 @@ def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: 
     assert sorted(rejected(tmp_path / "out")) == list(zip(range(6, 13), reasons, strict=True))
     assert prepared.manifest.rejected == Counter(reasons)
     assert prepared.first_rejected["duplicate"] == "rows.jsonl, line 12: the question stands in line 2 already"
-    assert prepared.first_rejected["prompt too long"].endswith("51 tokens, and --max-prompt-tokens is 50")
+    assert prepared.first_rejected["prompt too long"].endswith("51 tokens, and 50 is the most")
 
 
 def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
 from async_grpo.data.char_tokenizer import build_char_tokenizer
-from async_grpo.data.files import file_problems
+from async_grpo.data.files import check_data
 from async_grpo.data.prepare import prepare
 from async_grpo.data.prepared_source import PreparedSource
 from async_grpo.data.random_model import prompt_texts
@@ -120,13 +121,21 @@ def test_wrong_files_are_named_before_anything_starts(folder: Path, tmp_path: Pa
     for path, message in [
         (folder, ""),
         (tmp_path / "rows.jsonl", ""),
-        (tmp_path / "gone", "there is no file"),
+        (tmp_path / "gone", "is not there"),
         (tmp_path / "empty", "has no prepared.json"),
         (array, f"is one JSON array, not JSON lines. Type: async-grpo prepare {array}"),
         (parquet, "is a Parquet file, not JSON lines. Type: async-grpo prepare"),
         (folder / "train.tokens", "is a part of a prepared folder"),
     ]:
-        problems = file_problems(config_of(path).data)
-        assert len(problems) == bool(message), problems
-        assert all(problem.startswith("data.path: ") and message in problem for problem in problems)
-    assert file_problems(config_of(folder, eval_path=folder).data)[0].startswith("data.eval_path: there is no file")
+        if not message:
+            assert check_data(config_of(path)) == {}
+            continue
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_data(config_of(path))
+    with (folder / "train.tokens").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match="prepared data are damaged"):
+        check_data(config_of(folder))
+    (folder / "prepared.json").write_text("[" * 20_000 + "]" * 20_000)
+    with pytest.raises(DataError, match="prepared data are damaged"):
+        check_data(config_of(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.data.jsonl import reference
+from async_grpo.data.fields import reference
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.resolve import resolve_verifier
 from async_grpo.rewards.verifiers import gsm8k

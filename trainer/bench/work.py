@@ -8,7 +8,6 @@ None is special: the Hugging Face model gives the embedding of its padding token
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from async_grpo.config.data import DataConfig
-from async_grpo.data.jsonl import read_pairs
+from async_grpo.data.fields import Rejections
+from async_grpo.data.jsonl import usable_rows
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 
 _SPECIAL = 3
@@ -70,7 +70,7 @@ def lengths_of(mix: Mix, vocab_size: int) -> list[int]:
 def question_texts(path: Path) -> list[str]:
     """The prompts of a JSON-lines file with GSM8K's fields. Raises DataError."""
     data = DataConfig(kind="jsonl", path=path)
-    return [prompt for _, prompt, _ in read_pairs(path, data, Counter())]
+    return [row.prompt for row in usable_rows(path, data, Rejections())]
 
 
 def _random_prompt(mix: Mix, vocab_size: int, random: np.random.Generator) -> list[int]:
