@@ -49,8 +49,8 @@ groups_per_step: 4
 model: {{warmup: null, random: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 128}}}}
 sampling: {{max_tokens: 64}}
 rewards: {{functions: [{{name: "tests.support.wild_rewards:coin"}}], deadline_s: 5}}
-rollout: {{servers: {servers}, max_concurrency: 16, lease_s: 5, vllm: {{kv_cache_bytes: 67108864}}}}
-redis: {{timeout_s: 15}}
+rollout: {{servers: {servers}, max_concurrency: 16, vllm: {{kv_cache_bytes: 67108864}}}}
+redis: {{timeout_s: 8}}
 eval: {{prompts: 16, samples: 1, every_steps: 0, timeout_s: 120}}
 launch: {{ready_timeout_s: 120}}
 telemetry: {{samples_every: 1}}
