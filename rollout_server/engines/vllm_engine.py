@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from rollout_server.engines.vllm_api import check_async_llm, find_vllm_api, fini
 _WORKER_EXTENSION = "rollout_server.engines.vllm_worker.WorkerExtension"
 MOST_LOST = 4096
 """Requests that failed, of which is remembered what they had."""
+T = TypeVar("T")
 _BEFORE_ANY_UPDATE = Identity(spans.CHECKPOINT_VERSION, spans.CHECKPOINT_VERSION)
 
 
@@ -108,7 +109,7 @@ class VllmEngine:
         self._tied_head = has_tied_head(self._model_dir)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
-            await self._init_weight_transfer()
+            await self._unless_dead(self._init_weight_transfer())
         except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
             raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
         self._gate.set()
@@ -156,18 +157,11 @@ class VllmEngine:
             self._gate.set()
             raise
         try:
-            await self._announce()
-            started = time.monotonic()
-            await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
-            await self._mark_flights(version, interruption)
-            await self._load(store, identity)
-            self._identity = identity
-            await self._llm.resume_generation()
+            return await self._unless_dead(self._replace_weights(store, identity, interruption))
         except BaseException as error:
             await self._give_up(f"the update to {identity} did not finish: {type(error).__name__}: {error}", error)
         finally:
             self._gate.set()
-        return time.monotonic() - started
 
     @property
     def version(self) -> int:
@@ -287,6 +281,30 @@ class VllmEngine:
             if flight.resubmit or (interruption == "abort" and flight.interruptible)
         ]
         await self._llm.abort([flight_id for flight_id in ended if flight_id in counts])
+
+    async def _replace_weights(self, store: Path, identity: Identity, interruption: Interruption) -> float:
+        """Returns the seconds paused."""
+        await self._announce()
+        started = time.monotonic()
+        await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
+        await self._mark_flights(identity.version, interruption)
+        await self._load(store, identity)
+        self._identity = identity
+        await self._llm.resume_generation()
+        return time.monotonic() - started
+
+    async def _unless_dead(self, calls: Coroutine[Any, Any, T]) -> T:
+        """What calls into vLLM return. Raises EngineError once its processes have died: vLLM fails the requests in
+        flight then, but never answers its other calls. Its handler of outputs ends only with them."""
+        calling = asyncio.create_task(calls)
+        try:
+            await asyncio.wait({calling, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise EngineError(f"{self._name}: vLLM's engine died.")
+            return calling.result()
+        finally:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
 
     async def _announce(self) -> None:
         """Tell vLLM that an update comes. The transfer engine does nothing then, so generation goes on."""

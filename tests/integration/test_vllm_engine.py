@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -230,13 +231,22 @@ async def test_an_engine_with_half_loaded_weights_never_generates_again(
         await tied.generate(prompt_of(4, 1), 5)
 
 
-async def test_the_death_of_the_engine_is_an_engine_error(untied: Lab) -> None:
+async def test_the_death_of_the_engine_ends_its_requests_and_an_update_with_an_engine_error(untied: Lab) -> None:
     running = asyncio.create_task(untied.generate(prompt_of(4, 1), 900))
     await more_tokens(untied, 10)
-    for process in untied.engine._llm.engine_core.resources.engine_manager.processes:
+    processes = untied.engine._llm.engine_core.resources.engine_manager.processes
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)  # so that the update waits for an answer
+    updating = asyncio.create_task(untied.update("keep"))
+    await asyncio.sleep(0.2)
+    assert not updating.done()
+    for process in processes:
         process.kill()
-    with pytest.raises(EngineError, match="EngineDeadError"):
-        await running
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineError, match="EngineDeadError"):
+            await running
+        with pytest.raises(EngineError, match="did not finish: EngineError: .* engine died"):
+            await updating
 
 
 async def more_tokens(lab: Lab, count: int) -> None:
