@@ -49,6 +49,8 @@ def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
 
 def headline(summary: dict[str, Any], folder: RunFolder) -> str:
     """The end of a run in a few lines."""
+    if not summary["steps"]:
+        return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
     lines = [
         f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",

@@ -10,15 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from async_grpo import errors
 from async_grpo.launch import family
 from async_grpo.process import child_argv
 
 _LOG_TAIL_BYTES = 64 << 10
+_OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
 _ERROR_LINE = re.compile(
-    r"^(?:\w+\.)*\w*(?:Error|Exception|Timeout|Refused|Lost|Full|Corrupt|Failed|Fenced|Killed)\b.*"
-    r"|(?<=traceback : )Signal \d+ \(SIG\w+\) received by PID \d+",  # torchrun, of a rank
+    r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
+    rf"((?:\w+\.)*(?:\w*(?:Error|Exception|Failed|Killed)|{_OWN_ERRORS})\b.*"
+    r"|.*(?<=traceback : )Signal \d+ \(SIG\w+\) received by PID \d+)",  # torchrun, of a rank
     re.MULTILINE,
 )
+_CONSEQUENCE = re.compile(
+    r"ChildFailedError|rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe"
+)
+"""What is said of the end of a rank, by who waits for it and by the ranks that it talked to: not why it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +44,11 @@ class RoleSpec:
 class RoleProcess:
     """A running role, in a process group of its own, that dies with the supervisor."""
 
-    def __init__(self, spec: RoleSpec, process: asyncio.subprocess.Process, mark: str) -> None:
+    def __init__(self, spec: RoleSpec, process: asyncio.subprocess.Process, mark: str, log_start: int) -> None:
         self.spec = spec
         self._process = process
         self._mark = mark
+        self._log_start = log_start
 
     @classmethod
     async def start(cls, spec: RoleSpec, run: str) -> RoleProcess:
@@ -48,6 +56,7 @@ class RoleProcess:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         mark = family.mark(run, spec.name)
         with spec.log.open("ab") as log:
+            log_start = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *child_argv(spec.argv, cores=spec.cores),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -56,7 +65,7 @@ class RoleProcess:
                 env={**os.environ, **spec.env, family.MARK_VARIABLE: mark},
                 start_new_session=True,
             )
-        return cls(spec, process, mark)
+        return cls(spec, process, mark, log_start)
 
     @property
     def pid(self) -> int:
@@ -79,12 +88,11 @@ class RoleProcess:
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-
-def explain_exit(spec: RoleSpec, code: int) -> str:
-    """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    reason = _last_error(spec.log) if code > 0 else ""
-    return f"{spec.name} {how}{': ' + reason if reason else ''} (log: {spec.log})"
+    def explain(self, code: int) -> str:
+        """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        reason = _cause(self.spec.log, self._log_start) if code > 0 else ""
+        return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
 
 
 def _signal_name(number: int) -> str:
@@ -94,13 +102,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_error(log: Path) -> str:
-    """The last line of the log that names an error, shortened."""
+def _cause(log: Path, start: int) -> str:
+    """The last line from `start` that names an error, shortened; a consequence only if nothing else is said."""
     try:
         with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+            stream.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))
             tail = stream.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    lines = [line for line in _ERROR_LINE.findall(tail) if "ChildFailedError" not in line]
-    return lines[-1][:500] if lines else ""
+    lines = _ERROR_LINE.findall(tail)
+    causes = [line for line in lines if not _CONSEQUENCE.search(line)] or lines
+    return causes[-1][:500] if causes else ""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from async_grpo.errors import RoleFailed
 from async_grpo.launch.policy import Decision, decide
-from async_grpo.launch.role import RoleProcess, RoleSpec, explain_exit
+from async_grpo.launch.role import RoleProcess, RoleSpec
 from async_grpo.telemetry.state import RoleState
 
 TRAINER = "trainer"
@@ -101,11 +101,11 @@ class Supervisor:
         """Run the role, again after every death that the policy forgives."""
         used = 0
         while not self._stopping:
-            code = await self._run_once(spec)
+            role, code = await self._run_once(spec)
             decision = decide(
                 code=code,
                 stopping=self._stopping,
-                over=spec.name != TRAINER and await self._generated(),
+                over=spec.name != TRAINER and not self._stopping and await self._generated(),
                 needed=self._needed(spec),
                 restarts=used,
                 limit=spec.restarts,
@@ -116,14 +116,14 @@ class Supervisor:
             if decision is Decision.GIVE_UP:
                 self._mark(spec, "failed")
                 raise RoleFailed(
-                    f"{explain_exit(spec, code)}. It has been restarted {used} times in this invocation, which is the "
+                    f"{role.explain(code)}. It has been restarted {used} times in this invocation, which is the "
                     f"limit. See its log; the same command resumes the run"
                 )
             used += 1
             self.states[spec.name] = RoleState(spec.name, "restarting", self.states[spec.name].restarts + 1)
-            self._say(f"{explain_exit(spec, code)}; restart {used} of {spec.restarts}")
+            self._say(f"{role.explain(code)}; restart {used} of {spec.restarts}")
 
-    async def _run_once(self, spec: RoleSpec) -> int:
+    async def _run_once(self, spec: RoleSpec) -> tuple[RoleProcess, int]:
         role = await RoleProcess.start(spec, self._run)
         self._running[spec.name] = role
         self._mark(spec, "starting")
@@ -131,7 +131,7 @@ class Supervisor:
             role.ask_to_stop()
         code = await asyncio.shield(role.wait())
         self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role
-        return code
+        return role, code
 
     def _needed(self, spec: RoleSpec) -> bool:
         """The run needs its trainer until every step is trained, and a rollout server until the trainer has left."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from async_grpo.launch.role import RoleProcess, RoleSpec, explain_exit
+from async_grpo.launch.role import RoleProcess, RoleSpec
 from async_grpo.launch.run_folder import RunFolder
 from async_grpo.sweep.devices import DevicePool, devices_wanted
 from async_grpo.sweep.folder import SweepFolder
@@ -177,7 +177,7 @@ class Crew:
         self._spent_s += time.monotonic() - run.started_s
         code = task.result()
         fate = fate_of(code=code, finished=is_finished(run.point), stopping=self.stopping)
-        error = explain_exit(run.role.spec, code) if fate is Fate.FAILED else ""
+        error = run.role.explain(code) if fate is Fate.FAILED else ""
         self._endings.append(Ending(run.point, fate, error))
         self._ended(self._endings[-1])
 

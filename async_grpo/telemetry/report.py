@@ -98,7 +98,7 @@ def _counts(summary: Facts, key: str) -> str:
 
 def _balance(summary: Facts) -> str:
     groups = summary.get("groups") or {}
-    if groups.get("admitted") is None:
+    if not groups.get("admitted"):
         return ""
     terms = [f"{groups.get(reason.value, 0):,} {reason.value}" for reason in ReleaseReason]
     verdict = "holds" if summary.get("balanced") else "**DOES NOT HOLD**"

@@ -40,7 +40,7 @@ def summarize(
     """
     steps = last_of_each(steps, "step")
     trained_tokens = int(sum(numbers(steps, "trained_tokens")))
-    generated_tokens = counters.get(GENERATED_TOKENS)
+    generated_tokens = counters.get(GENERATED_TOKENS, 0)
     return {
         "name": config.name,
         "seed": config.seed,
@@ -143,7 +143,7 @@ def _groups(stats: Mapping[str, Any]) -> Facts:
     ended = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
     active = sum(int(stats.get(place) or 0) for place in ("inflight", "ready", "taken"))
     admitted = stats.get("admitted")
-    balanced = None if admitted is None else admitted == sum(released.values()) + active
+    balanced = admitted == sum(released.values()) + active if admitted else None  # of nothing, nothing is shown
     return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
 
 

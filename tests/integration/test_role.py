@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from async_grpo.errors import RoleFailed
-from async_grpo.launch.role import RoleProcess, RoleSpec, explain_exit
+from async_grpo.launch.role import RoleProcess, RoleSpec
 from async_grpo.launch.supervisor import Supervisor
 from async_grpo.process import adopt_orphans, child_argv
 
@@ -25,6 +25,22 @@ print(child.pid, flush=True)
 time.sleep(60)
 """
 
+TWO_RANKS = """
+import os, sys
+first, second = os.fork() or -1, os.fork() or -1
+if first > 0 and second > 0:
+    os.waitpid(first, 0), os.waitpid(second, 0)
+    sys.exit("TrainingError: rank 1 ended with exit code 1")
+if first < 0 and second < 0:
+    os._exit(0)  # a child of the first child
+import torch, torch.distributed as dist
+number = 0 if first < 0 else 1
+dist.init_process_group("gloo", init_method="file://{meeting}", rank=number, world_size=2)
+dist.barrier()
+if number == 1:
+    raise ValueError("no such chunk")
+dist.recv(torch.zeros(1), src=1)
+"""
 PARENT_OF_A_CHILD_THAT_IS_LATE = """
 import os, subprocess, sys
 from async_grpo.process import child_argv
@@ -80,12 +96,33 @@ def test_a_child_keeps_its_process_id_and_none_of_the_signals_that_python_ignore
 async def test_the_explanation_names_the_signal(tmp_path: Path) -> None:
     role = await RoleProcess.start(spec(tmp_path, SLEEPER), "run")
     role.kill()
-    assert "role was killed by SIGKILL" in explain_exit(role.spec, await role.wait())
+    assert "role was killed by SIGKILL" in role.explain(await role.wait())
 
 
 async def test_the_explanation_quotes_the_last_error_of_the_log(tmp_path: Path) -> None:
     role = await RoleProcess.start(spec(tmp_path, "raise ValueError('no such chunk')"), "run")
-    assert "exit code 1: ValueError: no such chunk" in explain_exit(role.spec, await role.wait())
+    assert "exit code 1: ValueError: no such chunk" in role.explain(await role.wait())
+
+
+async def test_the_explanation_blames_no_error_of_an_earlier_life(tmp_path: Path) -> None:
+    first = await RoleProcess.start(spec(tmp_path, "raise ValueError('of the first life')"), "run")
+    assert "of the first life" in first.explain(await first.wait())
+    second = await RoleProcess.start(spec(tmp_path, "import os; os._exit(1)"), "run")
+    assert second.explain(await second.wait()) == f"role ended with exit code 1 (log: {tmp_path / 'role.log'})"
+
+
+async def test_an_error_of_ours_is_quoted_whatever_its_name(tmp_path: Path) -> None:
+    program = "from async_grpo.errors import NonFiniteStep as E; raise E('the loss is nan')"
+    role = await RoleProcess.start(spec(tmp_path, program), "run")
+    assert "exit code 1: async_grpo.errors.NonFiniteStep: the loss is nan (" in role.explain(await role.wait())
+
+
+async def test_the_explanation_is_the_error_of_the_rank_that_failed_and_not_those_of_the_others(tmp_path: Path) -> None:
+    role = await RoleProcess.start(spec(tmp_path, TWO_RANKS.format(meeting=tmp_path / "meeting")), "run")
+    explained = role.explain(await role.wait())
+    log = (tmp_path / "role.log").read_text()
+    assert "[rank1]: ValueError: no such chunk" in log and "closed by peer" in log  # as torch writes them
+    assert "exit code 1: ValueError: no such chunk (" in explained
 
 
 async def test_the_explanation_says_which_signal_killed_a_rank_under_torchrun(tmp_path: Path) -> None:
@@ -93,7 +130,7 @@ async def test_the_explanation_says_which_signal_killed_a_rank_under_torchrun(tm
     program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
     role = await RoleProcess.start(RoleSpec("trainer", argv, tmp_path / "trainer.log", 0), "run")
-    assert "Signal 9 (SIGKILL) received" in explain_exit(role.spec, await role.wait())
+    assert "Signal 9 (SIGKILL) received" in role.explain(await role.wait())
 
 
 def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:

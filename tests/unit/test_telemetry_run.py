@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from async_grpo.config import RunConfig
+from async_grpo.launch.results import headline
+from async_grpo.launch.run_folder import RunFolder
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
 from async_grpo.telemetry.report import write_report
 from async_grpo.telemetry.rows import of_kind
@@ -188,6 +190,15 @@ def test_a_run_that_left_nothing_is_summarized_and_reported(tmp_path: Path) -> N
     summary = summarize(config(), [], [], [], {}, {}, 0.0)
     assert summary["accuracy_before"] is None and summary["max_age"] is None and summary["balanced"] is None
     assert "# made-up" in write_report(tmp_path, summary).read_text()
+
+
+def test_a_run_that_trained_nothing_says_so_and_claims_nothing(tmp_path: Path) -> None:
+    summary = summarize(config(), [], [], [], {"admitted": 0, "released": {}}, {}, 3.0)
+    assert (summary["generated_tokens"], summary["balanced"]) == (0, None)
+    assert headline(summary, RunFolder(tmp_path)) == (
+        f"nothing was trained: no step was finished\nreport: {tmp_path / 'report.md'}"
+    )
+    assert "accounted for" not in write_report(tmp_path, summary).read_text()
 
 
 def test_one_evaluation_is_a_before_without_an_after() -> None:
