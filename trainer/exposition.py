@@ -28,7 +28,7 @@ from async_grpo.http import HttpServer, address_of, listen
 from buffer import BufferStats, RecentStats, RedisBuffer, open_run
 from trainer.gauges import Progress, TrainerCollector
 
-MAX_CONNECTIONS = 64
+MAX_REQUESTS = 64
 CLOSE_S = 5.0
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class Exposition:
     def __init__(self, config: RunConfig) -> None:
         self._http = config.telemetry.http
         self._pages = _Pages(config)
-        self._server = HttpServer(self._pages.app(), MAX_CONNECTIONS)
+        self._server = HttpServer(self._pages.app(), MAX_REQUESTS)
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:

@@ -24,7 +24,7 @@ from rollout_server.http.prompts import Prompts
 from rollout_server.http.writers import Writers
 from rollout_server.weight_watcher import WeightWatcher
 
-MAX_CONNECTIONS = 256
+MAX_REQUESTS = 256
 PORTS_TRIED = 64
 """From rollout.http.port on: as many servers may share a machine."""
 
@@ -39,7 +39,7 @@ class HttpFront:
         self._config = config.rollout.http
         self._lobby = Lobby(config, name, Keys.of(os.environ, self._config), prompts)
         self._listening: asyncio.Task[None] | None = None
-        self._server = HttpServer(make_app(self._lobby), MAX_CONNECTIONS)
+        self._server = HttpServer(make_app(self._lobby), MAX_REQUESTS)
         self.address = ""
         """`http://host:port`, once it is open."""
 
