@@ -6,6 +6,7 @@ AsyncGrpoError
 ├── WireError              bytes that are not the record that was expected
 ├── DependencyError        something that is not installed; names the extra to install
 ├── WaitTimeout            a wait that ended; says for whom and how long
+│   └── SampleOverdue      a workflow that has not returned by the deadline of its sample
 ├── BufferFault            the replay buffer
 │   ├── ServerRefused      the Redis server is too old, may drop data, or refuses this client
 │   ├── ServerLost         the Redis server cannot be reached (any more)
@@ -64,6 +65,14 @@ class WaitTimeout(AsyncGrpoError):
         super().__init__(f"waited {timeout_s:g} s for {waited_for}. {fix}".rstrip(". ") + ".")
         self.waited_for = waited_for
         self.timeout_s = timeout_s
+
+
+class SampleOverdue(WaitTimeout):
+    """The workflow of a sample has not returned by its deadline; says where it waits."""
+
+    def __init__(self, sample: str, deadline_s: float, stack: str) -> None:
+        fix = "Give what can hang there a timeout; if samples do take that long, raise rollout.sample_deadline_s"
+        super().__init__(f"{sample}, which waits at {stack}", deadline_s, fix)
 
 
 class BufferFault(AsyncGrpoError):

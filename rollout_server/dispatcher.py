@@ -5,7 +5,7 @@
 - admission waits for a free slot (a sample that finishes unblocks it), then for a ticket (room in
   the staleness window: the trainer's release; a task: the feeder)
 - a group waits for weights of its ticket's version (the weight watcher unblocks it), then for its
-  samples, each of which waits for a slot, then for its verdicts (at most one deadline per sample)
+  samples, each of which waits for a slot, then for its workflow, then for its verdicts (at most one deadline each)
 - leases wait for their timer
 
 Invariant: no token of a group is older than its ticket, because its samples start only when
@@ -19,6 +19,9 @@ Pausing and draining (`admission`): a ticket that comes after either is given ba
 asks for no more and ends once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told
 to hurry, is stored and given back.
 
+A sample has a deadline (`sample_maker`): a workflow that does not return by then makes its group `failed`, so that no
+heartbeat keeps its lease any longer.
+
 Over-sampling: a group starts G + k samples and is whole once G have finished; the others are aborted.
 """
 
@@ -31,7 +34,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, WaitTimeout
+from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
 from async_grpo.rewards.item import Item
 from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
 from async_grpo.wire import ReleaseReason, Sample, Ticket
@@ -42,6 +45,7 @@ from rollout_server.feeder import Feeder
 from rollout_server.group_work import GroupWork
 from rollout_server.leases import Leases
 from rollout_server.outcome import at_its_length, reason_to_discard, what_is_broken, with_verdict
+from rollout_server.sample_maker import Pace, SampleMaker
 from rollout_server.seeds import sample_seed
 from rollout_server.session import Session
 from rollout_server.slots import SampleSlots
@@ -51,8 +55,9 @@ from rollout_server.weight_watcher import WeightWatcher
 ADMIT_TIMEOUT_S = 10.0
 HAND_BACK_TIMEOUT_S = 10.0
 NOTED_WAIT_S = 0.05
-MAX_FAILURES_IN_A_ROW = 32
-"""Groups that fail or cannot be judged, one after the other, before the server gives up."""
+MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
+"""Groups that fail or cannot be judged, one after the other, before the server gives up; the second if the last of them
+failed by its deadline, which takes so long that the trainer would give up first."""
 
 log = structlog.get_logger()
 
@@ -64,6 +69,7 @@ class Dispatcher:
         self._cast = cast
         self._watcher = watcher
         self._feeder = feeder
+        self._maker = SampleMaker(cast.workflow, cast.config.rollout.workflow, Pace.of_training(cast.config))
         self.admission = Admission()
         self.tally = Tally()
         self.slots = SampleSlots(cast.config.rollout.min_concurrency or cast.config.rollout.max_concurrency)
@@ -204,13 +210,13 @@ class Dispatcher:
             cause = first_cause(errors)
             if isinstance(cause, EngineError):
                 raise cause from None
-            work.error = f"{type(cause).__name__}: {cause}"
+            work.error, work.is_overdue = f"{type(cause).__name__}: {cause}", isinstance(cause, SampleOverdue)
 
     async def _make_sample(self, work: GroupWork, index: int) -> None:
         try:
             async with self.slots.running():
                 session = work.sessions[index] = self._session(work, index)
-                work.keep(index, await self._cast.workflow.run(work.ticket.task, session))
+                work.keep(index, await self._maker.make(work.ticket.task, session))
                 del work.sessions[index]
         except EngineError:
             self.leases.freeze()  # before the failure cancels everything else, and what it had is gone
@@ -281,7 +287,7 @@ class Dispatcher:
             return
         log.warning("group discarded", seq=work.ticket.seq, reason=reason.value, why=why)
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+        if self._failures_in_a_row >= (MAX_OVERDUE_IN_A_ROW if work.is_overdue else MAX_FAILURES_IN_A_ROW):
             raise RoleFailed(
                 f"{self._failures_in_a_row} groups in a row ended as {reason.value}, the last because: {why}. "
                 "Nothing can be trained like this; mend the workflow or the verifier"

@@ -14,11 +14,13 @@ claim makes sure that one of them does a milestone.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import structlog
 
-from async_grpo.errors import WaitTimeout
+from async_grpo.config import RunConfig
+from async_grpo.errors import SampleOverdue, WaitTimeout
 from async_grpo.wire.board import Evaluation, Probe
 from rollout_server.cast import Cast
 from rollout_server.exam import Exam, ExamPlan
@@ -27,6 +29,8 @@ from rollout_server.weight_watcher import WeightWatcher
 
 CLAIM_TTL_S = 20.0
 LOOK_EVERY_S = 1.0
+COMPLETION_SHARE = 0.9
+"""Of the time for the whole evaluation, that one completion may take: what hangs is named before the time is over."""
 
 log = structlog.get_logger()
 
@@ -37,7 +41,7 @@ class Evaluator:
     def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
         self._cast = cast
         self._watcher = watcher
-        self._exam = Exam(cast)
+        self._exam = Exam(cast, deadline_s=longest_completion_s(cast.config))
         self._plan = ExamPlan.of(cast.config)
         self._final = cast.config.steps
         self._handled = -1
@@ -87,12 +91,11 @@ class Evaluator:
             with self._cast.diary.span("evaluation", f"version {version}"):
                 async with asyncio.timeout(self._cast.config.eval.timeout_s):
                     await self._probe_and_grade(version, started_s)
-        except TimeoutError as error:
-            raise WaitTimeout(
-                f"the evaluation of version {version}",
-                self._cast.config.eval.timeout_s,
-                "Lower eval.prompts or eval.samples, or raise eval.timeout_s",
-            ) from error
+        except (TimeoutError, SampleOverdue) as error:
+            found = f"the evaluation of version {version}", self._cast.config.eval.timeout_s
+            if isinstance(error, SampleOverdue):
+                found = f"{found[0]}, in which {error.waited_for}", error.timeout_s
+            raise WaitTimeout(*found, "Lower eval.prompts or eval.samples, or raise eval.timeout_s") from error
         finally:
             self.busy = False
             claim.cancel()
@@ -143,3 +146,8 @@ class Evaluator:
     @property
     def _next(self) -> int:
         return next_milestone(max(0, self._handled), every_steps=self._cast.config.eval.every_steps, final=self._final)
+
+
+def longest_completion_s(config: RunConfig) -> float:
+    """`rollout.sample_deadline_s`, or nearly all the time of the evaluation."""
+    return min(config.rollout.sample_deadline_s or math.inf, COMPLETION_SHARE * config.eval.timeout_s)

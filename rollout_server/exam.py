@@ -28,6 +28,7 @@ from async_grpo.wire import Group, Sample, Task
 from async_grpo.wire.board import Figures
 from rollout_server.engines.protocol import Sampler
 from rollout_server.failures import first_cause
+from rollout_server.sample_maker import Pace, SampleMaker
 from rollout_server.seeds import sample_seed
 from rollout_server.session import Session
 from rollout_server.workflows import Workflow
@@ -145,10 +146,13 @@ class Exam:
         hall: Hall,
         on_answer: Callable[[], None] = lambda: None,
         on_grades: Callable[[int], None] = lambda _: None,
+        *,
+        deadline_s: float | None = None,
     ) -> None:
         """`on_answer` is called after every completion, `on_grades` with so many of them when all of a prompt are
-        graded."""
+        graded. A completion that is not there by `deadline_s` ends the exam with SampleOverdue."""
         self._hall = hall
+        self._maker = SampleMaker(hall.workflow, hall.config.rollout.workflow, Pace(deadline_s))
         self._on_answer = on_answer
         self._on_grades = on_grades
         self._room = asyncio.Semaphore(hall.config.rollout.max_concurrency)
@@ -217,7 +221,7 @@ class Exam:
         try:
             async with self._room:
                 session = self._session(task, index, temperature, purpose)
-                sample = await self._hall.workflow.run(task, session)
+                sample = await self._maker.make(task, session)
         finally:
             self.generating -= 1
         self.tokens += len(sample.token_ids())

@@ -35,6 +35,8 @@ class GroupWork:
     """What existed when generation was cancelled."""
     error: str = ""
     """Why a workflow failed."""
+    is_overdue: bool = False
+    """That is because it has not returned by its deadline."""
 
     @classmethod
     def resume(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupWork:

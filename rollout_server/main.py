@@ -26,6 +26,7 @@ from async_grpo.config import RunConfig, load
 from async_grpo.errors import AsyncGrpoError, EngineError
 from async_grpo.telemetry.log import configure_logging, redact_secrets
 from rollout_server.failures import first_cause
+from rollout_server.loop_watch import watched_loop
 
 EXIT_FAULT, EXIT_ENGINE = 1, 3
 STOP_SHARE = 0.8
@@ -89,7 +90,9 @@ async def _serve(config: RunConfig, model: Path, name: str) -> None:
                 if server is None:
                     log.info("the run is over: nothing to do")
                 else:
-                    await server.serve()
+                    with watched_loop(config.longest_sample_s, _give_up):
+                        await server.serve()
+            _exit_at_deadline(STOP_SHARE * config.launch.stop_timeout_s)
             return
         except Exception as error:
             cause = first_cause(error)
@@ -98,8 +101,20 @@ async def _serve(config: RunConfig, model: Path, name: str) -> None:
             log.warning("the engine died and is started again", error=redact_secrets(str(cause)), restarts_left=left)
 
 
+def _give_up(holder: str) -> None:
+    """The event loop is blocked for good: end without it. Leases run out, and others go on."""
+    print(
+        f"RoleFailed: nothing happens in this process any more, the event loop is blocked by {holder}. Make what "
+        "blocks there asynchronous, or run it by asyncio.to_thread",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_FAULT)
+
+
 def _exit_at_deadline(deadline_s: float) -> None:
-    """What was asked for is stored long before; an engine that does not close must not hold the process."""
+    """What was asked for is stored long before; an engine that does not close, or a workflow that cannot be cancelled,
+    must not hold the process."""
     timer = threading.Timer(deadline_s, os._exit, [0])
     timer.daemon = True
     timer.start()

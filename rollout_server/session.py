@@ -9,6 +9,7 @@ called twice for the same place, and an unfinished turn goes on behind its last 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -122,6 +123,7 @@ class Session:
         """The rest of the turn behind what exists of it."""
         left = self.tokens_left - len(begun.tokens)
         if left <= 0:
+            await asyncio.sleep(0)  # a workflow that asks for ever must not hold the event loop
             return Generation(begun.tokens, begun.logprobs, begun.spans, LENGTH)
         prefix = np.concatenate([self._written.tokens, begun.tokens])
         self._begun, self._generating = begun, f"{self._request_id}.{len(self._turns)}"

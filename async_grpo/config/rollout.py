@@ -156,6 +156,10 @@ class RolloutConfig(StrictModel):
     """Of one group by `abort` (or by a server that stops): after that it is not interrupted any more."""
     progress_interval_s: Seconds = 5.0
     """How often unfinished samples are stored: a server that dies costs at most what it generated since."""
+    sample_deadline_s: Seconds | None = None
+    """A sample whose workflow has not returned by then makes its group `failed`. None: ten times what a completion of
+    sampling.max_tokens takes at the average speed of this server, but at least 120 s and at most half of
+    trainer.take_timeout_s, which also holds until the first sample has come about."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal (`filtered`) and admit as many new ones."""
     max_attempts: PositiveInt = 5

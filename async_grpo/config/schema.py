@@ -79,6 +79,13 @@ class RunConfig(StrictModel):
         return self.rollout.lease_s or LEASE_SHARE * self.redis.timeout_s
 
     @property
+    def longest_sample_s(self) -> float:
+        """What a sample may take at most: where it is derived, the group that takes its place still comes before the
+        trainer gives up."""
+        given = self.rollout.sample_deadline_s
+        return given if given is not None else self.trainer.take_timeout_s / 2
+
+    @property
     def replay_policy(self) -> ReplayPolicy:
         """What the replay buffer is told. Raises ValueError for dials that do not go together."""
         chosen, admission = self.buffer.selector, self.buffer.admission
@@ -126,6 +133,16 @@ class RunConfig(StrictModel):
                 f"rollout.vllm.max_model_len ({self.rollout.vllm.max_model_len}) leaves no room for a prompt "
                 f"beside sampling.max_tokens ({self.sampling.max_tokens}). "
                 "Raise rollout.vllm.max_model_len or lower sampling.max_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_end_before_the_trainer_gives_up(self) -> RunConfig:
+        if self.longest_sample_s >= self.trainer.take_timeout_s:
+            raise ValueError(
+                f"rollout.sample_deadline_s ({self.longest_sample_s:g}) is not below trainer.take_timeout_s "
+                f"({self.trainer.take_timeout_s:g}): a sample that hangs would end the trainer, which waits for its "
+                "group. Lower rollout.sample_deadline_s or raise trainer.take_timeout_s"
             )
         return self
 

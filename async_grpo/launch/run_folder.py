@@ -26,7 +26,7 @@ _FREE_KEYS = (
     *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.context_parallel", "trainer.expert_parallel"),
     *("trainer.sequence_parallel", "trainer.recompute", "trainer.optimizer.offload"),
     *("trainer.nodes", "trainer.rendezvous"),
-    "rollout.http",
+    *("rollout.http", "rollout.sample_deadline_s"),
 )
 """May change between a run and its resumption, since they do not change what is learned: beside the sections of a
 machine, how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by any

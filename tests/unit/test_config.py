@@ -115,3 +115,8 @@ def test_a_value_that_could_only_fail_later_is_refused_by_its_key(tmp_path: Path
 
 def test_a_malformed_override_is_refused(tmp_path: Path) -> None:
     assert "section.key=value" in refusal(tmp_path, overrides=("seed",))
+
+
+def test_a_sample_that_hangs_ends_before_the_trainer_gives_up(tmp_path: Path) -> None:
+    message = refusal(tmp_path, overrides=("rollout.sample_deadline_s=600",))
+    assert "rollout.sample_deadline_s (600) is not below trainer.take_timeout_s (600)" in message

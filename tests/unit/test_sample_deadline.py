@@ -1,0 +1,146 @@
+"""A workflow that does not return costs its group, not the run, and the log says which and where."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+from rollout_fakes import Bytes, FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
+
+from async_grpo.errors import RoleFailed, WaitTimeout
+from async_grpo.weights.manifest import Identity
+from async_grpo.wire import Sample, Task
+from rollout_server import loop_watch
+from rollout_server.cast import Cast
+from rollout_server.dispatcher import Dispatcher
+from rollout_server.evaluator import Evaluator
+from rollout_server.failures import first_cause
+from rollout_server.feeder import Feeder
+from rollout_server.loop_watch import watched_loop
+from rollout_server.sample_maker import Pace
+from rollout_server.session import Session
+from rollout_server.workflows import SingleTurn
+
+NAMED = {"max_concurrency": 8, "workflow": "my:Workflow"}
+
+
+class Hangs(SingleTurn):
+    """Waits for an answer that never comes, in the tasks that it is told; `stubborn`: also when it is cancelled."""
+
+    def __init__(self, tasks: set[int] | None = None, *, stubborn: bool = False) -> None:
+        super().__init__(Bytes())
+        self.tasks = tasks
+        self.stubborn = stubborn
+        self.freed = asyncio.Event()
+
+    async def run(self, task: Task, session: Session) -> Sample:
+        if self.tasks is None or task.index in self.tasks:
+            await self.ask_the_environment()
+        return await super().run(task, session)
+
+    async def ask_the_environment(self) -> None:
+        try:
+            await self.freed.wait()
+        except asyncio.CancelledError:
+            if not self.stubborn:
+                raise
+            await self.freed.wait()
+
+
+async def dispatcher_of(cast: Cast) -> tuple[Dispatcher, list[asyncio.Task[None]]]:
+    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    await watcher.first(1.0)
+    feeder = Feeder(cast.buffer, cast.source, target=64)
+    dispatcher = Dispatcher(cast, watcher, feeder)
+    return dispatcher, [asyncio.create_task(feeder.run()), asyncio.create_task(dispatcher.run())]
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubborn: bool
+) -> None:
+    monkeypatch.setattr("rollout_server.sample_maker.END_S", 0.01)
+    config = config_of(rollout=NAMED | {"sample_deadline_s": 0.2, "lease_s": 0.3}, redis={"timeout_s": 0.3})
+    buffer, workflow = buffer_of(config), Hangs({1}, stubborn=stubborn)
+    cast = replace(cast_of(tmp_path, config, FakeEngine(), buffer), workflow=workflow)
+
+    async def is_over() -> bool:
+        stats = await buffer.stats()
+        return stats.released["failed"] == 1 and stats.ready >= 3
+
+    with structlog.testing.capture_logs() as logs:
+        dispatcher, loops = await dispatcher_of(cast)
+        await until_async(is_over)
+        held = [work.ticket.seq for work in dispatcher.leases]
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        workflow.freed.set()
+    (entry,) = [entry for entry in logs if entry["event"] == "group discarded"]
+    assert (entry["seq"], entry["reason"], 1 in held) == (1, "failed", False)
+    assert "waited 0.2 s for sample 0 of task 1, workflow my:Workflow" in entry["why"]
+    assert "in Hangs.ask_the_environment < " in entry["why"]
+    left_behind = [entry for entry in logs if "left behind" in entry["event"]]
+    assert bool(left_behind) == stubborn
+
+
+async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_does(tmp_path: Path) -> None:
+    config = config_of(rollout=NAMED | {"sample_deadline_s": 0.05})
+    cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs())
+    _, (feeding, running) = await dispatcher_of(cast)
+    async with asyncio.timeout(5):
+        (raised,) = await asyncio.gather(running, return_exceptions=True)
+    feeding.cancel()
+    assert isinstance(raised, ExceptionGroup)
+    cause = first_cause(raised)
+    assert isinstance(cause, RoleFailed)
+    assert "4 groups in a row ended as failed" in str(cause)
+    assert "workflow my:Workflow" in str(cause)
+
+
+async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_path: Path) -> None:
+    config = config_of(rollout=NAMED, eval={"prompts": 4, "samples": 2, "timeout_s": 0.2})
+    cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs({2}))
+    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    await watcher.first(1.0)
+    with pytest.raises(WaitTimeout, match=r"evaluation of version 0, in which sample 0 of task 2, .*ask_the_env"):
+        await Evaluator(cast, watcher).first()
+
+
+def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> None:
+    config = config_of(sampling={"max_tokens": 200}, rollout={"vllm": {"max_model_len": 256}})
+    pace = Pace.of_training(config)
+    assert pace.deadline_s == config.trainer.take_timeout_s / 2
+    pace.saw(10.0, 1000)
+    assert pace.deadline_s == 120
+    pace.saw(90.0, 1000)  # 0.05 s a token, 200 tokens, ten times
+    assert pace.deadline_s == pytest.approx(120)
+    pace.saw(100.0, 0)  # 0.1 s a token
+    assert pace.deadline_s == pytest.approx(200)
+    pace.saw(1000.0, 0)
+    assert pace.deadline_s == config.trainer.take_timeout_s / 2
+    assert Pace.of_training(config_of(rollout={"sample_deadline_s": 7})).deadline_s == 7
+
+
+async def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_watch, "LOOK_EVERY_S", 0.02)
+
+    async def waits_for_a_page_without_await() -> None:
+        time.sleep(0.5)  # noqa: ASYNC251  (which is the mistake that is to be seen)
+
+    given_up: list[str] = []
+    with (
+        structlog.testing.capture_logs() as logs,
+        watched_loop(limit_s=0.2, on_limit=given_up.append, warn_s=0.1),
+    ):
+        await asyncio.create_task(waits_for_a_page_without_await(), name="sample 3 of task 7, workflow my:Workflow")
+        await until(lambda: len(given_up) == 1)
+    for said in (logs[0]["by"], given_up[0]):
+        assert said.startswith("sample 3 of task 7, workflow my:Workflow: ")
+        assert "waits_for_a_page_without_await" in said
+    assert logs[0]["event"] == "the event loop is blocked"
+    assert len(logs) == 1
