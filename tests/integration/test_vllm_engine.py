@@ -245,7 +245,7 @@ async def test_the_death_of_the_engine_ends_its_requests_and_an_update_with_an_e
     async with asyncio.timeout(20):
         with pytest.raises(EngineError, match="EngineDeadError"):
             await running
-        with pytest.raises(EngineError, match="did not finish: EngineError: .* engine died"):
+        with pytest.raises(EngineError, match=r"did not finish: EngineError: .* engine died"):
             await updating
 
 
