@@ -17,7 +17,7 @@ from async_grpo.wire import Sample, Task
 from rollout_server import loop_watch
 from rollout_server.cast import Cast
 from rollout_server.dispatcher import Dispatcher
-from rollout_server.evaluator import Evaluator
+from rollout_server.evaluator import Evaluator, longest_completion_s
 from rollout_server.failures import first_cause
 from rollout_server.feeder import Feeder
 from rollout_server.loop_watch import watched_loop
@@ -103,12 +103,13 @@ async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_do
 
 
 async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_path: Path) -> None:
-    config = config_of(rollout=NAMED, eval={"prompts": 4, "samples": 2, "timeout_s": 0.2})
+    config = config_of(rollout=NAMED | {"sample_deadline_s": 0.1}, eval={"prompts": 4, "samples": 2})
     cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs({2}))
     watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
     await watcher.first(1.0)
     with pytest.raises(WaitTimeout, match=r"evaluation of version 0, in which sample 0 of task 2, .*ask_the_env"):
         await Evaluator(cast, watcher).first()
+    assert longest_completion_s(config_of(eval={"timeout_s": 100})) == 90  # so that what hangs is named in time
 
 
 def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> None:
