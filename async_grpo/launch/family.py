@@ -22,16 +22,35 @@ def mark(run: str, role: str) -> str:
 
 
 def end_marked(value: str) -> int:
-    """SIGKILL every descendant that carries the mark and reap it; returns how many there were."""
+    """SIGKILL every descendant that carries the mark and reap it; returns how many there were.
+
+    Python's resource trackers among them end by themselves after the last of the others, and remove what those have
+    left in shared memory; they are killed only if they do not.
+    """
     left = [process for process in psutil.Process().children(recursive=True) if _carries(process, value)]
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_GRACE_S)
+    trackers = [process for process in left if _is_tracker(process)]
+    killed = [process for process in left if process not in trackers]
+    _kill(killed)
+    _kill(psutil.wait_procs(trackers, timeout=_GRACE_S)[1])
     for process in left:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
     return len(left)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_GRACE_S)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Of `multiprocessing`: it knows the semaphores and shared memory of all processes that one role has spawned."""
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
 
 
 def _carries(process: psutil.Process, value: str) -> bool:

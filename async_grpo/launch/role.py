@@ -84,9 +84,10 @@ class RoleProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group."""
+        """SIGKILL; `wait` ends its children. (Not the whole group at once: who would remove what they leave in shared
+        memory belongs to it.)"""
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
 
     def explain(self, code: int) -> str:
         """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""

@@ -50,6 +50,14 @@ os.kill(os.getpid(), 9)
 """
 
 
+HOLDER_OF_A_SEMAPHORE = """
+import multiprocessing, os, sys, time
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(semaphore._semlock.name, flush=True)
+time.sleep(60)
+"""
+
+
 def spec(folder: Path, program: str, *, name: str = "role", restarts: int = 0) -> RoleSpec:
     return RoleSpec(name, [sys.executable, "-c", program], folder / f"{name}.log", restarts)
 
@@ -68,6 +76,21 @@ async def test_a_killed_role_leaves_no_orphan_even_in_another_session(tmp_path: 
     role.kill()
     assert await role.wait() == -signal.SIGKILL
     assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed by the supervisor", "ends without cleaning up"])
+async def test_a_killed_role_leaves_no_semaphore_in_shared_memory(tmp_path: Path, how: str) -> None:
+    """As vLLM's engine has them."""
+    adopt_orphans()
+    program = HOLDER_OF_A_SEMAPHORE.replace("time.sleep(60)", "os._exit(3)") if "ends" in how else HOLDER_OF_A_SEMAPHORE
+    role = await RoleProcess.start(spec(tmp_path, program), "run")
+    name = await first_line(tmp_path / "role.log")
+    if how == "killed":
+        os.kill(role.pid, signal.SIGKILL)
+    elif how == "killed by the supervisor":
+        role.kill()
+    await role.wait()
+    assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()
 
 
 def test_a_child_whose_parent_died_before_it_could_ask_the_kernel_ends_by_itself() -> None:
