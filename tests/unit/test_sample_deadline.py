@@ -88,6 +88,29 @@ async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
     assert bool(left_behind) == stubborn
 
 
+class AsksForEver(SingleTurn):
+    """Does not look whether the completion is full."""
+
+    async def run(self, task: Task, session: Session) -> Sample:
+        while True:
+            await session.turn()
+
+
+async def test_a_workflow_that_asks_for_ever_does_not_hold_the_event_loop(tmp_path: Path) -> None:
+    config = config_of(rollout=NAMED | {"sample_deadline_s": 0.1})
+    buffer = buffer_of(config)
+    cast = replace(cast_of(tmp_path, config, FakeEngine(), buffer), workflow=AsksForEver(Bytes()))
+
+    async def has_failed() -> bool:
+        return (await buffer.stats()).released["failed"] > 0
+
+    _, loops = await dispatcher_of(cast)
+    await until_async(has_failed)
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+
+
 async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_does(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.05})
     cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs())
