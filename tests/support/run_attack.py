@@ -69,7 +69,7 @@ FUTILE = 4
 
 @dataclass
 class Attack:
-    """At `step` (or once everything is trained, `after_s` later): a signal to a process of `kind`."""
+    """At `step` (of the last one: `after_s` later, which may be before it): a signal to a process of `kind`."""
 
     kind: str
     step: int
@@ -103,9 +103,9 @@ def plan(seed: int, *, steps: int, attacks: int, last_seconds: bool) -> list[Att
         Attack(kind, step, chance.choice([None, chance.choice(STOPPED_S)]))
         for kind, step in zip(kinds[late:], early, strict=True)
     ]
-    # The trainer twice, since it is the one that ends the run; others at random.
-    last = chance.sample(["rank", "rank", *chance.sample([kind for kind in KINDS if kind != "rank"], 5)][:late], late)
-    return planned + [Attack(kind, steps, after_s=second + chance.random() - 1.0) for second, kind in enumerate(last)]
+    # The first a second before training ends, the others in the seconds after; the trainer, which ends it all, twice.
+    last = [chance.choice(KINDS), *chance.sample(["rank", "rank", *chance.sample(KINDS, 2)], 4)][:late]
+    return planned + [Attack(kind, steps, after_s=second - chance.random()) for second, kind in enumerate(last)]
 
 
 def _endless(chance: random.Random) -> Any:
@@ -178,7 +178,7 @@ class AttackedRun:
 
     def _look(self) -> None:
         for row in self._rows.new_rows():
-            if row.get("kind") == "step" and row["step"] not in self._times:
+            if row.get("kind") == "step" and (row["step"] not in self._times or row["step"] == self.steps):
                 self._times[row["step"]] = self._moved_s = time.monotonic()
         if time.monotonic() < self._next_look_s:
             return
@@ -204,20 +204,22 @@ class AttackedRun:
         if not self._attacks or now_s < self._next_attack_s or not self._is_due(self._attacks[0], now_s):
             return
         attack = self._attacks[0]
+        chance = random.Random(f"{attack.kind}{attack.step}")
         targets = self._family.of_kind(attack.kind)
-        if not targets:
-            if attack.step < self.steps and now_s - self._moved_s < KIND_TIMEOUT_S:
-                return
-            self._say(f"no {attack.kind} runs: not attacked")
-        else:
-            self._strike(attack, random.Random(f"{attack.kind}{attack.step}").choice(targets))
+        if not targets and attack.step < self.steps and now_s - self._moved_s < KIND_TIMEOUT_S:
+            return
+        if not targets:  # the end does not wait: another process in its place
+            attack.kind, targets = next(
+                (kind, of) for kind in chance.sample(KINDS, len(KINDS)) if (of := self._family.of_kind(kind))
+            )
+        self._strike(attack, chance.choice(targets))
         self._attacks.pop(0)
         self._next_attack_s = now_s + (0.0 if attack.step == self.steps else SPACING_S)
 
     def _is_due(self, attack: Attack, now_s: float) -> bool:
-        """The last ones by when the end of training is, or will be, at the pace of the last steps."""
-        if attack.step < self.steps:
-            return self.step >= attack.step
+        """The one before the end of training by the pace of the last steps."""
+        if attack.step < self.steps or attack.after_s >= 0:
+            return self.step >= attack.step and now_s >= self._times[self.step] + attack.after_s
         if self.step < 12:
             return False
         times = [self._times[step] for step in sorted(self._times)][-12:]

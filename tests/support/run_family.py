@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,8 +42,8 @@ class RunFamily:
     def __init__(self) -> None:
         adopt_orphans()
         self._shared_before = _shared_memory()
-        self.shared: set[Path] = set()
-        """Files in shared memory that a process of the run has mapped."""
+        self.shared: set[int] = set()
+        """Inodes of the files in shared memory that a process of the run has mapped."""
         self.listened: set[tuple[str, int]] = set()
         """Addresses on which a process of the run has listened."""
 
@@ -71,8 +72,7 @@ class RunFamily:
         for process in self.alive():
             with contextlib.suppress(psutil.Error, OSError):
                 self.shared |= _mapped(process.pid)
-                connections = process.net_connections("tcp")
-                self.listened |= {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
+                self.listened |= _listening(process.net_connections("tcp"))
 
     def wait_until_gone(self, spare: int, timeout_s: float) -> list[psutil.Process]:
         """Those that still run after so long."""
@@ -91,13 +91,16 @@ class RunFamily:
 
     def left_in_shared_memory(self, run: str) -> list[str]:
         """Files that were not there before and that the run had mapped, or that bear its name."""
-        new = _shared_memory() - self._shared_before
-        return sorted(path.name for path in new if path in self.shared or path.name.startswith(f"async-grpo-{run}-"))
+        left = []
+        for path in _shared_memory() - self._shared_before:
+            with contextlib.suppress(FileNotFoundError):  # somebody else's, gone meanwhile
+                if path.stat().st_ino in self.shared or path.name.startswith(f"async-grpo-{run}-"):
+                    left.append(path.name)
+        return sorted(left)
 
     def still_listening(self) -> list[tuple[str, int]]:
         """Addresses of the run on which somebody still listens."""
-        open_now = {tuple(each.laddr) for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-        return sorted(self.listened & open_now)
+        return sorted(self.listened & _listening(psutil.net_connections("tcp")))
 
 
 def role_of(process: psutil.Process) -> str:
@@ -122,11 +125,15 @@ def describe(process: psutil.Process) -> str:
         return f"{process.pid} has gone"
 
 
-def _mapped(pid: int) -> set[Path]:
-    """The files in shared memory that a process has mapped; a folder of them counts as one."""
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    names = re.findall(rf"{SHARED_MEMORY}/([^/\s]+)", maps)
-    return {SHARED_MEMORY / name for name in names}
+def _listening(connections: Iterable[Any]) -> set[tuple[str, int]]:
+    return {(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def _mapped(pid: int) -> set[int]:
+    """Inodes of the files in shared memory that a process has mapped. Their names say less: a semaphore is made under
+    another name, linked to its own, and mapped under the first."""
+    lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {int(fields[4]) for fields in lines if len(fields) == 6 and fields[5].startswith(f"{SHARED_MEMORY}/")}
 
 
 def _shared_memory() -> set[Path]:
