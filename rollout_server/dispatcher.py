@@ -268,7 +268,7 @@ class Dispatcher:
     async def _judge(self, work: GroupWork, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards; what kept rewards from coming is counted by kind."""
         task = work.ticket.task
-        items = [Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples]
+        items = [Item.of(sample, task) for sample in samples]
         judged = zip(samples, await self._cast.pool.judge(items), strict=True)
         verdicts = [at_its_length(sample, verdict, self._cast.config) for sample, verdict in judged]
         kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())

@@ -205,7 +205,7 @@ class Exam:
     async def _answer(self, task: Task, count: int, temperature: float) -> list[Answer]:
         samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
         pool, name = self._hall.pool, self._judged_by
-        verdicts = await pool.judge([Item(sample.text, task.answer, task.prompt, task.metadata) for sample in samples])
+        verdicts = await pool.judge([Item.of(sample, task) for sample in samples])
         found: list[str | Failure | None] = [None] * count
         if temperature and not pool.why_no_answers(name):
             found = await pool.extract(name, [sample.text for sample in samples])

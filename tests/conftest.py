@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from buffer import EmbeddedServer
 @pytest.fixture
 def verifiers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tests/support, by verifier processes."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Rewards: pure verifiers, the pool of killable processes that runs them, judges behind HTTP.
 
-- `verifiers`, `symbolic`  what a completion is worth: pure functions
+- `verifiers`, `symbolic`  what a completion is worth: pure functions (`accuracy`, `formats`, `logic`, `prm800k` too)
 - `resolve`, `score`       from a name to a function, from its value to a score
 - `item`, `verdict`        what is judged, and the judgement
 - `overlong`               what becomes of samples that ran out of tokens

@@ -1,8 +1,10 @@
-r"""Answers compared as texts: the last number of a completion, a number in a box, DAPO's `Answer:` line."""
+r"""Answers compared as texts: the last number of a completion, a number or a text in a box, DAPO's `Answer:` line."""
 
 from __future__ import annotations
 
 import re
+
+from async_grpo.rewards.boxes import in_last_box
 
 _DIGIT_COMMA = re.compile(r"(\d),(\d)")
 _NUMBER = re.compile(r"[-+]?\d++\.?\d*+")
@@ -11,6 +13,8 @@ _BOXED_NUMBER = re.compile(r"boxed\{([-+]?)([\d.]*+)\}")
 _TAIL_CHARACTERS = 300
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NO_ANSWER = "[INVALID]"
+_BOX_CHARACTERS = 100
+_TOOL_CALL_BONUS = 0.1
 _LONGEST_REFERENCE = 4096
 """Of DAPO's; some rewriting below takes time that grows with the square of the length."""
 
@@ -115,6 +119,21 @@ def minerva(text: str) -> str:
     text = text.replace("$", "")
     plain = text.replace(",", "")
     return (plain if plain.isdigit() else text).strip()
+
+
+def retool_reward(completion: str, answer: str, *, tool_calls: int = 0) -> float:
+    r"""1 if the last `\boxed{..}` of the final 100 characters, `\boxed{` included, is the reference to the letter; else
+    -1 and 0.1 for every tool call, 0 at most.
+
+    >>> [retool_reward(text, "18", tool_calls=2) for text in (r"\boxed{18}", r"\boxed{18.}", "18")]
+    [1.0, -0.8, -0.8]
+    """
+    return 1.0 if tail_box(completion) == answer else min(0.0, _TOOL_CALL_BONUS * tool_calls - 1.0)
+
+
+def tail_box(completion: str) -> str | None:
+    """What `retool_reward` compares."""
+    return in_last_box(completion[-_BOX_CHARACTERS:])
 
 
 def _same(given: str, answer: str) -> float:

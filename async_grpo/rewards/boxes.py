@@ -23,6 +23,16 @@ def last_boxed(text: str) -> str | None:
     return found
 
 
+def in_last_box(text: str) -> str | None:
+    r"""Content of the last `\boxed{`; None if there is none, or it never closes.
+
+    >>> [in_last_box(text) for text in (r"\boxed{1} \boxed{\frac{1}{2}}", r"\boxed{1} \boxed{2")]
+    ['\\frac{1}{2}', None]
+    """
+    _, box, rest = text.rpartition("\\boxed{")
+    return _up_to_closing(rest) if box else None
+
+
 def behind_last_boxed(text: str) -> str:
     r"""What follows the last "boxed": the content of its braces (all of the rest, if they never close), or without
     braces what stands before the next `$`. "" where there is nothing.
@@ -35,12 +45,8 @@ def behind_last_boxed(text: str) -> str:
         return ""
     if not rest.startswith("{"):
         return rest.partition("$")[0].strip()
-    depth = 0
-    for match in re.finditer(r"[{}]", rest):
-        depth += 1 if match[0] == "{" else -1
-        if depth == 0:
-            return rest[1 : match.start()]
-    return rest[1:]
+    inside = _up_to_closing(rest[1:])
+    return rest[1:] if inside is None else inside
 
 
 def closed_boxes(text: str, most: int) -> list[int]:
@@ -62,6 +68,16 @@ def closed_boxes(text: str, most: int) -> list[int]:
             inside = close + 1
         start = text.find("\\boxed{", inside)
     return found
+
+
+def _up_to_closing(text: str) -> str | None:
+    """What stands before the brace that closes a group which is open at the beginning; None without that."""
+    depth = 1
+    for match in re.finditer(r"[{}]", text):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[: match.start()]
+    return None
 
 
 def _find_or_end(text: str, what: str, start: int) -> int:

@@ -6,10 +6,9 @@ import asyncio
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.resolve import BUILTIN
+from async_grpo.rewards.resolve import BUILTIN, NEED_PACKAGES
 
-_NEED_NO_TRIAL = frozenset(name for name, where in BUILTIN.items() if "symbolic" not in where)
-"""The others import what may not be there."""
+_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
 
 
 def check_rewards(rewards: RewardsConfig) -> None:

@@ -40,6 +40,7 @@ class Assignment(msgspec.Struct, frozen=True):
     answer: str
     prompt: str = ""
     metadata: dict[str, str] = {}
+    tool_calls: int = 0
     extract: bool = False
 
 

@@ -2,7 +2,7 @@
 
 A reward function is a function or an object with `__call__`, or a class of such objects (made once in every
 verifier process, without arguments); it may be `async`. It takes the completion and the reference answer by
-position, and by keyword `prompt` and `metadata`, if it has parameters of these names:
+position, and by keyword `prompt`, `metadata` and `tool_calls`, if it has parameters of these names:
 
     def score(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, str]) -> float | None
 """
@@ -31,10 +31,13 @@ BUILTIN = {
     "accuracy_reward": "async_grpo.rewards.accuracy:accuracy_reward",
     "qwen_accuracy_reward": "async_grpo.rewards.accuracy:qwen_accuracy_reward",
     "acc": "async_grpo.rewards.symbolic:acc",
-    "base_acc": "async_grpo.rewards.symbolic:base_acc",
-    "math_17k_acc": "async_grpo.rewards.symbolic:math_17k_acc",
+    "acc_for_ppo": "async_grpo.rewards.prm800k:math_17k_acc",
+    "base_acc": "async_grpo.rewards.prm800k:base_acc",
+    "math_17k_acc": "async_grpo.rewards.prm800k:math_17k_acc",
     "math_verify_reward": "async_grpo.rewards.symbolic:math_verify_reward",
     "acc_for_dapo": "async_grpo.rewards.accuracy:acc_for_dapo",
+    "retool_reward": "async_grpo.rewards.accuracy:retool_reward",
+    "kk_reward": "async_grpo.rewards.logic:kk_reward",
     "strict_format": "async_grpo.rewards.formats:strict_format",
     "step": "async_grpo.rewards.formats:step",
 }
@@ -47,15 +50,23 @@ EXTRACTIONS = {
     "accuracy_reward": "async_grpo.rewards.accuracy:last_number",
     "qwen_accuracy_reward": "async_grpo.rewards.accuracy:last_boxed_number",
     "acc": "async_grpo.rewards.symbolic:behind_box",
-    "base_acc": "async_grpo.rewards.symbolic:boxed_in_whole",
-    "math_17k_acc": "async_grpo.rewards.symbolic:boxed",
+    "acc_for_ppo": "async_grpo.rewards.prm800k:boxed",
+    "base_acc": "async_grpo.rewards.prm800k:boxed_in_whole",
+    "math_17k_acc": "async_grpo.rewards.prm800k:boxed",
     "math_verify_reward": "async_grpo.rewards.symbolic:formatted_expression",
     "acc_for_dapo": "async_grpo.rewards.accuracy:dapo_answer",
+    "retool_reward": "async_grpo.rewards.accuracy:tail_box",
 }
-"""What a verifier takes for the answer of a completion. Those that look at the form alone are not here."""
+"""What a verifier takes for the answer of a completion. Those that look at the form alone are not here, nor is
+kk_reward, whose answer may begin in the prompt."""
 
-SIGNATURE = "(completion: str, answer: str) -> float, with the keywords prompt and metadata where it wants them"
-_EXTRAS = ("prompt", "metadata")
+NEED_PACKAGES = frozenset(name for name, where in BUILTIN.items() if "symbolic" in where or "prm800k" in where)
+"""They work out algebra, and import what may not be there."""
+
+SIGNATURE = (
+    "(completion: str, answer: str) -> float, with the keywords prompt, metadata and tool_calls where it wants them"
+)
+_EXTRAS = ("prompt", "metadata", "tool_calls")
 
 
 def resolve_verifier(name: str) -> Judge:

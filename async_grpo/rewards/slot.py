@@ -148,7 +148,8 @@ class WorkerSlot:
             name: Failure("import", worker.broken[name]) for name in names if name in worker.broken
         }
         asked = [name for name in names if name not in answers]
-        frame = pack(Assignment(asked, item.completion, item.answer, item.prompt, dict(item.metadata), extract))
+        task = (item.completion, item.answer, item.prompt, dict(item.metadata), item.tool_calls)
+        frame = pack(Assignment(asked, *task, extract=extract))
         worker.writer.write(frame)  # not drained: the worker reads it all before it answers, under the deadline
         for name in asked:
             answers[name] = answer = await self._heard(worker)

@@ -11,35 +11,38 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from async_grpo.errors import DependencyError
-from async_grpo.rewards.boxes import behind_last_boxed, last_boxed
+from async_grpo.rewards.boxes import behind_last_boxed
 from async_grpo.rewards.formats import is_whole
-from async_grpo.rewards.verifiers import format_tags
 
 try:
-    from math_verify import parse, verify
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 except ImportError as error:
     raise DependencyError(
-        f"the rewards math_verify, math_verify_reward, acc, base_acc and math_17k_acc need a package ({error}). "
-        "Type: pip install math-verify"
+        f"the rewards math_verify, math_verify_reward and acc need a package ({error}). Type: pip install math-verify"
     ) from error
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: the pool is one
 
+_LATEX = (LatexExtractionConfig(),)
+_ANYTHING = (*_LATEX, ExprExtractionConfig())
 ACC_TIMEOUT_S = 1.0
 _INTEGER = re.compile(r"[-+]?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})")
 """Most answers are one, and comparing two of them needs no algebra."""
+_MARKED = re.compile(r"\\boxed|(?<!\\)\$")
+"""LaTeX that says itself where it begins. An escaped dollar is a sum of money."""
 
 
 def math_verify(completion: str, answer: str) -> float:
     """1 if the final expression of the completion equals the reference (after `####`, where it has that), else 0.
 
-    What is final is the package's decision: a `\\boxed{..}` before anything else, several that follow each other
-    as one set (`\\boxed{1} and \\boxed{2}` is {1, 2}, and so is a box that is corrected by a second one).
+    What is final is the package's decision: what "final answer is X. I hope" names, or else the later of the last
+    `\\boxed{..}` and the last "final answer is X"; several boxes that follow each other are one set (`\\boxed{1} and
+    \\boxed{2}` is {1, 2}, and so is a box that is corrected by a second one).
     Raises ValueError if the reference is no expression.
 
     `verify` is not symmetric: the reference comes first. A bare LaTeX reference is boxed before it is parsed,
@@ -52,8 +55,12 @@ def math_verify(completion: str, answer: str) -> float:
 
 
 def math_verify_reward(completion: str, answer: str) -> float:
-    """`math_verify` for a completion that `format` scores 1, else 0."""
-    return math_verify(completion, answer) if format_tags(completion, answer) == 1.0 else 0.0
+    """`math_verify` for a completion that is `<think>..</think>..<answer>..\\boxed{..}..</answer>`, else 0. The
+    reference is always boxed, and read as LaTeX only."""
+    if not is_whole(completion):
+        return 0.0
+    expected = _parse(f"\\boxed{{{_gold(answer)}}}", _LATEX)
+    return float(verify(_some(expected, answer), _parse(completion), timeout_seconds=None))
 
 
 def acc(completion: str, answer: str) -> float:
@@ -73,21 +80,6 @@ def acc(completion: str, answer: str) -> float:
         return 0.0
 
 
-def base_acc(completion: str, answer: str) -> float:
-    """`math_17k_acc` for a completion that is `<think>..</think>..<answer>..\\boxed{..}..</answer>`, else 0."""
-    return math_17k_acc(completion, answer) if is_whole(completion) else 0.0
-
-
-def math_17k_acc(completion: str, answer: str) -> float:
-    """1 if the content of the last balanced `\\boxed{..}` equals the reference, else 0.
-
-    >>> [math_17k_acc(text, "18") for text in (r"17, no, \\boxed{18.0}", "18")]
-    [1.0, 0.0]
-    """
-    given = last_boxed(completion)
-    return float(given is not None and equal(given, answer))
-
-
 def final_expression(completion: str) -> str | None:
     """The expression that `math_verify` compares, as sympy writes it; None if there is none."""
     found = _parse(completion)
@@ -96,23 +88,12 @@ def final_expression(completion: str) -> str | None:
 
 def formatted_expression(completion: str) -> str | None:
     """`final_expression` for `math_verify_reward`: None for a completion without its form."""
-    return final_expression(completion) if format_tags(completion, "") == 1.0 else None
+    return final_expression(completion) if is_whole(completion) else None
 
 
 def behind_box(completion: str) -> str | None:
     """What `acc` compares, as one text for all spellings of an integer; None if there is nothing."""
     return canonical(behind_last_boxed(completion).strip()) or None
-
-
-def boxed(completion: str) -> str | None:
-    """What `math_17k_acc` compares, likewise."""
-    given = last_boxed(completion)
-    return None if given is None else canonical(given)
-
-
-def boxed_in_whole(completion: str) -> str | None:
-    """What `base_acc` compares: None for a completion without its form."""
-    return boxed(completion) if is_whole(completion) else None
 
 
 def canonical(given: str) -> str:
@@ -147,15 +128,18 @@ def _squeezed(text: str) -> str:
 
 def _expected(answer: str) -> list[Any]:
     gold = _gold(answer)
-    marked = gold if "\\boxed" in gold or "$" in gold else f"\\boxed{{{gold}}}"
-    expected = _parse(marked)
+    marked = gold if _MARKED.search(gold) else f"\\boxed{{{gold}}}"
+    return _some(_parse(marked), answer)
+
+
+def _some(expected: list[Any], answer: str) -> list[Any]:
     if not expected:
         raise ValueError(f"the reference answer {answer[:80]!r} is no mathematical expression")
     return expected
 
 
-def _parse(text: str) -> list[Any]:
-    found: list[Any] = parse(text, parsing_timeout=None)
+def _parse(text: str, targets: Sequence[object] = _ANYTHING) -> list[Any]:
+    found: list[Any] = parse(text, targets, parsing_timeout=None)
     return found
 
 

@@ -3,6 +3,8 @@
 - `formats`   the form of a completion
 - `accuracy`  numbers compared as texts, and DAPO's `Answer:` line
 - `symbolic`  mathematics, by math-verify
+- `prm800k`   short answers, by the rules of OpenAI's grader
+- `logic`     who is a knight, and who a knave
 
 A verifier scores; it never guesses. Where it cannot judge (a reference that is not a number, say)
 it raises ValueError, and the sample becomes `unverifiable`, which is not 0.
@@ -20,8 +22,10 @@ _BETWEEN = re.compile(r"</think>\s*+<answer>")
 _HASHES = re.compile(r"####([^\n]*)")
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-−])?(?:\\?\$\s?(?P<inner_sign>[-−])?)?"
-    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?P<decimals>\.[0-9]+)?(?P<under>/[0-9]+)?"
+    r"(?:(?P<units>[0-9]{1,64})?\\[dt]?frac\{(?P<over>[0-9]{1,64})\}\{(?P<beneath>[0-9]{1,64})\}|"
+    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?P<decimals>\.[0-9]+)?(?P<under>/[0-9]+)?)"
 )
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 _MAX_DIGITS = 64
 
 
@@ -62,8 +66,9 @@ def gsm8k(completion: str, answer: str) -> float:
     The final answer is the first of these that the completion has: the last `\\boxed{..}`, the rest
     of the line after the last `####`, the last `<answer>..</answer>`, the last number anywhere.
     A marked answer counts only if it holds exactly one number (after its last `=`, if it has one).
-    Numbers: optional sign, `$`, commas between thousands, decimals, `a/b`; units, `%` and a final
-    period are ignored, so "18.", "18.00", "$18" are 18 and "1,800" is 1800. Equality is exact.
+    Numbers: optional sign, `$`, commas between thousands (also `{,}`, `,\\!` and `\\,`), decimals, `a/b`,
+    `\\frac{a}{b}` with a whole number before it or without; units, `%` and a final period are ignored, so "18.",
+    "18.00", "$18" are 18 and "1,800" is 1800. Equality is exact.
     Raises ValueError if the reference (after `####`, where it has that) is not one number.
     """
     gold = _single_number(answer.rpartition("####")[2])
@@ -103,16 +108,17 @@ def _single_number(text: str) -> Fraction | None:
 
 def _numbers(text: str) -> list[re.Match[str]]:
     """All numbers in order, however many there are: what they are worth is asked of one at most."""
-    return [match for match in _NUMBER.finditer(text) if match["whole"] or match["decimals"]]
+    found = _NUMBER.finditer(_LATEX_COMMA.sub(",", text))
+    return [match for match in found if match["whole"] or match["decimals"] or match["over"]]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
     """None for a number that has no value (x/0, absurdly long)."""
-    digits = (match["whole"] or "0").replace(",", "") + (match["decimals"] or "")
-    under = (match["under"] or "/1")[1:]
+    digits = (match["over"] or match["whole"] or "0").replace(",", "") + (match["decimals"] or "")
+    under = match["beneath"] or (match["under"] or "/1")[1:]
     if len(digits) > _MAX_DIGITS or len(under) > _MAX_DIGITS or int(under) == 0:
         return None
-    value = Fraction(digits) / int(under)
+    value = Fraction(digits) / int(under) + int(match["units"] or 0)
     return -value if match["sign"] or match["inner_sign"] else value
 
 

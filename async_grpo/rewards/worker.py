@@ -43,7 +43,13 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
     channel.sendall(pack(Hello(broken, list(extractions))))
     with asyncio.Runner() as runner:
         while (assignment := read_frame_blocking(requests, Assignment)) is not None:
-            item = Item(assignment.completion, assignment.answer, assignment.prompt, assignment.metadata)
+            item = Item(
+                assignment.completion,
+                assignment.answer,
+                assignment.prompt,
+                assignment.metadata,
+                assignment.tool_calls,
+            )
             for answer in _answers(runner, assignment, item, judges, extractions):
                 if os.getpid() != me:
                     os._exit(0)  # a verifier has forked and its child came back here: only one may answer

@@ -17,12 +17,12 @@ import pytest
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.rewards.item import Item
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.resolve import BUILTIN
+from async_grpo.rewards.resolve import BUILTIN, NEED_PACKAGES
 from async_grpo.rewards.verdict import Verdict
 from tests.support.bait import baits
 
-ALGEBRA = [name for name, where in BUILTIN.items() if "symbolic" in where]
-TEXT = [name for name in BUILTIN if name not in ALGEBRA]
+ALGEBRA = sorted(NEED_PACKAGES)
+TEXT = sorted(BUILTIN.keys() - NEED_PACKAGES - {"kk_reward"})  # its references are no numbers
 WORKERS = 2
 TICK_S = 0.005
 

@@ -40,6 +40,12 @@ async def test_the_reward_is_the_weighted_sum_of_the_scores() -> None:
     assert bare.scores == {"answer_tag": 1.0, "format": 0.0}
 
 
+async def test_a_verifier_is_told_how_many_calls_the_tools_answered() -> None:
+    async with pool_of("retool_reward") as pool:
+        none, three = await pool.judge([Item("17", "18"), Item("17", "18", tool_calls=3)])
+    assert (none.reward, three.reward) == (-1.0, pytest.approx(-0.7))
+
+
 async def test_a_verifier_that_hangs_is_killed_and_the_items_beside_it_are_judged() -> None:
     async with pool_of(TRICKY, deadline_s=1.5) as pool:
         before, hung, deaf, after = await judge(pool, "a", "hang", "hang and ignore SIGTERM", "b")

@@ -23,6 +23,12 @@ from async_grpo.rewards.symbolic import math_verify
         (r"\boxed{[0, 1)}", "[0, 1)"),
         (r"\boxed{x = 5}", "5"),
         ("18", r"\boxed{18}"),
+        (r"\boxed{18}", r"\$18"),
+        ("it is $1,800.", r"\$1,800"),
+        (r"\boxed{18}", "$18$"),
+        ("The final answer is: $5$. I hope it is correct. \\boxed{6}", "5"),
+        (r"\boxed{6} The final answer is 5.", "5"),  # the later of the two
+        (r"The final answer is $5$. So \boxed{6}", "6"),
     ],
 )
 def test_what_is_equal_scores_1(completion: str, answer: str) -> None:

@@ -11,6 +11,7 @@ from async_grpo.rewards.item import Item
 from async_grpo.rewards.resolve import BUILTIN, EXTRACTIONS, resolve_with_extraction
 
 FORM_ONLY = {"format", "format_reward", "strict_format", "step"}
+NEEDS_THE_PROMPT = {"kk_reward"}
 
 COMPLETIONS = [
     "<think>9 + 9</think><answer>18</answer>",
@@ -57,7 +58,7 @@ def plain(completion: str, answer: str) -> float:
 
 
 def test_every_verifier_that_looks_at_the_answer_says_which_it_is() -> None:
-    assert set(EXTRACTIONS) == set(BUILTIN) - FORM_ONLY
+    assert set(EXTRACTIONS) == set(BUILTIN) - FORM_ONLY - NEEDS_THE_PROMPT
 
 
 @pytest.mark.parametrize("name", sorted(EXTRACTIONS))
@@ -96,6 +97,8 @@ def test_a_completion_that_gives_no_answer_is_not_right(name: str) -> None:
         ("acc_for_dapo", "it is 1/2", None),
         ("math_17k_acc", r"\boxed{1,800}", "1800"),
         ("math_17k_acc", "1,800", None),
+        ("acc_for_ppo", r"\boxed{18\text{ cm}}", "18"),
+        ("retool_reward", r"\boxed{17} \boxed{ 18}", " 18"),
         ("base_acc", r"\boxed{18}", None),
         ("acc", r"$\boxed 12$", "12"),
         ("math_verify", "so it is $0.5$", "1/2"),

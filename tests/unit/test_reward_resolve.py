@@ -15,7 +15,7 @@ from async_grpo.rewards.resolve import resolve_verifier
 from async_grpo.rewards.verdict import Failure
 
 NOT_A_FUNCTION = 3
-ITEM = Item("completion", "answer", "prompt", {"key": "value"})
+ITEM = Item("completion", "answer", "prompt", {"key": "value"}, 2)
 
 
 def two(completion: str, answer: str) -> object:
@@ -57,7 +57,7 @@ def one(completion: str) -> float:
         ("two", ("completion", "answer")),
         ("named", ("completion", "answer", "prompt")),
         ("with_metadata", ("completion", "answer", {"key": "value"})),
-        ("anything", ("completion", "answer", {"prompt": "prompt", "metadata": {"key": "value"}})),
+        ("anything", ("completion", "answer", {"prompt": "prompt", "metadata": {"key": "value"}, "tool_calls": 2})),
         ("Stateful", ("Stateful", "completion")),
         ("Stateful.inner", "completion"),
     ],

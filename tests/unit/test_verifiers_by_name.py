@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from async_grpo.rewards import boxes, formats
 from async_grpo.rewards.accuracy import acc_for_dapo, accuracy_reward, qwen_accuracy_reward
 from async_grpo.rewards.item import Item
-from async_grpo.rewards.resolve import BUILTIN, resolve_verifier
+from async_grpo.rewards.resolve import BUILTIN, NEED_PACKAGES, resolve_verifier
 from async_grpo.rewards.symbolic import acc, equal
 from async_grpo.rewards.verifiers import answer_tag, format_tags, gsm8k
 from tests.support.bait import baits
 
 BOXED = r"<think>3+15</think><answer>\boxed{18}</answer>"
+KNIGHT = "Zoe is a knight"
 SCORES = {
     # (completion, reference): scores by name
     (BOXED, "18"): {
@@ -29,7 +30,9 @@ SCORES = {
         "step": 0.0,
         "base_acc": 1.0,
         "math_17k_acc": 1.0,
+        "acc_for_ppo": 1.0,
         "acc_for_dapo": -1.0,
+        "retool_reward": 1.0,
         "math_verify": 1.0,
         "math_verify_reward": 1.0,
         "gsm8k": 1.0,
@@ -65,10 +68,12 @@ SCORES = {
         "qwen_accuracy_reward": 0.0,
         "acc": 1.0,
         "base_acc": 0.0,
-        "math_17k_acc": 1.0,
+        "math_17k_acc": 0.0,  # where the reference is a whole number, the answer must be one
         "math_verify": 1.0,
         "math_verify_reward": 0.0,
+        "gsm8k": 1.0,
     },
+    ("", KNIGHT): {"kk_reward": -3.0},
     ("", "18"): {
         "accuracy_reward": 0.0,
         "qwen_accuracy_reward": 0.0,
@@ -94,7 +99,7 @@ def test_every_name_has_its_score(case: tuple[str, str]) -> None:
 
 
 def test_the_table_above_names_every_verifier_there_is() -> None:
-    assert set(SCORES[BOXED, "18"]) == set(BUILTIN)
+    assert set(SCORES[BOXED, "18"]) | set(SCORES["", KNIGHT]) == set(BUILTIN)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +267,14 @@ def last_boxed_slowly(text: str) -> str | None:
 
 
 HARD = list(baits(60, seed=1))
-NO_ALGEBRA = [name for name, where in BUILTIN.items() if "symbolic" not in where]
-RANGES = {"strict_format": (-0.5, 1.0), "acc_for_dapo": (-1.0, 1.0)}
+NO_ALGEBRA = sorted(BUILTIN.keys() - NEED_PACKAGES)
+REFERENCES = {"kk_reward": KNIGHT}
+RANGES = {
+    "strict_format": (-0.5, 1.0),
+    "acc_for_dapo": (-1.0, 1.0),
+    "retool_reward": (-1.0, 1.0),
+    "kk_reward": (-3.0, 3.0),
+}
 
 
 @pytest.mark.parametrize("name", NO_ALGEBRA)
@@ -271,14 +282,14 @@ RANGES = {"strict_format": (-0.5, 1.0), "acc_for_dapo": (-1.0, 1.0)}
 @given(completion=st.one_of(st.text(), tag_soup, st.text(alphabet="0123456789.,-+$/\\{}boxedAnswer: #=\n²٣")))
 def test_no_text_makes_a_rule_fail_or_leave_its_range(name: str, completion: str) -> None:
     low, high = RANGES.get(name, (0.0, 1.0))
-    assert low <= resolve_verifier(name)(Item(completion, "18")) <= high
+    assert low <= resolve_verifier(name)(Item(completion, REFERENCES.get(name, "18"))) <= high
 
 
 @pytest.mark.parametrize("name", NO_ALGEBRA)
 def test_texts_that_are_made_to_be_hard_are_scored_like_any_other(name: str) -> None:
     verifier = resolve_verifier(name)
-    scores = {verifier(Item(completion, "18")) for completion in HARD}
-    assert scores <= {-1.0, -0.5, 0.0, 1 / 3, 2 / 3, 1.0}
+    scores = {verifier(Item(completion, REFERENCES.get(name, "18"))) for completion in HARD}
+    assert scores <= {-3.0, -1.0, -0.5, 0.0, 1 / 3, 2 / 3, 1.0}
 
 
 @settings(max_examples=200, deadline=None)
