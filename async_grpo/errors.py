@@ -12,6 +12,7 @@ AsyncGrpoError
 │   ├── ServerLost         the Redis server cannot be reached (any more)
 │   ├── ServerFull         the Redis server has no memory left, and nothing drains it
 │   ├── ReplicasBehind     too few replicas of the Redis server have confirmed a change
+│   ├── StreamGap          tasks that leave out some of the stream: it is shorter than their feeder thinks
 │   ├── LeaseLost          this ticket now belongs to another holder (or has ended)
 │   ├── Fenced             a message of an older epoch
 │   └── RunEnded           the run is over: nothing will be admitted or delivered any more
@@ -93,6 +94,10 @@ class ServerFull(BufferFault):
 
 class ReplicasBehind(BufferFault):
     """A change has happened on the primary, but too few replicas have confirmed it: a failover could undo it."""
+
+
+class StreamGap(BufferFault):
+    """Tasks that do not continue the stream: the feeder has left some out, or a failover has lost some."""
 
 
 class LeaseLost(BufferFault):

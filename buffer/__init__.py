@@ -2,7 +2,7 @@
 
 from buffer.board import RunBoard
 from buffer.capacity import TASKS_AHEAD, MemoryPlan, memory_plan
-from buffer.connect import connect, connect_board, knows_run, wipe, wipe_run
+from buffer.connect import attach, connect, connect_board, knows_run, wipe, wipe_run
 from buffer.memory import InMemoryBuffer
 from buffer.memory_board import InMemoryBoard
 from buffer.protocol import BufferStats, ReplayBuffer, Resume
@@ -26,6 +26,7 @@ __all__ = [
     "ReplayBuffer",
     "Resume",
     "RunBoard",
+    "attach",
     "check_server",
     "connect",
     "connect_board",

@@ -20,9 +20,19 @@ async def connect(
 ) -> RedisBuffer:
     """The buffer of `run`, new or as it was left. Raises ServerLost, ServerRefused."""
     client = await _checked_client(redis, run)
-    return await RedisBuffer.open(
-        client, run, policy=policy, lease_s=lease_s, max_attempts=max_attempts, timeout_s=redis.timeout_s
-    )
+    try:
+        return await RedisBuffer.open(
+            client, run, policy=policy, lease_s=lease_s, max_attempts=max_attempts, timeout_s=redis.timeout_s
+        )
+    except BaseException:
+        await close(client)
+        raise
+
+
+def attach(redis: RedisConfig, run: str) -> RedisBuffer:
+    """The buffer of a run that somebody else has opened, to look at it: nothing is checked, and nothing is written.
+    It connects when first used."""
+    return RedisBuffer(Link(make_client(redis, run), redis.timeout_s), run)
 
 
 async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_grpo.errors import BufferFault, Fenced, LeaseLost, RunEnded
+from async_grpo.errors import BufferFault, Fenced, LeaseLost, RunEnded, StreamGap
 from async_grpo.wire import ReleaseReason, Ticket
 
 
@@ -48,9 +48,12 @@ def groups_of_step(version: int) -> str:
     return f"the groups of the step after version {version} from the rollout servers"
 
 
-def gap(first: int, following: int) -> ValueError:
+def gap(first: int, following: int) -> StreamGap:
     """Tasks that leave out some of the stream."""
-    return ValueError(f"task {first} does not continue the stream: task {following} is next")
+    return StreamGap(
+        f"task {first} does not continue the stream: task {following} is next. Nothing was stored; look at how many "
+        "tasks there are, and put them from there"
+    )
 
 
 def checked_stream(indices: list[int]) -> None:

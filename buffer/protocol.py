@@ -96,7 +96,7 @@ class ReplayBuffer(Protocol):
         """Append tasks whose `index` continues the stream; returns the next index expected.
 
         Tasks below that index are already there and are skipped, so several feeders may race.
-        Raises ValueError for a gap.
+        Raises StreamGap if they begin behind the next one, ValueError if they do not follow each other.
         """
         ...
 

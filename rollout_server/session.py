@@ -89,7 +89,15 @@ class Session:
         return generation
 
     async def observe(self, make: Callable[[], Awaitable[Sequence[int]]]) -> Tokens:
-        """What the environment answers, as tokens: `make` is called only if no record has it. Cut at max_tokens."""
+        """What the environment answers, as tokens: `make` is called only if no record has it. Cut at max_tokens.
+
+        Raises RuntimeError if the policy has not written anything yet.
+        """
+        if not self._written.spans:
+            raise RuntimeError(
+                "observe() before the policy has written anything: an observation stands behind what it answers, and "
+                "has that version. Put what comes first into the prompt, or call turn() before"
+            )
         recorded = self._played_back(by_policy=False)
         tokens = recorded.tokens if len(recorded.tokens) else np.asarray(await make(), np.int32)
         if len(tokens) >= self.tokens_left:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from async_grpo.config import RunConfig
 from async_grpo.http import HttpServer, address_of, listen
-from buffer import BufferStats, RecentStats, RedisBuffer, open_run
+from buffer import BufferStats, RecentStats, RedisBuffer, attach
 from trainer.gauges import Progress, TrainerCollector
 
 MAX_REQUESTS = 64
@@ -132,5 +132,5 @@ class _Pages:
 
     async def _ask(self) -> BufferStats:
         if self._buffer is None:
-            self._buffer = await open_run(self._config)
+            self._buffer = attach(self._config.redis, self._config.name)
         return await self._buffer.stats()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_grpo.errors import RunEnded, WaitTimeout
+from async_grpo.errors import RunEnded, StreamGap, WaitTimeout
 from async_grpo.wire import ReleaseReason
 from tests.support.buffer_cases import (
     LONG_S,
@@ -107,7 +107,7 @@ async def test_two_feeders_may_race(open_buffer: Open) -> None:
 
 async def test_a_gap_in_the_stream_is_refused(open_buffer: Open) -> None:
     buffer = await open_buffer(put=3)
-    with pytest.raises(ValueError, match="task 3 is next"):
+    with pytest.raises(StreamGap, match="task 3 is next"):
         await buffer.put_tasks(tasks(4, 1))
     with pytest.raises(ValueError, match="gap"):
         await buffer.put_tasks([*tasks(3, 1), *tasks(5, 1)])

@@ -17,15 +17,16 @@ import pytest
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault, ServerFull, ServerLost
-from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire import Group, ReleaseReason, Sample, Task, Ticket, logprobs_to_bytes, tokens_to_bytes
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, make_client
 from buffer.redis.client import KEEPALIVE_IDLE_S
 from buffer.redis.link import Link
+from rollout_server.feeder import Feeder
 from tests.support.buffer_cases import admit, finish, group_of, publish, released, seqs, take, tasks
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_proxies import Proxy
-from tests.support.redis_topologies import Server, free_port, running, wait_until
+from tests.support.redis_topologies import Server, free_port, replica_of, running, wait_for_replicas, wait_until
 
 BULK_TOKENS = 100_000
 """Of a group of 0.8 MB."""
@@ -171,6 +172,45 @@ async def test_nothing_that_was_answered_is_lost_by_a_kill(tmp_path: Path, run: 
     assert [len(group.samples[0].tokens) for group in (await take(survivor, 0)).groups] == [4 * BULK_TOKENS] * 2
     await asyncio.gather(buffer.aclose(), survivor.aclose())
     server.stop()
+
+
+async def test_a_feeder_puts_again_what_a_failover_has_lost_since_it_looked(
+    tmp_path: Path, server: Server, proxy: Proxy, run: str
+) -> None:
+    replica = replica_of(tmp_path / "replica", server)
+    with running(replica):
+        wait_for_replicas(server, 1)
+        buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=20.0), run, count=20)
+        wait_until(lambda: replica.admin.keys(f"*{run}*task:19"), "the replica has the first 20 tasks")
+        replica.admin.replicaof("NO", "ONE")
+        await buffer.put_tasks(tasks(20, 20))
+        asked: list[int] = []
+
+        class Source:
+            def task(self, index: int) -> Task:
+                if not asked:  # it has looked, and has not appended yet
+                    proxy.lead_to(replica.port)
+                    server.kill()
+                asked.append(index)
+                return tasks(index, 1)[0]
+
+        await Feeder(buffer, Source(), target=100).top_up()  # type: ignore[arg-type]
+        assert (asked[0], asked[-1]) == (40, 99)
+        assert asked.count(20) == 1
+        assert (await buffer.stats()).tasks_put == 100
+        await buffer.aclose()
+
+
+async def test_an_opening_that_fails_leaves_no_connection(server: Server, run: str) -> None:
+    await (await begin(RedisConfig(url=server.url), run)).aclose()
+    server.admin.hset(f"agrpo:{{{run}}}:meta", "format", 99)
+    before = server.admin.info("clients")["connected_clients"]
+    failures = []  # with the frames that they came through: nothing is closed by the collection of garbage
+    for _ in range(5):
+        with pytest.raises(BufferFault, match="format 99") as failure:
+            await attach(RedisConfig(url=server.url), run)
+        failures.append(failure)
+    wait_until(lambda: server.admin.info("clients")["connected_clients"] <= before + 1, "all are closed", 5.0)
 
 
 async def test_a_run_that_its_server_has_forgotten_is_named(server: Server, run: str) -> None:

@@ -21,7 +21,7 @@ from trainer_programs.batches import make_sample, make_task
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.wire import Group, ReleaseReason
-from buffer import EmbeddedServer, open_run, wipe_run
+from buffer import EmbeddedServer, knows_run, open_run, wipe_run
 from trainer.exposition import Exposition
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
@@ -158,9 +158,18 @@ def test_groups_of_the_run_are_counted_as_the_buffer_counts_them(
     assert len(released) == len(ReleaseReason)
 
 
+def test_a_scrape_writes_nothing(shown: tuple[Exposition, str], config: RunConfig) -> None:
+    exposed, address = shown
+    exposed.joined(1, 0)
+    assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has opened the run"
+    assert not asyncio.run(knows_run(config.redis, config.name))
+
+
 def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "server", RedisConfig())
-    exposed = Exposition(config_of(RedisConfig(url=server.start(), timeout_s=5.0)))
+    config = config_of(RedisConfig(url=server.start(), timeout_s=5.0))
+    fill(config)
+    exposed = Exposition(config)
     try:
         address = exposed.open()
         exposed.joined(1, 0)
@@ -178,8 +187,9 @@ def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) 
         server.stop()
 
 
-def test_the_documented_metrics_are_the_metrics(shown: tuple[Exposition, str]) -> None:
+def test_the_documented_metrics_are_the_metrics(shown: tuple[Exposition, str], config: RunConfig) -> None:
     exposed, address = shown
+    fill(config)
     exposed.joined(1, 0)
     exposed.step(row(1, reward_mean=0.5, logprob_gap_mean=0.1, logprob_gap_max=0.2, grad_norm=1.0))
     served = set(re.findall(r"^# HELP (async_grpo_\w+)", get(f"{address}/metrics")[1], re.MULTILINE))

@@ -39,6 +39,10 @@ class Proxy:
             self._over.set()
             await asyncio.sleep(0.05)  # silent connections end, instead of being cancelled with the loop
 
+    def lead_to(self, port: int) -> None:
+        """From now on new connections reach another server."""
+        self._upstream_port = port
+
     def swallow_next_reply_to(self, request: bytes) -> None:
         """The next request with these bytes reaches the server, and the connection is cut in place of the reply."""
         self._swallow = request

@@ -57,6 +57,13 @@ async def converse(session: Session, tool: Tool) -> Sample:
     return session.sample("text")
 
 
+async def test_an_observation_before_the_first_turn_is_refused_and_no_tool_is_asked() -> None:
+    session, tool = session_on(await engine_at(0)), Tool()
+    with pytest.raises(RuntimeError, match=r"before the policy has written anything.* call turn\(\) before"):
+        await session.observe(tool)
+    assert tool.calls == 0
+
+
 async def test_the_policys_turns_and_the_tools_answers_are_told_apart() -> None:
     sample = await converse(session_on(await engine_at(3)), Tool())
     sample.validate()
