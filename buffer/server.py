@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,14 @@ LONGEST_SOCKET_PATH = 100
 """Bytes; the kernel's own limit is 107 on Linux and 103 elsewhere."""
 STOP_TIMEOUT_S = 15.0
 LOG_TAIL_LINES = 12
+_LOG_TAIL_BYTES = 1 << 16
+_WRITE_FAILED = re.compile(
+    r"(?P<mended>AOF write error looks solved)|Short write while writing to the AOF"
+    r"|(?:AOF file|AOF for fsync error).*: (?:No space left|Disk quota exceeded|File too large)"
+)
+"""In its log. That a rewrite finds no room is not among them: the server goes on with the file that it has."""
+LEAST_FREE_BYTES = 1 << 20
+"""A server that ended with less on its disk may not even have been able to log why."""
 
 
 class EmbeddedServer:
@@ -38,6 +47,8 @@ class EmbeddedServer:
         self._dir = dir.absolute()
         self._config = config
         self._socket = _socket_path(self._dir)
+        self._log = self._dir / "server.log"
+        self._log_start = 0  # of the newest process
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -55,12 +66,14 @@ class EmbeddedServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> str:
-        """Start it, or start it again after its death, and wait until it answers; returns the URL.
+        """`launch` and `wait_until_ready`."""
+        self.launch()
+        return self.wait_until_ready()
 
-        Raises DependencyError if no server is installed, ServerLost with the end of its log if it fails.
-        """
+    def launch(self) -> None:
+        """Start it unless it is alive. Raises DependencyError if no server is installed."""
         if self.alive():
-            return self.url
+            return
         command = [find_server(), *self._arguments()]
         for folder in (self._dir, self._socket.parent):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,7 +81,8 @@ class EmbeddedServer:
         self._socket.unlink(missing_ok=True)
         for left_behind in self._dir.rglob("temp-*.aof"):  # by a rewrite whose server was killed
             left_behind.unlink(missing_ok=True)
-        with (self._dir / "server.log").open("ab") as log:
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
             # A session of its own: Ctrl-C in the terminal is for the run, which stops its server last.
             self._process = subprocess.Popen(
                 child_argv(command),
@@ -77,8 +91,17 @@ class EmbeddedServer:
                 stderr=log,
                 start_new_session=True,
             )
-        self._wait_until_ready()
-        return self.url
+
+    def disk_full(self) -> str:
+        """`disk full at PATH, N MB free` if the newest process cannot, or could not, write its file; else ""."""
+        free = self.free_bytes()
+        failures = list(_WRITE_FAILED.finditer(self._read_log())) if self._log.exists() else []
+        failed = failures[-1]["mended"] is None if failures else free < LEAST_FREE_BYTES and not self.alive()
+        return f"disk full at {self._dir}, {free / 1e6:.1f} MB free" if failed else ""
+
+    def free_bytes(self) -> int:
+        """On the disk of its file."""
+        return shutil.disk_usage(self._dir).free
 
     def stop(self) -> None:
         """End it by SIGTERM (it syncs its file first), or SIGKILL if it does not obey. Idempotent."""
@@ -107,11 +130,16 @@ class EmbeddedServer:
         }
         return [part for name, value in options.items() for part in (f"--{name}", value)]
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> str:
+        """Wait until the one that was launched answers; returns the URL. It may wait in another thread.
+
+        Raises ServerLost, with the end of its log, if it fails or takes longer than redis.timeout_s.
+        """
         deadline = time.monotonic() + self._config.timeout_s
         while not self._answers():
             if self._process is not None and (code := self._process.poll()) is not None:
-                raise ServerLost(f"the embedded server ended with exit code {code}. {self._log_tail()}")
+                why = f": {full}" if (full := self.disk_full()) else ""
+                raise ServerLost(f"the embedded server ended with exit code {code}{why}. {self._log_tail()}")
             if time.monotonic() > deadline:
                 self.stop()
                 raise ServerLost(
@@ -119,6 +147,7 @@ class EmbeddedServer:
                     f"it was still reading its file. {self._log_tail()}"
                 )
             time.sleep(0.02)
+        return self.url
 
     def _answers(self) -> bool:
         """Whether it answers a PING; not while it reads its file."""
@@ -130,8 +159,13 @@ class EmbeddedServer:
         return False
 
     def _log_tail(self) -> str:
-        log = self._dir / "server.log"
-        return f"The end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return f"The end of {self._log}:\n" + "\n".join(self._read_log().splitlines()[-LOG_TAIL_LINES:])
+
+    def _read_log(self) -> str:
+        """The end of what the newest process has logged."""
+        with self._log.open("rb") as log:
+            log.seek(max(self._log_start, self._log.stat().st_size - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
 
 
 def find_server() -> str:

@@ -1,7 +1,9 @@
-"""Looks at a running job twice a second: feeds the live view and holds the roles to their deadlines.
+"""Looks at a running job twice a second: feeds the live view, holds the roles to their deadlines, keeps its server.
 
 It reads the buffer's counters, the run board and the newest row of metrics.jsonl; it decides
-nothing about training. What it waits for is only the next look.
+nothing about training. A look waits for the server, and one that is away ends no run here: the roles wait
+for it as long as they can, and are restarted or given up by policy. An embedded server is started again
+once there is room on its disk.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.errors import RoleFailed
+from async_grpo.errors import RoleFailed, ServerLost
 from async_grpo.launch.state_plane import StatePlane
 from async_grpo.launch.supervisor import TRAINER, Supervisor
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.state import LiveState
-from buffer import BufferStats
+from buffer import BufferStats, EmbeddedServer
 
 LOOK_EVERY_S = 0.5
+ROOM_BYTES = 16 << 20
+"""By which the free space must have grown before a server that had none is started again."""
 
 
 class Monitor:
@@ -49,8 +53,16 @@ class Monitor:
 
     async def watch(self) -> None:
         """Look until cancelled. Raises RoleFailed when a role does not become ready in time."""
+        answers = True
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except ServerLost as error:
+                if answers:
+                    self._say(f"waiting for the server: {error}")
+                answers = False
+            else:
+                answers = True
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
@@ -100,11 +112,28 @@ class Monitor:
     async def keep_server(self) -> None:
         """Until cancelled: start the embedded server again, on its append-only file, when it has died.
 
-        A task of its own, because `look` waits for the server.
+        A task of its own, because `look` waits for the server. Raises ServerLost if it cannot be started, or if its
+        disk stays full for redis.timeout_s.
         """
         server = self._plane.server
         while True:
+            if server is not None and (full := server.disk_full()):
+                self._say(f"{full}; the run waits {self._config.redis.timeout_s:g} s for space")
+                await self._wait_for_space(server)
             if server is not None and not server.alive():
                 self._say("the embedded server died; starting it again on its append-only file")
-                server.start()  # in this thread: the server dies with the one that starts it
+                server.launch()  # in this thread: the server dies with the one that starts it
+                await asyncio.to_thread(server.wait_until_ready)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _wait_for_space(self, server: EmbeddedServer) -> None:
+        """Until it writes again, or may be started again."""
+        timeout_s = self._config.redis.timeout_s
+        deadline_s, needed_bytes = time.monotonic() + timeout_s, server.free_bytes() + ROOM_BYTES
+        while (full := server.disk_full()) and (server.alive() or server.free_bytes() < needed_bytes):
+            if time.monotonic() > deadline_s:
+                raise ServerLost(
+                    f"{full}, for {timeout_s:g} s: the server of this run cannot write its append-only file. Nothing "
+                    f"that it has acknowledged is lost. Free {ROOM_BYTES >> 20} MB or more; the same command resumes"
+                )
             await asyncio.sleep(LOOK_EVERY_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError, RoleFailed, ServerLost
+from async_grpo.errors import BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.launch.commands import role_specs
 from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.models import prepare_model
@@ -120,7 +121,7 @@ class _LocalRun:
             interrupted.clear()
             self._view.phase("stopping")
             await self._stop(interrupted)
-            await self._report()
+            await self._try_report(failed=sys.exc_info()[0] is not None)
 
     async def _watch(self) -> None:
         """Until all roles have ended. Raises what goes wrong first, in a role or in looking at them."""
@@ -156,6 +157,15 @@ class _LocalRun:
         await stopping
         if self._roles is not None:
             await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is on its way already
+
+    async def _try_report(self, *, failed: bool) -> None:
+        """What ended the run is what is told, not what a report lacks then: a server or a disk that is gone."""
+        try:
+            await self._report()
+        except (BufferFault, OSError) as error:
+            if not failed:
+                raise
+            self._view.say(f"no report could be written: {error}")
 
     async def _report(self) -> None:
         """summary.json, report.md and timeline.json of whatever has been trained."""

@@ -47,8 +47,10 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
     elif not fresh and not folder.config_file.exists():
         await _refuse_foreign(config)
     try:
-        # Not in a worker thread: the server dies with the thread that starts it.
-        url = server.start() if server is not None else config.redis.url
+        # Launched by this thread, because the server dies with the one that starts it; waited for by another.
+        if server is not None:
+            server.launch()
+        url = await asyncio.to_thread(server.wait_until_ready) if server is not None else config.redis.url
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
         async with _connected(config, server, fresh=fresh) as plane:
             yield plane

@@ -112,10 +112,15 @@ _RULES = (
 _OTHER = _Rule(lambda _: True, BufferFault, "the server at {where} failed: {said}", passes=False)
 
 
-def cause_of(error: Exception) -> Exception:
-    """What went wrong: redis-py reports whatever happens while it connects as a lost connection."""
+def cause_of(error: Exception, before: BaseException | None = None) -> Exception:
+    """What went wrong: redis-py reports whatever happens while it connects as a lost connection.
+
+    `before`: what was being handled when the call began. It is in the chain of causes, too, and is none.
+    """
     link: BaseException | None = error
     for _ in range(_DEEPEST_CAUSE):
+        if link is before:
+            break
         if isinstance(link, AsyncGrpoError):
             return link
         if isinstance(link, Exception) and _rule(link) not in (_RULES[-1], _OTHER):

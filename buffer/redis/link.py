@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -146,7 +147,7 @@ class Link:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         patience_s = min(LONGEST_FIRST_ATTEMPT_S, max(LEAST_ATTEMPT_S, FIRST_SHARE * self._timeout_s))
-        pause_s, cause = FIRST_BACKOFF_S, None
+        pause_s, cause, before = FIRST_BACKOFF_S, None, sys.exc_info()[1]
         while True:
             try:
                 async with asyncio.timeout_at(deadline) as clock, self._line:
@@ -155,7 +156,7 @@ class Link:
                         return await attempt(min(until, deadline))
             except (server_errors.RedisError, OSError, ReplicasBehind) as error:
                 # An attempt that the clock has cut short knows less than the one before it.
-                cause = cause if cause and clock.expired() else cause_of(error)
+                cause = cause if cause and clock.expired() else cause_of(error, before)
                 if not may_pass(cause) or loop.time() + pause_s > deadline:
                     raise named(cause, where(self.client), self._timeout_s) from error
             await self._look_elsewhere(cause)
@@ -176,12 +177,13 @@ class Link:
 
     async def _sleep(self, wake: str, for_s: float) -> None:
         """Until an element comes, or for_s. A connection that is lost meanwhile is met by the next attempt."""
+        before = sys.exc_info()[1]
         try:
             async with asyncio.timeout(for_s + min(self._timeout_s, LATE_WAKE_S)):
                 async with one_connection(self.client) as connection:
                     await exchange(connection, ("BLPOP", wake, max(for_s, 0.01)))  # 0 would mean for ever
         except (server_errors.RedisError, OSError) as error:
-            cause = cause_of(error)
+            cause = cause_of(error, before)
             if not may_pass(cause):
                 raise named(cause, where(self.client), self._timeout_s) from error
             await asyncio.sleep(FIRST_BACKOFF_S)

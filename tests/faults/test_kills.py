@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.small_disk import leave_free, small_disk
 from tests.support.whole_run import WholeRun, check_books
 
 STEPS = 10
@@ -97,6 +98,24 @@ def test_a_killed_server_comes_back_on_its_append_only_file(run: WholeRun) -> No
     assert run.wait(400) == 0, run.printed[-3000:]
     assert "embedded server died" in run.printed
     assert run.summary()["balanced"]
+
+
+def test_a_full_disk_below_the_server_stops_the_run_by_name_and_it_resumes(tmp_path: Path) -> None:
+    whole = WholeRun(tmp_path, steps=STEPS, max_tokens=96)
+    with small_disk(whole.run_dir / "server", 48) as disk:
+        try:
+            whole.start()
+            whole.wait_for_step(3)
+            filler = leave_free(disk, 0)
+            assert whole.wait(200) == 1, whole.printed[-3000:]
+            assert " MB free; the run waits 10 s for space" in whole.printed
+            assert "ServerLost: disk full at " in whole.printed
+            filler.unlink()
+            whole.start()
+            assert whole.wait(400) == 0, whole.printed[-3000:]
+            check_books(whole.summary(), steps=STEPS)
+        finally:
+            whole.close()
 
 
 def test_ctrl_c_ends_cleanly_and_the_same_command_resumes(run: WholeRun) -> None:

@@ -221,6 +221,17 @@ async def test_a_run_that_its_server_has_forgotten_is_named(server: Server, run:
     await buffer.aclose()
 
 
+async def test_a_call_made_while_an_error_is_handled_does_not_take_it_for_its_own(server: Server, run: str) -> None:
+    buffer = await begin(RedisConfig(url=server.url, timeout_s=1.0), run)
+    server.kill()
+    try:
+        raise BufferFault("of something else")
+    except BufferFault:
+        with pytest.raises(ServerLost, match="has not answered for 1 s: Error"):
+            await buffer.stats()
+    await buffer.aclose()
+
+
 async def test_a_server_that_is_silent_for_a_while_is_waited_for(server: Server, run: str) -> None:
     buffer = await begin(RedisConfig(url=server.url, timeout_s=30.0), run)
     tickets = await admit(buffer, 2)

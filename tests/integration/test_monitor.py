@@ -1,0 +1,169 @@
+"""The supervisor's monitor beside a real server: one that is away for a while, one that starts slowly, a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from async_grpo.config import RunConfig, validate
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.errors import ServerLost
+from async_grpo.launch.monitor import Monitor
+from async_grpo.launch.state_plane import StatePlane
+from async_grpo.launch.supervisor import Supervisor
+from async_grpo.telemetry.state import LiveState
+from buffer import EmbeddedServer, connect_board, open_run
+from buffer import server as server_module
+from tests.support.redis_topologies import Server, running
+from tests.support.small_disk import leave_free, small_disk
+
+TIMEOUT_S = 1.0
+MB = 1 << 20
+
+
+def config_of(folder: Path, url: str | None, timeout_s: float = TIMEOUT_S) -> RunConfig:
+    redis_config = {"url": url, "timeout_s": timeout_s}
+    facts = {"name": "watched", "runs_dir": str(folder), "model": {"random": {}}, "redis": redis_config}
+    return validate(facts, "test")
+
+
+class Watched:
+    """A monitor of a run without roles, what it showed and what it said."""
+
+    def __init__(self, plane: StatePlane) -> None:
+        self.shown: list[LiveState] = []
+        self.said: list[str] = []
+        no_roles = Supervisor("watched", [], restarts={}, say=self.said.append, stop_timeout_s=1.0)
+        self.monitor = Monitor(plane, no_roles, show=self.shown.append, say=self.said.append)
+
+    async def until(self, true: Callable[[], object], what: str) -> None:
+        async with asyncio.timeout(60):
+            while not true():
+                await asyncio.sleep(0.02)
+        assert true(), what
+
+
+@asynccontextmanager
+async def watching(config: RunConfig, server: EmbeddedServer | None = None) -> AsyncIterator[Watched]:
+    buffer = await open_run(config)
+    board = await connect_board(config.redis, config.name)
+    try:
+        yield Watched(StatePlane(config, buffer, board, server))
+    finally:
+        await asyncio.gather(buffer.aclose(), board.aclose())
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 48) as folder:
+        yield folder
+
+
+def fill_up(url: str) -> None:
+    """Write until the server is gone, or refuses."""
+    client = redis.Redis.from_url(url, retry=None)
+    with contextlib.suppress(redis.RedisError, OSError):
+        while True:
+            client.set(uuid.uuid4().hex, os.urandom(MB))
+
+
+async def test_a_server_that_is_away_for_longer_than_a_call_waits_ends_no_run(tmp_path: Path) -> None:
+    with running(server := Server(tmp_path / "server")):
+        async with watching(config_of(tmp_path, server.url)) as watched:
+            watch = asyncio.create_task(watched.monitor.watch())
+            await watched.until(lambda: watched.shown, "the first look")
+            server.pause()
+            await watched.until(lambda: watched.said or watch.done(), "a look that failed")
+            assert not watch.done()
+            server.resume()
+            seen = len(watched.shown)
+            await watched.until(lambda: len(watched.shown) > seen or watch.done(), "a look after the outage")
+            assert not watch.done()
+            watch.cancel()
+    assert len(watched.said) == 1
+    assert f"waiting for the server: the server at 127.0.0.1:{server.port} has not answered" in watched.said[0]
+
+
+async def test_the_loop_goes_on_while_a_server_that_died_starts_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedServer(tmp_path / "server", RedisConfig(timeout_s=30.0))
+    real = server_module.find_server()
+    try:
+        async with watching(config_of(tmp_path, server.start(), timeout_s=30.0), server) as watched:
+            slow = tmp_path / "slow-server"
+            slow.write_text(f'#!/bin/sh\nsleep 2\nexec {real} "$@"\n')
+            slow.chmod(0o700)
+            monkeypatch.setattr(server_module, "find_server", lambda: str(slow))
+            assert server.pid is not None
+            first = server.pid
+            os.kill(first, signal.SIGKILL)
+            keeping, longest_s, last_s = asyncio.create_task(watched.monitor.keep_server()), 0.0, time.monotonic()
+            while server.pid == first or not answers(server):
+                await asyncio.sleep(0.01)
+                longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+            keeping.cancel()
+    finally:
+        server.stop()
+    assert longest_s < 1.5, "Ctrl-C would have waited"
+
+
+async def test_a_full_disk_is_named_and_the_server_goes_on_when_there_is_space(disk: Path) -> None:
+    server = EmbeddedServer(disk / "server", RedisConfig(timeout_s=30.0))
+    try:
+        async with watching(config_of(disk, server.start(), timeout_s=30.0), server) as watched:
+            filler = leave_free(disk, 6)
+            await asyncio.to_thread(fill_up, server.url)
+            keeping = asyncio.create_task(watched.monitor.keep_server())
+            await watched.until(lambda: watched.said or keeping.done(), "what is wrong")
+            assert f"disk full at {disk / 'server'}, " in watched.said[0]
+            assert " MB free; the run waits 30 s for space" in watched.said[0]
+            await asyncio.sleep(1.2)  # two more looks: it is not started without space, and not named again
+            assert len(watched.said) == 1 and not server.alive()
+            filler.unlink()
+            await watched.until(server.alive, "the server is back")
+            buffer = await open_run(config_of(disk, server.url, timeout_s=30.0))
+            assert (await buffer.stats()).admitted == 0
+            await buffer.aclose()
+            assert not keeping.done()
+            keeping.cancel()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+async def test_a_disk_that_stays_full_ends_the_run_by_name(disk: Path, fsync: str) -> None:
+    server = EmbeddedServer(disk / "server", RedisConfig(timeout_s=5.0, fsync=fsync))
+    try:
+        async with watching(config_of(disk, server.start()), server) as watched:
+            leave_free(disk, 6)
+            await asyncio.to_thread(fill_up, server.url)
+            await watched.until(server.disk_full, "the server has logged it")
+            assert fsync == "always" or server.alive()
+            with pytest.raises(ServerLost, match=rf"disk full at {disk}/server, \d\.\d MB free, for 1 s.* resumes"):
+                async with asyncio.timeout(60):
+                    await watched.monitor.keep_server()
+    finally:
+        server.stop()
+
+
+async def test_a_server_that_cannot_begin_on_a_full_disk_says_so(disk: Path) -> None:
+    leave_free(disk, 0)
+    with pytest.raises(ServerLost, match=rf"exit code 1: disk full at {disk}/server, 0\.0 MB free"):
+        EmbeddedServer(disk / "server", RedisConfig()).start()
+
+
+def answers(server: EmbeddedServer) -> bool:
+    with contextlib.suppress(redis.RedisError, OSError):
+        return bool(redis.Redis.from_url(server.url, retry=None).ping())
+    return False
