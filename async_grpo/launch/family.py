@@ -1,7 +1,8 @@
 """Finding and ending what a dead role left behind.
 
-Every role is started with a mark in its environment, which its children inherit, and the
-supervisor adopts orphans: so whatever a killed role had started is found and ended.
+Every role is started in a process group of its own, with a mark in its environment. Its children inherit both, unless
+they leave the group or write their title over their environment (vLLM's engine does). The supervisor adopts orphans:
+so whatever a killed role had started is found and ended.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def mark(run: str, role: str) -> str:
     return f"{os.getpid()}/{run}/{role}"
 
 
-def end_marked(value: str) -> int:
-    """SIGKILL every descendant that carries the mark and reap it; returns how many there were.
+def end_family(value: str, group: int) -> int:
+    """SIGKILL every descendant that carries the mark, or is in the group, and reap it; returns how many there were.
 
     Python's resource trackers among them end by themselves after the last of the others, and remove what those have
     left in shared memory; they are killed only if they do not.
     """
-    left = [process for process in psutil.Process().children(recursive=True) if _carries(process, value)]
+    left = [process for process in psutil.Process().children(recursive=True) if _belongs(process, value, group)]
     trackers = [process for process in left if _is_tracker(process)]
     killed = [process for process in left if process not in trackers]
     _kill(killed)
@@ -53,8 +54,8 @@ def _is_tracker(process: psutil.Process) -> bool:
         return False
 
 
-def _carries(process: psutil.Process, value: str) -> bool:
+def _belongs(process: psutil.Process, value: str, group: int) -> bool:
     try:
-        return process.environ().get(MARK_VARIABLE) == value
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return os.getpgid(process.pid) == group or process.environ().get(MARK_VARIABLE) == value
+    except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
         return False

@@ -75,7 +75,7 @@ class RoleProcess:
     async def wait(self) -> int:
         """Wait for its end and end what it left behind; returns its exit code (-N: signal N)."""
         code = await self._process.wait()
-        await asyncio.to_thread(family.end_marked, self._mark)
+        await asyncio.to_thread(family.end_family, self._mark, self._process.pid)
         return code
 
     def ask_to_stop(self) -> None:

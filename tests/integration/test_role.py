@@ -41,6 +41,8 @@ if number == 1:
     raise ValueError("no such chunk")
 dist.recv(torch.zeros(1), src=1)
 """
+PARENT_OF_A_CHILD_WITHOUT_ENVIRONMENT = PARENT_OF_A_DETACHED_CHILD.replace("start_new_session=True", "env={}")
+
 PARENT_OF_A_CHILD_THAT_IS_LATE = """
 import os, subprocess, sys
 from async_grpo.process import child_argv
@@ -69,11 +71,16 @@ async def first_line(log: Path) -> str:
     return log.read_text().splitlines()[0]
 
 
-async def test_a_killed_role_leaves_no_orphan_even_in_another_session(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [PARENT_OF_A_DETACHED_CHILD, PARENT_OF_A_CHILD_WITHOUT_ENVIRONMENT],
+    ids=["in another session", "that cannot be told by its environment"],
+)
+async def test_a_killed_role_leaves_no_orphan(tmp_path: Path, program: str) -> None:
     adopt_orphans()
-    role = await RoleProcess.start(spec(tmp_path, PARENT_OF_A_DETACHED_CHILD), "run")
+    role = await RoleProcess.start(spec(tmp_path, program), "run")
     child = int(await first_line(tmp_path / "role.log"))
-    role.kill()
+    os.kill(role.pid, signal.SIGKILL)
     assert await role.wait() == -signal.SIGKILL
     assert not psutil.pid_exists(child)
 
