@@ -23,7 +23,7 @@ def bench_server(url: str | None, fsync: Fsync = "always") -> Iterator[RedisConf
     """The configuration that reaches it. The embedded one is that of a run (append-only file included), except
     for `fsync`, and is gone afterwards. Call it in the main thread: the server dies with its starter."""
     if url is not None:
-        yield RedisConfig(url=url, timeout_s=PATIENCE_S)
+        yield RedisConfig(url=url, timeout_s=PATIENCE_S, durable=False)
         return
     os.environ.pop(PASSWORD_VARIABLE, None)  # it is another server's; ours has none and would refuse it
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:

@@ -48,6 +48,7 @@ def run(
     override: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Answer what --fresh asks, with a shared server, by yes.")] = False,
 ) -> None:
     """Run everything on this machine: server, trainer, rollout servers, report.
 
@@ -62,7 +63,8 @@ def run(
         if dry_run:
             Console().print(describe(resolved))
             return 0
-        return asyncio.run(run_all(resolved, fresh=fresh, command=_command_line()))
+        confirm = _always if yes else _ask
+        return asyncio.run(run_all(resolved, fresh=fresh, command=_command_line(), confirm=confirm))
 
     exit_with(work)
 
@@ -118,6 +120,16 @@ def doctor(
 ) -> None:
     """Say what is installed, what is missing and what to type. Exit code 1: something that is needed is missing."""
     raise typer.Exit(report(platform, as_json=as_json))
+
+
+def _always(question: str) -> bool:
+    return True
+
+
+def _ask(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} There is no terminal to ask. Pass --yes, or leave --fresh out")
+    return typer.confirm(question)
 
 
 def _command_line() -> str:

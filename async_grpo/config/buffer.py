@@ -81,6 +81,9 @@ class RedisConfig(StrictModel):
     fsync: Literal["everysec", "always"] = "always"
     """Of the embedded server's append-only file. always: the death of the server loses nothing that it has
     acknowledged. everysec: up to two seconds of it, for about a third more small groups per second."""
+    durable: bool = True
+    """The server of `url` must keep an append-only file. False: one without is warned of instead of refused, and its
+    death loses the run."""
     timeout_s: Seconds = 30.0
 
     @model_validator(mode="after")

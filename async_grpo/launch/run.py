@@ -15,7 +15,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -29,7 +29,7 @@ from async_grpo.launch.monitor import Monitor
 from async_grpo.launch.results import headline, write_results
 from async_grpo.launch.role import RoleSpec
 from async_grpo.launch.run_folder import RunFolder, RunState, claimed, open_run, write_config
-from async_grpo.launch.state_plane import StatePlane, open_state_plane
+from async_grpo.launch.state_plane import StatePlane, check_fresh, open_state_plane
 from async_grpo.launch.supervisor import TRAINER, Supervisor
 from async_grpo.process import adopt_orphans
 from async_grpo.telemetry.live import LiveView
@@ -39,11 +39,18 @@ INTERRUPTED = 130
 T = TypeVar("T")
 
 
-async def run(config: RunConfig, *, fresh: bool, command: str) -> int:
-    """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError."""
+async def run(
+    config: RunConfig, *, fresh: bool, command: str, confirm: Callable[[str], bool] = lambda question: False
+) -> int:
+    """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError.
+
+    `confirm` is asked before `fresh` deletes a run from a shared server.
+    """
     _check_one_machine(config)
     role_cores(config, cores_here())  # what they are is asked when the roles start; that they are there, at once
     adopt_orphans()
+    if fresh:
+        await check_fresh(config, confirm)
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
     with claimed(folder), LiveView(config, Console()) as view, _interrupt() as interrupted:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shutil
+import socket
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -66,6 +67,23 @@ class RunFolder:
     def roles_file_of(self, role: str) -> Path:
         """What a role that was started on its own reads: another machine that shares this folder has other values."""
         return self.path / "roles" / f"{role}.yaml"
+
+    @property
+    def id_file(self) -> Path:
+        """What tells this run from another of its name; it goes where the folder goes, and ends with it."""
+        return self.path / "run.id"
+
+    @property
+    def place(self) -> str:
+        """HOST:PATH."""
+        return f"{socket.gethostname()}:{self.path}"
+
+    @property
+    def origin(self) -> str:
+        """ID HOST:PATH, as a shared server is told; the id is made when it is first asked for."""
+        if not self.id_file.exists():
+            _write(self.id_file, uuid.uuid4().hex)
+        return f"{self.id_file.read_text()} {self.place}"
 
     @property
     def lock_file(self) -> Path:

@@ -26,6 +26,15 @@ class RedisBoard:
         self._client = self._link.client
         self._prefix = Keys(run).of("board:")
 
+    async def set_origin(self, origin: str) -> None:
+        """Which run folder the run belongs to."""
+        await self._link.call(lambda: self._client.set(self._of("origin"), origin))
+
+    async def origin(self) -> str | None:
+        """As it was set; None for a run whose roles were started one by one."""
+        (payload,) = await self._link.fetch([self._of("origin")])
+        return payload.decode() if payload is not None else None
+
     async def set_publisher(self, address: PublisherAddress) -> None:
         keys = [self._of("publisher"), self._of("publisher:epoch")]
         await self._link.run(script("board_publisher"), keys, address.epoch, encode(address))

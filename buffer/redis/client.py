@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import ssl
 from typing import Any, cast
 
+import structlog
 from redis.asyncio import Redis
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ResponseError
+from redis.exceptions import BusyLoadingError, ResponseError
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
@@ -29,6 +31,8 @@ KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 15, 5, 3
 that many probes have found no peer. Data that nobody has confirmed for as long close it as well."""
 MOST_CONNECTIONS = 1000
 """Of one client; `Link` keeps it far below."""
+log = structlog.get_logger()
+
 _MODES = {"cluster": "a node of a cluster: use redis+cluster://", "sentinel": "a sentinel: use redis+sentinel://"}
 
 
@@ -38,6 +42,8 @@ class RunClient(Redis):
     address: Address
     finder: Finder | None = None
     """Where the node that serves the run may change."""
+    durable = True
+    """Whether a server without an append-only file is refused."""
     replicas_to_wait_for = 0
     barrier_key = ""
     """Written before waiting for replicas."""
@@ -65,7 +71,7 @@ def make_client(redis: RedisConfig, run: str = "") -> RunClient:
         **_target(address, finder),
     )
     client = cast(RunClient, RunClient.from_pool(pool))  # which owns the pool, and closes it
-    client.address, client.finder = address, finder
+    client.address, client.finder, client.durable = address, finder, redis.durable
     client.replicas_to_wait_for, client.barrier_key = redis.replicas_to_wait_for, Keys(run).of("barrier")
     return client
 
@@ -76,8 +82,9 @@ def where(client: Redis) -> str:
 
 
 async def check_server(client: Redis) -> None:
-    """Raises ServerRefused for a server older than Redis 7.0, one that may evict data, and one that is a part
-    of something larger than its URL says."""
+    """Raises ServerRefused for a server older than Redis 7.0, one that may evict data, one that keeps no append-only
+    file (a warning, where the configuration has given durability up), and one that is a part of something larger than
+    its URL says."""
     about = await client.info("server")
     version = str(about.get("valkey_version") or about["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
@@ -94,6 +101,27 @@ async def check_server(client: Redis) -> None:
             f"the server at {where(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when memory "
             f"is short it would drop finished groups. Run CONFIG SET maxmemory-policy {SAFE_POLICY} on it"
         )
+    await _check_file(client)
+
+
+async def _check_file(client: Redis) -> None:
+    about = await client.info("persistence")
+    if about.get("loading"):
+        raise BusyLoadingError("it reads its file, and does not say before whether it keeps it")
+    if about.get("aof_enabled"):
+        return
+    if getattr(client, "durable", True):
+        raise ServerRefused(
+            f"the server at {where(client)} has appendonly no, but it must keep an append-only file: its death would "
+            "lose the run. Run CONFIG SET appendonly yes on it, or, if it may be lost, set redis.durable: false"
+        )
+    _warn_of_memory_alone(where(client))
+
+
+@functools.cache
+def _warn_of_memory_alone(server: str) -> None:
+    """Once a process."""
+    log.warning("the server keeps no append-only file: its death loses the run (redis.durable: false)", server=server)
 
 
 async def _eviction_policy(client: Redis) -> str:

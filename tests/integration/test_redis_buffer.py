@@ -284,7 +284,8 @@ class Stub:
         connection_kwargs = {"path": "/stub.sock"}
 
     def __init__(self, server: dict[str, str], policy: str = "noeviction") -> None:
-        self._answers = {"server": server, "memory": {"maxmemory_policy": policy}}
+        persistence = {"aof_enabled": "1"}
+        self._answers = {"server": server, "memory": {"maxmemory_policy": policy}, "persistence": persistence}
 
     async def info(self, section: str) -> dict[str, str]:
         return self._answers[section]

@@ -94,7 +94,8 @@ class Server:
     def _arguments(self) -> list[str]:
         bind = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.dir), "--save", ""]
         replication = ["--repl-diskless-sync-delay", "0", "--repl-diskless-load", "swapdb"]
-        return [*self._command, *bind, "--maxmemory-policy", "noeviction", *replication]
+        file = ["--appendonly", "yes", "--appendfsync", "no"]
+        return [*self._command, *bind, *file, "--maxmemory-policy", "noeviction", *replication]
 
 
 class SentinelServer(Server):

@@ -60,7 +60,7 @@ class Loop(Protocol):
 
 async def open_loop(job: Job) -> Loop:
     """Connected, and nothing left to prepare."""
-    redis = RedisConfig(url=job.url)
+    redis = RedisConfig(url=job.url, durable=False)
     if job.system == "plain":
         return PlainLoop(make_client(redis), job)
     dials = {"max_staleness": job.max_staleness, "groups_per_step": job.groups_per_step, "horizon": job.horizon}
