@@ -36,7 +36,7 @@ from trainer.checkpoint_state import fill, layout_of_ranks, live_tensors, metada
 from trainer.manifest import Manifest, changed, check_fits, read_manifest, seal, sync, unreadable, write_synced
 from trainer.model.hf_folder import write_folder
 from trainer.parallel import is_leader, max_over_ranks, share_bytes, share_ints
-from trainer.parts import read_part, write_part
+from trainer.parts import draft_of, drafts, read_part, write_part
 from trainer.policy import Policy
 from trainer.reference import Reference
 from trainer.retention import ranked, spared, superfluous
@@ -72,10 +72,11 @@ class CheckpointFolder:
         nor (on rank 0) their evaluation keeps are deleted.
         """
         assert self._saving is None, "settle the checkpoint in flight before the next one"
-        draft = self.path / f"draft-{version:08d}"
+        draft = draft_of(self.path, epoch, version)
         if is_leader():
-            for left_over in self.path.glob("draft-*"):
-                shutil.rmtree(left_over)
+            for left_over, writer in drafts(self.path):
+                if writer <= epoch:
+                    shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
             draft.mkdir(parents=True)
         dist.barrier()
         snapshot = Snapshot(state_of(policy) | self._reference_state(), draft, metadata(), live_tensors(policy))
@@ -85,9 +86,13 @@ class CheckpointFolder:
         ranks = dist.get_world_size()
 
         def write() -> None:
-            write_part(snapshot, draft, rank)
-            if rank == 0:
-                self._complete(snapshot, draft, manifest, ranks, accuracies)
+            try:
+                write_part(snapshot, draft, rank)
+                if rank == 0:
+                    self._complete(snapshot, draft, manifest, ranks, accuracies)
+            except OSError:
+                self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
+                raise
 
         self._saving = version, Job(f"checkpoint-{version}", write)
 
@@ -190,19 +195,38 @@ class CheckpointFolder:
         parts = [read_part(draft, rank, self.config.timeout_s) for rank in range(ranks)]
         snapshot.finish(parts)
         seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
-        self._check_not_overtaken(manifest)
-        target = self._folder(manifest.version)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-        sync(self.path)
-        write_synced(self.path / _LATEST, f"{manifest.version}\n".encode())
+        self._put_in_place(draft, manifest)
         self._prune(manifest.version, accuracies)
 
-    def _check_not_overtaken(self, manifest: Manifest) -> None:
+    def _put_in_place(self, draft: Path, manifest: Manifest) -> None:
+        """Rename the draft, and let `latest` name it. Another trainer may do the same at any moment, and so every
+        step can be taken back: the one of the newer epoch wins."""
+        self._check_not_overtaken(manifest.epoch)
+        target, replaced = self._folder(manifest.version), draft.with_name(f"{draft.name}-replaced")
+        if target.exists():
+            target.rename(replaced)
+            if _epoch_of(replaced) > manifest.epoch:
+                replaced.rename(target)
+                self._check_not_overtaken(manifest.epoch)
+        draft.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        sync(self.path)
+        self._mark(manifest.version, manifest.epoch)
+        epochs = {version: _epoch_of(self._folder(version)) for version in self._versions()}
+        newest = max(epochs, key=lambda version: (epochs[version], version))
+        if epochs[newest] > manifest.epoch:
+            self._mark(newest, manifest.epoch)
+        self._check_not_overtaken(manifest.epoch)
+
+    def _mark(self, version: int, epoch: int) -> None:
+        write_synced(self.path / _LATEST, f"{version}\n".encode(), writer=f"-{epoch}")
+
+    def _check_not_overtaken(self, epoch: int) -> None:
         """A trainer that was thought dead must not put its checkpoint before that of the one that took over."""
-        latest = self._marked(_LATEST)
-        if latest is not None and (newer := read_manifest(self._folder(latest)).epoch) > manifest.epoch:
-            raise CheckpointError(f"a newer trainer (epoch {newer}) has taken over from this one ({manifest.epoch})")
+        saved = [_epoch_of(self._folder(version)) for version in self._versions()]
+        newest = max([*saved, *(writer for _, writer in drafts(self.path))], default=0)
+        if newest > epoch:
+            raise CheckpointError(f"a newer trainer (epoch {newest}) has taken over from this one ({epoch})")
 
     def _prune(self, saved: int, accuracies: dict[int, float]) -> None:
         for version in self._unkept(self._versions(), saved, self.config.every_steps, accuracies):
@@ -238,6 +262,14 @@ class CheckpointFolder:
 
     def _export_folder(self, version: int) -> Path:
         return self.path / f"hf-{version:08d}"
+
+
+def _epoch_of(folder: Path) -> int:
+    """Of a whole checkpoint; 0 for anything else."""
+    try:
+        return read_manifest(folder).epoch
+    except CheckpointError:
+        return 0
 
 
 def _check_bytes(folder: Path, manifest: Manifest) -> None:

@@ -134,9 +134,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Whole or not at all, and on disk when this returns."""
-    draft = path.with_name(f"{path.name}.part")
+def write_synced(path: Path, data: bytes, writer: str = "") -> None:
+    """Whole or not at all, and on disk when this returns. Those that may write at the same time differ in `writer`."""
+    draft = path.with_name(f"{path.name}{writer}.part")
     draft.write_bytes(data)
     sync(draft)
     draft.replace(path)

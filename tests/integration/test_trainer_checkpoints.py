@@ -98,6 +98,14 @@ def test_a_trainer_that_was_thought_dead_does_not_replace_the_newer_ones_checkpo
     assert facts["overtaken"]["newest"] == 8
 
 
+def test_of_two_trainers_that_write_the_same_version_at_once_the_newer_one_is_believed(folder: Path) -> None:
+    found = run("checkpoint_rivals", folder)
+    assert "a newer trainer (epoch 2) has taken over from this one (1)" in found["old"]["refused"]
+    assert found["new"]["refused"] == ""
+    assert found["files"] == found["new"]["files"] != found["old"]["files"]
+    assert (found["names"], found["latest"], found["epoch"]) == (["00000001"], "1", 2)
+
+
 def test_a_changed_byte_is_found_and_a_renamed_folder_refused(facts: Facts) -> None:
     assert "is damaged: __0_0.distcp does not hold what was written" in facts["damaged"]["changed"]
     assert "holds version 1, not 2. It was renamed" in facts["damaged"]["renamed"]
