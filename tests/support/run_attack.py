@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -29,13 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import redis
 
-from async_grpo.config.buffer import RedisConfig
-from async_grpo.telemetry.jsonl import RowFollower, read_rows
-from buffer import EmbeddedServer
-from buffer.inspect import Inspector
-from tests.support.run_family import KINDS, RunFamily, describe
+from async_grpo.telemetry.jsonl import RowFollower
+from tests.support.run_traces import KINDS, RunBooks, RunFamily, describe
 
 ROOT = Path(__file__).parents[2]
 NAME = "attacked"
@@ -124,14 +119,13 @@ class AttackedRun:
         self._rows = RowFollower(self.run_dir / "metrics.jsonl")
         self._times: dict[int, float] = {}
         """When each step was first trained."""
-        self._batches: dict[int, str] = {}
         self._continue_at: list[tuple[float, psutil.Process]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._moved_s = self._began_s = time.monotonic()
         self._next_look_s = self._next_attack_s = 0.0
         self._config = folder / "attacked.yaml"
         self._config.write_text(CONFIG.format(root=ROOT, name=NAME, steps=steps, servers=servers))
-        self._redis = EmbeddedServer(self.run_dir / "server", RedisConfig())
+        self._books = RunBooks(self.run_dir, steps=steps, expect=self.found.expect)
 
     @property
     def step(self) -> int:
@@ -183,21 +177,10 @@ class AttackedRun:
         if time.monotonic() < self._next_look_s:
             return
         self._next_look_s = time.monotonic() + 0.3
-        self._note_batches()
+        self._books.look()
         self._family.look()
         assert self._process is not None
         self._family.reap(spare=self._process.pid)
-
-    def _note_batches(self) -> None:
-        """Which groups each step has, from the buffer's own log of steps that no checkpoint holds yet."""
-        path = self._redis.url.removeprefix("unix://")
-        with contextlib.suppress(redis.RedisError, OSError):
-            with redis.Redis(unix_socket_path=path, socket_timeout=0.5) as client:
-                steps = client.hgetall(f"agrpo:{{{NAME}}}:log")
-            for version, entry in steps.items():
-                seqs = entry.decode().rpartition("|")[2]
-                known = self._batches.setdefault(int(version), seqs)
-                self.found.expect(known == seqs, f"step {int(version)} had groups {known}, and now {seqs}")
 
     def _attack_due(self) -> None:
         now_s = time.monotonic()
@@ -271,48 +254,9 @@ class AttackedRun:
         expect(not (files := self._family.left_in_shared_memory(NAME)), f"left in /dev/shm: {files}")
         outside = sorted({host for host, _ in self._family.listened if host not in ("127.0.0.1", "::1")})
         expect(not outside, f"listened beyond the loopback: {outside}")
-        seqs = [seq for batch in self._batches.values() for seq in batch.split(",") if seq]
-        expect(len(set(seqs)) == len(seqs), f"trained twice: {sorted({seq for seq in seqs if seqs.count(seq) > 1})}")
-        self._check_rows()
         if (self.run_dir / "summary.json").exists():
-            self._check_summary(json.loads((self.run_dir / "summary.json").read_text()))
-            asyncio.run(self._check_books())
-        self._say(f"{len(seqs)} groups of {len(self._batches)} of {self.steps} steps were seen in the buffer's log")
-
-    def _check_rows(self) -> None:
-        """A step that is trained again has the same batch; no token is too old; no group was inserted twice."""
-        contents: dict[int, tuple[Any, ...]] = {}
-        for row in [row for row in read_rows(self.run_dir / "metrics.jsonl") if row["kind"] == "step"]:
-            content = tuple(row.get(key) for key in ("groups", "completion_tokens_mean", "reward_mean"))
-            known = contents.setdefault(row["step"], content)
-            self.found.expect(known == content, f"step {row['step']} had {known}, and when trained again {content}")
-            self.found.expect(row["age_max"] <= 2, f"step {row['step']} trained a token of age {row['age_max']}")
-        missing = sorted(set(range(1, self.steps + 1)) - set(contents))
-        self.found.expect(not missing, f"steps without a row: {missing}")
-        made = [row["seq"] for path in (self.run_dir / "samples").glob("*.jsonl") for row in read_rows(path)]
-        self.found.expect(len(set(made)) == len(made), "a group was inserted twice")
-
-    def _check_summary(self, summary: dict[str, Any]) -> None:
-        groups = dict(summary["groups"])
-        admitted = groups.pop("admitted")
-        self._say(f"groups: admitted {admitted}, {groups}; restarts {summary['restarts']}; ages {summary['max_age']}")
-        self.found.expect(admitted == sum(groups.values()) and summary["balanced"], f"books do not balance: {summary}")
-        self.found.expect(groups["trained"] == self.steps * 4, f"trained {groups['trained']} groups")
-        self.found.expect(groups["active"] == 0, f"{groups['active']} groups are still active")
-        self.found.expect(summary["steps"] == self.steps, f"{summary['steps']} steps in the summary")
-        self.found.expect(summary["max_age"] <= summary["max_staleness"], f"age {summary['max_age']}")
-
-    async def _check_books(self) -> None:
-        """What the server's own file holds once everything has ended."""
-        self._redis.start()
-        try:
-            inspector = await Inspector.attach(RedisConfig(url=self._redis.url), NAME)
-            stats = (await inspector.overview()).stats
-            await inspector.aclose()
-        finally:
-            self._redis.stop()
-        self.found.expect(stats.balanced and stats.active == 0, f"the stored books do not balance: {stats}")
-        self.found.expect(stats.released["trained"] == 4 * self.steps, f"stored: {stats.released}")
+            asyncio.run(self._books.check())
+        self._say(f"the groups of {len(self._books.batches)} of {self.steps} steps were seen in the buffer's log")
 
     def _last_words(self) -> str:
         lines = (self.folder / "printed.log").read_text(errors="replace").splitlines()

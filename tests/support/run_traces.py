@@ -1,4 +1,7 @@
-"""The processes of one `async-grpo run`, and what they touch: found by role, and by what is left of them.
+"""What one `async-grpo run` does to its surroundings and writes into its books.
+
+- `RunFamily`  its processes by kind, where they listen, what they map in shared memory, what is left of them
+- `RunBooks`   which groups each step was trained on, and whether everything adds up in the end
 
 This process adopts the orphans of the run, so that every process of it stays below this one, whatever dies in
 between; processes of others are never looked at.
@@ -7,17 +10,24 @@ between; processes of others are never looked at.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import redis
 
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.process import adopt_orphans
+from async_grpo.telemetry.jsonl import read_rows
+from buffer import EmbeddedServer
+from buffer.inspect import Inspector
+from tests.support.whole_run import check_books
 
 SHARED_MEMORY = Path("/dev/shm")
 _ROLES = {
@@ -101,6 +111,62 @@ class RunFamily:
     def still_listening(self) -> list[tuple[str, int]]:
         """Addresses of the run on which somebody still listens."""
         return sorted(self.listened & _listening(psutil.net_connections("tcp")))
+
+
+class RunBooks:
+    """Of the run in `run_dir`, with an embedded server; `expect` hears whether something holds, and what does not."""
+
+    def __init__(self, run_dir: Path, *, steps: int, expect: Callable[[bool, str], None]) -> None:
+        self._run_dir, self._steps, self._expect = run_dir, steps, expect
+        self._server = EmbeddedServer(run_dir / "server", RedisConfig())
+        self.batches: dict[int, str] = {}
+        """Sequences of the groups of a step, by its version, as far as they were seen."""
+
+    def look(self) -> None:
+        """Note the buffer's own log: the steps that no checkpoint holds yet. Nothing while the server is away."""
+        path = self._server.url.removeprefix("unix://")
+        with contextlib.suppress(redis.RedisError, OSError):
+            with redis.Redis(unix_socket_path=path, socket_timeout=0.5) as client:
+                steps = client.hgetall(f"agrpo:{{{self._run_dir.name}}}:log")
+            for version, entry in steps.items():
+                seqs = entry.decode().rpartition("|")[2]
+                known = self.batches.setdefault(int(version), seqs)
+                self._expect(known == seqs, f"step {int(version) + 1} had groups {known}, and now {seqs}")
+
+    async def check(self) -> None:
+        """After the end: no group was trained or inserted twice, no token too old, and every account balances."""
+        seqs = [seq for batch in self.batches.values() for seq in batch.split(",") if seq]
+        self._expect(len(set(seqs)) == len(seqs), f"in two steps: {sorted({s for s in seqs if seqs.count(s) > 1})}")
+        self._check_rows()
+        summary = json.loads((self._run_dir / "summary.json").read_text())
+        try:
+            check_books(summary, steps=self._steps)
+        except AssertionError:
+            told = {name: summary[name] for name in ("steps", "groups", "balanced", "max_age")}
+            self._expect(False, f"the summary does not add up: {told}")
+        await self._check_stored()
+
+    def _check_rows(self) -> None:
+        contents: dict[int, tuple[Any, ...]] = {}
+        for row in [row for row in read_rows(self._run_dir / "metrics.jsonl") if row["kind"] == "step"]:
+            content = tuple(row.get(key) for key in ("groups", "completion_tokens_mean", "reward_mean"))
+            known = contents.setdefault(row["step"], content)
+            self._expect(known == content, f"step {row['step']} had {known}, and when trained again {content}")
+        missing = sorted(set(range(1, self._steps + 1)) - set(contents))
+        self._expect(not missing, f"{len(missing)} steps have no row, the first of them {missing[:1]}")
+        made = [row["seq"] for path in (self._run_dir / "samples").glob("*.jsonl") for row in read_rows(path)]
+        self._expect(len(set(made)) == len(made), "a group was inserted twice")
+
+    async def _check_stored(self) -> None:
+        """What the server's own file holds."""
+        self._server.start()
+        try:
+            inspector = await Inspector.attach(RedisConfig(url=self._server.url), self._run_dir.name)
+            stats = (await inspector.overview()).stats
+            await inspector.aclose()
+        finally:
+            self._server.stop()
+        self._expect(stats.balanced and stats.active == 0, f"the stored books do not balance: {stats}")
 
 
 def role_of(process: psutil.Process) -> str:
