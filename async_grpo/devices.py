@@ -84,10 +84,10 @@ def visible(platform: str, environment: Mapping[str, str]) -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
-def run_tool(arguments: Sequence[str]) -> str | None:
+def run_tool(arguments: Sequence[str], patience_s: float | None = None) -> str | None:
     """What the tool prints; None if it is not installed, fails or hangs."""
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=patience_s or PATIENCE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

@@ -40,5 +40,10 @@ def installed(distribution: str) -> str | None:
 
 def release(version: str) -> str:
     """`2.10.0.post4+cpu` -> `2.10.0`: what has to agree between packages that are built for each other."""
-    numbers = version.partition("+")[0].split(".")
-    return ".".join(part for part in numbers[:3] if part.isdigit())
+    parts = version.partition("+")[0].split(".")
+    return ".".join(part for part in parts[:3] if part.isdigit())
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`0.32.0+cpu` -> (0, 32, 0), to compare releases."""
+    return tuple(int(part) for part in release(version).split("."))

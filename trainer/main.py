@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from async_grpo.config import RunConfig, load
+from async_grpo.private_names import check_private_names
 from async_grpo.process import die_with_parent
 from trainer.platform import Platform, select_platform
 
@@ -37,6 +38,7 @@ def _arguments() -> argparse.Namespace:
 
 def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     """Imports come late: the platform must be active before anything imports megatron."""
+    check_private_names("trainer", "trainer, torch")
     from async_grpo.algorithms import check_objective
     from trainer.checkpoint import CheckpointFolder
     from trainer.coordinator import join_run

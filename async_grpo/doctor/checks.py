@@ -18,7 +18,12 @@ MACHINE: tuple[Check, ...] = (
     machine.check_ports,
     machine.check_server,
 )
-COMMON: tuple[Check, ...] = (packages.check_transformers, packages.check_megatron, packages.check_tensorboard)
+COMMON: tuple[Check, ...] = (
+    packages.check_transformers,
+    packages.check_megatron,
+    packages.check_tensorboard,
+    packages.check_private_names,
+)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "cpu": (

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+
+from async_grpo.devices import Run, run_tool
 from async_grpo.doctor.finding import Finding, exactly, optional, present
+from async_grpo.private_names import PRIVATE_NAMES
 from async_grpo.versions import (
     INSTALL_ASCEND,
     INSTALL_CPU,
@@ -20,6 +25,9 @@ from async_grpo.versions import (
     release,
 )
 
+IMPORT_PATIENCE_S = 180.0
+"""For a process that imports vLLM and Megatron-core: seconds, and minutes on a cold or busy disk."""
+
 
 def check_transformers() -> Finding:
     """Tokenizers and configurations of the models."""
@@ -34,6 +42,19 @@ def check_tensorboard() -> Finding:
 def check_megatron() -> Finding:
     """Exactly this version: the trainer uses internals of it."""
     return exactly("Megatron-core", "megatron-core", MEGATRON_CORE, INSTALL_MEGATRON)
+
+
+def check_private_names(run: Run = partial(run_tool, patience_s=IMPORT_PATIENCE_S)) -> Finding:
+    """Everything that we use of other packages although they do not document it, in a process that imports them."""
+    if not any(private.found() for private in PRIVATE_NAMES.values()):
+        return Finding("Private names", None, "none of the packages is installed")
+    lines = (run([sys.executable, "-m", "async_grpo.private_names"]) or "").splitlines()
+    pairs = [line.split("\t") for line in lines if "\t" in line]
+    wrong = [reason for _, reason in pairs if reason]
+    if wrong or not pairs:
+        reason, _, fix = "; ".join(wrong).partition(" Run: ") if wrong else ("the packages cannot be imported", "", "")
+        return Finding("Private names", False, reason, fix or f"{sys.executable} -m async_grpo.private_names")
+    return Finding("Private names", True, f"all there: {', '.join(package for package, _ in pairs)}")
 
 
 def check_torch_cpu() -> Finding:

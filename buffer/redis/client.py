@@ -17,6 +17,7 @@ from redis.exceptions import BusyLoadingError, ResponseError
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
+from async_grpo.private_names import check_private_names
 from buffer.redis.address import Address, parse
 from buffer.redis.failures import PASSWORD_VARIABLE, SENTINEL_PASSWORD_VARIABLE, USERNAME_VARIABLE
 from buffer.redis.finder import ClusterFinder, Finder, FoundConnection, FoundTlsConnection, SentinelFinder
@@ -53,8 +54,10 @@ def make_client(redis: RedisConfig, run: str = "") -> RunClient:
     """A client that connects when first used. `run` decides which node of a cluster that is.
 
     It never repeats a command by itself: `Link` does, and knows which may be repeated. Raises ConfigError for a
-    URL that is missing or no server's, and for files of `redis.tls_*` that cannot be used.
+    URL that is missing or no server's, and for files of `redis.tls_*` that cannot be used; DependencyError for a
+    redis-py that was not tested.
     """
+    check_private_names("buffer")
     if redis.url is None:
         raise ConfigError(
             "redis.url is not set and no embedded server was started: there is nothing to connect to. "

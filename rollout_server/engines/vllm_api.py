@@ -16,10 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.errors import EngineError
-
-KNOWN_RELEASES = "0.23 to 0.32"
-"""Every one of these has what is looked for here."""
+from async_grpo.private_names import check_private_names
 
 _TRANSFER = "vllm.distributed.weight_transfer"
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -37,29 +34,16 @@ class VllmApi:
 
 
 def find_vllm_api() -> VllmApi:
-    """Raises EngineError, naming what is missing, for a vLLM whose weights cannot be updated."""
+    """Raises DependencyError, naming what is missing, for a vLLM whose weights cannot be updated."""
+    check_private_names("engine worker")
+    reload = importlib.import_module(_RELOAD)
     return VllmApi(
-        transfer_engine=_find(f"{_TRANSFER}.base", "WeightTransferEngine"),
-        factory=_find(f"{_TRANSFER}.factory", "WeightTransferEngineFactory"),
-        initialize_reload=_find(_RELOAD, "initialize_layerwise_reload"),
-        finalize_reload=_find(_RELOAD, "finalize_layerwise_reload"),
+        transfer_engine=importlib.import_module(f"{_TRANSFER}.base").WeightTransferEngine,
+        factory=importlib.import_module(f"{_TRANSFER}.factory").WeightTransferEngineFactory,
+        initialize_reload=reload.initialize_layerwise_reload,
+        finalize_reload=reload.finalize_layerwise_reload,
         layer_info=_layer_info(),
     )
-
-
-def check_async_llm(async_llm: type) -> None:
-    """Raise EngineError unless vLLM's front end can pause and take weights."""
-    needed = (
-        "pause_generation",
-        "resume_generation",
-        "init_weight_transfer_engine",
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
-    )
-    for name in needed:
-        if not hasattr(async_llm, name):
-            raise _missing(f"{async_llm.__name__}.{name}")
 
 
 def start_arguments(start_weight_update: Callable[..., Any]) -> dict[str, Any]:
@@ -74,29 +58,8 @@ def finish_arguments(finish_weight_update: Callable[..., Any], version: int) -> 
     return {"weight_version": str(version)} if takes_version else {}
 
 
-def _find(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise _missing(f"{module}.{name}") from error
-
-
 def _layer_info() -> Callable[..., Any] | None:
     try:
         return getattr(importlib.import_module(f"{_RELOAD}.layerwise"), "get_layerwise_info", None)
     except ImportError:
         return None
-
-
-def _missing(what: str) -> EngineError:
-    return EngineError(
-        f"vLLM {_version()} has no {what}, without which its weights cannot be updated while it runs. "
-        f"Releases {KNOWN_RELEASES} have it: install one of them."
-    )
-
-
-def _version() -> str:
-    try:
-        return str(importlib.import_module("vllm").__version__)
-    except (ImportError, AttributeError):
-        return "(of unknown version)"

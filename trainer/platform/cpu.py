@@ -24,6 +24,7 @@ import torch.utils._device
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
+from async_grpo.private_names import check_private_names
 from trainer.platform.base import MemoryUse, require_megatron
 from trainer.platform.products import multiply_with_onednn
 
@@ -99,6 +100,7 @@ def _check_environment() -> None:
             "CPU. Hide it with CUDA_VISIBLE_DEVICES=''"
         )
     require_megatron("cpu")
+    check_private_names("trainer on CPU, torch")
 
 
 class _Stream:
@@ -219,6 +221,7 @@ def _patch_megatron_random() -> None:
     """Without CUDA, megatron's own setter only queues the state: a silent no-op."""
     import megatron.core.tensor_parallel.random as megatron_random
 
+    check_private_names("trainer on CPU")  # a name that has moved would be replaced in vain
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = _set_rng_state
     logging.getLogger(megatron_random.__name__).addFilter(
