@@ -104,6 +104,7 @@ def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_
     run = start("rollout.servers=2", *PROGRESS)
     run.wait_for_step(2)
     config = run.roles_config()
+    until(lambda: sum(beat.running > 0 for beat in asyncio.run(beats(config))) == 2, "work on both servers")
     until(lambda: len(asyncio.run(stored_partials(config))) >= 4, "partials")
     victim = servers_of(run)[-1]
     victim.kill()
