@@ -151,3 +151,10 @@ class NodeLost(TrainingError):
 
 class RoleFailed(AsyncGrpoError):
     """A supervised process ended when it should not have."""
+
+
+CONFIG_FAULTS = (ConfigError, DataError, DependencyError)
+"""Errors of what a role was given: started again with the same, it would fail again."""
+
+EXIT_CONFIG = 78
+"""Exit code of a role that ends with one of CONFIG_FAULTS (EX_CONFIG of sysexits.h); it is not restarted."""

@@ -5,7 +5,8 @@
 It ends by itself, with code 0, when the run has ended and its final evaluation is on the board.
 SIGTERM or SIGINT: work in flight is stored and given back, then it ends with code 0. If the engine dies, its
 groups are stored and given back, and it is started again, rollout.engine_restarts times; then the code is 3.
-For any other fault it is 1, and the last line of the log says why.
+For a fault of its configuration, its data or what is installed it is 78, and it is not started again; for any other
+1. The last line of the log says why.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import structlog
 import uvloop
 
 from async_grpo.config import RunConfig, load
-from async_grpo.errors import AsyncGrpoError, EngineError
+from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError
 from async_grpo.telemetry.log import configure_logging, redact_secrets
 from rollout_server.failures import first_cause
 from rollout_server.loop_watch import watched_loop
@@ -125,6 +126,8 @@ def _explain(error: BaseException) -> int:
     if not isinstance(error, AsyncGrpoError):
         traceback.print_exception(error)
     print(f"{type(error).__name__}: {redact_secrets(str(error))}", file=sys.stderr)
+    if isinstance(error, CONFIG_FAULTS):
+        return EXIT_CONFIG
     return EXIT_ENGINE if isinstance(error, EngineError) else EXIT_FAULT
 
 

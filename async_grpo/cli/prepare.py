@@ -72,7 +72,7 @@ def _work(**options: Any) -> int:
     from async_grpo.data.source import find_tokenizer
 
     config = _checked(options)
-    tokenizer = find_tokenizer(config.model)
+    tokenizer = find_tokenizer(config.model, "--model")
     with _progress() as progress:
         total = sum(file.stat().st_size for file in [*config.files, *config.held_out_from] if file.is_file())
         bar = progress.add_task("preparing", total=total)

@@ -25,7 +25,7 @@ class EvalConfig(StrictModel):
 
 
 class RestartConfig(StrictModel):
-    """What the supervisor does when a role dies."""
+    """What the supervisor does when a role dies. One that refuses its configuration or data is not restarted."""
 
     rollout: Annotated[int, Field(ge=0)] = 3
     """Restarts of one rollout server before the run is given up."""

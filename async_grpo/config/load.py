@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from async_grpo.config.schema import RunConfig
 from async_grpo.errors import ConfigError
 
 _MAX_LAYERS = 8
+_MAX_BYTES = 1 << 20
+_MAX_SHOWN = 20
+
+_repr = reprlib.Repr()
+"""A value in a message: aliases of YAML can make a short file a value of gigabytes."""
+_repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 200, 200
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -46,7 +53,9 @@ def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()]
+        lines = [_explain(detail) for detail in error.errors()[:_MAX_SHOWN]]
+        if (more := error.error_count() - _MAX_SHOWN) > 0:
+            lines.append(f"and {more} more")
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)) from None
 
 
@@ -69,14 +78,31 @@ def _read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}. The shipped ones are in configs/") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read as a configuration ({error.strerror}). Name a YAML file") from None
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path} is above {_MAX_BYTES} bytes, and no configuration is. Name a YAML file of a run")
+    try:
+        raw = _parse(data.decode(), _UniqueKeyLoader)
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}")
     return raw
+
+
+def _parse(text: str, loader: type[yaml.SafeLoader]) -> Any:
+    """Raises ValueError for whatever is wrong with the text."""
+    try:
+        return yaml.load(text, Loader=loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply, and no configuration is") from None
 
 
 def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +128,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {section!r} is a value ({below!r}), not a section")
         target = below
     try:
-        target[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
+        target[leaf] = _parse(text, yaml.SafeLoader)
+    except ValueError as error:
+        raise ConfigError(f"override {_repr.repr(override)}: the value is not valid YAML: {error}") from None
 
 
 def _explain(detail: ErrorDetails) -> str:
@@ -117,7 +143,7 @@ def _explain(detail: ErrorDetails) -> str:
     rule = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return f"{key}: {rule}"
-    return f"{key}: {detail['input']!r} does not fit: {rule}. Change it in the file or pass -o {key}=VALUE"
+    return f"{key}: {_repr.repr(detail['input'])} does not fit: {rule}. Change it in the file or pass -o {key}=VALUE"
 
 
 def _suggest(loc: tuple[int | str, ...]) -> str:

@@ -77,17 +77,17 @@ def load_tokenizer(model: Path) -> Tokenizer:
     return cast(Tokenizer, kind.from_pretrained(str(model)))
 
 
-def find_tokenizer(model: Path) -> Tokenizer:
-    """As `load_tokenizer`, of a folder that a user has named: nothing is fetched. Raises ConfigError."""
+def find_tokenizer(model: Path, key: str) -> Tokenizer:
+    """As `load_tokenizer`, of a folder that a user has named by `key`: nothing is fetched. Raises ConfigError."""
     if not (model / "tokenizer_config.json").is_file():
         raise ConfigError(
-            f"--model: {model} has no tokenizer_config.json, so it holds no tokenizer. Name the folder of a Hugging "
+            f"{key}: {model} has no tokenizer_config.json, so it holds no tokenizer. Name the folder of a Hugging "
             "Face checkpoint"
         )
     try:
         return load_tokenizer(model)
     except Exception as error:  # whatever transformers raises for files that it cannot read
-        raise ConfigError(f"--model: the tokenizer in {model} cannot be loaded ({error}). Fetch it again") from error
+        raise ConfigError(f"{key}: the tokenizer in {model} cannot be loaded ({error}). Fetch it again") from error
 
 
 def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata: dict[str, str] | None = None) -> Task:

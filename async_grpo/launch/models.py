@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError, RoleFailed
+from async_grpo.data.source import find_tokenizer
+from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
+from rollout_server.engines.checkpoint import read_settings, tensor_shapes
 from trainer.model.families import FAMILIES, known_families
 
 RECIPE = 1
@@ -30,25 +32,29 @@ def missing_files(path: Path) -> list[str]:
 
 
 def check_model(path: Path) -> Path:
-    """A Hugging Face checkpoint folder. Raises ConfigError naming what is missing."""
+    """A Hugging Face checkpoint folder. Raises ConfigError naming what is missing or broken."""
     if missing := missing_files(path):
         raise ConfigError(
             f"model.path: {path} has no {' and no '.join(missing)}, so it is not a Hugging Face checkpoint with its "
             "tokenizer. Point model.path at the folder that holds config.json and the weights as safetensors"
         )
-    kind = json.loads((path / "config.json").read_text()).get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"model.path: {path} is a {kind!r} model; the trainer builds {known_families()}. "
-            "Choose a checkpoint of one of them"
-        )
+    try:
+        kind = read_settings(path / "config.json").get("model_type")
+        if str(kind) not in FAMILIES:
+            raise ConfigError(
+                f"model.path: {path} is a {kind!r} model; the trainer builds {known_families()}. "
+                "Choose a checkpoint of one of them"
+            )
+        tensor_shapes(path)
+    except (DataError, EngineError) as error:
+        raise ConfigError(f"model.path: {error}") from None
     return path
 
 
 async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     """The folder of the first policy; making one reports through `say`. Raises ConfigError, RoleFailed."""
     if config.model.path is not None:
-        return _check_trainable(check_model(config.model.path.absolute()), config)
+        return check_first_policy(config.model.path.absolute(), config)
     source = "warmup" if config.model.warmup is not None else "random"
     target = cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
     if (target / "config.json").exists():
@@ -60,13 +66,22 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     return check_model(target)
 
 
-def _check_trainable(path: Path, config: RunConfig) -> Path:
-    """Refuse now, by name, what the trainer's ranks would refuse once everything else has started."""
-    from transformers import AutoConfig
+def check_first_policy(path: Path, config: RunConfig) -> Path:
+    """Refuse now what the trainer's ranks and the rollout servers would refuse once everything else has started.
+    Raises ConfigError."""
+    from trainer.model.checks import check_architecture, check_tensors
+    from trainer.model.hf_folder import read_config
 
-    from trainer.model.checks import check_architecture
-
-    check_architecture(AutoConfig.from_pretrained(path), config.trainer)
+    check_model(path)
+    try:
+        hf = read_config(path)
+        check_architecture(hf, config.trainer)
+        check_tensors(tensor_shapes(path), hf)
+    except DataError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # of sizes that are none
+        raise ConfigError(f"model.path: {path / 'config.json'} describes no model ({error}). Fetch it again") from None
+    find_tokenizer(path, "model.path")
     return path
 
 

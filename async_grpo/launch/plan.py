@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Sequence
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from async_grpo.devices import smallest_memory_gib
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.launch.cores import cores_here, role_cores
 from async_grpo.launch.devices import KINDS, deal_devices
-from async_grpo.launch.models import check_model, missing_files
+from async_grpo.launch.models import check_first_policy, missing_files
 from async_grpo.launch.run_folder import run_name
 from async_grpo.planner.device_plan import DevicePlan, device_plan
 from async_grpo.planner.shapes import ModelShape, named_shape, shape_of
 from async_grpo.rewards.check import check_rewards
 from buffer import memory_plan
+from rollout_server.engines.checkpoint import read_settings
 
 
 def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
@@ -86,7 +86,7 @@ def _absent(config: RunConfig) -> dict[str, Path]:
 def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
     """What the run begins with, but for the keys that are `excused`. Raises ConfigError."""
     if config.model.path is not None and "model.path" not in excused:
-        check_model(config.model.path)
+        check_first_policy(config.model.path, config)
     if any(key in excused for key in data_files(config.data)):
         return
     try:
@@ -127,7 +127,7 @@ def _shape(file: Path, architecture: str | None) -> ModelShape | None:
     named = None if architecture is None else named_shape(architecture)
     if not file.is_file():
         return named
-    found = shape_of(json.loads(file.read_text()))
+    found = shape_of(read_settings(file))
     if named is not None and found != named:
         raise ConfigError(
             f"model.architecture is {architecture}, but {file} is another model: {found}, where {named} is expected. "

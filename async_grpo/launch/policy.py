@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from async_grpo.errors import EXIT_CONFIG
+
 
 class Decision(Enum):
     """What follows the end of a role."""
@@ -20,8 +22,8 @@ def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int
     finish without this role. restarts: how often this invocation has restarted it; limit: how often it may be.
 
     An exit code of 0 is a role that left on purpose; it comes back only if the run needs it. Once there is nothing left
-    to do, any end is final.
+    to do, any end is final. A role that ends with EXIT_CONFIG would end so again.
     """
     if stopping or over or (code == 0 and not needed):
         return Decision.DONE
-    return Decision.RESTART if restarts < limit else Decision.GIVE_UP
+    return Decision.RESTART if restarts < limit and code != EXIT_CONFIG else Decision.GIVE_UP

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from async_grpo.errors import RoleFailed
+from async_grpo.errors import EXIT_CONFIG, RoleFailed
 from async_grpo.launch.policy import Decision, decide
 from async_grpo.launch.role import RoleProcess, RoleSpec
 from async_grpo.telemetry.state import RoleState
@@ -115,10 +115,7 @@ class Supervisor:
                 return
             if decision is Decision.GIVE_UP:
                 self._mark(spec, "failed")
-                raise RoleFailed(
-                    f"{role.explain(code)}. It has been restarted {used} times in this invocation, which is the "
-                    f"limit. See its log; the same command resumes the run"
-                )
+                raise RoleFailed(f"{role.explain(code)}. {_why_no_more(code, used)}; the same command resumes the run")
             used += 1
             self.states[spec.name] = RoleState(spec.name, "restarting", self.states[spec.name].restarts + 1)
             self._say(f"{role.explain(code)}; restart {used} of {spec.restarts}")
@@ -143,3 +140,9 @@ class Supervisor:
 
     def _mark(self, spec: RoleSpec, state: str) -> None:
         self.states[spec.name] = replace(self.states[spec.name], state=state)
+
+
+def _why_no_more(code: int, used: int) -> str:
+    if code == EXIT_CONFIG:
+        return "It is not restarted, because it would fail again: mend what it names"
+    return f"It has been restarted {used} times in this invocation, which is the limit. See its log"

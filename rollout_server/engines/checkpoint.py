@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from async_grpo.errors import EngineError, WeightsCorrupt
+from async_grpo.errors import DataError, EngineError, WeightsCorrupt
 from async_grpo.weights.manifest import Layout
 
 _HEAD = "lm_head.weight"
@@ -19,18 +19,23 @@ _EMBEDDING = "embed_tokens.weight"
 def stop_tokens(model_dir: Path) -> list[int]:
     """End-of-sequence ids: of generation_config.json, else of config.json, else none."""
     for file in ("generation_config.json", "config.json"):
-        ids = _read_json(model_dir / file).get("eos_token_id")
+        ids = read_settings(model_dir / file).get("eos_token_id")
         if ids is not None:
             return list(ids) if isinstance(ids, list) else [ids]
     return []
 
 
 def tensor_shapes(model_dir: Path) -> dict[str, list[int]]:
-    """Shape of every tensor of the safetensors files, by name. Raises EngineError if there is none."""
+    """Shape of every tensor of the safetensors files, by name; no tensor is read. Raises EngineError if there is none,
+    DataError for a file that is not whole."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
-            shapes.update((name, list(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                names = tensors.keys()
+                shapes.update((name, list(tensors.get_slice(name).get_shape())) for name in names)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{file} is not a whole safetensors file ({error}). Fetch it again") from None
     if not shapes:
         raise EngineError(f"{model_dir} holds no *.safetensors. Give a Hugging Face checkpoint folder.")
     return shapes
@@ -46,7 +51,7 @@ def vocabulary_size(model_dir: Path) -> int:
 
 def has_tied_head(model_dir: Path) -> bool:
     """Whether the output layer is the embedding."""
-    return bool(_read_json(model_dir / "config.json").get("tie_word_embeddings", False))
+    return bool(read_settings(model_dir / "config.json").get("tie_word_embeddings", False))
 
 
 def check_layout(layout: Layout, shapes: Mapping[str, list[int]], *, tied_head: bool) -> None:
@@ -68,5 +73,14 @@ def check_layout(layout: Layout, shapes: Mapping[str, list[int]], *, tied_head: 
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+def read_settings(file: Path) -> dict[str, Any]:
+    """One of the JSON files of the folder; {} if it is not there. Raises DataError for one that is no JSON object."""
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read as JSON ({error}). Fetch it again") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds a {type(found).__name__}, not a JSON object. Fetch it again")
+    return found

@@ -175,6 +175,23 @@ async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp
     assert len(said) == 2
 
 
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [("trainer.main", []), ("rollout_server.main", ["--name", "rollout-0"])],
+    ids=["trainer", "rollout"],
+)
+async def test_a_role_that_refuses_its_configuration_is_not_restarted(
+    tmp_path: Path, module: str, more: list[str]
+) -> None:
+    said: list[str] = []
+    files = ["--config", str(tmp_path / "gone.yaml"), "--model", str(tmp_path)]
+    role = RoleSpec("trainer", [sys.executable, "-m", module, *files, *more], tmp_path / "role.log", restarts=3)
+    with pytest.raises(RoleFailed, match=r"exit code 78: ConfigError: no configuration file .*It is not restarted"):
+        await supervisor(tmp_path, role, said=said).watch()
+    assert said == []
+    assert "Traceback" not in role.log.read_text()
+
+
 async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_are_not_started_again(
     tmp_path: Path,
 ) -> None:

@@ -48,6 +48,23 @@ def test_the_gsm8k_run_says_which_file_it_wants() -> None:
     assert "-o data.path=" in result.output
 
 
+def test_a_wrong_field_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"question": "q", "answer": "1"}\n' * 40)
+    words = ["-o", "data.path=rows.jsonl", "-o", "data.prompt_field=problem"]
+    result = type_in("run", str(CONFIGS / "gsm8k_tiny.yaml"), *words)
+    assert result.exit_code == 1
+    assert "line 1: there is no field 'problem' (the row has question, answer). Set data.prompt_field" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = type_in("run", str(CONFIGS / "quickstart.yaml"), "-o", f"runs_dir={tmp_path / 'file'}")
+    assert result.exit_code == 1
+    assert "NotADirectoryError: " in result.output and str(tmp_path / "file") in result.output.replace("\n", "")
+
+
 @pytest.mark.parametrize("role", ["rollout", "trainer"])
 def test_a_role_on_its_own_asks_for_a_server(role: str) -> None:
     result = type_in(role, str(CONFIGS / "quickstart.yaml"))

@@ -120,3 +120,35 @@ def test_a_malformed_override_is_refused(tmp_path: Path) -> None:
 def test_a_sample_that_hangs_ends_before_the_trainer_gives_up(tmp_path: Path) -> None:
     message = refusal(tmp_path, overrides=("rollout.sample_deadline_s=600",))
     assert "rollout.sample_deadline_s (600) is not below trainer.take_timeout_s (600)" in message
+
+
+ALIASES = b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b"*a%d," % (i - 1) * 10) for i in range(1, 6))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"name: " + b"[" * 20_000 + b"]" * 20_000, "is not valid YAML: it is nested too deeply"),
+        (b"name: 2024-99-99", "is not valid YAML: month must be in"),
+        (b"steps: " + b"9" * 5_000, "is not valid YAML: Exceeds the limit"),
+        (b"name: \xff", "is not valid YAML: 'utf-8' codec"),
+        (b"name: " + b"x" * (1 << 20), "is above 1048576 bytes"),
+        (b"base: .\n", r"cannot be read as a configuration \(Is a directory\)"),
+        (ALIASES + b"steps: *a5", r"steps: \[\[\["),
+        (b"".join(b"k%d: 1\n" % i for i in range(500)), "and 482 more"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_hostile_file_is_refused_in_a_few_words(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        load(path)
+    assert len(str(refusal.value)) < 10_000
+
+
+@pytest.mark.parametrize("text", ["[" * 20_000, "2024-99-99", "9" * 5_000])
+def test_a_hostile_override_is_refused_likewise(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="the value is not valid YAML") as refusal:
+        load(write(tmp_path, MINIMAL), [f"name={text}"])
+    assert len(str(refusal.value)) < 1_000

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from http_fakes import Letters, says, scripted
 from rollout_fakes import FakePool, Yes, config_of
+from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from async_grpo.cli.chat import Parlour, Wishes, _converse, _obey, _open
@@ -62,7 +64,7 @@ def hugging_face(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name, text in (("config.json", '{"model_type": "qwen2"}'), ("tokenizer_config.json", "{}")):
         (folder / name).write_text(text)
-    (folder / "model.safetensors").touch()
+    save_file({"a": np.zeros(1)}, folder / "model.safetensors")
     return folder
 
 

@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from async_grpo.config import validate
@@ -86,8 +88,8 @@ def test_a_layout_that_does_not_fit_the_experts_is_refused(keys: dict[str, int],
 
 def test_a_run_refuses_it_before_it_starts_anything(tmp_path: Path) -> None:
     Qwen3MoeConfig(**SMALL, num_experts=12).save_pretrained(tmp_path)
-    for name in ("tokenizer_config.json", "model.safetensors"):
-        (tmp_path / name).touch()
+    (tmp_path / "tokenizer_config.json").touch()
+    save_file({"a": np.zeros(1)}, tmp_path / "model.safetensors")
     raw = {"name": "a", "model": {"path": str(tmp_path)}, "trainer": {"processes": 2, "tensor_parallel": 2}}
     with pytest.raises(ConfigError, match="sequence_parallel to true"):
         asyncio.run(prepare_model(validate(raw, "test"), print))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from async_grpo.errors import EXIT_CONFIG
 from async_grpo.launch.policy import Decision, decide
 
 
@@ -15,6 +16,7 @@ from async_grpo.launch.policy import Decision, decide
         ({"code": -9, "stopping": False, "needed": True, "restarts": 0}, Decision.RESTART),
         ({"code": 1, "stopping": False, "needed": False, "restarts": 1}, Decision.RESTART),
         ({"code": -9, "stopping": False, "needed": True, "restarts": 2}, Decision.GIVE_UP),
+        ({"code": EXIT_CONFIG, "stopping": False, "needed": True, "restarts": 0}, Decision.GIVE_UP),
         ({"code": -9, "stopping": True, "needed": True, "restarts": 2}, Decision.DONE),
     ],
 )

@@ -1,12 +1,14 @@
-"""Whether a model can be built and laid out, asked before anything is. Pure: no torch, no Megatron."""
+"""Whether a model can be built, laid out and filled, asked before anything is. Pure: no torch, no Megatron."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from async_grpo.config.trainer import TrainerConfig
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, DataError
 from trainer.model.families import check_options, family_of
+from trainer.model.plan import model_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,6 +32,32 @@ def check_architecture(hf: PretrainedConfig, config: TrainerConfig) -> None:
                 f"the model's {name} ({size}) is not a multiple of trainer.{key} ({parts}), so it cannot be shared "
                 f"evenly. Set trainer.{key} to a divisor of {size}"
             )
+
+
+def check_tensors(shapes: Mapping[str, Sequence[int]], hf: PretrainedConfig) -> None:
+    """Raise DataError unless tensors of these shapes, by name, fill the model that `hf` describes, and no more."""
+    for name, shape in model_tensors(hf, 1):
+        check_tensor(name, shapes.get(name), shape)
+    check_known(shapes, hf)
+
+
+def check_tensor(name: str, found: Sequence[int] | None, wanted: Sequence[int]) -> None:
+    """Raise DataError for a tensor that is missing (None) or has another shape."""
+    if found is None:
+        raise DataError(f"the checkpoint has no tensor {name}. Is it whole, and of this architecture?")
+    if tuple(found) != tuple(wanted):
+        raise DataError(f"tensor {name} has shape {tuple(found)}, but config.json asks for {tuple(wanted)}")
+
+
+def check_known(names: Iterable[str], hf: PretrainedConfig) -> None:
+    """Raise DataError for what was trained and would be left behind. What can be computed anew may be."""
+    known = {name for name, _ in model_tensors(hf, 1)} | ({"lm_head.weight"} if hf.tie_word_embeddings else set())
+    unknown = [name for name in names if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        raise DataError(
+            f"the checkpoint has {len(unknown)} tensors that a {hf.model_type} does not have, such as {unknown[0]}: "
+            "they would be lost. Is config.json of this model?"
+        )
 
 
 def _check_experts(hf: PretrainedConfig, config: TrainerConfig) -> None:

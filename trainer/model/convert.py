@@ -15,16 +15,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.errors import DataError
+from trainer.model.checks import check_known, check_tensor
 from trainer.model.families import head_dim
 from trainer.model.names import parameter_of
 from trainer.model.owners import Owners, find_owners
-from trainer.model.plan import Cut, Weight, model_tensors, stage_weights
+from trainer.model.plan import Cut, Weight, stage_weights
 
 
 @torch.no_grad()
 def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
     """Fill the parameters of this rank. Raises DataError for a tensor that is missing, misshapen or not known."""
-    _check_known(tensors, hf)
+    check_known(tensors, hf)
     parameters = dict(model.named_parameters())
     for weight in _own_weights(hf):
         full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
@@ -119,25 +120,10 @@ def _cut_of(weight: Weight) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _check_known(tensors: Mapping[str, Tensor], hf: PretrainedConfig) -> None:
-    """Nothing that was trained may be left behind. What can be computed anew may."""
-    known = {name for name, _ in model_tensors(hf, 1)}
-    if hf.tie_word_embeddings:
-        known.add("lm_head.weight")
-    unknown = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
-    if unknown:
-        raise DataError(
-            f"the checkpoint has {len(unknown)} tensors that a {hf.model_type} does not have, such as {unknown[0]}: "
-            "they would be lost. Is config.json of this model?"
-        )
-
-
 def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    if name not in tensors:
-        raise DataError(f"the checkpoint has no tensor {name}. Is it whole, and of this architecture?")
-    tensor = tensors[name]
-    if tuple(tensor.shape) != shape:
-        raise DataError(f"tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for {shape}")
+    tensor = tensors.get(name)
+    check_tensor(name, None if tensor is None else tensor.shape, shape)
+    assert tensor is not None
     return tensor
 
 

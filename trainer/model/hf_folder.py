@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -32,24 +32,32 @@ _COPIED = (
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model's configuration. Raises DataError if there is none."""
+    """The model's configuration. Raises DataError if there is none, or none that transformers reads."""
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint folder")
-    return AutoConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # whatever transformers raises for a file that it cannot read
+        raise DataError(
+            f"{folder / 'config.json'} is not one that transformers reads ({error}). Fetch it again"
+        ) from None
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors of a folder by name; a tensor is read when it is asked for, which `was_read` is told.
 
-    Raises DataError if the folder has no safetensors files.
+    Raises DataError if the folder has no safetensors files, or one that is not whole.
     """
 
     def __init__(self, folder: Path, was_read: Callable[[], None] = lambda: None) -> None:
         self._was_read = was_read
         self._files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self._files.update(dict.fromkeys(file.keys(), path))
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._files.update(dict.fromkeys(file.keys(), path))
+            except SafetensorError as error:
+                raise DataError(f"{path} is not a whole safetensors file ({error}). Fetch it again") from None
         if not self._files:
             raise DataError(f"{folder} holds no tensors in *.safetensors. Convert the weights to safetensors")
 
