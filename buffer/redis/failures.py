@@ -55,7 +55,7 @@ _RULES = (
         lambda error: isinstance(error, server_errors.NoPermissionError) or "ACL failure" in str(error),
         ServerRefused,
         "the server at {where} does not permit this user that: {said}. Widen its ACL: it needs ~agrpo:{{RUN}}:* "
-        "and the commands listed in docs/buffer.md; or use the run that it is for",
+        "and the commands listed in docs/buffer-redis.md; or use the run that it is for",
         passes=False,
     ),
     _Rule(

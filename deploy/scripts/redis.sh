@@ -1,5 +1,5 @@
 #!/bin/sh
-# The server of the replay buffer, with the settings that it demands (docs/buffer.md): no eviction, and an append-only
+# The server of the replay buffer, with the settings that it demands (docs/buffer-redis.md): no eviction, and an append-only
 # file that is synced at every acknowledged write. The password goes through a file of this container's memory, so
 # that no list of processes shows it. Further arguments go to the server.
 set -eu

@@ -41,7 +41,7 @@ def password(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def permit(server: Server, run: str, *more: str) -> str:
-    """A user with the rights that docs/buffer.md gives to a run, and no others; returns its name."""
+    """A user with the rights that docs/buffer-redis.md gives to a run, and no others; returns its name."""
     user = f"user-{run[:8]}"
     keys = f"~agrpo:{{{run}}}:*"
     server.admin.execute_command(
