@@ -55,7 +55,7 @@ class RunFamily:
         self.shared: set[int] = set()
         """Inodes of the files in shared memory that a process of the run has mapped."""
         self.listened: set[tuple[str, int]] = set()
-        """Addresses on which a process of the run has listened."""
+        """Addresses on which a process of the run has listened; with the last process nobody does any more."""
 
     def alive(self) -> list[psutil.Process]:
         """All that have not ended; those that have and belong to nobody are reaped."""
@@ -107,10 +107,6 @@ class RunFamily:
                 if path.stat().st_ino in self.shared or path.name.startswith(f"async-grpo-{run}-"):
                     left.append(path.name)
         return sorted(left)
-
-    def still_listening(self) -> list[tuple[str, int]]:
-        """Addresses of the run on which somebody still listens."""
-        return sorted(self.listened & _listening(psutil.net_connections("tcp")))
 
 
 class RunBooks:
