@@ -47,6 +47,7 @@ sampling: {{max_tokens: 64}}
 rewards: {{functions: [{{name: "tests.support.wild_rewards:coin"}}], deadline_s: 5}}
 rollout: {{servers: {servers}, max_concurrency: 16, vllm: {{kv_cache_bytes: 67108864}}}}
 redis: {{timeout_s: 8}}
+weights: {{update_timeout_s: 60}}
 eval: {{prompts: 16, samples: 1, every_steps: 0, timeout_s: 120}}
 launch: {{ready_timeout_s: 120}}
 telemetry: {{samples_every: 1}}
