@@ -21,6 +21,11 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+def run_mark(role_mark: str) -> str:
+    """Of what one role starts for all roles of its run: it ends with the last of them."""
+    return f"{role_mark.rpartition('/')[0]}/"
+
+
 def child_argv(
     argv: Sequence[str], *, with_signal: signal.Signals = signal.SIGKILL, cores: Sequence[int] = ()
 ) -> list[str]:

@@ -17,12 +17,12 @@ from async_grpo.process import MARK_VARIABLE as MARK_VARIABLE
 _GRACE_S = 5.0
 
 
-def mark(run: str, role: str) -> str:
-    """What identifies the processes of one role of one supervisor."""
+def mark(run: str, role: str = "") -> str:
+    """What identifies the processes of one role of one supervisor; without a role, what its roles share."""
     return f"{os.getpid()}/{run}/{role}"
 
 
-def end_family(value: str, group: int) -> int:
+def end_family(value: str, group: int | None = None) -> int:
     """SIGKILL every descendant that carries the mark, or is in the group, and reap it; returns how many there were.
 
     Python's resource trackers among them end by themselves after the last of the others, and remove what those have
@@ -54,7 +54,7 @@ def _is_tracker(process: psutil.Process) -> bool:
         return False
 
 
-def _belongs(process: psutil.Process, value: str, group: int) -> bool:
+def _belongs(process: psutil.Process, value: str, group: int | None) -> bool:
     try:
         return os.getpgid(process.pid) == group or process.environ().get(MARK_VARIABLE) == value
     except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):

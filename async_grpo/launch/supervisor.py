@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from async_grpo.errors import EXIT_CONFIG, RoleFailed
+from async_grpo.launch import family
 from async_grpo.launch.policy import Decision, decide
 from async_grpo.launch.role import RoleProcess, RoleSpec
 from async_grpo.telemetry.state import RoleState
@@ -63,18 +64,18 @@ class Supervisor:
             raise failures.exceptions[0] from None
 
     async def stop(self) -> None:
-        """End every role: ask, wait, kill. Idempotent."""
+        """End every role: ask, wait, kill; then what they have shared. Idempotent."""
         self._stopping = True
         leaving = list(self._running.values())
         for role in leaving:
             role.ask_to_stop()
-        if not leaving:
-            return
-        waits = [asyncio.create_task(role.wait()) for role in leaving]
-        _, late = await asyncio.wait(waits, timeout=self._stop_timeout_s)
-        for role in leaving if late else []:
-            role.kill()
-        await asyncio.gather(*waits)
+        if leaving:
+            waits = [asyncio.create_task(role.wait()) for role in leaving]
+            _, late = await asyncio.wait(waits, timeout=self._stop_timeout_s)
+            for role in leaving if late else []:
+                role.kill()
+            await asyncio.gather(*waits)
+        await asyncio.to_thread(family.end_family, family.mark(self._run))
 
     def kill(self) -> None:
         """SIGKILL to all roles, now; `stop` then has nothing to wait for."""

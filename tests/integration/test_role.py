@@ -52,6 +52,17 @@ os.kill(os.getpid(), 9)
 """
 
 
+STARTER_OF_A_RECEIVER_THAT_STOPS = """
+import os, signal, sys, time
+from pathlib import Path
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.weights.receiver.place import Place, start_receiver
+receiver = start_receiver(Place(Path({store!r})), WeightsConfig())
+os.kill(receiver.pid, signal.SIGSTOP)
+print(receiver.pid, flush=True)
+time.sleep(60)
+"""
+
 HOLDER_OF_A_SEMAPHORE = """
 import multiprocessing, os, sys, time
 semaphore = multiprocessing.get_context("spawn").Semaphore()
@@ -220,6 +231,25 @@ async def test_stop_ends_all_roles_in_time_and_does_not_restart_them(tmp_path: P
         await watching
     assert said == []
     assert not psutil.pid_exists(pid)
+
+
+async def test_what_roles_share_outlives_each_of_them_and_ends_with_the_last_also_where_it_has_stopped(
+    tmp_path: Path,
+) -> None:
+    adopt_orphans()
+    program = STARTER_OF_A_RECEIVER_THAT_STOPS.format(store=str(tmp_path / "node.weights"))
+    specs = [spec(tmp_path, program, name="rollout-0"), spec(tmp_path, SLEEPER, name="rollout-1")]
+    keeper = supervisor(tmp_path, *specs, said=[])
+    watching = asyncio.create_task(keeper.watch())
+    receiver = int(await first_line(tmp_path / "rollout-0.log"))
+    starter = keeper.pid("rollout-0")
+    assert starter is not None
+    os.kill(starter, signal.SIGKILL)
+    with pytest.raises(RoleFailed, match="rollout-0 was killed"):
+        await watching
+    assert psutil.Process(receiver).status() == psutil.STATUS_STOPPED
+    await keeper.stop()
+    assert not psutil.pid_exists(receiver)
 
 
 async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:

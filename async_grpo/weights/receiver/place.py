@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.process import MARK_VARIABLE
+from async_grpo.process import MARK_VARIABLE, run_mark
 
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 """For glibc: else the memory of every received chunk goes back to the kernel, and comes again as pages that have to be
@@ -44,7 +44,7 @@ class Place:
 def start_receiver(place: Place, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
     """Start the receiver process; None if one lives already.
 
-    It is in a session of its own and does not carry the mark of the role that started it: it must
+    It is in a session of its own and carries the mark of the run, not that of the role that started it: it must
     outlive this server as long as there are others. It ends by itself when there are none.
     """
     place.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,12 +54,12 @@ def start_receiver(place: Place, config: WeightsConfig) -> subprocess.Popen[byte
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        inherited = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
+        marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
         arguments = ["--store", str(place.store), "--config", config.model_dump_json()]
         return subprocess.Popen(
             [sys.executable, "-m", "async_grpo.weights.receiver.process", *arguments],
             stdin=subprocess.DEVNULL,
-            env=_KEPT_MEMORY | inherited,
+            env=_KEPT_MEMORY | os.environ | marked,
             pass_fds=[lock],
             start_new_session=True,
         )
