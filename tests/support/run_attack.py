@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import random
 import shutil
@@ -54,6 +55,8 @@ telemetry: {{samples_every: 1}}
 """
 STOPPED_S = (1.0, 3.0, 8.0, 20.0)
 """How long a stopped process stays so."""
+FOUND_OUT = ("server", "engine", "receiver", "publisher", "reward worker")
+"""Kinds that may be stopped for good: a lease, a deadline or a timeout finds them out, and others go on."""
 SPACING_S = 1.0
 KIND_TIMEOUT_S = 60.0
 """For a process of a kind to come up, before the attack on it is given up."""
@@ -71,7 +74,7 @@ class Attack:
     kind: str
     step: int
     stopped_s: float | None = None
-    """None: SIGKILL."""
+    """None: SIGKILL. Infinite: it is never continued."""
     after_s: float = 0.0
 
 
@@ -97,7 +100,9 @@ def plan(seed: int, *, steps: int, attacks: int, last_seconds: bool) -> list[Att
     late = min(5, attacks) if last_seconds else 0
     early = sorted(chance.sample(range(2, steps - 5), attacks - late))
     planned = [
-        Attack(kind, step, chance.choice([None, chance.choice(STOPPED_S)]))
+        Attack(
+            kind, step, chance.choice([None, chance.choice((*STOPPED_S, math.inf) if kind in FOUND_OUT else STOPPED_S)])
+        )
         for kind, step in zip(kinds[late:], early, strict=True)
     ]
     # The first a second before training ends, the others in the seconds after; the trainer, which ends it all, twice.
