@@ -1,0 +1,256 @@
+"""Faults that a programmer could make, planted one at a time: do the tests notice?
+
+    python -m tests.support.planted_faults              all faults
+    python -m tests.support.planted_faults NAME ...     these faults
+
+Copies the tracked files of the repository to a temporary folder and runs the listed tests there as they are, which
+must pass. Then, for each fault, it replaces one text in the copy, runs the tests of that fault and prints
+`caught by TEST` or `SURVIVED`. Exits with 1 if a fault survives, if a text is not found exactly once, or if the tests
+cannot be run. It takes some minutes. The tests that are listed are those that should notice the fault, not all that do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEST_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 900
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest; any other one means that the tests could not be run."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `file`, `old` stands once and becomes `new`; one of `tests` should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+PLANTED: list[str | tuple[str, ...]] = [
+    ("async_grpo/algorithms/losses.py", "tests/unit/test_losses.py"),
+    "loss_wrong_sign: plain_N = -ratio_N * advantages_N --> plain_N = ratio_N * advantages_N",
+    "dual_clip_wrong_side: over_N = (advantages_N < 0) & --> over_N = (advantages_N > 0) &",
+    ("async_grpo/algorithms/advantages.py", "tests/unit/test_advantages.py"),
+    "baseline_with_own_reward: sum(-1, keepdim=True) - 1 --> sum(-1, keepdim=True)",
+    "unjudged_in_deviation: squares_B1 / (count_B1 - 1) --> squares_B1 / (values_BG.shape[-1] - 1)",
+    ("async_grpo/algorithms/kl.py", "tests/unit/test_algorithms_prox_and_kl.py"),
+    "kl_wrong_sign: logprobs_N - reference_N.detach() --> reference_N.detach() - logprobs_N",
+    ("async_grpo/algorithms/aggregation.py", "tests/unit/test_aggregation.py"),
+    "loss_without_sequence_count: 1.0 / (_sequences(tokens_N) * longest) --> torch.tensor(1.0 / longest)",
+    ("async_grpo/algorithms/corrections.py", "tests/unit/test_algorithms_corrections.py"),
+    "bounds_joined_by_or: required(dials.low)) & (ratio --> required(dials.low)) | (ratio",
+    ("async_grpo/data/order.py", "tests/unit/test_data_order.py"),
+    'every_pass_in_one_order: f"{self._seed}/pass/{number}" --> f"{self._seed}/pass"',
+    ("async_grpo/data/prepared.py", "tests/unit/test_prepare.py"),
+    "data_checksum_not_compared: if found != facts.xxh3: --> if not found:",
+    ("async_grpo/data/jsonl.py", "tests/unit/test_data_source.py"),
+    "held_out_prompts_trained: self._without(rows, held_out[:kept], ALSO_HELD_OUT) --> rows",
+    ("async_grpo/data/arithmetic.py", "tests/unit/test_arithmetic.py"),
+    "carry_is_the_digit: carry = total // 10 --> carry = total % 10",
+    ("async_grpo/rewards/overlong.py", "tests/unit/test_overlong.py"),
+    "punishment_unbounded: min(max(0, length - (max_tokens - last)), last) --> max(0, length - max_tokens + last)",
+    ("async_grpo/rewards/verdict.py", "tests/unit/test_reward_verdict.py"),
+    "reward_without_weight: function.weight * scores[function.name] --> scores[function.name]",
+    "failed_verifier_ignored: if function.required and function --> if not function.required and function",
+    ("async_grpo/rewards/verifiers.py", "tests/unit/test_verifiers.py"),
+    "first_number_counts: if len(numbers) == 1 else None --> if numbers else None",
+    ("async_grpo/rewards/frames.py", "tests/unit/test_reward_frames.py"),
+    "frame_length_unbounded: if length > max_bytes: --> if length < 0:",
+    ("async_grpo/weights/receiver/fetch.py", "tests/integration/weights/test_weight_delta_plane.py"),
+    "chunk_hash_not_compared: return right --> return True",
+    ("async_grpo/weights/store.py", "tests/unit/test_weight_store.py"),
+    "held_slot_overwritten: return 1 - older if self._identity(older) == sparing else older --> return older",
+    "slots_swapped: return 1 if self._is_whole(0) else 0 --> return 0 if self._is_whole(0) else 1",
+    ("async_grpo/weights/delta.py", "tests/unit/test_weight_delta.py"),
+    "gap_of_255_in_one_byte: np.flatnonzero(distances >= _SKIP) --> np.flatnonzero(distances > _SKIP)",
+    ("async_grpo/weights/chunk_server.py", "tests/unit/test_weight_chunk_server.py"),
+    "unsigned_request_served: elif not is_signed(request, edition.key) or not --> elif not",
+    ("async_grpo/weights/receiver/plan.py", "tests/unit/test_weight_plan.py"),
+    "credits_not_counted: free = self._credits - len(self._deadlines) --> free = self._credits",
+    ("async_grpo/staleness/policy.py", "tests/unit/test_staleness_bounds.py", "tests/unit/test_staleness.py"),
+    "age_bound_one_too_many: - 1) * self.max_uses - 1) // --> - 1) * self.max_uses) //",
+    ("async_grpo/staleness/window.py", "tests/unit/test_staleness_bounds.py", "tests/unit/test_staleness.py"),
+    "window_one_step_short: (self.max_staleness + 1) * --> max(1, self.max_staleness) *",
+    ("async_grpo/staleness/rate.py", "tests/unit/test_staleness.py"),
+    "batch_not_counted: - (uses + batch) >= --> - uses >=",
+    ("async_grpo/wire/records.py", "tests/unit/test_dispatcher.py"),
+    "versions_may_decrease: span.end <= span.start or span.version < version: --> span.end <= span.start:",
+    "age_from_newest_token: return min(span.version for span --> return max(span.version for span",
+    ("async_grpo/config/load.py", "tests/unit/test_config.py"),
+    "base_wins_over_file: return _merge(below, raw) --> return _merge(raw, below)",
+    ("async_grpo/config/schema.py", "tests/unit/test_config.py"),
+    "lease_shorter_than_wait: if self.lease_s < self.redis.timeout_s: --> if self.lease_s < 0:",
+    ("async_grpo/evaluation/estimators.py", "tests/unit/test_evaluation.py"),
+    "pass_at_k_of_the_right_ones: math.comb(made - right, k) --> math.comb(right, k)",
+    ("async_grpo/evaluation/bootstrap.py", "tests/unit/test_evaluation.py"),
+    "interval_one_sided: low, high = (1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2 --> low, high = 1.0 - LEVEL, LEVEL",
+    ("async_grpo/telemetry/escape.py", "tests/unit/test_telemetry_run.py"),
+    'fence_can_be_closed: fence = "`" * max(3, longest + 1) --> fence = "`" * 3',
+    ("async_grpo/telemetry/jsonl.py", "tests/unit/test_telemetry_files.py"),
+    'half_a_line_is_read: written[: written.rfind(b"\\n") + 1] --> written',
+    ("async_grpo/telemetry/summary.py", "tests/unit/test_telemetry_run.py"),
+    "books_without_active: == sum(released.values()) + active --> == sum(released.values())",
+    ("async_grpo/launch/policy.py", "tests/unit/test_restart_policy.py"),
+    "one_restart_too_many: if restarts < limit --> if restarts <= limit",
+    ("async_grpo/launch/devices.py", "tests/unit/test_devices.py"),
+    "device_for_two_roles: own, pool = pool[:count], pool[count:] --> own = pool[:count]",
+    ("async_grpo/launch/run_folder.py", "tests/unit/test_run_folder.py"),
+    'other_optimizer_resumed: "trainer.optimizer.offload" --> "trainer.optimizer"',
+    ("async_grpo/sweep/choice.py", "tests/unit/test_sweep_choice.py"),
+    "margin_wrong_sign: if best.learning - one.learning <= --> if one.learning - best.learning <=",
+    ("async_grpo/sweep/settings.py", "tests/unit/test_sweep_choice.py", "tests/unit/test_sweep_report.py"),
+    "error_of_one_seed: statistics.stdev(values) / math.sqrt(len(values)) --> statistics.stdev(values)",
+    ("async_grpo/sweep/devices.py", "tests/unit/test_sweep_crew.py"),
+    "devices_not_given_back: [*self.free, *self._taken.pop(run, [])] --> [*self.free]",
+    ("buffer/ledger.py", "tests/contract"),
+    "old_epoch_not_fenced: if epoch != self.epoch: --> if epoch > self.epoch:",
+    "old_attempt_holds: slot.deadline_s > 0 and slot.attempt == ticket.attempt --> slot.deadline_s > 0",
+    "uses_one_too_many: .uses >= self.policy.max_uses: --> .uses > self.policy.max_uses:",
+    ("buffer/selection.py", "tests/unit/test_selection.py"),
+    "overtaken_by_one_too_many: seq >= first_in_flight + selector_window --> seq > first_in_flight + selector_window",
+    ("buffer/redis/lua/parts/books.lua", "tests/contract/test_buffer_recovery.py"),
+    "redis_old_epoch_not_fenced: tonumber(epoch) ~= meta('epoch') --> tonumber(epoch) > meta('epoch')",
+    ("buffer/redis/lua/take.lua", "tests/contract"),
+    "redis_overtaken_by_one_too_many: >= first_in_flight + window --> > first_in_flight + window",
+    ("buffer/redis/lua/admit.lua", "tests/contract"),
+    "redis_window_one_group_too_large: active >= (staleness + 1) * size --> active > (staleness + 1) * size",
+    ("buffer/redis/keys.py", "tests/unit/test_goldens.py"),
+    'runs_without_hash_tag: f"agrpo:{{{run}}}:" --> f"agrpo:{run}:"',
+    ("buffer/redis/exchange.py", "tests/unit/test_redis_packing.py"),
+    "small_parts_sent_twice: small = [] --> small = small",
+    ("rollout_server/slots.py", "tests/unit/test_slots.py"),
+    "slots_not_released: self.committed -= samples --> self.committed -= min(1, samples)",
+    ("rollout_server/weight_watcher.py", "tests/unit/test_weight_watcher.py"),
+    "versions_go_back: if newest.version >= self._engine.version: --> if newest.version >= 0:",
+    ("rollout_server/group_work.py", "tests/unit/test_dispatcher.py"),
+    "resumed_on_older_weights: return max([self.ticket.version, *versions]) --> return self.ticket.version",
+    ("rollout_server/session.py", "tests/unit/test_session.py"),
+    "spans_not_moved: span.start + offset, span.end + offset --> span.start, span.end + offset",
+    ("rollout_server/http/keys.py", "tests/unit/test_http_routes.py"),
+    'any_key_admits: return same and scheme.lower() == "bearer" --> return scheme.lower() == "bearer"',
+    ("rollout_server/http/writers.py", "tests/unit/test_http_routes.py"),
+    "completions_not_bounded: if self.busy + len(requests) > self._limit: --> if self.busy > self._limit:",
+    ("rollout_server/http/text.py", "tests/unit/test_http_text.py"),
+    "half_a_stop_text_sent: keep = max((_overlap(text, stop) for stop in self._stops), default=0) --> keep = 0",
+    ("rollout_server/http/prompts.py", "tests/unit/test_http_routes.py"),
+    "token_outside_vocabulary: >= self._vocabulary: --> > self._vocabulary:",
+    ("trainer/sequences.py", "tests/unit/test_sequences.py"),
+    "predicted_one_position_late: start + member.prompt_tokens - 1 + --> start + member.prompt_tokens +",
+    "mask_one_version_too_many: (versions_C >= mask_below) --> (versions_C > mask_below)",
+    ("trainer/batching.py", "tests/unit/test_batching.py"),
+    "budget_not_charged: room[tightest] -= lengths[index] --> room[tightest] -= 0",
+    (
+        "trainer/step.py",
+        "tests/integration/test_trainer_updates.py::test_two_passes_of_two_updates_equal_hugging_face_and_torch_adamw",
+    ),
+    "weights_of_the_whole_batch: weighed = reweighed( --> weighed = members or reweighed(",
+    ("trainer/manifest.py", "tests/unit/test_manifest.py"),
+    "file_hash_not_compared: name) != manifest.files[name] --> name).bytes != manifest.files[name].bytes",
+    ("trainer/retention.py", "tests/unit/test_retention.py"),
+    "one_checkpoint_too_few: len(below) - (keep - 1) --> len(below) - keep",
+    (
+        "trainer/checkpoint.py",
+        "tests/integration/test_trainer_checkpoints.py::test_a_trainer_that_was_thought_dead_does_not_replace_the_newer_ones_checkpoint",
+    ),
+    "old_trainer_not_fenced: if newest > epoch: --> if newest > epoch + 1_000_000:",
+    ("trainer/skips.py", "tests/unit/test_skips.py"),
+    "skips_never_forgiven: self.in_a_row = 0 --> self.in_a_row += 0",
+    ("trainer/nodes/agreement.py", "tests/unit/test_node_settings.py", "tests/integration/test_trainer_meeting.py"),
+    "another_first_policy_taken_in: if other.model != own.model: --> if not other.model:",
+    "rank_beyond_nodes_taken_in: 0 < other.rank < nodes --> 0 < other.rank <= nodes",
+    ("trainer/nodes/ranks.py", "tests/unit/test_node_settings.py"),
+    "ranks_of_nodes_overlap: node_rank * count + local --> node_rank + local",
+    ("trainer/nodes/peers.py", "tests/integration/test_trainer_meeting.py"),
+    'bad_end_is_a_good_one: case Ended(reason=""): --> case Ended():',
+]
+"""Behind a tuple of a file and its tests: the faults of this file, each `name: old text --> new text`."""
+
+
+def _read(planted: Iterable[str | tuple[str, ...]]) -> Iterator[Fault]:
+    file, tests = "", tuple[str, ...]()
+    for entry in planted:
+        if isinstance(entry, tuple):
+            file, *listed = entry
+            tests = tuple(listed)
+        else:
+            name, _, texts = entry.partition(": ")
+            old, _, new = texts.partition(" --> ")
+            yield Fault(name, file, old, new, tests)
+
+
+FAULTS = list(_read(PLANTED))
+
+
+def main(names: Sequence[str]) -> int:
+    """The exit code."""
+    if unknown := set(names) - {fault.name for fault in FAULTS}:
+        print(f"no such fault: {', '.join(sorted(unknown))}")
+        return 1
+    chosen = [fault for fault in FAULTS if not names or fault.name in names]
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = Path(folder)
+        _copy_tracked_files(copy)
+        code, said = _run_tests(copy, dict.fromkeys(test for fault in chosen for test in fault.tests))
+        if code != PASSED:
+            print(f"the tests do not pass without a fault:\n{said}")
+            return 1
+        caught = sum(_is_caught(fault, copy) for fault in chosen)
+    print(f"{caught} of {len(chosen)} caught")
+    return 0 if caught == len(chosen) else 1
+
+
+def _is_caught(fault: Fault, copy: Path) -> bool:
+    path, started_s = copy / fault.file, time.monotonic()
+    right = path.read_text() if path.is_file() else ""
+    if (count := right.count(fault.old)) != 1:
+        print(f"{fault.name}: {fault.old!r} stands {count} times in {fault.file}, not once", flush=True)
+        return False
+    path.write_text(right.replace(fault.old, fault.new))
+    code, said = _run_tests(copy, fault.tests)
+    path.write_text(right)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    outcome = "SURVIVED" if code == PASSED else f"the tests could not be run:\n{said}"
+    if code == FAILED and found:
+        outcome = f"caught by {found[1]}"
+    print(f"{fault.name}: {outcome} ({time.monotonic() - started_s:.0f} s)", flush=True)
+    return outcome.startswith("caught")
+
+
+def _copy_tracked_files(target: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        source = ROOT / name
+        if source.is_file():  # else it was deleted, and that is not committed yet
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+
+
+def _run_tests(copy: Path, tests: Iterable[str]) -> tuple[int, str]:
+    """pytest's exit code, and what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+    try:
+        done = subprocess.run(
+            [*argv, *tests], cwd=copy, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"not done after {RUN_TIMEOUT_S} s"
+    return done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
