@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.process import adopt_orphans
@@ -122,7 +124,8 @@ class RunBooks:
         """Note the buffer's own log: the steps that no checkpoint holds yet. Nothing while the server is away."""
         path = self._server.url.removeprefix("unix://")
         with contextlib.suppress(redis.RedisError, OSError):
-            with redis.Redis(unix_socket_path=path, socket_timeout=0.5) as client:
+            # Tried once: the attack must not wait for a server that it has stopped.
+            with redis.Redis(unix_socket_path=path, socket_timeout=0.3, retry=Retry(NoBackoff(), 0)) as client:
                 steps = client.hgetall(f"agrpo:{{{self._run_dir.name}}}:log")
             for version, entry in steps.items():
                 seqs = entry.decode().rpartition("|")[2]
