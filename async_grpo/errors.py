@@ -26,6 +26,7 @@ AsyncGrpoError
 │   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
 │   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
 │   ├── NodeLost           a machine of the trainer is gone, silent, or has failed
+│   ├── RankFailed         a rank of the trainer has ended with an exit code above 0
 │   └── Terminated         SIGTERM has ended a rank of the trainer before it joined the run
 └── RoleFailed             a supervised process ended when it should not have
 

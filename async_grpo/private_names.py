@@ -133,6 +133,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
         names=_of("megatron.core.tensor_parallel.random:", "_get_cuda_rng_state", "_set_cuda_rng_state"),
     ),
     "trainer on CPU, torch": PrivateNames(*_TORCH, names=("torch.utils._device:_device_constructors",)),
+    "engine worker, torch": PrivateNames(*_TORCH, names=("torch.distributed.rendezvous:TCPStore",)),
 }
 """By who uses them."""
 

@@ -1,31 +1,28 @@
 """One rank of the trainer.
 
-    python -m torch.distributed.run --nproc-per-node N -m trainer.main --config runs/NAME/config.yaml --model FOLDER
+    python -m trainer.main --config runs/NAME/config.yaml --model FOLDER
 
-With one rank, plain `python -m trainer.main ...` does too. Exit code 0: the run is trained to its
-end, or SIGTERM was obeyed and a checkpoint written. 78: its configuration, its data or what is
-installed is at fault, and it is not to be started again.
+`trainer.nodes` starts it, with RANK, WORLD_SIZE and where the ranks find each other in its environment; without them it
+is the only one. Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint written. 78: its
+configuration, its data or what is installed is at fault, and it is not to be started again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from pathlib import Path
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG
 from async_grpo.private_names import check_private_names
-from async_grpo.process import die_with_parent
 from trainer.platform import Platform, select_platform
 
 
 def main() -> None:
     """Entry point; see the module."""
     arguments = _arguments()
-    die_with_parent(os.getppid())
     try:
         config = load(arguments.config)
         platform = select_platform(config.trainer.platform)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -12,26 +11,32 @@ from torch import Tensor
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
+from async_grpo.network import LOOPBACK, card_environment
 from trainer.platform import Platform
+from trainer.platform.base import set_defaults
 
 _SLACK_S = 120.0
 """Ranks wait for rank 0 this much longer than rank 0 waits for anybody."""
 
 
 def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float) -> None:
-    """Join torchrun's ranks (or be the only one) and lay them out.
+    """Join the other ranks, where the environment says that they are (or be the only one), and lay them out.
 
-    Raises ConfigError if torchrun started another number of ranks than `config.processes`.
+    Raises ConfigError if another number of ranks than `config.processes` was started.
     """
-    _stand_alone_defaults()
-    started = int(os.environ["WORLD_SIZE"])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.processes:
         raise ConfigError(
-            f"trainer.processes is {config.processes}, but {started} ranks were started. "
-            f"Start torchrun with --nproc-per-node {config.processes}"
+            f"trainer.processes is {config.processes}, but WORLD_SIZE says that {started} ranks were started. Start "
+            "`python -m trainer.nodes.main`, which starts them all, or correct one of the two"
         )
     platform.configure(config)
-    dist.init_process_group(platform.backend, timeout=timedelta(seconds=longest_wait_s + _SLACK_S))
+    timeout = timedelta(seconds=longest_wait_s + _SLACK_S)
+    if started == 1:
+        set_defaults(card_environment(platform.name, LOOPBACK))
+        dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(platform.backend, timeout=timeout)
     lay_out(config, seed)
 
 
@@ -104,13 +109,3 @@ def max_over_ranks(values: Tensor) -> Tensor:
     """Element-wise maximum of a small tensor over all ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
-
-
-def _stand_alone_defaults() -> None:
-    """Without torchrun, be a world of one."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -48,7 +48,7 @@ class LaunchConfig(StrictModel):
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     ready_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 30.0
-    """From SIGTERM to SIGKILL. Ranks under torchrun have TORCH_ELASTIC_SHUTDOWN_TIMEOUT, if that is set."""
+    """From SIGTERM to SIGKILL, for every role; a trainer that has more to save can be given more, with -o."""
 
 
 class TelemetryConfig(StrictModel):

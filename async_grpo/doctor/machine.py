@@ -19,7 +19,7 @@ MIN_SHM_BYTES = 256 << 20
 MIN_DESCRIPTORS = 1024
 SHARED_MEMORY = Path("/dev/shm")
 PORTS = (6379, 29500)
-"""Customary ones of Redis and torchrun. `async-grpo run` takes free ones; only roles on several machines need them."""
+"""Redis, and where trainer nodes meet. `async-grpo run` takes free ones; only roles on several machines need them."""
 
 
 def check_python() -> Finding:
@@ -59,7 +59,7 @@ def check_ports() -> Finding:
     if not taken:
         return Finding("Ports", True, f"{', '.join(map(str, PORTS))} are free")
     used = ", ".join(map(str, taken))
-    return Finding("Ports", None, f"{used} taken", "nothing, unless another Redis or torchrun should be there")
+    return Finding("Ports", None, f"{used} taken", "nothing, unless another Redis or trainer should be there")
 
 
 def check_server() -> Finding:

@@ -16,8 +16,6 @@ from async_grpo.launch.run_folder import RunFolder
 
 MALLOC_VARIABLE = "GLIBC_TUNABLES"
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
-STOP_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Of torchrun: seconds from SIGTERM to SIGKILL."""
 
 
 def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
@@ -25,27 +23,16 @@ def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
     return [sys.executable, "-m", "rollout_server.main", *_files(config_file, model), "--name", name]
 
 
-def trainer_argv(config: RunConfig, config_file: Path, model: Path) -> list[str]:
-    """All ranks of the trainer on this machine, under torchrun, which meets them on a free port."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.processes)]
-    return [sys.executable, *torchrun, "-m", "trainer.main", *_files(config_file, model)]
-
-
-def node_argv(config_file: Path, model: Path, node_rank: int) -> list[str]:
-    """The ranks of this machine, of a trainer that has several: they start when all machines have met."""
+def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str]:
+    """The trainer on this machine: a process that starts the ranks, once all machines have met."""
     rank = ["--node-rank", str(node_rank)]
     return [sys.executable, "-m", "trainer.nodes.main", *rank, *_files(config_file, model)]
 
 
 def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun and its ranks look at, beside the environment that is given.
-
-    torchrun passes SIGTERM on, and kills ranks that still write their checkpoint after 30 s, unless told otherwise:
-    launch.stop_timeout_s, or what is given, as by a container that is left more time than a server.
-    """
-    patience = given.get(STOP_VARIABLE, str(int(config.launch.stop_timeout_s)))
+    """What the ranks look at, beside the environment that is given."""
     memory = kept_memory(given) if config.trainer.platform == "cpu" else {}
-    return {"OMP_NUM_THREADS": str(config.trainer.threads), STOP_VARIABLE: patience, **memory}
+    return {"OMP_NUM_THREADS": str(config.trainer.threads), **memory}
 
 
 def kept_memory(given: Mapping[str, str]) -> dict[str, str]:
@@ -64,7 +51,7 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
     restarts = config.launch.restarts
     trainer = RoleSpec(
         "trainer",
-        trainer_argv(config, folder.roles_file, model),
+        trainer_argv(folder.roles_file, model),
         folder.log("trainer"),
         restarts.trainer,
         env=trainer_environment(config, os.environ) | devices["trainer"],

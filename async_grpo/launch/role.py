@@ -18,13 +18,10 @@ _LOG_TAIL_BYTES = 64 << 10
 _OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
-    rf"((?:\w+\.)*(?:\w*(?:Error|Exception|Failed|Killed)|{_OWN_ERRORS})\b.*"
-    r"|.*(?<=traceback : )Signal \d+ \(SIG\w+\) received by PID \d+)",  # torchrun, of a rank
+    rf"((?:\w+\.)*(?:\w*(?:Error|Exception|Failed|Killed)|{_OWN_ERRORS})\b.*)",
     re.MULTILINE,
 )
-_CONSEQUENCE = re.compile(
-    r"ChildFailedError|rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe"
-)
+_CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
 """What is said of the end of a rank, by who waits for it and by the ranks that it talked to: not why it has ended."""
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
-from async_grpo.launch.commands import node_argv, rollout_argv, trainer_argv, trainer_environment
+from async_grpo.launch.commands import rollout_argv, trainer_argv, trainer_environment
 from async_grpo.launch.locate import locate
 from async_grpo.launch.models import prepare_model
 from async_grpo.launch.plan import resolve
@@ -43,13 +43,12 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 
 
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
-    """Become the trainer (torchrun), or the part of it that one of its machines has. Raises ConfigError without
-    redis.url, or for a machine that it does not have."""
+    """Become the trainer, or the part of it that one of its machines has. Raises ConfigError without redis.url, or for
+    a machine that it does not have."""
     config = _resolve(path, overrides)
     node = _node(config, node_rank)
     file, model = _make_ready(config, f"trainer-{node}")
-    argv = trainer_argv(config, file, model) if config.trainer.nodes == 1 else node_argv(file, model, node)
-    return _become(argv, trainer_environment(config, os.environ))
+    return _become(trainer_argv(file, model, node), trainer_environment(config, os.environ))
 
 
 def _node(config: RunConfig, given: int | None) -> int:

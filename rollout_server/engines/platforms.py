@@ -13,6 +13,7 @@ from typing import Any
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
+from async_grpo.network import LOOPBACK, card_environment
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
 """By platform: what vLLM calls the device."""
@@ -72,6 +73,8 @@ def environment(config: VllmConfig) -> dict[str, str]:
         values |= {} if _can_compile() else {"TORCHDYNAMO_DISABLE": "1"}
     if config.platform == "ascend":
         values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    # An engine is on one machine: its workers find each other on the loopback, not where the machine's name leads.
+    values |= {"VLLM_HOST_IP": LOOPBACK} | card_environment(DEVICES[config.platform], LOOPBACK)
     return values | config.environment
 
 

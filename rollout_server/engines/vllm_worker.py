@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from async_grpo.network import keep_stores_at_their_address
 from async_grpo.weights.manifest import Identity
 from rollout_server.engines.kinship import end_with_owner
 from rollout_server.engines.reload import LayerwiseReload
@@ -125,6 +126,7 @@ def _quiet_reload() -> None:
 
 
 end_with_owner()
+keep_stores_at_their_address()  # releases before 0.32 have workers meet by tcp://
 _request_amx()
 _quiet_reload()
 register(find_vllm_api())

@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_grpo.config import dump, validate
 from async_grpo.errors import RoleFailed
+from async_grpo.launch.commands import trainer_argv
 from async_grpo.launch.role import RoleProcess, RoleSpec
 from async_grpo.launch.supervisor import Supervisor
 from async_grpo.process import adopt_orphans, child_argv
@@ -166,12 +168,15 @@ async def test_the_explanation_is_the_error_of_the_rank_that_failed_and_not_thos
     assert "exit code 1: ValueError: no such chunk (" in explained
 
 
-async def test_the_explanation_says_which_signal_killed_a_rank_under_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "rank.py"
-    program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
+async def test_the_explanation_of_a_trainer_is_the_error_of_its_rank(tmp_path: Path) -> None:
+    raw = {"name": "a", "runs_dir": str(tmp_path), "model": {"random": {}}, "trainer": {"platform": "npu"}}
+    (tmp_path / "a.yaml").write_text(dump(validate(raw, "test")))
+    argv = trainer_argv(tmp_path / "a.yaml", tmp_path / "no-model")
     role = await RoleProcess.start(RoleSpec("trainer", argv, tmp_path / "trainer.log", 0), "run")
-    assert "Signal 9 (SIGKILL) received" in role.explain(await role.wait())
+    explained = role.explain(await role.wait())
+    assert "trainer ended with exit code 78: DependencyError: trainer.platform is npu" in explained
+    *_, last = (tmp_path / "trainer.log").read_text().splitlines()
+    assert last.startswith("RankFailed: rank 0 ended with exit code 78: DependencyError: trainer.platform is npu")
 
 
 def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:

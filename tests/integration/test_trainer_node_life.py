@@ -1,9 +1,10 @@
-"""Two nodes of a trainer in one process, with small programs in place of their ranks: how each ends, and with what."""
+"""Nodes of a trainer in one process, with small programs in place of their ranks: how each ends, and with what."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from tests.support.ports import two_free_ports
 from trainer.nodes import meeting, ranks
 from trainer.nodes.messages import Look
 from trainer.nodes.node import Node
+from trainer.nodes.ranks import RankFailed
 
 PATIENCE_S = 120.0
 ENDS_WELL = "pass"
@@ -75,6 +77,17 @@ TELLS_ITS_CARD = """
 import os, pathlib
 pathlib.Path("card-" + os.environ["RANK"]).write_text(os.environ.get("GLOO_SOCKET_IFNAME", "none"))
 """
+RANK_1_FAILS = f"""
+import os, sys
+if os.environ["RANK"] == "0":
+    exec({LEADS!r})
+    sys.exit()
+print("[rank1]: Traceback (most recent call last):", file=sys.stderr)
+print("[rank1]:   File rank.py, line 1", file=sys.stderr)
+print("[rank1]: pkg.OwnError: no such chunk in redis://user:pw@host", file=sys.stderr)
+print("a warning at exit", file=sys.stderr)
+sys.exit(3)
+"""
 
 
 @dataclass(slots=True)
@@ -112,6 +125,11 @@ def nodes(folder: Path, *programs: str, stop_timeout_s: float = 60.0, address: s
     return [ScriptedNode(config, file, model, rank, program=program) for rank, program in enumerate(programs)]
 
 
+def alone(folder: Path, program: str, ranks: int) -> ScriptedNode:
+    raw = {"name": "alone", "runs_dir": str(folder), "model": {"random": {}}, "trainer": {"processes": ranks}}
+    return ScriptedNode(validate(raw, "test"), folder / "unused.yaml", folder / "model", 0, program=program)
+
+
 async def lives(*started: Node) -> list[AsyncGrpoError | None]:
     """How each ended: None is well."""
     before = set(psutil.Process().children())
@@ -145,6 +163,34 @@ async def lives_until_asked(here: Path, both: Sequence[Node], asked: int) -> lis
 
 async def test_nodes_whose_ranks_end_well_end_well(here: Path) -> None:
     assert await lives(*nodes(here, ENDS_WELL, ENDS_WELL)) == [None, None]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_a_node_that_is_alone_ends_well_with_its_ranks(here: Path, ranks: int) -> None:
+    assert await lives(alone(here, ENDS_WELL, ranks)) == [None]
+
+
+async def test_the_last_error_of_a_rank_is_the_reason_of_a_node_that_is_alone(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (error,) = await lives(alone(here, RANK_1_FAILS, 2))
+    assert str(error) == "rank 1 ended with exit code 3: pkg.OwnError: no such chunk in redis://user:***@host"
+    assert isinstance(error, RankFailed) and error.code == 3
+    assert capfd.readouterr().err.splitlines()[-1] == "a warning at exit", "what ranks say stands in the log"
+    assert (here / "stopped").exists() or not (here / "ready-0").exists(), "the other rank was not asked to stop"
+
+
+@pytest.mark.parametrize(("program", "asked"), [(LEADS, True), (NOT_JOINED, True), (NOT_JOINED, False)])
+async def test_a_node_that_is_alone_passes_a_stop_to_its_rank(here: Path, program: str, asked: bool) -> None:
+    node = alone(here, program, 1)
+    living = asyncio.create_task(lives(node))
+    await when(here / "ready-0")
+    if asked:
+        node.stop_asked.set()
+    else:
+        os.kill(int((here / "ready-0").read_text()), signal.SIGKILL)
+    (error,) = await living
+    assert str(error) == ("None" if asked else "rank 0 was killed by SIGKILL")
 
 
 async def test_a_rank_that_is_killed_is_named_on_both_nodes(here: Path) -> None:

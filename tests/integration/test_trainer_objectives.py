@@ -10,9 +10,6 @@ Adam with a huge eps and a learning rate as huge is plain gradient descent: each
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_programs.aged_batch import LONGEST
 from trainer_programs.batches import VOCAB
+from trainer_programs.launching import launch
 from trainer_programs.plain_torch import plain_tokens
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -29,7 +27,6 @@ from async_grpo.algorithms import ess_scale, ess_sums, token_objective, whole_ba
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.config.objective import ObjectiveConfig
 
-PROGRAMS = Path(__file__).parent
 TEMPERATURE = 0.8
 HUGE = 1e6
 CUT, WHOLE = 40, 1000
@@ -129,11 +126,7 @@ def train(folder: Path, model: Path, configs: dict[str, RunConfig], ranks: int) 
     cases = [{"config": str(out.with_suffix(".yaml")), "model": str(model), "out": str(out)} for out in outs.values()]
     listed = folder / f"cases-{ranks}.json"
     listed.write_text(json.dumps(cases))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", "trainer_programs.objective_steps", str(listed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("objective_steps", ranks, listed)
     return {
         name: Outcome(json.loads(out.read_text()), load_file(out.with_suffix(".safetensors")))
         for name, out in outs.items()

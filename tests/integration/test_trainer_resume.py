@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_programs.launching import launch
 from trainer_programs.models import make_model
 
 from async_grpo.config import dump, validate
+from async_grpo.errors import TrainingError
 
-PROGRAMS = Path(__file__).parent
 STEPS, SAVED, KILLED = 10, 5, 7
 LAYOUTS = {"tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}, "data": {}}
 """Of two ranks."""
@@ -60,15 +58,11 @@ class Bench:
         }
         return {**files, "versions": STEPS, "save_at": None, "resume": False, "poisoned": False, **changes}
 
-    def launch(self, ranks: int, cases: list[dict[str, Any]], *, code: int = 0) -> None:
+    def launch(self, ranks: int, cases: list[dict[str, Any]]) -> None:
         """All cases in one start of the processes, which is most of the time."""
         listed = self.folder / "cases.json"
         listed.write_text(json.dumps(cases))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *torchrun, "-m", "trainer_programs.train_steps", str(listed)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == code, done.stderr[-4000:]
+        launch("train_steps", ranks, listed)
 
     def outcome(self, name: str) -> Outcome:
         found = json.loads((self.folder / f"{name}.json").read_text())
@@ -87,7 +81,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         for name in LAYOUTS
     ]
     crashed[-1]["die"] = True
-    made.launch(2, straight + crashed, code=1)
+    with pytest.raises(TrainingError, match=r"rank \d was killed by SIGKILL"):
+        made.launch(2, straight + crashed)
     made.launch(2, [made.case(f"{name}-same", 2, run=name, layout=LAYOUTS[name], resume=True) for name in LAYOUTS])
     made.launch(1, [made.case(f"{name}-one", 1, run=name, layout={}, resume=True) for name in LAYOUTS])
     return made

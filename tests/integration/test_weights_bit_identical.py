@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_programs.launching import launch
 from trainer_programs.models import make_model
 
 from async_grpo.config import dump, validate
 
-PROGRAMS, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 STEPS = 50
 LR = 3e-5
 
@@ -78,12 +75,7 @@ def train(folder: Path, cases: list[Case], models: Path) -> list[list[dict[str, 
     families = {True: "qwen2", False: "qwen2-untied"}
     prepared = [prepare(folder, case, make_model(models, families[case.tied])) for case in cases]
     (folder / "cases.json").write_text(json.dumps(prepared))
-    ranks = cases[0].tensor
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", "trainer_programs.published_steps", str(folder / "cases.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROGRAMS}:{ROOT}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("published_steps", cases[0].tensor, folder / "cases.json", timeout_s=500)
     return [[json.loads(line) for line in (folder / f"{case}.jsonl").read_text().splitlines()] for case in cases]
 
 

@@ -38,7 +38,7 @@ _ROLES = {
     "engine": r"VLLM::EngineCore",
     "receiver": r"-m async_grpo\.weights\.receiver\.process",
     "publisher": r"-m async_grpo\.weights\.publisher\.process",
-    "launcher": r"-m (torch\.distributed\.run|trainer\.nodes\.main)",
+    "launcher": r"-m trainer\.nodes\.main",
     "rank": r"-m trainer\.main",
     "redis": r"(valkey|redis)-server",
     "reward": r"-m async_grpo\.rewards\.(warden|supervisor)",

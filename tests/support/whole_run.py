@@ -130,7 +130,7 @@ class WholeRun:
             )
 
     def role(self, module: str) -> psutil.Process:
-        """The process that runs `-m module` (for torchrun's, the rank itself)."""
+        """The process that runs `-m module`."""
         found = [process for process in self.family() if _runs(process, module)]
         assert found, f"no process runs {module}"
         return found[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -38,7 +37,6 @@ from deploy_files import (
 )
 
 from async_grpo.config import RunConfig
-from async_grpo.launch import single
 
 # -- compose: who may reach what ---------------------------------------------------------------------------------------
 
@@ -162,40 +160,21 @@ def test_ports_are_the_same_in_configuration_compose_and_prometheus(profile: str
 
 
 @each_profile
-def test_a_role_stops_by_itself_before_it_is_killed(
-    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(profile).model_copy(update={"runs_dir": tmp_path})
-    limit = config.launch.stop_timeout_s
+def test_a_role_stops_by_itself_before_it_is_killed(profile: str) -> None:
+    limit = config_of(profile).launch.stop_timeout_s
     for service in role(profile, "rollout").values():
         assert limit < seconds(service["stop_grace_period"])
     for service in role(profile, "trainer").values():
-        torchrun = environment_of_torchrun(service["environment"], config, monkeypatch)
-        assert limit < float(torchrun["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < seconds(service["stop_grace_period"])
-
-
-def environment_of_torchrun(
-    given: dict[str, str], config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, str]:
-    """Where `async-grpo trainer` is started with these variables; models and data are not here."""
-    found: dict[str, str] = {}
-
-    async def model(*_: object) -> Path:
-        return Path("model")
-
-    monkeypatch.setattr(single, "_resolve", lambda *_: config)
-    monkeypatch.setattr(single, "prepare_model", model)
-    monkeypatch.setattr(os, "execve", lambda _file, _argv, environment: found.update(environment))
-    for name, value in given.items():
-        monkeypatch.setenv(name, default(value))
-    single.run_trainer(Path(), [], None)
-    return found
+        *_, option, override = service["command"]
+        key, _, patience = override.partition("=")
+        assert (option, key) == ("-o", "launch.stop_timeout_s")
+        assert limit < float(patience) < seconds(service["stop_grace_period"])
 
 
 @each_profile
 def test_all_roles_of_a_profile_run_the_same_configuration(profile: str) -> None:
     (trainer,) = role(profile, "trainer").values()
-    *_, wanted = trainer["command"]
+    _, _, wanted, *_ = trainer["command"]
     assert default(wanted) == f"deploy/configs/{profile}.yaml"
     assert all(service["environment"]["CONFIG"] == wanted for service in role(profile, "rollout").values())
     config = config_of(profile)

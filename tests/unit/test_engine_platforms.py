@@ -25,6 +25,13 @@ def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
     assert environment(config)["OMP_NUM_THREADS"] == "2"
 
 
+def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_says_otherwise() -> None:
+    assert environment(VllmConfig()).items() >= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items()
+    assert environment(VllmConfig(platform="cuda"))["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert environment(VllmConfig(platform="ascend"))["HCCL_SOCKET_IFNAME"] == "=lo"
+    assert environment(VllmConfig(environment={"VLLM_HOST_IP": "10.0.0.5"}))["VLLM_HOST_IP"] == "10.0.0.5"
+
+
 def test_several_workers_of_a_cpu_have_processes_of_their_own() -> None:
     assert "distributed_executor_backend" not in platform_arguments(VllmConfig(tensor_parallel=2))
 

@@ -45,7 +45,9 @@ def test_nodes_that_could_not_meet_are_refused(keys: dict[str, Any], fix: str) -
 
 def test_every_rank_is_told_its_number_among_all_and_on_its_machine() -> None:
     config = TrainerConfig(nodes=2, processes=4, rendezvous={**MEETING, "port": 29500})
-    environments = [environment for node in (0, 1) for environment in rank_environments(config, node)]
+    environments = [
+        environment for node in (0, 1) for environment in rank_environments(config, node, ("10.0.0.5", 29501))
+    ]
     found = [(told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) for told in environments]
     assert found == [("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1")]
     assert {told["MASTER_ADDR"] + ":" + told["MASTER_PORT"] for told in environments} == {"10.0.0.5:29501"}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config import RunConfig, load, validate
+from async_grpo.config import load, validate
 from async_grpo.launch import single
-from async_grpo.launch.commands import MALLOC_VARIABLE, STOP_VARIABLE, trainer_environment
+from async_grpo.launch.commands import MALLOC_VARIABLE, trainer_environment
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TWO_NODES = ["trainer.nodes=2", "trainer.processes=2", "trainer.rendezvous.address=10.0.0.5"]
@@ -70,12 +70,6 @@ def test_a_server_that_joins_a_run_of_this_machine_reads_a_copy_of_its_own(
     joined = become(lambda: single.join_run(run_dir, "one-more"))
     assert joined == run_dir / "roles" / "one-more.yaml"
     assert load(joined) == load(trainer), "its patience with the server is that of a role, not that of a command"
-
-
-def test_torchrun_has_the_patience_of_the_environment_or_else_that_of_the_configuration() -> None:
-    config: RunConfig = validate({"name": "a", "model": {"random": {}}, "launch": {"stop_timeout_s": 45}}, "test")
-    assert trainer_environment(config, {})[STOP_VARIABLE] == "45"
-    assert trainer_environment(config, {STOP_VARIABLE: "270"})[STOP_VARIABLE] == "270"
 
 
 def test_memory_is_kept_on_a_cpu_unless_the_user_says_otherwise(tmp_path: Path) -> None:

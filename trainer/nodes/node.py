@@ -1,11 +1,12 @@
-"""One machine of the trainer, from the meeting to the end of its ranks.
+"""One machine of the trainer, from the meeting to the end of its ranks. Node 0 keeps the store of all ranks.
 
-What it waits for: the other nodes (`meeting`, bounded) or SIGTERM, then at once for its ranks, for the other nodes and
-for SIGTERM, whichever comes first.
+What it waits for: the other nodes (`meeting`, bounded; a node that is alone meets nobody) or SIGTERM, then at once for
+its ranks, for the other nodes and for SIGTERM, whichever comes first.
 
 - all ranks end with 0: so does the node. Node 0 stays until the others are done, since it keeps their store
 - a rank fails, or another node does: nothing that is still done here counts. The ranks are ended, the others
-  told, and the node ends with the reason; the supervisors start all nodes again, which meet again
+  told, and the node ends with the reason, a rank's last error in it; the supervisors start all nodes again, which
+  meet again
 - SIGTERM, to whichever node: node 0 passes it to rank 0, which writes a checkpoint and lets all leave. If it ends rank
   0 before that has joined the run, there is nothing to save: all nodes end their ranks, and that is as good an end.
   During the meeting it ends this node alone
@@ -17,24 +18,22 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import AsyncGrpoError, NodeLost, TrainingError
+from async_grpo.network import LOOPBACK
 from trainer.nodes.agreement import fingerprint
 from trainer.nodes.meeting import Host, Invitation, hosted, join, listen
 from trainer.nodes.messages import Ended, Hello, Start, Stop, Stopped
 from trainer.nodes.peers import Peers, StoppedEarly
-from trainer.nodes.ranks import LocalRanks, Terminated, network_environment, rank_environments
+from trainer.nodes.ranks import LocalRanks, RankStore, Terminated, network_environment, rank_environments
 
 CAUSE_S = 2.0
 """A rank whose connection to another broke ends before the reason has arrived from there."""
@@ -43,6 +42,19 @@ LINGER_S = 60.0
 """Node 0 keeps the store for ranks that leave later; so long at most."""
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a node has when its ranks may start."""
+
+    peers: Peers
+    host: Host | None = None
+    """On node 0 of several."""
+    store_at: tuple[str, int] | None = None
+    """Where the ranks find each other; None for a single rank, which finds nobody."""
+    store: RankStore | None = None
+    """On node 0."""
 
 
 @dataclass(slots=True)
@@ -63,9 +75,9 @@ class Node:
                 if met is None:
                     log.info("stopped before all nodes had met", node=self.rank)
                 else:
-                    await self._train(*met)
+                    await self._train(met)
 
-    async def _meet(self, stack: AsyncExitStack) -> tuple[Peers, Host | None] | None:
+    async def _meet(self, stack: AsyncExitStack) -> Met | None:
         """The others, until the stack ends; None if this node was asked to stop before all were there."""
         meeting = asyncio.create_task(stack.enter_async_context(self._met()))
         asked = asyncio.create_task(self.stop_asked.wait())
@@ -77,59 +89,75 @@ class Node:
                 task.cancel()
             await asyncio.gather(meeting, asked, return_exceptions=True)
 
-    async def _train(self, peers: Peers, host: Host | None) -> None:
+    async def _train(self, met: Met) -> None:
         """From the start of this node's ranks to their end, whatever that is; the others are told."""
-        async with peers.followed():
-            ranks = await LocalRanks.start(self._argv(), self._environments(peers.own_address))
+        async with met.peers.followed():
+            ranks = await LocalRanks.start(self._argv(), self._environments(met))
             try:
-                await self._oversee(ranks, peers, host)
+                await self._oversee(ranks, met)
             except StoppedEarly:
                 log.info("stopped before the ranks had joined the run", node=self.rank)
-                peers.tell(Stopped())
+                met.peers.tell(Stopped())
             except AsyncGrpoError as error:
-                peers.tell(Ended(reason=str(error)))
+                met.peers.tell(Ended(reason=str(error)))
                 raise
             finally:
                 await ranks.end()
 
     @asynccontextmanager
-    async def _met(self) -> AsyncIterator[tuple[Peers, Host | None]]:
+    async def _met(self) -> AsyncIterator[Met]:
         """All nodes are there and begin now."""
-        invitation = self._invitation()
-        silence_s = invitation.where.silence_s
-        if self.rank == 0:
-            port = invitation.where.port + 1
-            with listen(invitation.address, port) as listener:  # taken or not: known before anybody is waited for
+        trainer, where = self.config.trainer, self.config.trainer.rendezvous
+        if trainer.processes == 1:
+            yield Met(Peers([], where.silence_s))
+        elif trainer.nodes == 1:
+            with self._store(LOOPBACK, 0) as store:
+                yield Met(Peers([], where.silence_s), None, (LOOPBACK, store.port), store)
+        elif self.rank == 0:
+            invitation = self._invitation()
+            place = (invitation.address, where.port + 1)
+            with self._store(*place) as store:  # taken or not: known before anybody is waited for
                 async with hosted(invitation) as host:
-                    store = _open_store(invitation, port, listener)
-                    peers = Peers(host.lines.values(), silence_s)
+                    await store.open()
+                    peers = Peers(host.lines.values(), where.silence_s)
                     peers.tell(Start())
-                    yield peers, host
-                    del store
+                    yield Met(peers, host, place, store)
         else:
+            invitation = self._invitation()
             line = await join(invitation)
             try:
-                yield Peers([line], silence_s), None
+                yield Met(Peers([line], where.silence_s), None, (invitation.address, where.port + 1))
             finally:
                 await line.close()
 
-    async def _oversee(self, ranks: LocalRanks, peers: Peers, host: Host | None) -> None:
-        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(peers, host))
-        stopping = asyncio.create_task(self._stop_when_asked(ranks, peers))
-        tasks = {working, watching, stopping}
+    @contextlib.contextmanager
+    def _store(self, address: str, port: int) -> Iterator[RankStore]:
+        store = RankStore(listen(address, port), self.config.trainer.rendezvous.timeout_s)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    async def _oversee(self, ranks: LocalRanks, met: Met) -> None:
+        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(met.peers, met.host))
+        stopping = asyncio.create_task(self._stop_when_asked(ranks, met.peers))
+        # Beside the ranks, which connect before they are answered: they take as long to import PyTorch as this does.
+        opening = [asyncio.create_task(met.store.open())] if met.store is not None else []
+        mine = (working, watching, stopping, *opening)
+        tasks = set(mine)
         try:
             while not working.done():
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if working in done:
-                    await self._judge(working, watching, peers)
+                    await self._judge(working, watching, met.peers)
                 for ended in done:
                     ended.result()
-            if host is not None:
-                await peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
+            if met.host is not None:
+                await met.peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
         finally:
-            for task in (working, watching, stopping):
+            for task in mine:
                 task.cancel()
-            await asyncio.gather(working, watching, stopping, return_exceptions=True)
+            await asyncio.gather(*mine, return_exceptions=True)
 
     async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
         """Raises TrainingError if the ranks have not left in time; they are killed then."""
@@ -194,10 +222,10 @@ class Node:
         files = ["--config", str(self.config_file), "--model", str(self.model)]
         return [sys.executable, "-m", "trainer.main", *files]
 
-    def _environments(self, own_address: str) -> list[dict[str, str]]:
+    def _environments(self, met: Met) -> list[dict[str, str]]:
         trainer = self.config.trainer
-        network = network_environment(trainer.platform, own_address, os.environ)
-        return [network | environment for environment in rank_environments(trainer, self.rank)]
+        network = network_environment(trainer.platform, met.peers.own_address, os.environ)
+        return [network | environment for environment in rank_environments(trainer, self.rank, met.store_at)]
 
 
 async def _watch(peers: Peers, host: Host | None) -> None:
@@ -212,20 +240,6 @@ async def _watch(peers: Peers, host: Host | None) -> None:
     finally:
         for task in (watching, *([again] if again else [])):
             task.cancel()
-
-
-def _open_store(invitation: Invitation, port: int, listener: socket.socket) -> Any:
-    """Where the ranks find each other, at the address that they were told and at no other."""
-    from torch.distributed import TCPStore
-
-    return TCPStore(
-        invitation.address,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=invitation.where.timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 @contextlib.contextmanager

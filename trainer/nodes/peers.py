@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from async_grpo.errors import NodeLost
+from async_grpo.network import LOOPBACK
 from trainer.nodes.line import Line
 from trainer.nodes.messages import Beat, Ended, Message, Stop, Stopped
 
@@ -22,7 +23,7 @@ class StoppedEarly(Exception):
 
 
 class Peers:
-    """The nodes at the other ends of this one's lines."""
+    """The nodes at the other ends of this one's lines; none for a node that is alone."""
 
     def __init__(self, lines: Iterable[Line], silence_s: float) -> None:
         self.stop_asked = asyncio.Event()
@@ -33,8 +34,8 @@ class Peers:
 
     @property
     def own_address(self) -> str:
-        """Of this machine, in figures, on the network that reaches the others."""
-        return self._lines[0].own_address
+        """Of this machine, in figures, on the network that reaches the others; of the loopback if there are none."""
+        return self._lines[0].own_address if self._lines else LOOPBACK
 
     def tell(self, message: Message) -> None:
         """All of them; those that are gone do not hear it."""
@@ -57,6 +58,8 @@ class Peers:
     async def watch(self) -> None:
         """Until all have ended as they should. Raises NodeLost or WireError for the first that has not, StoppedEarly
         if one says so."""
+        if not self._following:
+            return
         ended, _ = await asyncio.wait(self._following, return_when=asyncio.FIRST_EXCEPTION)
         for following in ended:
             following.result()

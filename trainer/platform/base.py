@@ -87,7 +87,7 @@ def select_platform(name: str) -> Platform:
 
 
 def local_rank() -> int:
-    """Which of this machine's ranks this is; 0 without torchrun."""
+    """Which of this machine's ranks this is; 0 for one that was started by itself."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

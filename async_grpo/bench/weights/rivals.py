@@ -26,6 +26,7 @@ import numpy as np
 
 from async_grpo.bench.weights.signals import DONE, GO, WAIT_S
 from async_grpo.errors import RoleFailed, WaitTimeout
+from async_grpo.network import LOOPBACK, card_environment
 from async_grpo.process import child_argv
 from async_grpo.weights.manifest import Layout
 
@@ -168,6 +169,8 @@ async def gloo(target: Path, folder: Path) -> AsyncIterator[Rival]:
     """Over the loopback; the two ranks meet in a file of `folder`."""
     import torch.distributed as dist
 
+    for name, value in card_environment("cpu", LOOPBACK).items():
+        os.environ.setdefault(name, value)  # for the far end, too
     where = f"file://{folder / 'gloo'}"
     timeout = timedelta(seconds=WAIT_S)
     async with FarEnd("gloo", where, target) as far:

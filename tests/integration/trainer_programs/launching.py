@@ -1,10 +1,10 @@
-"""Start `train_steps` on some cases, and read what it found."""
+"""Start a program as the ranks of a trainer; `train_steps` on some cases, and read what it found."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_grpo.config import RunConfig, dump, validate
+from trainer.nodes.node import Met, Node
 
 PROGRAMS = Path(__file__).parents[1]
 TEMPERATURE = 0.8
@@ -83,12 +84,25 @@ def train(folder: Path, cases: list[Case], ranks: int) -> dict[str, Outcome]:
     return {case.name: _read(folder / f"{case.name}.json") for case in cases}
 
 
-def launch(program: str, ranks: int, *arguments: object) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", f"trainer_programs.{program}", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
+@dataclass(slots=True)
+class ProgramNode(Node):
+    """The trainer on this machine, with another program in place of its ranks."""
+
+    argv: list[str] = field(default_factory=list)
+
+    def _argv(self) -> list[str]:
+        return self.argv
+
+    def _environments(self, met: Met) -> list[dict[str, str]]:
+        found = f"{PROGRAMS}:{os.environ.get('PYTHONPATH', '')}"
+        return [told | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found} for told in Node._environments(self, met)]
+
+
+def launch(program: str, ranks: int, *arguments: object, timeout_s: float = 400.0) -> None:
+    """Until all ranks have ended. Raises TrainingError if one fails."""
+    config = validate({"name": program, "model": {"random": {}}, "trainer": {"processes": ranks}}, "test")
+    argv = [sys.executable, "-m", f"trainer_programs.{program}", *map(str, arguments)]
+    asyncio.run(asyncio.wait_for(ProgramNode(config, Path(), Path(), 0, argv=argv).run(), timeout_s))
 
 
 def _read(path: Path) -> Outcome:

@@ -1,6 +1,6 @@
 """Load a converted checkpoint in one layout after another, and write each back as Hugging Face tensors.
 
-    python -m trainer_programs.load_converted SETTINGS CHECKPOINT LAYOUTS.json      (under torchrun)
+    python -m trainer_programs.load_converted SETTINGS CHECKPOINT LAYOUTS.json
 
 LAYOUTS: {FILE: {keys of the trainer}, ...}.
 """

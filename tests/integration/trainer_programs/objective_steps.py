@@ -1,6 +1,6 @@
 """One step from the same weights and the same batch, for one objective after another.
 
-    python -m trainer_programs.objective_steps CASES.json      (under torchrun for several ranks)
+    python -m trainer_programs.objective_steps CASES.json
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE}. `out` gets the figures of the step as JSON; how far each weight
 moved lies beside it.

@@ -1,6 +1,6 @@
 """Train and publish after every step, in one case after another, and write down what each side holds.
 
-    python -m trainer_programs.published_steps CASES.json      (under torchrun for several ranks)
+    python -m trainer_programs.published_steps CASES.json
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE, "readers": N, "steps": N}. `out` gets one JSON line a version:
 the hashes of the trainer's tensors, and what every reader said of its own. No step begins before all have spoken.

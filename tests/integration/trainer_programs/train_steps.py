@@ -1,6 +1,6 @@
 """Train a few steps, in one case after another, and write down what can be compared.
 
-    python -m trainer_programs.train_steps CASES.json      (under torchrun for several ranks)
+    python -m trainer_programs.train_steps CASES.json
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE, "save_at": V | null, "resume": bool,
 "poisoned": bool}, and if needed "versions": V, where to stop, and "die": true, the end by SIGKILL.

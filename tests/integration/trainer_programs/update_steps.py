@@ -1,6 +1,6 @@
 """Steps of several updates, with a reference model, streamed, or skipped: one case after another.
 
-    python -m trainer_programs.update_steps CASES.json      (under torchrun for several ranks)
+    python -m trainer_programs.update_steps CASES.json
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE} and, of `Case`, what differs from the default. `out` gets what is
 to be compared as JSON; how far each weight moved lies beside it.
