@@ -1,16 +1,22 @@
-"""From a configuration to a buffer and a board on a server that was checked."""
+"""From a configuration to a buffer and a board on a server that was checked.
+
+The buffer that a configuration describes, and whether its run is over.
+"""
 
 from __future__ import annotations
 
 from redis.asyncio import Redis
 
+from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.staleness import ReplayPolicy
+from buffer.base import ReplayBuffer, RunBoard
+from buffer.capacity import memory_plan
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
-from buffer.redis.keys import Keys
-from buffer.redis.link import Link, close
+from buffer.redis.retrying import Link, close
+from buffer.redis.scripts import Keys
 
 _LOOK_AT_ONCE = 1000
 
@@ -100,3 +106,23 @@ async def _checked_client(redis: RedisConfig, run: str) -> Redis:
         await close(client)
         raise
     return client
+
+
+async def open_run(config: RunConfig) -> RedisBuffer:
+    """The buffer of the run, new or as it was left. Raises ServerLost, ServerRefused, and ConfigError if the
+    server's memory would not last."""
+    memory_plan(config).check(await memory_limit(config.redis, config.name), "the server at redis.url")
+    return await connect(
+        config.redis,
+        config.name,
+        policy=config.replay_policy,
+        lease_s=config.lease_s,
+        max_attempts=config.rollout.max_attempts,
+    )
+
+
+async def is_over(config: RunConfig, buffer: ReplayBuffer, board: RunBoard) -> bool:
+    """Whether rollout servers have nothing left to do: every step is trained and the final policy is measured (its
+    probe comes before its evaluation). The trainer may still have to read both, and to export."""
+    evaluated = any(evaluation.version >= config.steps for evaluation in await board.evaluations())
+    return evaluated and (await buffer.stats()).ended

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
-from async_grpo.staleness.window import age
+from async_grpo.staleness import OnStale, ReplayPolicy, Selector, age
 from async_grpo.wire import Group
 
 _MODULUS, _MULTIPLIER, _STRIDE, _SKIPPED = 2**31 - 1, 48271, 1_000_003, 3

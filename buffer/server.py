@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError, ServerLost
-from async_grpo.process import child_argv
+from async_grpo.utils.child_process import child_argv
 
 LONGEST_SOCKET_PATH = 100
 """Bytes; the kernel's own limit is 107 on Linux and 103 elsewhere."""

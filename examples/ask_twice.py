@@ -5,9 +5,9 @@ async-grpo run configs/quickstart.yaml -o rollout.workflow=examples.ask_twice:As
 
 from __future__ import annotations
 
-from async_grpo.data.source import Tokenizer
+from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.wire import Sample, Task
-from rollout_server.session import Session
+from rollout_server.workflows.session import Session
 
 QUESTION = "\nAre you sure? "
 

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Mapping
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item
 from async_grpo.rewards.pool import RewardPool
 
 

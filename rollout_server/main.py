@@ -25,9 +25,8 @@ import uvloop
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError
-from async_grpo.telemetry.log import configure_logging, redact_secrets
-from rollout_server.failures import first_cause
-from rollout_server.loop_watch import watched_loop
+from async_grpo.telemetry.logging import configure_logging, redact_secrets
+from async_grpo.utils.aio import first_cause, watched_loop
 
 EXIT_FAULT, EXIT_ENGINE = 1, 3
 STOP_SHARE = 0.8
@@ -83,7 +82,7 @@ async def _serve_until_told(config: RunConfig, model: Path, name: str) -> None:
 
 
 async def _serve(config: RunConfig, model: Path, name: str) -> None:
-    from rollout_server.setup import open_server  # the engine and its dependencies, after the arguments are checked
+    from rollout_server.assembly import open_server  # the engine and its dependencies, after the arguments are checked
 
     for left in range(config.rollout.engine_restarts, -1, -1):
         try:

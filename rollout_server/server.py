@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING
 
 from async_grpo.errors import WaitTimeout
 from buffer import TASKS_AHEAD
-from rollout_server.cast import Cast
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.evaluator import Evaluator
-from rollout_server.feeder import Feeder
-from rollout_server.pulse import Pulse
-from rollout_server.throttle import Throttle
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.concurrency import Throttle
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.heartbeat import Pulse
 from rollout_server.weight_watcher import WeightWatcher
 
 if TYPE_CHECKING:
-    from rollout_server.http.front import HttpFront
+    from rollout_server.http.server import HttpFront
 
 
 class RolloutServer:

@@ -26,8 +26,8 @@ import structlog
 
 from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
 from async_grpo.weights.manifest import Identity
-from rollout_server.diary import Diary
-from rollout_server.engines.protocol import Engine, Interruption
+from rollout_server.engines.base import Engine, Interruption
+from rollout_server.run_logger import Diary
 
 NOTHING = Identity(-1, -1)
 

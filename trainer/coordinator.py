@@ -21,9 +21,8 @@ from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
 from buffer import connect_board, open_run
-from buffer.board import RunBoard
-from buffer.protocol import ReplayBuffer, Resume
-from trainer.parallel import is_leader, share_bytes, share_ints
+from buffer.base import ReplayBuffer, Resume, RunBoard
+from trainer.distributed import is_leader, share_bytes, share_ints
 
 R = TypeVar("R")
 

@@ -19,19 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_grpo.config import RunConfig
+from async_grpo.telemetry.timeline import START, WAIT
 from async_grpo.wire.board import Evaluation
-from trainer.checkpoint import CheckpointFolder
+from trainer.checkpoint.folder import CheckpointFolder
 from trainer.coordinator import Coordinator
-from trainer.diary import Diary
-from trainer.metrics import step_row
-from trainer.outlet import WeightOutlet
-from trainer.parallel import is_leader
-from trainer.phases import START, WAIT
-from trainer.policy import Policy
-from trainer.reference import Reference
-from trainer.skips import Skips
-from trainer.step import measure_gap
-from trainer.stepper import Made, Stepper
+from trainer.distributed import is_leader
+from trainer.model.policy import Policy
+from trainer.model.reference import Reference
+from trainer.run_logger import Diary
+from trainer.step.results import step_row
+from trainer.step.step import measure_gap
+from trainer.step.step_runner import Made, Skips, Stepper
+from trainer.weights import WeightOutlet
 
 
 @dataclass(slots=True)

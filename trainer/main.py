@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG
-from async_grpo.private_names import check_private_names
+from async_grpo.utils.private_names import check_private_names
 from trainer.platform import Platform, select_platform
 
 
@@ -44,13 +44,13 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     """Imports come late: the platform must be active before anything imports megatron."""
     check_private_names("trainer", "trainer, torch")
     from async_grpo.algorithms import check_objective
-    from trainer.checkpoint import CheckpointFolder
+    from trainer.checkpoint.folder import CheckpointFolder
     from trainer.coordinator import join_run
-    from trainer.diary import Diary
+    from trainer.distributed import start_ranks, stop_ranks
     from trainer.loop import TrainingLoop
-    from trainer.parallel import start_ranks, stop_ranks
-    from trainer.reference import load_reference
-    from trainer.start import load_policy
+    from trainer.model.policy import load_policy
+    from trainer.model.reference import load_reference
+    from trainer.run_logger import Diary
 
     check_objective(config.trainer.objective)
     longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s, config.trainer.checkpoint.timeout_s)

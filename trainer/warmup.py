@@ -29,13 +29,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from async_grpo.config.warmup import WarmupConfig
+from async_grpo.config.model import WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
-from async_grpo.data.char_tokenizer import build_char_tokenizer
-from async_grpo.data.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 from async_grpo.errors import TrainingError
-from async_grpo.rewards.verifiers import answer_tag
-from trainer.platform.products import multiply_with_onednn
+from async_grpo.models.tiny_qwen2 import build_char_tokenizer, build_tiny_qwen2, whole_checkpoint
+from async_grpo.rewards.verifiers.answers import answer_tag
+from trainer.platform.cpu_patches import multiply_with_onednn
 
 HELD_OUT_SAMPLES = 4
 """mean@4: completions of one held-out problem."""

@@ -10,12 +10,17 @@ They see the model through log-probabilities and entropies alone. docs/algorithm
 
 from async_grpo.algorithms.advantages import ADVANTAGES
 from async_grpo.algorithms.aggregation import AGGREGATIONS, denominator
-from async_grpo.algorithms.corrections import CORRECTIONS, ess_scale, ess_sums
-from async_grpo.algorithms.kl import rewards_less_kl, token_kl
+from async_grpo.algorithms.corrections import CORRECTIONS, PROXIMALS, ess_scale, ess_sums
+from async_grpo.algorithms.custom import advantage_of, check_objective
 from async_grpo.algorithms.losses import LOSSES, TokenLoss
-from async_grpo.algorithms.objective import Objective, every_multiplier, token_objective, whole_batch_multiplier
-from async_grpo.algorithms.own import advantage_of, check_objective
-from async_grpo.algorithms.proximal import PROXIMALS
+from async_grpo.algorithms.objective import (
+    Objective,
+    every_multiplier,
+    rewards_less_kl,
+    token_kl,
+    token_objective,
+    whole_batch_multiplier,
+)
 from async_grpo.algorithms.tokens import Tokens
 
 __all__ = [

@@ -7,6 +7,8 @@ that the loss's own r does not cover. Those that reject (0 or 1) take rho = pi_t
 All but `m2po` look at one sequence at a time, so micro-batches and ranks change nothing. `m2po` must be given the
 tokens of the whole batch: the trainer makes a forward pass over it first, and every rank computes the same mask.
 `ess_lr` is no multiplier: it adds up three sums over micro-batches and ranks, and scales the learning rate.
+
+Where pi_prox comes from, the policy that the trust region is around. Constant: it carries no gradient.
 """
 
 from __future__ import annotations
@@ -105,3 +107,38 @@ def _product(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
 def _within(ratio: Tensor, dials: CorrectionConfig) -> Tensor:
     """1 inside [low, high], 0 outside and for NaN."""
     return ((ratio >= required(dials.low)) & (ratio <= required(dials.high))).to(ratio.dtype)
+
+
+Proximal = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logprobs_N, behaviour_N, age_N) -> log pi_prox [N]; age: trainer version - version that sampled the token."""
+
+
+def recompute(logprobs_N: Tensor, behaviour_N: Tensor, age_N: Tensor) -> Tensor:
+    """The policy just before the step: decoupled PPO, AReaL, arXiv 2505.24298.
+
+    With one update a step these are the weights that the forward pass of the step itself evaluates: the same numbers
+    as a pass of their own would give, without its cost (a quarter of the step). r is then 1 and only w corrects for the
+    age of the tokens. With several updates the trainer makes that pass and uses its numbers in place of this function.
+    """
+    return logprobs_N.detach()
+
+
+def loglinear(logprobs_N: Tensor, behaviour_N: Tensor, age_N: Tensor) -> Tensor:
+    """log pi_b + alpha (log pi_theta - log pi_b), alpha = (v_prox - v_b) / (v_theta - v_b): A-3PO, arXiv 2512.06547.
+
+    v_prox = v_theta - 1, one step behind the present policy, so alpha = 1 - 1 / age: tokens of the last version
+    have pi_prox = pi_b (plain PPO), older ones approach pi_theta. At age 0 pi_prox is pi_theta itself. With several
+    updates a step v_theta is the version in the making, and all ages are one more: pi_prox is the policy before it.
+    """
+    age_N = age_N.to(logprobs_N.dtype)
+    alpha_N = torch.where(age_N >= 1, 1.0 - 1.0 / age_N.clamp(min=1), torch.ones_like(age_N))
+    return behaviour_N + alpha_N * (logprobs_N.detach() - behaviour_N)
+
+
+def behaviour(logprobs_N: Tensor, behaviour_N: Tensor, age_N: Tensor) -> Tensor:
+    """The policy that sampled the token: plain PPO, arXiv 1707.06347. r is then the whole ratio rho, and w is 1."""
+    return behaviour_N
+
+
+PROXIMALS: dict[str, Proximal] = {"recompute": recompute, "loglinear": loglinear, "behaviour": behaviour}
+"""Choice by its name in the configuration."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
-from async_grpo.config.warmup import ArithmeticTaskConfig
+from async_grpo.config.model import ArithmeticTaskConfig
 
 PLAIN_TEMPLATE = "{prompt}"
 

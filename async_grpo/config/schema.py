@@ -21,9 +21,7 @@ from async_grpo.config.rewards import RewardsConfig
 from async_grpo.config.rollout import RolloutConfig, SamplingConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
-from async_grpo.staleness.rate import RateLimit
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow
 
 LEASE_SHARE = 1.5
 """Leases last so many times redis.timeout_s: they are renewed when a third has gone, and outlive that wait then."""

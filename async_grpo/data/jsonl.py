@@ -14,11 +14,11 @@ from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.config.data import DataConfig
-from async_grpo.data.encode import Encoder, check_characters
-from async_grpo.data.fields import FieldMap, Rejections, Unusable, example_of
-from async_grpo.data.order import Passes
-from async_grpo.data.rows import RawRow, kind_of, read_lines
-from async_grpo.data.source import Tokenizer, make_task, prompt_limit
+from async_grpo.data.base import Unusable, make_task, prompt_limit
+from async_grpo.data.prepare.formats import FieldMap, Rejections, example_of
+from async_grpo.data.prepare.readers import RawRow, kind_of, read_lines
+from async_grpo.data.shuffle import Passes
+from async_grpo.data.tokenizer import Encoder, Tokenizer, check_characters
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
 

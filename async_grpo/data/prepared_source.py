@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PLAIN_TEMPLATE, DataConfig
-from async_grpo.data.encode import encode_one
-from async_grpo.data.order import Passes
-from async_grpo.data.prepared import Manifest, PreparedSet, Split, open_prepared
-from async_grpo.data.source import Tokenizer, prompt_limit
+from async_grpo.data.base import prompt_limit
+from async_grpo.data.prepared_dataset import Manifest, PreparedSet, Split, open_prepared
+from async_grpo.data.shuffle import Passes
+from async_grpo.data.tokenizer import Tokenizer, encode_one
 from async_grpo.errors import DataError
 from async_grpo.wire import Task, tokens_to_bytes
 

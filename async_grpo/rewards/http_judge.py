@@ -22,9 +22,7 @@ import msgspec
 
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.item import Item
-from async_grpo.rewards.score import as_score
-from async_grpo.rewards.verdict import Failure, Outcome
+from async_grpo.rewards.base import Failure, Item, Outcome, as_score
 
 _WORTH_ANOTHER_TRY = frozenset({408, 425, 429, *range(500, 600)})
 _READ_BYTES = 16 << 10

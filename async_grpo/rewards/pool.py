@@ -23,13 +23,11 @@ import structlog
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.environment import worker_environment
+from async_grpo.rewards.base import DRY_ITEM, Failure, Item, Outcome, Verdict, verdict_of
 from async_grpo.rewards.http_judge import HttpJudge
-from async_grpo.rewards.item import DRY_ITEM, Item
-from async_grpo.rewards.resolve import BUILTIN, SIGNATURE, check_name
-from async_grpo.rewards.slot import Limits, WorkerSlot
-from async_grpo.rewards.verdict import Failure, Outcome, Verdict, verdict_of
-from async_grpo.rewards.warden_link import WardenLink
+from async_grpo.rewards.registry import BUILTIN, SIGNATURE, check_name
+from async_grpo.rewards.workers.client import WardenLink, worker_environment
+from async_grpo.rewards.workers.slot import Limits, WorkerSlot
 
 T = TypeVar("T")
 

@@ -5,11 +5,15 @@
 One process of the trace per role, one thread per track. Spans of a track that overlap (groups
 generated side by side) go to further lanes of that track, because a trace viewer would otherwise
 show one as a part of the other.
+
+What a step spends its time on: named durations, and spans of the timeline on the leading rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from typing import Any
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
 
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")
+
+
 Event = dict[str, Any]
 
 
@@ -126,3 +132,34 @@ def _event(row: Event, origin_s: float) -> Event:
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
+
+
+TRACK = "trainer"
+
+
+START, WAIT = "start", "wait"
+"""Waiting for a batch: the first one of a process, while engines load; and every later one."""
+
+
+class Phases:
+    """Collects the durations of one step; `timeline` is None on ranks that write nothing."""
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def span(self, name: str, **args: object) -> Iterator[None]:
+        """Time the block; blocks of the same name add up."""
+        start_s, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed_s = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s
+            if self._timeline is not None:
+                self._timeline.span(TRACK, name, start_s, start_s + elapsed_s, **args)
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self.seconds.clear()

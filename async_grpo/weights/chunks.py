@@ -5,10 +5,13 @@
 
 Both sides cut the same layout in the same way, so a chunk is named by its number. A chunk never mixes
 items of different sizes, because a patch counts in items; otherwise chunks are as long as allowed.
+
+Which tensors differ between two versions: lets an engine reload only those.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,6 +24,8 @@ from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights.manifest import Layout, Manifest, item_bytes_of
 
 Hashes = npt.NDArray[np.uint64]
+
+
 _HASH_DTYPE = np.dtype("<u8")
 
 
@@ -92,3 +97,33 @@ def _runs(layout: Layout) -> list[tuple[int, int, int]]:
         elif end > spec.offset:
             runs.append((spec.offset, end, item_bytes))
     return runs
+
+
+def changed_tensors(
+    layout: Layout, chunks: Sequence[Chunk], old_hashes: Hashes, new_hashes: Hashes, old: memoryview, new: memoryview
+) -> list[bool]:
+    """One flag a tensor, exact: the bytes decide where a chunk that changed holds several tensors."""
+    differs = old_hashes != new_hashes
+    starts = [chunk.start for chunk in chunks]
+    flags: list[bool] = []
+    for spec in layout.tensors:
+        begin, end = spec.offset, spec.offset + spec.nbytes
+        first = max(0, bisect_left(starts, begin + 1) - 1)
+        touched = [index for index in range(first, bisect_left(starts, end)) if differs[index]]
+        whole = any(begin <= chunks[index].start and chunks[index].stop <= end for index in touched)
+        flags.append(whole or (bool(touched) and not _equal(old[begin:end], new[begin:end])))
+    return flags
+
+
+def pack(flags: Sequence[bool]) -> bytes:
+    """A bit a tensor."""
+    return np.packbits(np.asarray(flags, np.bool_)).tobytes()
+
+
+def unpack(packed: bytes, tensors: int) -> list[bool]:
+    """The inverse of `pack`."""
+    return [bool(bit) for bit in np.unpackbits(np.frombuffer(packed, np.uint8), count=tensors)]
+
+
+def _equal(old: memoryview, new: memoryview) -> bool:
+    return bool(np.array_equal(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)))

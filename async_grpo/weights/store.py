@@ -33,12 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
-from async_grpo.weights import changes
+from async_grpo.weights import chunks
 from async_grpo.weights.manifest import FORMAT, Identity, Layout, TensorSpec
-from async_grpo.weights.memory import PAGE, allocate, page_up
-from async_grpo.weights.memory import SHARED_MEMORY as SHARED_MEMORY
-from async_grpo.weights.memory import remove_stores as remove_stores
-from async_grpo.weights.memory import store_path as store_path
+from async_grpo.weights.shared_memory import PAGE, SHARED_MEMORY, allocate, page_up
 from async_grpo.wire import decode, encode
 from async_grpo.wire.records import Record
 
@@ -89,7 +86,7 @@ class Snapshot:
         """The tensors whose bytes differ from those of `base`; None if that is not known."""
         if self.notes.base is None or Identity(*self.notes.base) != base:
             return None
-        flags = changes.unpack(self.notes.changed, len(self.layout.tensors))
+        flags = chunks.unpack(self.notes.changed, len(self.layout.tensors))
         return [spec for spec, changed in zip(self.layout.tensors, flags, strict=True) if changed]
 
     @property

@@ -33,7 +33,7 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over prompts with its 95% confidence interval (`async_grpo.evaluation.bootstrap`)."""
+    """A mean over prompts with its 95% confidence interval (`async_grpo.evaluation.estimators`)."""
 
     value: float
     low: float
@@ -41,7 +41,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Figures(Record, frozen=True, kw_only=True, tag="figures"):
-    """What graded completions say; None or missing: not measured. `async_grpo.evaluation.figures` makes them."""
+    """What graded completions say; None or missing: not measured. `async_grpo.evaluation.summary` makes them."""
 
     prompts: int
     """With at least one completion that could be judged."""

@@ -27,10 +27,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.bench.figures import Machine
+from async_grpo.app.bench.measure import Machine
 from benchmarks.trl.plot import draw
-from benchmarks.trl.policy import make_policies
-from benchmarks.trl.rows import Pace, SideRun, pace, ratio
+from benchmarks.trl.policies import make_policies
+from benchmarks.trl.records import Pace, SideRun, pace, ratio
 from benchmarks.trl.sides import TRL_PYTHON, add_cores, bind, end_children_on_sigterm, our_side, run_ours, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 
 from async_grpo.errors import RoleFailed
-from benchmarks.trl.policy import make_policies
-from benchmarks.trl.rows import TrlDials
+from benchmarks.trl.policies import make_policies
+from benchmarks.trl.records import TrlDials
 from benchmarks.trl.sides import add_cores, bind, end_children_on_sigterm, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 

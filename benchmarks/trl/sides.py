@@ -20,7 +20,7 @@ from pathlib import Path
 
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
-from benchmarks.trl.rows import SideRun, TrlDials, our_groups, our_steps, trl_steps
+from benchmarks.trl.records import SideRun, TrlDials, our_groups, our_steps, trl_steps
 from benchmarks.trl.workloads import HERE, Workload
 
 TIMEOUT_S = 1800.0

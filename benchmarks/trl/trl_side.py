@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from async_grpo.rewards.verifiers import answer_tag
-from benchmarks.trl.rows import TrlSpec, read_prompts
+from async_grpo.rewards.verifiers.answers import answer_tag
+from benchmarks.trl.records import TrlSpec, read_prompts
 
 Facts = dict[str, Any]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.config.load import load
-from async_grpo.config.warmup import ArithmeticTaskConfig
+from async_grpo.config.model import ArithmeticTaskConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet
 from async_grpo.errors import ConfigError
-from benchmarks.trl.rows import PromptRow, TrlDials, TrlSpec, write_prompts
-from trainer.schedule import learning_rate
+from benchmarks.trl.records import PromptRow, TrlDials, TrlSpec, write_prompts
+from trainer.model.optimizer import learning_rate
 
 HERE = Path(__file__).parent
 CACHE = HERE / ".cache"

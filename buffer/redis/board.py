@@ -9,9 +9,8 @@ from redis.asyncio import Redis
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
-from buffer.redis.keys import Keys
-from buffer.redis.link import Link, NotYet, Payload
-from buffer.redis.scripts import script
+from buffer.redis.retrying import Link, NotYet, Payload
+from buffer.redis.scripts import Keys, script
 
 REMEMBER_COUNT_MS = 120_000
 """A repeated `count` is recognised for this long."""

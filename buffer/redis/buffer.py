@@ -18,9 +18,10 @@ from typing import Any
 from redis.asyncio import Redis
 
 from async_grpo.errors import BufferFault
-from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
-from buffer.faults import (
+from buffer.base import Resume
+from buffer.errors import (
     checked_reason,
     checked_stream,
     fenced,
@@ -31,10 +32,9 @@ from buffer.faults import (
     lease_lost,
     run_ended,
 )
-from buffer.protocol import BufferStats, Resume
-from buffer.redis.keys import Keys
-from buffer.redis.link import Link, NotYet, Payload
-from buffer.redis.scripts import script
+from buffer.redis.retrying import Link, NotYet, Payload
+from buffer.redis.scripts import Keys, script
+from buffer.stats import BufferStats
 
 _COUNTERS = (
     *("epoch", "version", "tasks_put", "admitted", "inserted", "used", "ended"),

@@ -17,11 +17,11 @@ from redis.exceptions import BusyLoadingError, ResponseError
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
-from async_grpo.private_names import check_private_names
-from buffer.redis.address import Address, parse
-from buffer.redis.failures import PASSWORD_VARIABLE, SENTINEL_PASSWORD_VARIABLE, USERNAME_VARIABLE
-from buffer.redis.finder import ClusterFinder, Finder, FoundConnection, FoundTlsConnection, SentinelFinder
-from buffer.redis.keys import Keys
+from async_grpo.utils.private_names import check_private_names
+from buffer.redis.discovery import ClusterFinder, Finder, FoundConnection, FoundTlsConnection, SentinelFinder
+from buffer.redis.errors import PASSWORD_VARIABLE, SENTINEL_PASSWORD_VARIABLE, USERNAME_VARIABLE
+from buffer.redis.scripts import Keys
+from buffer.redis.url import Address, parse
 
 OLDEST_SERVER = (7, 0)
 SAFE_POLICY = "noeviction"

@@ -1,4 +1,33 @@
-"""The Lua scripts in lua/: one a transition, called by digest, loaded where the server does not know them.
+"""Every key of a run, under one hash tag, so that a cluster keeps them on one node.
+
+Bookkeeping, passed to every script in the order of `_BOOKS`:
+
+- `meta`        hash    epoch, head version, counters, the policy
+- `released`    hash    reason -> groups that ended with it
+- `lengths`     hash    reason:n -> those whose longest completion had at most n tokens (and more than n / 2)
+- `open`        zset    INFLIGHT and READY groups, scored by sequence
+- `ready`       zset    READY groups, scored by sequence
+- `leases`      zset    INFLIGHT groups, scored by deadline in ms (0: given back, nobody holds it)
+- `begun`       zset    INFLIGHT groups, scored by the policy version that no token of theirs is older than
+- `ages`        zset    READY groups, scored by the version of their newest token where the policy masks what is too
+                        old, else of their oldest
+- `groups`      hash    sequence -> attempt, strikes, longest, oldest, newest, uses, pins (RECORD in
+                        lua/parts/records.lua), of every active group and of every released one that a logged step has
+- `taken`       set     TAKEN groups
+- `log`         hash    version -> epoch, settled, mask_below, size, sequences of its batch, until it is committed
+- `endings`     zset    the newest endings, so that a repeated insert or discard is recognised
+- `wake:admit`  list    at most one element: somebody should look whether groups can be admitted
+- `wake:take`   list    at most one element: somebody should look whether a batch can be taken
+- `drained`     string  what `async-grpo buffer drain` will put back; only while the run is drained
+- `stage`       string  a partial on its way in; exists only within one transaction
+
+Payloads, by plain SET and MGET: `task:<seq>`, `partial:<seq>`, `group:<seq>:<attempt>`; and
+`grant:<request>`, the answer to an `admit` whose reply may have been lost. The index of a task is the
+sequence of its ticket: both count from 0, and tasks are admitted in order. A group's key names the
+attempt that made it, so that it can be written where it will stay before anybody knows whether its
+lease still holds: what a lost attempt writes is nobody else's.
+
+The Lua scripts in lua/: one a transition, called by digest, loaded where the server does not know them.
 
 The second line of a script may name the parts, in lua/parts/, that are put before it, in this order: a server makes
 all functions of a script anew at every call, so each gets those that it needs.
@@ -7,9 +36,41 @@ all functions of a script anew at every call, so each gets those that it needs.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+_BOOKS = (
+    *("meta", "released", "lengths", "open", "ready", "leases", "begun", "ages", "groups", "taken", "log"),
+    *("endings", "wake:admit", "wake:take", "stage"),
+)
+
+
+class Keys:
+    """Names of the keys of `run`."""
+
+    def __init__(self, run: str) -> None:
+        self.prefix = f"agrpo:{{{run}}}:"
+        self.books = tuple(self.of(name) for name in _BOOKS)
+
+    def of(self, name: str) -> str:
+        """The key called `name`."""
+        return self.prefix + name
+
+    def payloads(self, kind: str, seqs: Iterable[int]) -> list[str]:
+        """The keys of the payloads of one kind (task, partial)."""
+        return [f"{self.prefix}{kind}:{seq}" for seq in seqs]
+
+    def group(self, seq: int, attempt: int) -> str:
+        """The key of a finished group."""
+        return f"{self.prefix}group:{seq}:{attempt}"
+
+    @property
+    def pattern(self) -> str:
+        """Glob pattern of everything that the run has stored."""
+        return self.prefix + "*"
+
 
 AFTER = "-- After: "
 

@@ -19,8 +19,14 @@ import numpy.typing as npt
 from async_grpo.errors import EngineError
 from async_grpo.weights.manifest import Identity
 from async_grpo.weights.store import WeightStore
-from rollout_server.engines.protocol import EngineLoad, Generation, GenerationRequest, Interruption
-from rollout_server.engines.spans import CHECKPOINT_VERSION, SpanLog
+from rollout_server.engines.base import (
+    CHECKPOINT_VERSION,
+    EngineLoad,
+    Generation,
+    GenerationRequest,
+    Interruption,
+    SpanLog,
+)
 
 Script = Callable[[GenerationRequest], Sequence[int]]
 """The completion of a request, `prefix` included, its last token being the stop token."""

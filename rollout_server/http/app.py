@@ -1,6 +1,10 @@
 """The routes put together, behind what every request passes.
 
 request --> Doorstep (known host? counted) --> route --> answer, or {"error": ...} with a status
+
+/admin: take no more groups, take them again, leave the run.
+
+/healthz and /readyz, for whoever keeps the server alive and sends it requests.
 """
 
 from __future__ import annotations
@@ -9,18 +13,75 @@ import ipaddress
 from collections import Counter
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_server.http.admin import admin_routes
+from rollout_server.dispatch.admission import Admission
 from rollout_server.http.completions import completion_routes
-from rollout_server.http.errors import HttpError
-from rollout_server.http.lobby import Lobby
+from rollout_server.http.context import Lobby
 from rollout_server.http.metrics import metrics_routes
-from rollout_server.http.probes import probe_routes
+from rollout_server.http.streaming import HttpError
+
+
+def admin_routes(lobby: Lobby) -> APIRouter:
+    """All of them need the administration token."""
+
+    async def token(request: Request) -> None:
+        lobby.keys.admit_to_admin(request.headers.get("authorization", ""))
+
+    routes = APIRouter(prefix="/admin", dependencies=[Depends(token)])
+
+    @routes.post("/pause")
+    async def pause() -> JSONResponse:
+        """Admit nothing new; what is in flight goes on, and so do completions over HTTP."""
+        admission().pause()
+        return _state(lobby)
+
+    @routes.post("/resume")
+    async def resume() -> JSONResponse:
+        """Admit again."""
+        admission().resume()
+        return _state(lobby)
+
+    @routes.post("/drain")
+    async def drain(now: bool = False) -> JSONResponse:
+        """Admit nothing new, finish what is in flight (`now`: store it and give it back), and leave the run."""
+        admission().drain(now=now)
+        return _state(lobby)
+
+    def admission() -> Admission:
+        return lobby.open().dispatcher.admission
+
+    return routes
+
+
+def _state(lobby: Lobby) -> JSONResponse:
+    dispatcher = lobby.open().dispatcher
+    return JSONResponse({"admission": dispatcher.admission.state.value, "groups_in_work": len(dispatcher.leases)}, 202)
+
+
+def probe_routes(lobby: Lobby) -> APIRouter:
+    """They need no key and tell no text."""
+    routes = APIRouter()
+
+    @routes.get("/healthz")
+    async def healthz() -> JSONResponse:
+        """That this is answered says it all: the process lives and its event loop turns."""
+        return JSONResponse({"status": "alive", "server": lobby.name})
+
+    @routes.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """Ready: the engine has started, has its first weights, and the server is not about to leave."""
+        if reason := lobby.why_not_ready:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        backstage = lobby.ready()
+        admission = backstage.dispatcher.admission.state.value
+        return JSONResponse({"status": "ready", "policy_version": backstage.policy, "admission": admission})
+
+    return routes
 
 
 def make_app(lobby: Lobby) -> ASGIApp:

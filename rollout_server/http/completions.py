@@ -17,14 +17,13 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_server.engines.protocol import GenerationRequest
-from rollout_server.http.bodies import ChatBody, CompletionBody, Sampling, parse
-from rollout_server.http.errors import HttpError
-from rollout_server.http.lobby import Backstage, Lobby
-from rollout_server.http.replies import ChatForm, Choice, CompletionForm, Form, Wants
-from rollout_server.http.text import TextStream
-from rollout_server.http.wire import EventStream, read_json, unless_gone
-from rollout_server.http.writers import Job, Piece
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.http.context import Backstage, Lobby
+from rollout_server.http.detokenizer import TextStream
+from rollout_server.http.jobs import Job, Piece
+from rollout_server.http.requests import ChatBody, CompletionBody, Sampling, parse
+from rollout_server.http.responses import ChatForm, Choice, CompletionForm, Form, Wants
+from rollout_server.http.streaming import EventStream, HttpError, read_json, unless_gone
 
 VERSION_HEADER = "x-policy-version"
 

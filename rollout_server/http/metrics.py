@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from buffer import BufferStats, RecentStats
-from rollout_server.http.lobby import Backstage, Lobby
+from rollout_server.http.context import Backstage, Lobby
 
 
 def metrics_routes(lobby: Lobby) -> APIRouter:

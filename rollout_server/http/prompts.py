@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from async_grpo.data.source import Tokenizer
-from rollout_server.http.bodies import Message
-from rollout_server.http.errors import HttpError
+from async_grpo.data.tokenizer import Tokenizer
+from rollout_server.http.requests import Message
+from rollout_server.http.streaming import HttpError
 
 MAX_REASON_CHARS = 500
 

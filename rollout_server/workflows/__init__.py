@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from async_grpo.config.rollout import RolloutConfig
-from async_grpo.data.source import Tokenizer
+from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError
 from async_grpo.plugins import is_plugin, load_plugin
+from rollout_server.workflows.base import SingleTurn, Workflow
 from rollout_server.workflows.multi_turn import MultiTurn
-from rollout_server.workflows.protocol import Workflow
-from rollout_server.workflows.single_turn import SingleTurn
 
 __all__ = ["MultiTurn", "SingleTurn", "Workflow", "make_workflow"]
 

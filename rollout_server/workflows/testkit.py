@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from async_grpo.data.source import Tokenizer
+from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.wire import Sample, Task, tokens_to_bytes
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.session import Session
-from rollout_server.workflows.protocol import Workflow
+from rollout_server.workflows.base import Workflow
+from rollout_server.workflows.session import Session
 
 STOP = 0
 """The stop token: ends every turn of the scripted policy."""

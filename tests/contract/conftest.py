@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.staleness import ReplayPolicy
 from buffer import InMemoryBoard, InMemoryBuffer, ReplayBuffer, RunBoard, connect, connect_board
 from tests.support.buffer_cases import Open, policy, tasks
 

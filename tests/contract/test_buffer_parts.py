@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_grpo.errors import Fenced, RunEnded, WaitTimeout
-from async_grpo.staleness.policy import OnStale, Selector
+from async_grpo.staleness import OnStale, Selector
 from async_grpo.wire import Batch
 from buffer import ReplayBuffer
 from tests.support.buffer_cases import (

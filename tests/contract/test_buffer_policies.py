@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.errors import WaitTimeout
-from async_grpo.staleness.policy import OnStale, Selector
-from async_grpo.staleness.rate import RateLimit
+from async_grpo.staleness import OnStale, RateLimit, Selector
 from async_grpo.wire import Batch, ReleaseReason
 from buffer import ReplayBuffer
 from tests.support.buffer_cases import (

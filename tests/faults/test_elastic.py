@@ -17,7 +17,7 @@ from async_grpo.config import RunConfig
 from async_grpo.wire import Group, Partial, decode
 from async_grpo.wire.board import ServerBeat
 from buffer import connect_board, make_client
-from buffer.redis.keys import Keys
+from buffer.redis.scripts import Keys
 from tests.support.whole_run import WholeRun, check_books
 
 STEPS, LONG_RUN = 60, 200

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.process import child_argv
-from async_grpo.weights.store import remove_stores, store_path
+from async_grpo.utils.child_process import child_argv
+from async_grpo.weights.shared_memory import remove_stores, store_path
 from tests.support.slow_link import FAR_HOST, NEAR_HOST, NotPermitted, SlowLink, slow_link
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]

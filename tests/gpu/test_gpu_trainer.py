@@ -129,7 +129,7 @@ def test_every_receiver_maps_the_bits_of_the_gpu_after_each_step(folder: Path) -
 
 def test_the_trainers_bench_runs_beside_a_gpu(tmp_path: Path) -> None:
     """It measures the CPU, whose platform refuses to start where torch sees a GPU: so it hides it from itself."""
-    command = [sys.executable, "-m", "async_grpo.cli.main", "bench", "trainer", "--quick", "--json", "figures.json"]
+    command = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "trainer", "--quick", "--json", "figures.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from async_grpo.config.buffer import RedisConfig
 from buffer.redis.client import make_client
-from buffer.redis.link import Link
+from buffer.redis.retrying import Link
 
-COMMAND = [sys.executable, "-m", "async_grpo.cli.main", "bench", "buffer", "--quick"]
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "buffer", "--quick"]
 TRANSITIONS = ("put_tasks", "admit", "heartbeat", "progress", "insert", "take", "release", "discard", "stats")
 
 

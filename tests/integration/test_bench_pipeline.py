@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.launch.cores import cores_here
+from async_grpo.app.launch.role_process import cores_here
 
-COMMAND = [sys.executable, "-m", "async_grpo.cli.main", "bench", "pipeline", "--quick"]
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "pipeline", "--quick"]
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-COMMAND = [sys.executable, "-m", "async_grpo.cli.main", "bench", "rollout", "--quick"]
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "rollout", "--quick"]
 
 
 def test_a_quick_bench_measures_every_figure_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "async_grpo.cli.main", "bench", "trainer", "--quick"]
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "trainer", "--quick"]
 QUESTIONS = [
     {"question": f"Tom has {n} apples and buys {n + 2}. How many?", "answer": f"#### {2 * n + 2}"} for n in range(9)
 ]

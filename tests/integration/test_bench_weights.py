@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from async_grpo.weights.memory import SHARED_MEMORY
+from async_grpo.weights.shared_memory import SHARED_MEMORY
 
-COMMAND = [sys.executable, "-m", "async_grpo.cli.main", "bench", "weights", "--quick"]
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "weights", "--quick"]
 COMPARED = (
     "dense, 0.01 GB to one receiver, beside tcp",
     "dense, 0.01 GB to one receiver, beside gloo",

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
+from async_grpo.app.launch.run_folder import RunFolder, write_config
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.launch.run_folder import RunFolder, write_config
 from buffer import BufferStats, connect
 from tests.support.buffer_cases import admit, finish, policy, tasks, train
 

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def run(*arguments: object, code: int = 0) -> str:
     """What the command said."""
-    command = [sys.executable, "-m", "async_grpo.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "async_grpo.app.cli.main", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == code, said

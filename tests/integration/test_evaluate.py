@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from async_grpo.launch.policies import find_live
+from async_grpo.app.evaluate.policy_source import find_live
 from tests.support.whole_run import WholeRun
 
 STEPS = 12
@@ -43,7 +43,7 @@ class Asked:
 
 def command(run: WholeRun, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "async_grpo.cli.main", name, "--run-dir", str(run.run_dir), *words],
+        [sys.executable, "-m", "async_grpo.app.cli.main", name, "--run-dir", str(run.run_dir), *words],
         cwd=run.folder,
         capture_output=True,
         text=True,

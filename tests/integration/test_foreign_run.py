@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
+from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
+from async_grpo.app.launch.state_plane import check_fresh, open_state_plane
 from async_grpo.config import RedisConfig, RunConfig, dump
 from async_grpo.errors import ConfigError
-from async_grpo.launch.run_folder import RunFolder, open_run, write_config
-from async_grpo.launch.state_plane import check_fresh, open_state_plane
-from async_grpo.staleness.policy import ReplayPolicy
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.wire.board import ServerBeat
 from buffer import connect, connect_board, knows_run
 from buffer import open_run as buffer_of

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item
 from async_grpo.rewards.pool import RewardPool
 
 TOKEN = "s3cret-t0ken"

@@ -19,14 +19,14 @@ import pytest_asyncio
 
 from async_grpo.config import RunConfig
 from async_grpo.weights.manifest import Identity
-from async_grpo.weights.store import remove_stores
+from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import VersionSpan
-from rollout_server.admission import Admission
-from rollout_server.engines.protocol import Generation, GenerationRequest
-from rollout_server.engines.remote import RemoteSampler
-from rollout_server.http.front import HttpFront
+from rollout_server.dispatch.admission import Admission
+from rollout_server.engines.base import Generation, GenerationRequest
+from rollout_server.engines.http import RemoteSampler
 from rollout_server.http.prompts import Prompts
-from rollout_server.session import join
+from rollout_server.http.server import HttpFront
+from rollout_server.workflows.session import join
 from tests.support.vllm_lab import EXACT, FAR, VOCABULARY, Lab, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,17 +14,14 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
+from async_grpo.app.inspector.export import EXPORTABLE, export, unpack, wait_until_drained
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault, ConfigError, ServerLost, WaitTimeout, WireError
-from async_grpo.inspector.drain import wait_until_drained
-from async_grpo.inspector.export import EXPORTABLE, export
-from async_grpo.inspector.unpack import unpack
-from async_grpo.staleness.policy import ReplayPolicy
-from async_grpo.staleness.rate import RateLimit
+from async_grpo.staleness import RateLimit, ReplayPolicy
 from async_grpo.wire import ReleaseReason, encode, logprobs_to_bytes, tokens_to_bytes
 from buffer import RedisBuffer, connect, make_client
-from buffer.inspect import BOOKS_FORMAT, Inspector, Overview, State
-from buffer.redis.keys import Keys
+from buffer.inspector import BOOKS_FORMAT, Inspector, Overview, State
+from buffer.redis.scripts import Keys
 from tests.support.buffer_cases import (
     admit,
     finish,

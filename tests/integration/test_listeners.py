@@ -19,14 +19,14 @@ from torch.distributed import TCPStore
 
 from tests.support.listening import ListenerWatch, can_be_exposed, in_exposed_machine
 from tests.support.whole_run import CONFIG
-from trainer.nodes.meeting import listen
-from trainer.nodes.ranks import RankStore
+from trainer.ranks import RankStore
+from trainer.rendezvous import listen
 
 PROGRAMS = Path(__file__).parent
 TCP_STORE = """
 import sys
 import psutil, torch.distributed as dist
-from async_grpo.network import keep_stores_at_their_address
+from async_grpo.utils.network import keep_stores_at_their_address
 keep_stores_at_their_address()
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=0, world_size=1)
 found = psutil.Process().net_connections("tcp")
@@ -105,7 +105,7 @@ def test_nothing_listens_beyond_the_loopback(command: str, tmp_path: Path) -> No
 def watched(words: Sequence[str], folder: Path, temp: str) -> ListenerWatch:
     """The command to its end."""
     environment = {**os.environ, "ASYNC_GRPO_CACHE": str(folder / "cache"), "TMPDIR": temp}
-    argv = in_exposed_machine([sys.executable, "-m", "async_grpo.cli.main", *words])
+    argv = in_exposed_machine([sys.executable, "-m", "async_grpo.app.cli.main", *words])
     with (folder / "printed.log").open("wb") as printed:
         process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=printed, stderr=printed)
     with ListenerWatch(process.pid) as watch:

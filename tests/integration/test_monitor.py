@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import redis
 
+from async_grpo.app.launch.monitor import Monitor
+from async_grpo.app.launch.state_plane import StatePlane
+from async_grpo.app.launch.supervisor import Supervisor
+from async_grpo.app.report.live_state import LiveState
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ServerLost
-from async_grpo.launch.monitor import Monitor
-from async_grpo.launch.state_plane import StatePlane
-from async_grpo.launch.supervisor import Supervisor
-from async_grpo.telemetry.state import LiveState
 from buffer import EmbeddedServer, connect_board, open_run
 from buffer import server as server_module
 from tests.support.redis_topologies import Server, running

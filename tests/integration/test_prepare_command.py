@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.prepared import open_prepared
-from async_grpo.data.random_model import train_tokenizer
+from async_grpo.data.prepared_dataset import open_prepared
+from async_grpo.models.random_model import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PREPARE = """
 import sys
 from pathlib import Path
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.prepare import prepare
+from async_grpo.data.prepare.pipeline import prepare
 from tests.support.tokenizers import Bytes
 rows, out = map(Path, sys.argv[1:])
 prepare(PrepareConfig(files=[rows], out=out, model=out, held_out=10), Bytes(), lambda done: None)
@@ -32,7 +32,7 @@ READ = """
 import sys
 from pathlib import Path
 from async_grpo.config import RunConfig
-from async_grpo.data.source import make_source
+from async_grpo.data.base import make_source
 from tests.support.tokenizers import Bytes
 data = {"kind": "jsonl", "path": sys.argv[1]}
 lengths = {"sampling": {"max_tokens": 32}, "rollout": {"vllm": {"max_model_len": 600}}, "eval": {"prompts": 2}}

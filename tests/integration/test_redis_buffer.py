@@ -15,11 +15,11 @@ from redis.exceptions import ConnectionError
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerFull, ServerLost, ServerRefused
-from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
-from buffer.redis.link import Link
+from buffer.redis.retrying import Link
 from tests.support.buffer_cases import (
     admit,
     finish,

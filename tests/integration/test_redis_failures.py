@@ -21,8 +21,8 @@ from async_grpo.wire import Group, ReleaseReason, Sample, Task, Ticket, logprobs
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, make_client
 from buffer.redis.client import KEEPALIVE_IDLE_S
-from buffer.redis.link import Link
-from rollout_server.feeder import Feeder
+from buffer.redis.retrying import Link
+from rollout_server.dispatch.admission import Feeder
 from tests.support.buffer_cases import admit, finish, group_of, publish, released, seqs, take, tasks
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_proxies import Proxy

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item, Verdict
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.resolve import BUILTIN, NEED_PACKAGES
-from async_grpo.rewards.verdict import Verdict
+from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from tests.support.bait import baits
 
 ALGEBRA = sorted(NEED_PACKAGES)

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import uvloop
 
+from async_grpo.app.launch.preflight import check_rewards
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.check import check_rewards
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item, Verdict
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.verdict import Verdict
 from tests.support.reward_pools import pool_of, rewards_of
 
 REPOSITORY = Path(__file__).parents[2]

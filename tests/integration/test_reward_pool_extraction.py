@@ -8,9 +8,8 @@ import pytest
 
 from async_grpo.config.rewards import HttpRewardConfig, RewardConfig, RewardsConfig
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Failure, Item
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.verdict import Failure
 from tests.support.reward_pools import pool_of
 
 WILD = "wild_extraction:score"

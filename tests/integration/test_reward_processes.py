@@ -14,9 +14,9 @@ import pytest
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards import memory
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.utils import process_tree
 
 TRICKY = "tricky_rewards:tricky"
 PATIENCE_S = 30.0
@@ -28,7 +28,7 @@ import asyncio
 from pathlib import Path
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.rewards import memory
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item
 from async_grpo.rewards.pool import RewardPool
 
 async def main():
@@ -54,7 +54,7 @@ def pool_of(name: str, **changes: Any) -> RewardPool:
 def family_of(pool: RewardPool) -> list[int]:
     """Workers, and whatever lives below them."""
     assert pool.warden_pid is not None
-    return memory.descendants(pool.warden_pid, memory.parents())
+    return process_tree.descendants(pool.warden_pid, process_tree.parents())
 
 
 async def gone(pids: Iterable[int]) -> None:
@@ -134,7 +134,7 @@ async def test_never_more_workers_run_than_there_are_places() -> None:
 
 
 async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Path) -> None:
-    before = {pid for pid, parent in memory.parents().items() if parent == os.getpid()}
+    before = {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()}
     async with pool_of(TRICKY, workers=2) as pool:
         await pool.judge([Item("fork", "a", "", {"file": str(tmp_path / "pid")}), Item("thread", "a")])
         hanging = asyncio.create_task(pool.judge([Item("hang", "a")]))
@@ -142,7 +142,7 @@ async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Pat
         hanging.cancel()
         family = [pool.warden_pid or 0, *family_of(pool)]
     assert not [pid for pid in family if _lives(pid)]
-    assert {pid for pid, parent in memory.parents().items() if parent == os.getpid()} <= before
+    assert {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()} <= before
 
 
 async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) -> None:

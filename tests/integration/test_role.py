@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
+from async_grpo.app.launch.role_specs import trainer_argv
+from async_grpo.app.launch.supervisor import Supervisor
 from async_grpo.config import dump, validate
 from async_grpo.errors import RoleFailed
-from async_grpo.launch.commands import trainer_argv
-from async_grpo.launch.role import RoleProcess, RoleSpec
-from async_grpo.launch.supervisor import Supervisor
-from async_grpo.process import adopt_orphans, child_argv
+from async_grpo.utils.child_process import adopt_orphans, child_argv
 
 SLEEPER = "import time; time.sleep(60)"
 PARENT_OF_A_DETACHED_CHILD = f"""
@@ -47,7 +47,7 @@ PARENT_OF_A_CHILD_WITHOUT_ENVIRONMENT = PARENT_OF_A_DETACHED_CHILD.replace("star
 
 PARENT_OF_A_CHILD_THAT_IS_LATE = """
 import os, subprocess, sys
-from async_grpo.process import child_argv
+from async_grpo.utils.child_process import child_argv
 late = ["/bin/sh", "-c", 'read go; exec "$@"', "sh", *child_argv(["/bin/echo", "alive"])]
 print(subprocess.Popen(late, stdin=int(sys.argv[1]), pass_fds=[int(sys.argv[1])]).pid, flush=True)
 os.kill(os.getpid(), 9)
@@ -58,7 +58,7 @@ STARTER_OF_A_RECEIVER_THAT_STOPS = """
 import os, signal, sys, time
 from pathlib import Path
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.receiver.place import Place, start_receiver
+from async_grpo.weights.zmq.local_socket import Place, start_receiver
 receiver = start_receiver(Place(Path({store!r})), WeightsConfig())
 os.kill(receiver.pid, signal.SIGSTOP)
 print(receiver.pid, flush=True)

@@ -40,7 +40,7 @@ class SweepCommand:
         grid = ["small.yaml", "--grid", "max_staleness=0,2", "--out", "out"]
         with self._printed.open("wb") as printed:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli.main", "sweep", *(words or grid)],
+                [sys.executable, "-m", "async_grpo.app.cli.main", "sweep", *(words or grid)],
                 cwd=self.folder,
                 stdout=printed,
                 stderr=printed,

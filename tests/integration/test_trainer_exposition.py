@@ -22,7 +22,7 @@ from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.wire import Group, ReleaseReason
 from buffer import EmbeddedServer, knows_run, open_run, wipe_run
-from trainer.exposition import Exposition
+from trainer.metrics_server import Exposition
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 P, G = 2, 3

@@ -14,14 +14,12 @@ import pytest
 import structlog
 import yaml
 
-from async_grpo.config.rendezvous import RendezvousConfig
+from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
-from trainer.nodes import folder as shared_folder
-from trainer.nodes import meeting
-from trainer.nodes.line import Line
-from trainer.nodes.meeting import Host, Invitation, hosted, join
-from trainer.nodes.messages import LENGTH, Ended, Hello, Start, Stop
-from trainer.nodes.peers import Peers
+from trainer import rendezvous
+from trainer import rendezvous as shared_folder
+from trainer.peers import LENGTH, Ended, Hello, Line, Peers, Start, Stop
+from trainer.rendezvous import Host, Invitation, hosted, join
 
 HERE = "127.0.0.2"
 PATIENCE_S = 60.0
@@ -191,7 +189,7 @@ async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> No
 
 async def test_a_port_that_is_taken_is_named(tmp_path: Path, port: int) -> None:
     with socket.create_server((HERE, port)), pytest.raises(ConfigError, match=f"cannot listen at {HERE}:{port}"):
-        meeting.listen(HERE, port)
+        rendezvous.listen(HERE, port)
 
 
 async def test_the_end_of_a_connection_is_the_loss_of_its_node(tmp_path: Path, port: int) -> None:

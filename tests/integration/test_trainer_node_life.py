@@ -18,10 +18,10 @@ import pytest
 from async_grpo.config import validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, TrainingError
 from tests.support.ports import two_free_ports
-from trainer.nodes import meeting, ranks
-from trainer.nodes.messages import Look
-from trainer.nodes.node import Node
-from trainer.nodes.ranks import RankFailed
+from trainer import ranks, rendezvous
+from trainer.node_main import Node
+from trainer.peers import Look
+from trainer.ranks import RankFailed
 
 PATIENCE_S = 120.0
 ENDS_WELL = "pass"
@@ -239,7 +239,7 @@ async def test_a_stop_in_the_middle_of_the_meeting_leaves_no_file_behind(here: P
     checkpoints = first.config.run_dir / "checkpoints"
     living = asyncio.create_task(lives(first))
     await asyncio.sleep(0.2)
-    line = await meeting._call(second._invitation())
+    line = await rendezvous._call(second._invitation())
     await line.expect(Look)  # and no answer
     assert list(checkpoints.iterdir())
     first.stop_asked.set()

@@ -22,7 +22,7 @@ from trainer_programs.supply import SAMPLES, make_group, serve, trained, until
 from async_grpo.config import RunConfig, load
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.weights.store import remove_stores
+from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire.board import Evaluation, Probe
 from buffer import RedisBuffer, connect, connect_board
 from tests.support.ports import two_free_ports
@@ -137,7 +137,9 @@ def node(config: Path, rank: int) -> contextlib.AbstractAsyncContextManager[asyn
 async def command(config: Path, log: str, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
     with (config.parent / log).open("ab") as said:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "async_grpo.cli.main", "trainer", str(config), *options), stdout=said, stderr=said
+            *(sys.executable, "-m", "async_grpo.app.cli.main", "trainer", str(config), *options),
+            stdout=said,
+            stderr=said,
         )
     try:
         yield process

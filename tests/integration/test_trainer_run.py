@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.weights.store import remove_stores
+from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire.board import Evaluation, Probe
 from buffer import BufferStats, EmbeddedServer, connect, connect_board, wipe_run
 

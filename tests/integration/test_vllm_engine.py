@@ -21,10 +21,11 @@ from transformers import DynamicCache, Qwen2ForCausalLM
 
 from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
 from async_grpo.weights.manifest import Identity, layout_of
-from async_grpo.weights.store import WeightStore, remove_stores, store_path
+from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.weights.store import WeightStore
 from async_grpo.wire import VersionSpan
-from rollout_server.engines import vllm_engine
-from rollout_server.engines.protocol import Generation, GenerationRequest, Interruption
+from rollout_server.engines.base import Generation, GenerationRequest, Interruption
+from rollout_server.engines.vllm import engine
 from tests.support.vllm_lab import EXACT, FAR, STOP_TOKENS, Lab, log_softmax, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -259,24 +260,24 @@ async def more_tokens(lab: Lab, count: int) -> None:
 def record_own_spans(monkeypatch: pytest.MonkeyPatch) -> list[list[VersionSpan]]:
     """What an engine without `weight_versions` would report, in the order of completion."""
     recorded: list[list[VersionSpan]] = []
-    original = vllm_engine._generation
+    original = engine._generation
 
-    def spy(output: Any, flight: vllm_engine.Flight) -> Generation:
+    def spy(output: Any, flight: engine.Flight) -> Generation:
         recorded.append(flight.spans.spans(len(output.outputs[0].token_ids)))
         return original(output, flight)
 
-    monkeypatch.setattr(vllm_engine, "_generation", spy)
+    monkeypatch.setattr(engine, "_generation", spy)
     return recorded
 
 
 def record_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompt tokens that each request took from the prefix cache."""
     recorded: list[int] = []
-    original = vllm_engine._generation
+    original = engine._generation
 
-    def spy(output: Any, flight: vllm_engine.Flight) -> Generation:
+    def spy(output: Any, flight: engine.Flight) -> Generation:
         recorded.append(output.num_cached_tokens)
         return original(output, flight)
 
-    monkeypatch.setattr(vllm_engine, "_generation", spy)
+    monkeypatch.setattr(engine, "_generation", spy)
     return recorded

@@ -12,17 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_server.engines.kinship import OWNER
+from async_grpo.utils.processes import OWNER
 
 OWNER_PROGRAM = """
 import os, subprocess, sys
-from rollout_server.engines.kinship import claim_ownership
+from async_grpo.utils.processes import claim_ownership
 claim_ownership()
 engine = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 print(engine.pid, flush=True)
 engine.wait()
 """
-MERGED = "from rollout_server.engines.kinship import end_with_owner; import time; end_with_owner(); time.sleep(60)"
+MERGED = "from async_grpo.utils.processes import end_with_owner; import time; end_with_owner(); time.sleep(60)"
 WITH_WORKER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {MERGED!r}])"
 
 

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 
 from async_grpo.errors import EngineError
-from async_grpo.weights.store import remove_stores
+from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import Sample
-from rollout_server.engines.protocol import Generation, Interruption
-from rollout_server.session import Session
+from rollout_server.engines.base import Generation, Interruption
+from rollout_server.workflows.session import Session
 from tests.support.vllm_lab import EXACT, Lab, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

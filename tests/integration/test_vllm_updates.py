@@ -13,11 +13,10 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 
-from async_grpo.weights.store import remove_stores
+from async_grpo.app.bench.rollout.updates import ModelSize, UpdateBench, measure_updates
+from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import VersionSpan
-from rollout_server.bench.moving_weights import ModelSize
-from rollout_server.bench.updates import UpdateBench, measure_updates
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.engines.base import GenerationRequest
 from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_grpo.config.warmup import ArithmeticTaskConfig, WarmupConfig
+from async_grpo.config.model import ArithmeticTaskConfig, WarmupConfig
 from async_grpo.errors import TrainingError
 from trainer.warmup import WarmupProgress, learning_rate, sample, warm_up
 

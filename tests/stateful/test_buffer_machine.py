@@ -30,12 +30,10 @@ from msgspec.structs import replace
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import AsyncGrpoError, Fenced
-from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
-from async_grpo.staleness.rate import RateLimit
-from async_grpo.staleness.window import age
+from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, age
 from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
-from buffer.redis.keys import Keys
+from buffer.redis.scripts import Keys
 from tests.support.buffer_cases import group_of, partial_of, policy, tasks
 
 LEASE_S = 1000.0

@@ -7,19 +7,8 @@ from typing import Any
 
 import msgspec
 
-from async_grpo.staleness.policy import ReplayPolicy
-from async_grpo.staleness.window import StalenessWindow
-from async_grpo.wire import (
-    Batch,
-    Group,
-    Partial,
-    Sample,
-    Task,
-    Ticket,
-    VersionSpan,
-    logprobs_to_bytes,
-    tokens_to_bytes,
-)
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
+from async_grpo.wire import Batch, Group, Partial, Sample, Task, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from buffer import BufferStats, ReplayBuffer
 
 Open = Callable[..., Awaitable[ReplayBuffer]]

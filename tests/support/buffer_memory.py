@@ -29,8 +29,7 @@ import uvloop
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import WaitTimeout
-from async_grpo.staleness.policy import ReplayPolicy
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.wire import Group, Sample, Task, Ticket, VersionSpan, tokens_to_bytes
 from buffer import EmbeddedServer, ReplayBuffer, connect, make_client
 

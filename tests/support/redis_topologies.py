@@ -19,7 +19,7 @@ from typing import Any
 import redis
 from redis.crc import key_slot
 
-from async_grpo.process import child_argv
+from async_grpo.utils.child_process import child_argv
 from buffer.server import find_server
 
 LAST_SLOT = 16383

@@ -158,7 +158,7 @@ class AttackedRun:
     def _invoke(self, timeout_s: float) -> int:
         with (self.folder / "printed.log").open("ab") as printed:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli.main", "run", str(self._config)],
+                [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(self._config)],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,

@@ -25,10 +25,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.process import adopt_orphans
 from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.utils.child_process import adopt_orphans
 from buffer import EmbeddedServer
-from buffer.inspect import Inspector
+from buffer.inspector import Inspector
 from tests.support.whole_run import check_books
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -16,10 +16,11 @@ import zmq.asyncio
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import Identity, Layout, layout_of
-from async_grpo.weights.messages import Assignment, TrackerReply
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.receiver import WeightReceiver
-from async_grpo.weights.store import WeightStore, store_path
+from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.store import WeightStore
+from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq.messages import Assignment, TrackerReply
+from async_grpo.weights.zmq.receiver import WeightReceiver
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 

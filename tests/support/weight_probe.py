@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout_server.engines.vllm_worker import WorkerExtension
+from rollout_server.engines.vllm.worker import WorkerExtension
 
 
 class WeightProbe(WorkerExtension):

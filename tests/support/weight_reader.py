@@ -16,8 +16,8 @@ import xxhash
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import Identity
-from async_grpo.weights.receiver import WeightReceiver
 from async_grpo.weights.store import WeightStore
+from async_grpo.weights.zmq.receiver import WeightReceiver
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.speech import Speech

@@ -17,7 +17,7 @@ import psutil
 import redis
 
 from async_grpo.config import RunConfig, load
-from buffer.redis.keys import Keys
+from buffer.redis.scripts import Keys
 
 CONFIG = """\
 name: small
@@ -57,7 +57,7 @@ class WholeRun:
     def start(self) -> None:
         with self._printed.open("ab") as printed:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli.main", "run", str(self._config), *self._overrides],
+                [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(self._config), *self._overrides],
                 cwd=self.folder,
                 stdout=printed,
                 stderr=printed,
@@ -115,7 +115,7 @@ class WholeRun:
                 [
                     sys.executable,
                     "-m",
-                    "async_grpo.cli.main",
+                    "async_grpo.app.cli.main",
                     "rollout",
                     "--run-dir",
                     str(self.run_dir),

@@ -16,17 +16,17 @@ from starlette.types import ASGIApp
 from async_grpo.config import RunConfig
 from async_grpo.weights.manifest import Identity
 from buffer import InMemoryBuffer
-from rollout_server.cast import Cast
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.evaluator import Evaluator
-from rollout_server.feeder import Feeder
+from rollout_server.evaluation.milestones import Evaluator
 from rollout_server.http.app import make_app
-from rollout_server.http.keys import Keys
-from rollout_server.http.lobby import Backstage, Lobby
+from rollout_server.http.auth import Keys
+from rollout_server.http.context import Backstage, Lobby
+from rollout_server.http.jobs import Writers
 from rollout_server.http.prompts import Prompts
-from rollout_server.http.writers import Writers
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 

@@ -11,17 +11,16 @@ from typing import Any, cast
 import numpy as np
 
 from async_grpo.config import RunConfig
-from async_grpo.data.source import make_task
+from async_grpo.data.base import make_task
 from async_grpo.errors import WaitTimeout
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Failure, Item, Verdict, unverifiable
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.rewards.verdict import Failure, Verdict, unverifiable
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Task, VersionSpan
 from buffer import InMemoryBoard, InMemoryBuffer
-from rollout_server.cast import Cast
-from rollout_server.diary import Diary
-from rollout_server.engines.protocol import Engine, EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.context import Cast
+from rollout_server.engines.base import Engine, EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.run_logger import Diary
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 

@@ -12,7 +12,7 @@ from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_o
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Ticket
 from buffer import InMemoryBuffer
-from rollout_server.admission import Admission
+from rollout_server.dispatch.admission import Admission
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.server import RolloutServer
 

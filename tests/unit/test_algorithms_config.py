@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_grpo.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, PROXIMALS
-from async_grpo.algorithms.kl import ESTIMATORS
+from async_grpo.algorithms.objective import ESTIMATORS
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import PRESETS

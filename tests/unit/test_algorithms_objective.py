@@ -20,7 +20,7 @@ from async_grpo.algorithms import (
     token_objective,
     whole_batch_multiplier,
 )
-from async_grpo.algorithms.kl import token_kl
+from async_grpo.algorithms.objective import token_kl
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import PRESETS
 from tests.support.objective_cases import Row, random_rows, tokens_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_grpo.algorithms import PROXIMALS
-from async_grpo.algorithms.kl import ESTIMATORS, rewards_less_kl, token_kl
+from async_grpo.algorithms.objective import ESTIMATORS, rewards_less_kl, token_kl
 from tests.support.objective_cases import random_rows, tensor, tokens_of
 
 torch.set_num_threads(1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from async_grpo.config.warmup import ArithmeticTaskConfig, WarmupConfig
+from async_grpo.config.model import ArithmeticTaskConfig, WarmupConfig
 from async_grpo.data.arithmetic import Problem, ProblemSet, demonstration, shortcut
-from async_grpo.rewards.verifiers import answer_tag, format_tags
+from async_grpo.rewards.verifiers.answers import answer_tag, format_tags
 
 TASK = ArithmeticTaskConfig()
 

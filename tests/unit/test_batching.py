@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigError
-from trainer.batching import cost, pack_batch, split_groups
+from trainer.batch.packing import cost, pack_batch, split_groups
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 

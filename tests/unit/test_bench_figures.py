@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from async_grpo.bench.buffer.latency import percentile
-from async_grpo.bench.buffer.records import GroupMaker, task
-from async_grpo.bench.figures import Figure, Machine, Picture, make_room, table, write
-from async_grpo.cli.main import app
+from async_grpo.app.bench.buffer.bench import percentile
+from async_grpo.app.bench.buffer.groups import GroupMaker, task
+from async_grpo.app.bench.measure import Figure, Machine, Picture, make_room, table, write
+from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
 from async_grpo.wire import Ticket, encode
 
@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
         measured.append(options)
         return FIGURES
 
-    monkeypatch.setattr("async_grpo.bench.data.measure", measure)
+    monkeypatch.setattr("async_grpo.app.bench.data.measure", measure)
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["bench", "data", "--json", str(tmp_path / "file" / "figures.json")], env=WIDE)
     assert (result.exit_code, measured) == (1, []) and "cannot be made" in result.output
@@ -74,7 +74,7 @@ def test_the_picture_is_drawn_when_the_figures_are_safe(tmp_path: Path, monkeypa
         picture(lambda path: there.append(file.exists() and path == plot and path.parent.is_dir()))
         return FIGURES
 
-    monkeypatch.setattr("async_grpo.bench.pipeline.measure", measure)
+    monkeypatch.setattr("async_grpo.app.bench.pipeline.bench.measure", measure)
     result = CliRunner().invoke(app, ["bench", "pipeline", "--json", str(file), "--plot", str(plot)])
     assert result.exit_code == 0, result.output
     assert there == [True]

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from async_grpo.data.arithmetic import Problem, demonstration
 from async_grpo.errors import ConfigError, RoleFailed
-from async_grpo.rewards.verifiers import answer_tag
+from async_grpo.rewards.verifiers.answers import answer_tag
 from benchmarks.trl import search, workloads
-from benchmarks.trl.policy import MOST_ROUNDS, checked, rounds
-from benchmarks.trl.rows import (
+from benchmarks.trl.policies import MOST_ROUNDS, checked, rounds
+from benchmarks.trl.records import (
     Made,
     PromptRow,
     SideRun,

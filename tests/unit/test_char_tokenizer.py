@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from async_grpo.data.arithmetic import Problem, demonstration
-from async_grpo.data.char_tokenizer import CHARACTERS, EOS, TAGS, build_char_tokenizer
-from async_grpo.data.source import load_tokenizer
+from async_grpo.data.tokenizer import load_tokenizer
+from async_grpo.models.tiny_qwen2 import CHARACTERS, EOS, TAGS, build_char_tokenizer
 
 TEXT = "478+356=" + demonstration(Problem(478, 356))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

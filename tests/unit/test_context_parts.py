@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.model.context import Place, pack_part, padded_lengths, positions_of
-from trainer.part import part_of
-from trainer.sequences import Sequence, micro_batch
+from trainer.batch.context_parallel import Place, pack_part, padded_lengths, part_of, positions_of
+from trainer.batch.sequences import Sequence, micro_batch
 
 LENGTHS = [5, 17, 1, 8, 30]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from async_grpo.data.fields import FORMATS, FieldMap, Unusable, example_of, fitting_format
-from async_grpo.data.templates import Template
+from async_grpo.data.base import Unusable
+from async_grpo.data.prepare.formats import FORMATS, FieldMap, example_of, fitting_format
+from async_grpo.data.prepare.templates import Template
 from async_grpo.errors import ConfigError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1 + 1? "}]

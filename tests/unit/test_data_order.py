@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.data.order import Passes, Permutation
+from async_grpo.data.shuffle import Passes, Permutation
 
 
 @settings(max_examples=60, deadline=None)

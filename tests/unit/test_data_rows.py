@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.data import rows
-from async_grpo.data.rows import kind_of, read_rows
+from async_grpo.data.prepare import readers
+from async_grpo.data.prepare.readers import kind_of, read_rows
 from async_grpo.errors import DataError
 
 
@@ -58,8 +58,8 @@ def test_a_line_that_cannot_be_read_is_a_problem_of_its_own(tmp_path: Path, line
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 50)
-    monkeypatch.setattr(rows, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 50)
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 16)
     path = written(tmp_path, b'{"a": "' + b"x" * 500 + b'"}\n{"a": "2"}\n')
     long, after = read_rows(path)
     assert long.problem == "above 50 bytes" and len(long.shown) <= 200
@@ -86,7 +86,7 @@ def test_an_array_is_read_in_pieces_of_any_size(
     text = json.dumps(elements, indent=indent, ensure_ascii=ascii_only)
     path = written(tmp_path_factory.mktemp("array"), text.encode(errors="surrogatepass"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_CHUNK_BYTES", chunk)
+        patch.setattr(readers, "_CHUNK_BYTES", chunk)
         assert [row.fields for row in read_rows(path)] == elements
 
 

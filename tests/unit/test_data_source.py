@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.preflight import check_data
 from async_grpo.config import RunConfig
-from async_grpo.data.arithmetic_source import ArithmeticSource
-from async_grpo.data.fields import reference
-from async_grpo.data.files import check_data
+from async_grpo.data.arithmetic import ArithmeticSource
 from async_grpo.data.jsonl import JsonlSource
+from async_grpo.data.prepare.formats import reference
 from async_grpo.errors import DataError
 from tests.support.gsm8k import TRAIN, needs_gsm8k
 

@@ -20,7 +20,7 @@ from deploy_files import (
     words_of,
 )
 
-from async_grpo.versions import MINDSPEED_BRANCH, VLLM_ASCEND
+from async_grpo.utils.requirements import MINDSPEED_BRANCH, VLLM_ASCEND
 
 
 @each_dockerfile

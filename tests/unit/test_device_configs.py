@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from async_grpo import devices
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig, load
+from trainer.platform import base
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NODES = [f"qwen2.5_7b_{task}_{platform}" for task in ("gsm8k", "deepscaler") for platform in ("ascend", "cuda")]
@@ -29,7 +29,7 @@ QWEN_7B = {
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, on a machine whose tools list no device."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(devices, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(base, "PATIENCE_S", 0.0)
 
 
 def plan(name: str, *overrides: str) -> Result:

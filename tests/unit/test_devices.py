@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.role_specs import deal_devices, role_specs
+from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
-from async_grpo.devices import Device, devices_of, run_tool, smallest_memory_gib, visible
 from async_grpo.errors import ConfigError
-from async_grpo.launch.commands import role_specs
-from async_grpo.launch.devices import deal_devices
-from async_grpo.launch.run_folder import RunFolder
 from tests.support.smi import NPU, NVIDIA, TWO_CHIPS, says
+from trainer.platform.base import Device, devices_of, run_tool, smallest_memory_gib, visible
 
 
 def run_config(trainer: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:

@@ -22,17 +22,16 @@ from rollout_fakes import (
 )
 
 from async_grpo.errors import EngineError, RoleFailed
+from async_grpo.utils.aio import first_cause
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from buffer import InMemoryBuffer
-from rollout_server.cast import Cast
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.engines.protocol import GenerationRequest
-from rollout_server.failures import first_cause
-from rollout_server.feeder import Feeder
-from rollout_server.group_work import GroupWork
-from rollout_server.seeds import sample_seed
-from rollout_server.session import Session
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.dispatch.group_rollout import GroupWork
+from rollout_server.engines.base import GenerationRequest, sample_seed
+from rollout_server.workflows.session import Session
 
 
 @asynccontextmanager
@@ -285,7 +284,7 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
     config = config_of()
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
-    monkeypatch.setattr("rollout_server.dispatcher.HAND_BACK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("rollout_server.dispatch.dispatcher.HAND_BACK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
     cast = cast_of(tmp_path, config, engine, buffer)
     watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from async_grpo.errors import EngineError, WeightsCorrupt
 from async_grpo.weights.manifest import Layout, layout_of
-from rollout_server.engines.checkpoint import check_layout, stop_tokens, tensor_shapes
+from rollout_server.engines.model_files import check_layout, stop_tokens, tensor_shapes
 
 SHAPES = {"embed.weight": [4, 2], "norm.weight": [2]}
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
-from rollout_server.engines.platforms import check_platform, environment, platform_arguments
+from rollout_server.engines.vllm.platform import check_platform, environment, platform_arguments
 
 
 def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from async_grpo.errors import EngineError, WeightsError
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.protocol import Engine, GenerationRequest
+from rollout_server.engines.base import Engine, GenerationRequest, SpanLog, from_labels
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script, scripted_logprobs
-from rollout_server.engines.spans import SpanLog, from_labels
 
 NO_STORE = Path("/dev/shm/no-such-store")
 

@@ -13,11 +13,10 @@ from rollout_fakes import until
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.protocol import Generation, GenerationRequest
+from rollout_server.engines.base import Generation, GenerationRequest, SpanLog
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
-from rollout_server.engines.spans import SpanLog
-from rollout_server.engines.vllm_engine import Flight, VllmEngine
-from rollout_server.session import join
+from rollout_server.engines.vllm.engine import Flight, VllmEngine
+from rollout_server.workflows.session import join
 
 NOWHERE = Path("unused")
 

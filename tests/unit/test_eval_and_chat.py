@@ -17,15 +17,14 @@ from rollout_fakes import FakePool, Yes, config_of
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.chat import Parlour, Wishes, _converse, _obey, _open
-from async_grpo.cli.evaluate import _remarks
-from async_grpo.cli.main import app
-from async_grpo.config import RunConfig, dump
-from async_grpo.data.wording import Plain, Templated, wording_of
-from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
-from async_grpo.launch.evaluate import Report, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
-from async_grpo.launch.policies import (
+from async_grpo.app.chat import Conversation, Plain, Templated, wording_of
+from async_grpo.app.cli.chat import Parlour, Wishes, _converse, _obey, _open
+from async_grpo.app.cli.evaluate import _remarks
+from async_grpo.app.cli.main import app
+from async_grpo.app.evaluate.evaluate import Report, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
+from async_grpo.app.evaluate.policy_source import (
     Checkpoint,
+    ExamHall,
     LiveRun,
     chosen_run,
     differences,
@@ -33,14 +32,13 @@ from async_grpo.launch.policies import (
     find_live,
     open_checkpoint,
 )
-from async_grpo.launch.run_folder import RunFolder, RunState
-from async_grpo.rewards.item import Item
-from async_grpo.rewards.verdict import Verdict
+from async_grpo.app.launch.run_folder import RunFolder, RunState
+from async_grpo.config import RunConfig, dump
+from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
+from async_grpo.rewards.base import Item, Verdict
 from async_grpo.wire.board import ServerBeat
-from rollout_server.conversation import Conversation
-from rollout_server.engines.protocol import GenerationRequest
-from rollout_server.exam import Exam, ExamPlan
-from rollout_server.examiner import ExamHall
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.evaluation.eval_runner import Exam, ExamPlan
 from rollout_server.workflows import SingleTurn
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -112,7 +110,7 @@ def test_a_checkpoint_is_known_from_inside_its_folder_too(tmp_path: Path, monkey
 async def test_an_export_that_never_ends_is_given_up_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_grpo.launch.policies.EXPORT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("async_grpo.app.evaluate.policy_source.EXPORT_TIMEOUT_S", 0.01)
     _, folder = run_of(tmp_path)
     checkpoint = Checkpoint(folder.path / "checkpoints" / "00000010", 10, resumable=True)
     with pytest.raises(WaitTimeout, match=r"00000010 to be exported.*async-grpo export"):
@@ -164,8 +162,8 @@ def test_a_live_run_is_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return Board()
 
     config = config_of()
-    monkeypatch.setattr("async_grpo.launch.policies.locate", lambda *_: config)
-    monkeypatch.setattr("async_grpo.launch.policies.connect_board", connect)
+    monkeypatch.setattr("async_grpo.app.evaluate.policy_source.locate", lambda *_: config)
+    monkeypatch.setattr("async_grpo.app.evaluate.policy_source.connect_board", connect)
     with pytest.raises(ConfigError, match="no rollout server of the run test has reported"):
         asyncio.run(find_live(None, [], tmp_path))
     beats.append(ServerBeat(name="rollout-0", pid=1, version=3))
@@ -248,7 +246,7 @@ async def report_of(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamP
 
 class Numbered(Yes):
     def held_out(self) -> list[Any]:
-        from async_grpo.data.source import make_task
+        from async_grpo.data.base import make_task
 
         return [make_task(i, f"p{i}", [i], "yes", {"source": "ab"[i // 2]}) for i in range(4)]
 
@@ -335,10 +333,10 @@ class Evaluating:
             self.kept = kept
             yield ExamHall(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
 
-        monkeypatch.setattr("async_grpo.launch.evaluate.open_policy", policy)
-        monkeypatch.setattr("async_grpo.launch.evaluate.load_tokenizer", lambda _: Letters())
-        monkeypatch.setattr("async_grpo.launch.evaluate.LOOK_EVERY_S", 0.01)
-        monkeypatch.setattr("rollout_server.examiner.open_hall", hall)
+        monkeypatch.setattr("async_grpo.app.evaluate.evaluate.open_policy", policy)
+        monkeypatch.setattr("async_grpo.app.evaluate.evaluate.load_tokenizer", lambda _: Letters())
+        monkeypatch.setattr("async_grpo.app.evaluate.evaluate.LOOK_EVERY_S", 0.01)
+        monkeypatch.setattr("async_grpo.app.evaluate.policy_source.open_hall", hall)
 
     async def __call__(self, plan: ExamPlan, patience_s: float = 5.0) -> Report:
         nothing = lambda _: None  # noqa: E731
@@ -515,8 +513,8 @@ async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monk
     async def policy(*_: object) -> Any:
         yield engine, Path("hf")
 
-    monkeypatch.setattr("async_grpo.launch.policies.open_policy", policy)
-    monkeypatch.setattr("async_grpo.data.source.load_tokenizer", lambda _: Letters())
+    monkeypatch.setattr("async_grpo.app.evaluate.policy_source.open_policy", policy)
+    monkeypatch.setattr("async_grpo.data.tokenizer.load_tokenizer", lambda _: Letters())
     config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
     live, wishes = LiveRun(config, {}), Wishes("", "", None, None, None)
     async with _open(config, live, wishes) as parlour:

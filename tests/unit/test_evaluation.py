@@ -10,11 +10,8 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from async_grpo.evaluation.bootstrap import estimates
-from async_grpo.evaluation.estimators import ladder, majority, pass_at
-from async_grpo.evaluation.figures import OTHERS, figures_by_source, figures_of
-from async_grpo.evaluation.grades import Grade, GradedPrompt
-from async_grpo.evaluation.words import rows_of, shown
+from async_grpo.evaluation.estimators import Grade, GradedPrompt, estimates, ladder, majority, pass_at
+from async_grpo.evaluation.summary import OTHERS, figures_by_source, figures_of, rows_of, shown
 from async_grpo.wire.board import Estimate, Figures
 
 
@@ -173,7 +170,7 @@ def test_the_interval_of_prompts_that_are_all_alike_is_a_point() -> None:
 def test_many_prompts_are_resampled_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(float(index % 4 == 0)) for index in range(30)]
     whole = figures(*prompts, samples=1).mean
-    monkeypatch.setattr("async_grpo.evaluation.bootstrap._DRAWS_AT_ONCE", 30 * 7)
+    monkeypatch.setattr("async_grpo.evaluation.estimators._DRAWS_AT_ONCE", 30 * 7)
     pieces = figures(*prompts, samples=1).mean
     assert whole is not None and pieces is not None
     assert (pieces.value, pieces.low, pieces.high) == (whole.value, whole.low, whole.high)

@@ -16,16 +16,15 @@ from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Sample, Task
 from async_grpo.wire.board import Evaluation
 from buffer import InMemoryBoard
-from rollout_server.cast import Cast
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.evaluator import Evaluator
-from rollout_server.exam import PROBE_GROUPS, PROBE_SAMPLES, Exam, ExamPlan
-from rollout_server.feeder import Feeder
-from rollout_server.milestones import milestone_of, next_milestone
-from rollout_server.pulse import Pulse
-from rollout_server.session import Session
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.evaluation.eval_runner import PROBE_GROUPS, PROBE_SAMPLES, Exam, ExamPlan
+from rollout_server.evaluation.milestones import Evaluator, milestone_of, next_milestone
+from rollout_server.heartbeat import Pulse
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
+from rollout_server.workflows.session import Session
 
 
 async def evaluator_at(cast: Cast, version: int) -> tuple[Evaluator, WeightWatcher, FakeReceiver]:
@@ -113,7 +112,7 @@ async def test_the_final_probe_holds_groups_of_that_version_with_log_probabiliti
 async def test_a_server_without_the_final_weights_leaves_once_another_has_measured_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.evaluator.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("rollout_server.evaluation.milestones.LOOK_EVERY_S", 0.01)
     cast = cast_of(tmp_path, config_of(), FakeEngine())
     evaluator, _, _ = await evaluator_at(cast, 3)
     running = asyncio.create_task(evaluator.run())

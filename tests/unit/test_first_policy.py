@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.random_model import make_random_model
+from async_grpo.models.random_model import make_random_model
 
 CONFIG = "name: small\nmodel: {path: model}\nsampling: {max_tokens: 24}\nrollout: {vllm: {max_model_len: 256}}\n"
 SHAPE = RandomModelConfig(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.bench.fixed_lengths import PrescribedLengths, answer_for, lengths_in, reward
+from async_grpo.app.bench.pipeline.fixed_lengths import PrescribedLengths, answer_for, lengths_in, reward
 from async_grpo.wire import Sample, Task, tokens_to_bytes
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.session import Session
+from rollout_server.workflows.session import Session
 from rollout_server.workflows.testkit import ByteTokenizer
 
 LONGEST = 12

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from trainer.flops import model_cost
+from trainer.step.results import model_cost
 
 SIZES = {
     "vocab_size": 96,

@@ -23,14 +23,14 @@ from typer.testing import CliRunner
 import async_grpo
 import buffer
 import trainer
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.rows import TIME_KEYS, StepRow
-from async_grpo.telemetry.scalars import TAGS
+from async_grpo.telemetry.trackers.tensorboard import TAGS
 from async_grpo.wire.records import Record
-from buffer.redis.keys import Keys
+from buffer.redis.scripts import Keys
 from tests.unit.test_telemetry_run import run_dir, summary  # noqa: F401  (fixtures)
-from trainer.gauges import Progress, TrainerCollector
+from trainer.metrics_server import Progress, TrainerCollector
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

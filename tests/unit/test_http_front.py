@@ -17,11 +17,11 @@ from rollout_fakes import FakeReceiver, buffer_of, cast_of, until, watcher_of
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from async_grpo.http import address_of
+from async_grpo.utils.http_server import address_of
 from async_grpo.weights.manifest import Identity
 from buffer import InMemoryBuffer
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.http.front import HttpFront, bind
+from rollout_server.http.server import HttpFront, bind
 from rollout_server.server import RolloutServer
 
 

@@ -15,10 +15,10 @@ from rollout_fakes import FakeEngine, until
 
 from async_grpo.config.http import HttpConfig
 from async_grpo.errors import BufferFault, ConfigError, EngineError
-from buffer.protocol import BufferStats
+from buffer.stats import BufferStats
 from rollout_server.http.app import is_local_name
-from rollout_server.http.keys import Keys
-from rollout_server.http.wire import read_json
+from rollout_server.http.auth import Keys
+from rollout_server.http.streaming import read_json
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 
@@ -166,13 +166,13 @@ async def test_bodies_are_bounded_and_are_json(tmp_path: Path) -> None:
 async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from starlette.requests import Request
 
-    from rollout_server.http import wire
-    from rollout_server.http.errors import HttpError
+    from rollout_server.http import streaming
+    from rollout_server.http.streaming import HttpError
 
     async def never() -> Any:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(wire, "BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(streaming, "BODY_TIMEOUT_S", 0.01)
     headers = [(b"content-type", b"application/json")]
     with pytest.raises(HttpError, match=r"did not come within 0\.01 s"):
         await read_json(Request({"type": "http", "method": "POST", "headers": headers}, never), 100)

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from async_grpo.http import HttpServer, address_of, listen, server
+from async_grpo.utils import http_server
+from async_grpo.utils.http_server import HttpServer, address_of, listen
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -85,8 +86,8 @@ async def test_300_clients_that_never_end_their_headers_keep_nobody_from_health(
 async def test_headers_that_do_not_end_in_time_end_the_connection(
     monkeypatch: pytest.MonkeyPatch, before: bytes
 ) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.3)
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 3600)
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.3)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 3600)
     async with serving(Site()) as place:
         reader, writer = await asyncio.open_connection(*place)
         writer.write(before)
@@ -106,7 +107,7 @@ async def drip(writer: asyncio.StreamWriter) -> None:
 
 
 async def test_a_request_under_way_has_no_deadline_of_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.1)
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.1)
     site = Site()
     async with serving(site) as place:
         asking = asyncio.create_task(status_of(place, "/slow"))
@@ -132,7 +133,7 @@ async def test_more_requests_than_there_is_room_for_are_sent_away_but_for_health
 async def test_beyond_the_most_connections_the_one_that_waits_longest_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 3)
     site = Site()
     async with serving(site) as place, AsyncExitStack() as stack:
         asking = asyncio.create_task(status_of(place, "/slow"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.http.text import TextStream
+from rollout_server.http.detokenizer import TextStream
 
 
 def decode(tokens: list[int]) -> str:

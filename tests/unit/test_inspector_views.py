@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from async_grpo.app.inspector.export import plain, unpack
+from async_grpo.app.inspector.views import groups_view, human_bytes, record_view
 from async_grpo.errors import WireError
-from async_grpo.inspector.plain import plain
-from async_grpo.inspector.unpack import unpack
-from async_grpo.inspector.views import groups_view, human_bytes, record_view
-from async_grpo.inspector.visible import visible
+from async_grpo.utils.text import visible
 from async_grpo.wire import encode, logprobs_to_bytes, tokens_to_bytes
-from buffer.inspect import GroupFacts, State
+from buffer.inspector import GroupFacts, State
 from tests.support.buffer_cases import sample, tasks
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 [bold red]shout[/] [/] \u202egnp.exe\u202c \x9b31m \r\ud800"

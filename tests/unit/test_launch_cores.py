@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.local import run
+from async_grpo.app.launch.preflight import describe
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, cores_here, role_cores
+from async_grpo.app.launch.role_specs import role_specs
+from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
-from async_grpo.launch.commands import role_specs
-from async_grpo.launch.cores import cores_here, role_cores
-from async_grpo.launch.plan import describe
-from async_grpo.launch.role import RoleProcess, RoleSpec
-from async_grpo.launch.run import run
-from async_grpo.launch.run_folder import RunFolder
 
 SAYS_ITS_CORES = "import os, subprocess, sys; print(sorted(os.sched_getaffinity(0)), flush=True)"
 AND_ITS_CHILDS = f"{SAYS_ITS_CORES}; subprocess.run([sys.executable, '-c', {SAYS_ITS_CORES!r}])"

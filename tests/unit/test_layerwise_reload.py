@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
-from async_grpo.weights import changes
+from async_grpo.weights import chunks
 from async_grpo.weights.manifest import Identity, layout_of
-from async_grpo.weights.store import Notes, WeightStore, remove_stores, store_path
-from rollout_server.engines.reload import LayerwiseReload, renew_tied_head, with_blocks
-from rollout_server.engines.vllm_api import VllmApi
+from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.weights.store import Notes, WeightStore
+from rollout_server.engines.vllm.compat import VllmApi
+from rollout_server.engines.vllm.reload import LayerwiseReload, renew_tied_head, with_blocks
 
 RUN = f"unit-layerwise-reload-{os.getpid()}"
 NAMES = ["embed.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.0.norm.weight", "head.weight"]
@@ -95,7 +96,7 @@ class Bench:
             block[spec.offset // 4 : spec.offset // 4 + 4] = self.values[spec.name]
         flags = [changed is not None and name in changed for name in NAMES]
         told = None if changed is None else (0, version - 1 if base is None else base)
-        self.store.commit(Identity(0, version), Notes(base=told, changed=changes.pack(flags)))
+        self.store.commit(Identity(0, version), Notes(base=told, changed=chunks.pack(flags)))
         return Identity(0, version)
 
     def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:

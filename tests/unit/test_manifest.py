@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import CheckpointError
-from trainer.manifest import FILE, FORMAT, Layout, Manifest, changed, check_fits, read_manifest, seal
+from trainer.checkpoint.manifest import FILE, FORMAT, Layout, Manifest, changed, check_fits, read_manifest, seal
 
 MODEL = {"model_type": "qwen2", "hidden_size": 32, "precision": "float32"}
 LAYOUT = Layout(tensor=2, pipeline=1, context=1, expert=1, data=1)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from async_grpo.rewards.symbolic import math_verify
+from async_grpo.rewards.verifiers.symbolic import math_verify
 
 
 @pytest.mark.parametrize(

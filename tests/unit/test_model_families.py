@@ -11,14 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.config import validate
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
-from async_grpo.launch.models import prepare_model
 from trainer.model.checks import check_architecture
 from trainer.model.families import rope_of
-from trainer.model.names import parameter_of
-from trainer.model.plan import model_tensors, stage_weights
+from trainer.model.weight_map import model_tensors, parameter_of, stage_weights
 
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",

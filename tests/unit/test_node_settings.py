@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner, Result
 
-from async_grpo.cli.main import app
+from async_grpo.app.cli.main import app
 from async_grpo.config.trainer import TrainerConfig
-from trainer.nodes.agreement import fingerprint, objection
-from trainer.nodes.messages import Hello
-from trainer.nodes.ranks import network_environment, rank_environments
+from trainer.peers import Hello
+from trainer.ranks import network_environment, rank_environments
+from trainer.rendezvous import fingerprint, objection
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MEETING = {"address": "10.0.0.5"}

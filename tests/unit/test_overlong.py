@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from rollout_fakes import config_of
 
 from async_grpo.config.rewards import RewardsConfig
-from async_grpo.rewards.overlong import soft_punishment, with_length
-from async_grpo.rewards.verdict import Verdict, unverifiable
+from async_grpo.rewards.base import Verdict, soft_punishment, unverifiable, with_length
 from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.outcome import at_its_length, with_verdict
+from rollout_server.dispatch.outcomes import at_its_length, with_verdict
 
 RIGHT = Verdict(scores={"gsm8k": 1.0}, reward=1.0)
 SOFT = RewardsConfig(overlong="soft", soft_overlong_tokens=20, soft_overlong_factor=0.5)

@@ -15,11 +15,11 @@ from async_grpo.errors import EngineError
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Group, Ticket
 from buffer import InMemoryBuffer
-from rollout_server.cast import Cast
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.feeder import Feeder
 
 LENGTH = 40
 

@@ -12,22 +12,36 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from async_grpo.bench.figures import Machine
-from async_grpo.bench.fixed_lengths import lengths_in
-from async_grpo.bench.pipeline import PROBED, _folder, probes_of, probing_work
-from async_grpo.bench.pipeline.ask import asked
-from async_grpo.bench.pipeline.balance import LONGEST_PROMPT, SHORTEST_PROMPT, Probe, Sides, balanced_prompt
-from async_grpo.bench.pipeline.cores import Split, speed_beside, split_cores
-from async_grpo.bench.pipeline.lengths import CONSTANT, HEAVY_TAILED, draw, read_lengths
-from async_grpo.bench.pipeline.observe import Generated, Observed, Record, Server, Update, check, observe, read_record
-from async_grpo.bench.pipeline.plot import write_plot
-from async_grpo.bench.pipeline.report import figures_of, view
-from async_grpo.bench.pipeline.results import Results, in_turns
-from async_grpo.bench.pipeline.stage import POLICY, Stage
-from async_grpo.bench.pipeline.work import Course, Work
+from async_grpo.app.bench.measure import Machine
+from async_grpo.app.bench.pipeline.bench import PROBED, _folder, asked, probes_of, probing_work
+from async_grpo.app.bench.pipeline.fixed_lengths import lengths_in
+from async_grpo.app.bench.pipeline.observe import (
+    Generated,
+    Observed,
+    Record,
+    Server,
+    Update,
+    check,
+    observe,
+    read_record,
+)
+from async_grpo.app.bench.pipeline.plot import write_plot
+from async_grpo.app.bench.pipeline.results import (
+    LONGEST_PROMPT,
+    SHORTEST_PROMPT,
+    Probe,
+    Results,
+    Sides,
+    balanced_prompt,
+    figures_of,
+    in_turns,
+    view,
+)
+from async_grpo.app.bench.pipeline.setup import POLICY, Split, Stage, speed_beside, split_cores
+from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, Course, Work, draw, read_lengths
+from async_grpo.app.launch.role_process import cores_here
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
-from async_grpo.launch.cores import cores_here
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.timeline import Timeline
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
+from async_grpo.app.launch.memory_plan import device_plan, engine_memory
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
-from async_grpo.planner.device_plan import device_plan
-from async_grpo.planner.engine_memory import RESERVED_BYTES as ENGINE_RESERVED
-from async_grpo.planner.engine_memory import engine_memory
-from async_grpo.planner.shapes import SHAPES, ModelShape, named_shape, shape_of
-from async_grpo.planner.trainer_memory import (
+from async_grpo.models.shapes import SHAPES, ModelShape, named_shape, shape_of
+from async_grpo.utils.text import GIB
+from trainer.platform.memory import (
     RESERVED_BYTES,
     layer_bytes,
     same_experts,
@@ -21,7 +21,6 @@ from async_grpo.planner.trainer_memory import (
     stage_parameters,
     trainer_memory,
 )
-from async_grpo.planner.units import GIB
 
 QWEN_7B = SHAPES["qwen2.5-7b"]
 TINY = ModelShape(vocab=100, hidden=8, layers=4, heads=2, groups=1, head_dim=4, ffn=16)

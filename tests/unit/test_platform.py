@@ -15,9 +15,9 @@ import torch
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
-from async_grpo.planner.devices import peak_flops
-from async_grpo.versions import MEGATRON_CORE
+from async_grpo.utils.requirements import MEGATRON_CORE
 from trainer.platform import Platform, cuda, npu, select_platform
+from trainer.platform.cuda import peak_flops
 
 FIGURES = TrainerConfig(
     platform="npu", processes=8, tensor_parallel=4, pipeline_parallel=2, sequence_parallel=True, device_peak_tflops=300

@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from async_grpo.errors import DependencyError
-from trainer.model import spec as own
-from trainer.placement import place
-from trainer.platform import transformer_engine
+from trainer.batch import packed as packed_batch
+from trainer.model import layers as own
+from trainer.model.policy import place
+from trainer.platform import cuda
 from trainer.platform.npu_attention import FusedAttention, with_fused_attention
 
 HEADS, GROUPS, DIM = 4, 2, 16
@@ -83,7 +84,7 @@ def classes_in(node: Any) -> set[type]:
 @pytest.mark.usefixtures("their_layers")
 def test_transformer_engine_takes_every_place_that_was_ours() -> None:
     config = model_config(qk_layernorm=True)
-    found = classes_in(transformer_engine.with_transformer_engine(own.block_spec(config), config))
+    found = classes_in(cuda.with_transformer_engine(own.block_spec(config), config))
     assert found >= {Norm, Column, Row, Attention}
     assert not found & {own.RMSNorm, own.PackedAttention, ColumnParallelLinear, RowParallelLinear}
 
@@ -91,7 +92,7 @@ def test_transformer_engine_takes_every_place_that_was_ours() -> None:
 @pytest.mark.usefixtures("their_layers")
 def test_norms_stay_beside_the_linear_layers_so_that_parameters_keep_their_names() -> None:
     config = model_config()
-    layer = transformer_engine.with_transformer_engine(own.block_spec(config), config).layer_specs[0].submodules
+    layer = cuda.with_transformer_engine(own.block_spec(config), config).layer_specs[0].submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is Norm
     assert layer.self_attention.submodules.linear_qkv is layer.mlp.submodules.linear_fc1 is Column
 
@@ -100,7 +101,7 @@ def test_norms_stay_beside_the_linear_layers_so_that_parameters_keep_their_names
 @pytest.mark.parametrize(("dtype", "context_parallel"), [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_attention_stays_ours_where_their_kernels_cannot_do_it(dtype: torch.dtype, context_parallel: int) -> None:
     config = model_config(dtype, context_parallel)
-    found = classes_in(transformer_engine.with_transformer_engine(own.block_spec(config), config))
+    found = classes_in(cuda.with_transformer_engine(own.block_spec(config), config))
     assert own.PackedAttention in found
     assert Attention not in found
 
@@ -115,7 +116,7 @@ def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     config = model_config()
     with pytest.raises(DependencyError, match=r"transformer_engine cannot be imported.*pip install"):
-        transformer_engine.with_transformer_engine(own.block_spec(config), config)
+        cuda.with_transformer_engine(own.block_spec(config), config)
 
 
 def fusion_attention(query: Any, key: Any, value: Any, heads: int, **given: Any) -> tuple[torch.Tensor]:
@@ -145,7 +146,7 @@ def test_the_fused_kernel_is_asked_for_the_attention_that_ours_computes(monkeypa
     key, value = torch.randn(2, sum(LENGTHS), GROUPS, DIM).unbind(0)
     arguments = (config, 1, None, "self")
     results = [
-        layer(*arguments).forward(query, key, value, packed_seq_params=own.pack(LENGTHS))
+        layer(*arguments).forward(query, key, value, packed_seq_params=packed_batch.pack(LENGTHS))
         for layer in (FusedAttention, own.PackedAttention)
     ]
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
@@ -170,7 +171,7 @@ def imagined(value: Any, mode: FakeTensorMode) -> Any:
 
 def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micro_batch() -> None:
     """On a GPU that is only imagined: torch propagates shapes and devices, and refuses to mix them."""
-    packed = own.pack(LENGTHS)
+    packed = packed_batch.pack(LENGTHS)
     with FakeTensorMode() as mode:
         packing = place(imagined(packed, mode), "cuda:0")
         query = torch.empty(sum(LENGTHS), HEADS, DIM, device="cuda:0")
@@ -183,7 +184,7 @@ def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micr
 
 
 def test_placing_keeps_what_is_no_tensor_and_lets_the_gradient_back() -> None:
-    packing = own.pack(LENGTHS)
+    packing = packed_batch.pack(LENGTHS)
     placed = place(packing, "cpu")
     assert placed.buckets[0].gather is packing.buckets[0].gather
     assert (placed.max_seqlen_q, placed.qkv_format) == (12, "thd")

@@ -14,13 +14,13 @@ import pytest
 
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.char_tokenizer import build_char_tokenizer
-from async_grpo.data.intake import BATCH_ROWS
-from async_grpo.data.prepare import Prepared, prepare
-from async_grpo.data.prepared import open_prepared
-from async_grpo.data.random_model import train_tokenizer
-from async_grpo.data.source import Tokenizer
+from async_grpo.data.prepare.filters import BATCH_ROWS
+from async_grpo.data.prepare.pipeline import Prepared, prepare
+from async_grpo.data.prepared_dataset import open_prepared
+from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, DataError
+from async_grpo.models.random_model import train_tokenizer
+from async_grpo.models.tiny_qwen2 import build_char_tokenizer
 from tests.support.gsm8k import TEST, TRAIN, needs_gsm8k
 from tests.support.tokenizers import Bytes
 

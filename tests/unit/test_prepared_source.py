@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.preflight import check_data
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.char_tokenizer import build_char_tokenizer
-from async_grpo.data.files import check_data
-from async_grpo.data.prepare import prepare
+from async_grpo.data import make_source
+from async_grpo.data.prepare.pipeline import prepare
 from async_grpo.data.prepared_source import PreparedSource
-from async_grpo.data.random_model import prompt_texts
-from async_grpo.data.source import make_source
 from async_grpo.errors import DataError
+from async_grpo.models.random_model import prompt_texts
+from async_grpo.models.tiny_qwen2 import build_char_tokenizer
 from tests.support.tokenizers import Bytes
 
 

@@ -17,8 +17,8 @@ from redis.asyncio.connection import Connection
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import DependencyError
-from async_grpo.private_names import PRIVATE_NAMES, check_private_names
-from async_grpo.versions import numbers
+from async_grpo.utils.private_names import PRIVATE_NAMES, check_private_names
+from async_grpo.utils.requirements import numbers
 from buffer.redis.client import make_client
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +165,7 @@ def test_what_the_installed_packages_have_is_found_and_what_they_lose_is_named(
     user: str, module: str, moved: str, missing: str
 ) -> None:
     program = (
-        "from async_grpo.private_names import check_private_names as check\n"
+        "from async_grpo.utils.private_names import check_private_names as check\n"
         f"check({user!r})\n"
         f"import {module} as module\n"
         f"del module.{moved}\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.platform import products
+from trainer.platform import cpu_patches
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
 
@@ -44,30 +44,30 @@ def test_a_product_is_exact_to_float32_whatever_the_strides(
     left = torch.randn(inner, rows).t() if turned[0] else torch.randn(rows, inner)
     right = torch.randn(columns, inner).t() if turned[1] else torch.randn(inner, columns)
     exact = left.double() @ right.double()
-    torch.testing.assert_close(products.product(left, right).double(), exact, rtol=1e-5, atol=1e-5 * inner**0.5)
+    torch.testing.assert_close(cpu_patches.product(left, right).double(), exact, rtol=1e-5, atol=1e-5 * inner**0.5)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4, 3), (2, 4, 0)])
 def test_a_product_of_nothing_is_nothing(shape: tuple[int, int, int]) -> None:
-    result = products.product(torch.ones(shape[0], shape[1]), torch.ones(shape[1], shape[2]))
+    result = cpu_patches.product(torch.ones(shape[0], shape[1]), torch.ones(shape[1], shape[2]))
     assert torch.equal(result, torch.zeros(shape[0], shape[2]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
 def test_other_types_are_multiplied_as_ever(dtype: torch.dtype) -> None:
     left, right = torch.arange(6).reshape(2, 3).to(dtype), torch.arange(12).reshape(3, 4).to(dtype)
-    assert torch.equal(products.product(left, right), left @ right)
+    assert torch.equal(cpu_patches.product(left, right), left @ right)
 
 
 @pytest.mark.parametrize("maker", ["GenuineIntel", None])
 def test_processors_of_other_makers_are_left_alone(
     maker: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(products, "_override", lambda: pytest.fail("overridden"))
+    monkeypatch.setattr(cpu_patches, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu_patches, "_override", lambda: pytest.fail("overridden"))
     if maker:
         (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\n")
-    assert not products.multiply_with_onednn()
+    assert not cpu_patches.multiply_with_onednn()
 
 
 def test_the_override_serves_forward_and_backward_of_a_linear_layer(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from redis._parsers import Encoder
 from redis.connection import PythonRespSerializer
 
-from buffer.redis.exchange import LARGE, Call, pack, script_head
+from buffer.redis.connection import LARGE, Call, pack, script_head
 
 PARTS = st.one_of(st.integers(), st.binary(max_size=30), st.text(max_size=30), st.just(b"x" * LARGE))
 

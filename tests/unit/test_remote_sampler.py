@@ -13,20 +13,20 @@ import pytest
 from http_fakes import Letters, http_config, lettered, prompts_of, says, scripted
 from rollout_fakes import FakeReceiver, cast_of, until, watcher_of
 
-from async_grpo.data.source import make_task
+from async_grpo.app.evaluate.policy_source import ExamHall
+from async_grpo.data.base import make_task
 from async_grpo.errors import EngineError, WaitTimeout
-from async_grpo.http.server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
+from async_grpo.utils.http_server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Task, VersionSpan
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.engines.protocol import GenerationRequest
-from rollout_server.engines.remote import KEEP_ALIVE_S, RemoteSampler
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.http import KEEP_ALIVE_S, RemoteSampler
 from rollout_server.engines.scripted import ScriptedEngine, scripted_logprobs
-from rollout_server.evaluator import Evaluator
-from rollout_server.exam import Exam, ExamPlan
-from rollout_server.examiner import ExamHall
-from rollout_server.feeder import Feeder
-from rollout_server.http.front import HttpFront
+from rollout_server.evaluation.eval_runner import Exam, ExamPlan
+from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.http.server import HttpFront
 from rollout_server.workflows import SingleTurn
 
 HELLO = [*b"hello", 255]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from async_grpo.app.launch.supervisor import Decision, decide
 from async_grpo.errors import EXIT_CONFIG
-from async_grpo.launch.policy import Decision, decide
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.retention import ranked, spared, superfluous
+from trainer.checkpoint.folder import ranked, spared, superfluous
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.item import Item
-from async_grpo.rewards.resolve import BUILTIN, EXTRACTIONS, resolve_with_extraction
+from async_grpo.rewards.base import Item
+from async_grpo.rewards.registry import BUILTIN, EXTRACTIONS, resolve_with_extraction
 
 FORM_ONLY = {"format", "format_reward", "strict_format", "step"}
 NEEDS_THE_PROMPT = {"kk_reward"}

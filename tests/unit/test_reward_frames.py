@@ -9,7 +9,14 @@ import struct
 import pytest
 
 from async_grpo.errors import WireError
-from async_grpo.rewards.frames import MAX_FRAME_BYTES, Answer, Assignment, FrameReader, pack, read_frame_blocking
+from async_grpo.rewards.workers.messages import (
+    MAX_FRAME_BYTES,
+    Answer,
+    Assignment,
+    FrameReader,
+    pack,
+    read_frame_blocking,
+)
 
 FIRST, SECOND = Answer(score=1.0), Answer(kind="raised", reason="no")
 

@@ -8,11 +8,10 @@ import pytest
 
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.environment import worker_environment
+from async_grpo.rewards.base import Failure, Item
 from async_grpo.rewards.http_judge import look_up, pause_s, score_of
-from async_grpo.rewards.item import Item
-from async_grpo.rewards.resolve import resolve_verifier
-from async_grpo.rewards.verdict import Failure
+from async_grpo.rewards.registry import resolve_verifier
+from async_grpo.rewards.workers.client import worker_environment
 
 NOT_A_FUNCTION = 3
 ITEM = Item("completion", "answer", "prompt", {"key": "value"}, 2)
@@ -77,7 +76,7 @@ def test_built_in_verifiers_are_found_by_name() -> None:
         ("gms8k", r"no verifier 'gms8k'.*answer_tag, format, gsm8k"),
         ("module:", "no verifier 'module:'"),
         ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError"),
-        ("async_grpo.rewards.verifiers:scores", r"cannot be imported \(AttributeError"),
+        ("async_grpo.rewards.verifiers.answers:scores", r"cannot be imported \(AttributeError"),
         (f"{__name__}:NOT_A_FUNCTION", "is a int, not a function"),
         (f"{__name__}:one", r"has the signature \(completion: 'str'\).*too many positional"),
         (f"{__name__}:prompt_first", r"cannot be called.*multiple values for argument 'prompt'"),

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from async_grpo.config.rewards import RewardConfig
-from async_grpo.rewards.score import as_score
-from async_grpo.rewards.verdict import Failure, Verdict, verdict_of
+from async_grpo.rewards.base import Failure, Verdict, as_score, verdict_of
 
 HUNG, DOWN = Failure("timeout", "it hung"), Failure("http_status", "the judge is down")
 FUNCTIONS = [

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.bench.rollout.pairs import Pairs, Round, in_pairs
-from async_grpo.bench.rollout.report import dispatch, overhead
-from async_grpo.bench.rollout.work import LogNormal, Uniform, Work
+from async_grpo.app.bench.paired import Pairs, Round, in_pairs
+from async_grpo.app.bench.rollout.bench import dispatch, overhead
+from async_grpo.app.bench.rollout.workload import LogNormal, Uniform, Work
 from async_grpo.errors import EngineError
-from rollout_server.engines import bare
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.vllm import direct
 
 WORK = Work(groups=6, group_size=4, groups_per_step=2, concurrency=3, lengths=Uniform(2, 9), prompt_tokens=5)
 
@@ -93,7 +93,7 @@ class FakeLlm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running: set[int] = set()
         self.seen: list[set[int]] = []
-        monkeypatch.setattr(bare, "complete", FakeLlm.complete)
+        monkeypatch.setattr(direct, "complete", FakeLlm.complete)
 
     async def complete(self, request: GenerationRequest) -> int:
         self.running.add(int(request.request_id))
@@ -110,13 +110,13 @@ REQUESTS = [GenerationRequest(str(place), [1], max_tokens=length) for place, len
 
 async def test_the_bare_loop_starts_the_next_request_when_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = FakeLlm(monkeypatch)
-    assert await bare.continuous(llm, REQUESTS, 2) == LENGTHS
+    assert await direct.continuous(llm, REQUESTS, 2) == LENGTHS
     assert max(len(running) for running in llm.seen) == 2
     assert {0, 3} in llm.seen
 
 
 async def test_waves_start_when_all_of_the_wave_before_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = FakeLlm(monkeypatch)
-    assert await bare.waves(llm, REQUESTS, 2) == LENGTHS
+    assert await direct.waves(llm, REQUESTS, 2) == LENGTHS
     assert all(len({place // 2 for place in running}) == 1 for running in llm.seen)
     assert {0, 1} in llm.seen

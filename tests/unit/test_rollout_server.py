@@ -10,10 +10,10 @@ import pytest
 from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, watcher_of
 
 from async_grpo.errors import EngineError, WaitTimeout
+from async_grpo.utils.aio import first_cause
 from async_grpo.weights.manifest import Identity
 from buffer import InMemoryBuffer
-from rollout_server.cast import Cast
-from rollout_server.failures import first_cause
+from rollout_server.context import Cast
 from rollout_server.server import RolloutServer
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.errors import WaitTimeout
-from rollout_server import setup
-from rollout_server.setup import came_before_the_end
+from rollout_server import assembly
+from rollout_server.assembly import came_before_the_end
 
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(setup, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(assembly, "LOOK_EVERY_S", 0.01)
     yield
 
 

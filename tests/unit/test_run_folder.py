@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from async_grpo.app.launch.run_folder import RunFolder, RunState, claimed, open_run, run_name, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
-from async_grpo.launch.run_folder import RunFolder, RunState, claimed, open_run, run_name, write_config
 
 
 def config(folder: Path, **changes: object) -> RunConfig:

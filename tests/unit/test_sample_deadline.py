@@ -12,18 +12,17 @@ import structlog
 from rollout_fakes import Bytes, FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
 
 from async_grpo.errors import RoleFailed, WaitTimeout
+from async_grpo.utils import aio
+from async_grpo.utils.aio import first_cause, watched_loop
 from async_grpo.weights.manifest import Identity
 from async_grpo.wire import Sample, Task
-from rollout_server import loop_watch
-from rollout_server.cast import Cast
-from rollout_server.dispatcher import Dispatcher
-from rollout_server.evaluator import Evaluator, longest_completion_s
-from rollout_server.failures import first_cause
-from rollout_server.feeder import Feeder
-from rollout_server.loop_watch import watched_loop
-from rollout_server.sample_maker import Pace
-from rollout_server.session import Session
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.evaluation.milestones import Evaluator, longest_completion_s
 from rollout_server.workflows import SingleTurn
+from rollout_server.workflows.sample_rollout import Pace
+from rollout_server.workflows.session import Session
 
 NAMED = {"max_concurrency": 8, "workflow": "my:Workflow"}
 
@@ -63,7 +62,7 @@ async def dispatcher_of(cast: Cast) -> tuple[Dispatcher, list[asyncio.Task[None]
 async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubborn: bool
 ) -> None:
-    monkeypatch.setattr("rollout_server.sample_maker.END_S", 0.01)
+    monkeypatch.setattr("rollout_server.workflows.sample_rollout.END_S", 0.01)
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.2, "lease_s": 0.3}, redis={"timeout_s": 0.3})
     buffer, workflow = buffer_of(config), Hangs({1}, stubborn=stubborn)
     cast = replace(cast_of(tmp_path, config, FakeEngine(), buffer), workflow=workflow)
@@ -151,7 +150,7 @@ def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> Non
 
 
 async def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_watch, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(aio, "LOOK_EVERY_S", 0.02)
 
     async def waits_for_a_page_without_await() -> None:
         time.sleep(0.5)  # noqa: ASYNC251  (which is the mistake that is to be seen)

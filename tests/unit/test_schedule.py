@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.config.trainer import OptimizerConfig
-from trainer.schedule import learning_rate
+from trainer.model.optimizer import learning_rate
 
 
 def rates(steps: int = 11, **fields: object) -> list[float]:

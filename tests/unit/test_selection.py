@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from async_grpo.staleness.policy import OnStale, Selector
+from async_grpo.staleness import OnStale, Selector
 from async_grpo.wire import Group, Task, tokens_to_bytes
 from buffer.selection import select, too_old_to_finish, too_old_to_train
 from tests.support.buffer_cases import mixed_sample, policy

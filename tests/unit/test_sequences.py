@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.wire import Batch, Group, Sample, Task, Turn, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
-from trainer.metrics import step_row
-from trainer.result import StepResult
-from trainer.sequences import MIXED, micro_batch, reweighed, sequences_of, targets_of
+from trainer.batch.sequences import MIXED, micro_batch, reweighed, sequences_of, targets_of
+from trainer.step.results import StepResult, step_row
 
 PROMPT = [7, 8, 9]
 

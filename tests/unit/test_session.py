@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from async_grpo.wire import Sample, Turn, VersionSpan
-from rollout_server.engines.protocol import GenerationRequest
+from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.session import Session
+from rollout_server.workflows.session import Session
 
 PROMPT, STOP = [9], 99
 

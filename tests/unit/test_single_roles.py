@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.app.launch import single_role
+from async_grpo.app.launch.role_specs import MALLOC_VARIABLE, trainer_environment
 from async_grpo.config import load, validate
-from async_grpo.launch import single
-from async_grpo.launch.commands import MALLOC_VARIABLE, trainer_environment
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TWO_NODES = ["trainer.nodes=2", "trainer.processes=2", "trainer.rendezvous.address=10.0.0.5"]
@@ -25,8 +25,8 @@ def become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
     async def model(*_: object) -> Path:
         return tmp_path / "model"
 
-    monkeypatch.setattr(single, "prepare_model", model)
-    monkeypatch.setattr(single, "_prepare_to_join", model)
+    monkeypatch.setattr(single_role, "prepare_model", model)
+    monkeypatch.setattr(single_role, "_prepare_to_join", model)
     monkeypatch.setattr(os, "execve", lambda _file, argv, _environment: started.append(argv))
 
     def start(role: Callable[[], int]) -> Path:
@@ -45,10 +45,10 @@ def test_every_role_reads_what_its_own_machine_has_though_all_share_the_folder(
     relay = ["weights.relay_bind=tcp://0.0.0.0:5610", "weights.relay_advertise=10.0.0.7"]
     elsewhere = [*there, "redis.url=redis://192.168.0.5:6379", *relay]
     files = [
-        become(lambda: single.run_trainer(QUICKSTART, [*TWO_NODES, *here], 0)),
-        become(lambda: single.run_trainer(QUICKSTART, [*TWO_NODES, *elsewhere], 1)),
-        become(lambda: single.run_rollout(QUICKSTART, here, "rollout-a")),
-        become(lambda: single.run_rollout(QUICKSTART, elsewhere, "rollout-b")),
+        become(lambda: single_role.run_trainer(QUICKSTART, [*TWO_NODES, *here], 0)),
+        become(lambda: single_role.run_trainer(QUICKSTART, [*TWO_NODES, *elsewhere], 1)),
+        become(lambda: single_role.run_rollout(QUICKSTART, here, "rollout-a")),
+        become(lambda: single_role.run_rollout(QUICKSTART, elsewhere, "rollout-b")),
     ]
     assert len({file.resolve() for file in files}) == len(files)
     assert [own_values(file) for file in files] == [
@@ -65,9 +65,9 @@ def own_values(file: Path) -> tuple[Path, str | None, str | None]:
 def test_a_server_that_joins_a_run_of_this_machine_reads_a_copy_of_its_own(
     tmp_path: Path, become: Callable[[Callable[[], int]], Path]
 ) -> None:
-    trainer = become(lambda: single.run_trainer(QUICKSTART, [SERVER, f"runs_dir={tmp_path}"], None))
+    trainer = become(lambda: single_role.run_trainer(QUICKSTART, [SERVER, f"runs_dir={tmp_path}"], None))
     run_dir = load(trainer).run_dir
-    joined = become(lambda: single.join_run(run_dir, "one-more"))
+    joined = become(lambda: single_role.join_run(run_dir, "one-more"))
     assert joined == run_dir / "roles" / "one-more.yaml"
     assert load(joined) == load(trainer), "its patience with the server is that of a role, not that of a command"
 

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from rollout_server.engines.protocol import EngineLoad
-from rollout_server.slots import SampleSlots
-from rollout_server.throttle import next_concurrency
+from rollout_server.dispatch.concurrency import SampleSlots, next_concurrency
+from rollout_server.engines.base import EngineLoad
 
 
 async def hold(slots: SampleSlots, until: asyncio.Event) -> None:

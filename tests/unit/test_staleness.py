@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
-from async_grpo.staleness.rate import RateLimit
-from async_grpo.staleness.window import StalenessWindow, age
+from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow, age
 from tests.support.buffer_cases import policy
 
 

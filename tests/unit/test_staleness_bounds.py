@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 
-from async_grpo.staleness.policy import OnStale, ReplayPolicy, Selector
-from async_grpo.staleness.window import age
+from async_grpo.staleness import OnStale, ReplayPolicy, Selector, age
 from async_grpo.wire import Ticket
-from buffer.ledger import Ledger
+from buffer.state import Ledger
 from tests.support.buffer_cases import group_of, policy, tasks
 
 STEPS = 14

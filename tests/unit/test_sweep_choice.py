@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from async_grpo.sweep.choice import ACCURACY, DEFAULT_TOLERANCE, REWARD, Candidate, choose, recommend
-from async_grpo.sweep.figures import FAILED, Curve
-from async_grpo.sweep.settings import band, in_order, settings_of, shown_values
+from async_grpo.app.sweep.recommend import ACCURACY, DEFAULT_TOLERANCE, REWARD, Candidate, choose, recommend
+from async_grpo.app.sweep.results import FAILED, Curve
+from async_grpo.app.sweep.settings import band, in_order, settings_of, shown_values
 from tests.unit.sweep_fakes import figures
 
 

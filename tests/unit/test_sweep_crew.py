@@ -16,14 +16,13 @@ import psutil
 import pytest
 from rich.console import Console
 
+from async_grpo.app.sweep import runner as crew_module
+from async_grpo.app.sweep.folder import SweepFolder
+from async_grpo.app.sweep.plan import Point
+from async_grpo.app.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, line, table
+from async_grpo.app.sweep.runner import Crew, Ending, Fate, devices_wanted, fate_of, pool_for
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from async_grpo.sweep import crew as crew_module
-from async_grpo.sweep.crew import Crew, Ending, Fate, fate_of
-from async_grpo.sweep.devices import devices_wanted, pool_for
-from async_grpo.sweep.folder import SweepFolder
-from async_grpo.sweep.plan import Point
-from async_grpo.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, line, table
 from tests.unit.sweep_fakes import STEPS, point
 
 SCRIPT = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from async_grpo.app.sweep.plan import Axis, combinations, parse_axes, parse_axis, parse_seeds
 from async_grpo.errors import ConfigError
-from async_grpo.sweep.grid import Axis, combinations, parse_axes, parse_axis, parse_seeds
 
 
 def test_an_axis_is_a_key_and_its_values_as_they_were_typed() -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.app.sweep.folder import PointRecord, Record, SweepFolder
+from async_grpo.app.sweep.plan import Ask, Plan, Point, lay_out, parse_axes, point_name
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
-from async_grpo.sweep.folder import PointRecord, Record, SweepFolder
-from async_grpo.sweep.grid import parse_axes
-from async_grpo.sweep.plan import Ask, Plan, Point, lay_out, point_name
 
 BASE = "name: q\nsteps: 4\nmodel: {random: {}}\n"
 

@@ -8,14 +8,24 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from async_grpo.cli.main import app
-from async_grpo.sweep import plots
-from async_grpo.sweep.figures import FAILED, FINISHED, NEW, UNFINISHED, behind_head_start, from_rows, read_figures
-from async_grpo.sweep.folder import PointRecord, Record, SweepFolder
-from async_grpo.sweep.idle import merged, overlap, rollout_idle_share
-from async_grpo.sweep.plots import pareto
-from async_grpo.sweep.report import Comparison, compare, page, read_all
-from async_grpo.sweep.settings import settings_of
+from async_grpo.app.cli.main import app
+from async_grpo.app.sweep import plots
+from async_grpo.app.sweep.folder import PointRecord, Record, SweepFolder
+from async_grpo.app.sweep.plots import pareto
+from async_grpo.app.sweep.report import Comparison, compare, page, read_all
+from async_grpo.app.sweep.results import (
+    FAILED,
+    FINISHED,
+    NEW,
+    UNFINISHED,
+    behind_head_start,
+    from_rows,
+    merged,
+    overlap,
+    read_figures,
+    rollout_idle_share,
+)
+from async_grpo.app.sweep.settings import settings_of
 from tests.unit.sweep_fakes import STEPS, figures, leave_run, point
 
 PLOTS = ("tradeoff", "reward_by_step", "reward_by_time", "figures")

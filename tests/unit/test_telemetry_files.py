@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from async_grpo.telemetry.jsonl import JsonLines, RowFollower, read_rows
-from async_grpo.telemetry.log import configure_logging, redact_secrets
-from async_grpo.telemetry.scalars import ScalarWriter
+from async_grpo.telemetry.logging import configure_logging, redact_secrets
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
+from async_grpo.telemetry.trackers.tensorboard import ScalarWriter
 from async_grpo.wire.board import Estimate, Evaluation, Figures
 
 

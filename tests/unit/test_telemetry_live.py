@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
+from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
-from async_grpo.telemetry.live import LiveState, LiveView, RoleState
-from async_grpo.telemetry.trends import smooth, sparkline
-from async_grpo.telemetry.waits import who_waits
+from async_grpo.utils.text import smooth, sparkline
 from async_grpo.wire.board import Evaluation, ServerBeat
 
 CONFIG = RunConfig.model_validate({"name": "demo", "model": {"random": {}}, "steps": 120})

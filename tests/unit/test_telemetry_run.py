@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.local import headline
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.app.report.run_report import write_report
+from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
-from async_grpo.launch.results import headline
-from async_grpo.launch.run_folder import RunFolder
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
-from async_grpo.telemetry.report import write_report
 from async_grpo.telemetry.rows import of_kind
-from async_grpo.telemetry.summary import summarize
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
 from async_grpo.wire.board import Estimate, Evaluation, Figures
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from async_grpo.app.bench.paired import Contestant, Done, in_turns
+from async_grpo.app.bench.trainer.setup import Mix, lengths_of, make_batch
 from async_grpo.errors import TrainingError
-from trainer.bench.rounds import Contestant, Done, in_turns
-from trainer.bench.work import Mix, lengths_of, make_batch
 
 
 def contestant(loss: float, grad_norm: float = 1.0) -> Contestant:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.gauges import Progress
+from trainer.metrics_server import Progress
 
 ROW = {"step": 3, "epoch": 2, "skipped_steps": 0, "replayed": True, "groups": 4}
 

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
+from async_grpo.app.bench.rollout import updates
+from async_grpo.app.bench.rollout.updates import Tally, UpdateBench, _traffic
 from async_grpo.errors import EngineError
 from async_grpo.wire import VersionSpan
-from rollout_server.bench import updates
-from rollout_server.bench.updates import Tally, UpdateBench, _traffic
-from rollout_server.engines.protocol import Generation, GenerationRequest
+from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
 
 BENCH = UpdateBench(concurrency=4, max_tokens=(5, 10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.rewards.verifiers import answer_tag, format_tags, gsm8k
+from async_grpo.rewards.verifiers.answers import answer_tag, format_tags, gsm8k
 
 
 @pytest.mark.parametrize("completion", ["18", "18.", "18.00", "$18", "$ 18", r"\$18", "18%", "+18", "36/2", "18 eggs"])

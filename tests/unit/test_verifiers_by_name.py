@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.rewards import boxes, formats
-from async_grpo.rewards.accuracy import acc_for_dapo, accuracy_reward, qwen_accuracy_reward
-from async_grpo.rewards.item import Item
-from async_grpo.rewards.resolve import BUILTIN, NEED_PACKAGES, resolve_verifier
-from async_grpo.rewards.symbolic import acc, equal
-from async_grpo.rewards.verifiers import answer_tag, format_tags, gsm8k
+from async_grpo.rewards.base import Item
+from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES, resolve_verifier
+from async_grpo.rewards.verifiers import boxed
+from async_grpo.rewards.verifiers.answers import answer_tag, format_tags, gsm8k
+from async_grpo.rewards.verifiers.symbolic import acc, equal
+from async_grpo.rewards.verifiers.text import acc_for_dapo, accuracy_reward, qwen_accuracy_reward
 from tests.support.bait import baits
 
 BOXED = r"<think>3+15</think><answer>\boxed{18}</answer>"
@@ -194,7 +194,7 @@ def test_acc_scores_0_where_comparing_takes_too_long_or_fails() -> None:
     ],
 )
 def test_strict_format_wants_everything_once_and_in_order(completion: str, score: float) -> None:
-    assert formats.strict_format(completion, "") == score
+    assert boxed.strict_format(completion, "") == score
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_strict_format_wants_everything_once_and_in_order(completion: str, score
     [("Step 1: a\nStep 2: b", 2), ("1. a\n2. b", 1), ("a\n- b\n* c", 2), ("- a", 0), ("First, a. first, b", 1)],
 )
 def test_step_counts_markers_up_to_three(completion: str, markers: int) -> None:
-    assert formats.step(completion, "") == markers / 3
-    assert formats.step(completion + "\n-\n-\n-", "") == 1.0
+    assert boxed.step(completion, "") == markers / 3
+    assert boxed.step(completion + "\n-\n-\n-", "") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -248,12 +248,12 @@ def test_rules_that_search_agree_with_the_expressions_that_define_them(text: str
     loose = re.match(r"^<think>.*?</think>\s*<answer>.*?</answer>$", text, re.DOTALL | re.MULTILINE)
     assert format_tags(text, "") == float(loose is not None)
     whole = re.fullmatch(r"<think>.*</think>.*<answer>.*\\boxed\{.*\}.*</answer>", text, re.DOTALL)
-    assert formats.is_whole(text) == (whole is not None)
+    assert boxed.is_whole(text) == (whole is not None)
     closed = [match.start() for match in re.finditer(r"\\boxed\{.*?\}", text)]
-    assert boxes.closed_boxes(text, most=100) == closed
+    assert boxed.closed_boxes(text, most=100) == closed
     numbers = re.findall(r"boxed{([-+]?\d*\.?\d+)}", text)
     assert qwen_accuracy_reward(text, "1") == float((numbers[-1] if numbers else text) == "1")
-    assert boxes.last_boxed(text) == last_boxed_slowly(text)
+    assert boxed.last_boxed(text) == last_boxed_slowly(text)
 
 
 def last_boxed_slowly(text: str) -> str | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.data.fields import reference
-from async_grpo.rewards.item import Item
-from async_grpo.rewards.resolve import resolve_verifier
-from async_grpo.rewards.verifiers import gsm8k
+from async_grpo.data.prepare.formats import reference
+from async_grpo.rewards.base import Item
+from async_grpo.rewards.registry import resolve_verifier
+from async_grpo.rewards.verifiers.answers import gsm8k
 from tests.support.gsm8k import TEST, answers, needs_gsm8k
 
 pytestmark = needs_gsm8k

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.rewards.accuracy import retool_reward
-from async_grpo.rewards.logic import kk_reward
-from async_grpo.rewards.prm800k import equal, math_17k_acc, parse
-from async_grpo.rewards.resolve import BUILTIN
-from async_grpo.rewards.symbolic import math_verify_reward
+from async_grpo.rewards.registry import BUILTIN
+from async_grpo.rewards.verifiers.logic import kk_reward
+from async_grpo.rewards.verifiers.prm800k import equal, math_17k_acc, parse
+from async_grpo.rewards.verifiers.symbolic import math_verify_reward
+from async_grpo.rewards.verifiers.text import retool_reward
 
 GRADES = [
     # (answer in the box, reference, verdict of grade_answer in mathruler 0.1.0, which MindSpeed-RL calls)

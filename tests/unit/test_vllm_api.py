@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from async_grpo.errors import DependencyError
-from rollout_server.engines.vllm_api import find_vllm_api, finish_arguments, start_arguments
+from rollout_server.engines.vllm.compat import find_vllm_api, finish_arguments, start_arguments
 
 TRANSFER = "vllm.distributed.weight_transfer"
 RELOAD = "vllm.model_executor.model_loader.reload"
@@ -93,7 +93,7 @@ class FakeVllm:
 
     def import_worker(self) -> ModuleType:
         """`vllm_worker` as a worker of this release would import it."""
-        name = "rollout_server.engines.vllm_worker"
+        name = "rollout_server.engines.vllm.worker"
         self._monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is there now comes back
         self._monkeypatch.delitem(sys.modules, name)
         return importlib.import_module(name)

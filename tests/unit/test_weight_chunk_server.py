@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_grpo.weights.chunk_server import ChunkServer, Edition
 from async_grpo.weights.chunks import Chunk
 from async_grpo.weights.manifest import Identity
-from async_grpo.weights.messages import ChunkAnswer, ChunkReply, ChunkRequest, Done, Gone, Waiting, sign
+from async_grpo.weights.zmq.chunk_server import ChunkServer, Edition
+from async_grpo.weights.zmq.messages import ChunkAnswer, ChunkReply, ChunkRequest, Done, Gone, Waiting, sign
 from async_grpo.wire import encode
 
 KEY = b"k" * 16

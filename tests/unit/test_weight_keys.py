@@ -8,7 +8,7 @@ from zmq.utils import z85
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import ConfigError
-from async_grpo.weights.keys import SECRET_VARIABLE, derive_keys, keys_for
+from async_grpo.weights.zmq.sockets import SECRET_VARIABLE, derive_keys, keys_for
 
 
 def test_one_secret_gives_one_set_of_keys_and_another_gives_others() -> None:

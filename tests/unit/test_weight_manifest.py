@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
-from async_grpo.weights.changes import changed_tensors, pack, unpack
-from async_grpo.weights.chunks import cut, digest, hash_chunk, hashes_of, pack_hashes
+from async_grpo.weights.chunks import changed_tensors, cut, digest, hash_chunk, hashes_of, pack, pack_hashes, unpack
 from async_grpo.weights.manifest import Identity, Manifest, layout_of
 from async_grpo.wire import decode, encode
 

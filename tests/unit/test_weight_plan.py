@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.weights.errors import FetchInterrupted
-from async_grpo.weights.receiver.plan import MAX_ATTEMPTS, Plan
+from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, FetchInterrupted, Plan
 
 
 def plan_of(count: int, *, patched: bool = False) -> Plan:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
-from async_grpo.weights import memory
+from async_grpo.weights import shared_memory
 from async_grpo.weights import store as store_module
-from async_grpo.weights.changes import pack
+from async_grpo.weights.chunks import pack
 from async_grpo.weights.manifest import Identity, layout_of
-from async_grpo.weights.store import Notes, WeightStore, remove_stores, store_path
+from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.weights.store import Notes, WeightStore
 
 LAYOUT = layout_of([("a", "uint8", [100]), ("b", "float32", [16])])
 RUN = f"unit-weight-store-{os.getpid()}"
@@ -101,7 +102,7 @@ def test_too_little_memory_is_refused_with_the_arithmetic(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    10 kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(shared_memory, "_MEMINFO", tmp_path / "meminfo")
     with pytest.raises(WeightsError, match=r"of 32768 bytes .* 10240 bytes are available, 22528 too few"):
         WeightStore.create(path, LAYOUT)
 

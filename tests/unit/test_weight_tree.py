@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from async_grpo.weights.publisher.tree import ROOT, Tree
+from async_grpo.weights.zmq.relay_tree import ROOT, Tree
 
 
 def grow(fanout: int, count: int) -> Tree:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from async_grpo.config.rollout import MultiTurnConfig, RolloutConfig, ToolConfig
-from async_grpo.data.source import Tokenizer
+from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.item import Item
+from async_grpo.rewards.base import Item
 from async_grpo.wire import Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.workflows import MultiTurn, SingleTurn, Workflow, make_workflow
 from rollout_server.workflows.calculator import calculator
+from rollout_server.workflows.multi_turn import Toolbox
 from rollout_server.workflows.testkit import STOP, ByteTokenizer, play
-from rollout_server.workflows.tools import Toolbox
 
 
 def call(name: str, **arguments: Any) -> str:

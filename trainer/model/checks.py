@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DataError
 from trainer.model.families import check_options, family_of
-from trainer.model.plan import model_tensors
+from trainer.model.weight_map import model_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,14 +8,9 @@ replacement happens only in a process that asked for it and before megatron is i
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
 import resource
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -24,16 +19,16 @@ import torch.utils._device
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
-from async_grpo.private_names import check_private_names
+from async_grpo.utils.private_names import check_private_names
 from trainer.platform.base import MemoryUse, require_megatron
-from trainer.platform.products import multiply_with_onednn
-
-CPU = torch.device("cpu")
-
-_FACTORIES = (
-    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye", "empty_strided"),
-    *("rand", "randn", "randint", "randperm"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+from trainer.platform.cpu_patches import (
+    _answer_device_queries,
+    _answer_random_state,
+    _patch_megatron_experts,
+    _patch_megatron_random,
+    _redirect_factories,
+    _show_optimizers_cuda_types,
+    multiply_with_onednn,
 )
 
 
@@ -68,7 +63,7 @@ class CpuPlatform:
 
     def layer_spec(self, config: Any) -> Any:
         """RMSNorm and packed attention in plain PyTorch."""
-        from trainer.model.spec import block_spec
+        from trainer.model.layers import block_spec
 
         return block_spec(config)
 
@@ -101,151 +96,3 @@ def _check_environment() -> None:
         )
     require_megatron("cpu")
     check_private_names("trainer on CPU, torch")
-
-
-class _Stream:
-    """CPU operations are synchronous: there is nothing to wait for."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self._at_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._at_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end._at_s - self._at_s) * 1e3
-
-
-def _answer_device_queries() -> None:
-    stream = _Stream()
-    torch.cuda.current_device = lambda: CPU
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.Tensor.record_stream = lambda self, stream: None
-
-
-def _answer_random_state() -> None:
-    """The default CPU generator plays the part of the device's."""
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = _set_rng_state
-    torch.cuda.manual_seed = torch.cuda.manual_seed_all = _seed
-
-
-def _set_rng_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _redirect_factories() -> None:
-    """`device="cuda"` means the CPU, in tensor factories, `.to` and `.cuda`."""
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.to, torch.nn.Module.to = _to_cpu(torch.Tensor.to), _to_cpu(torch.nn.Module.to)
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-
-
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return call
-
-
-def _to_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return method(self, *args, **kwargs)
-
-    return call
-
-
-def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-
-
-def _show_optimizers_cuda_types() -> None:
-    """Megatron's optimizers accept only parameters whose `type()` is `torch.cuda.*`.
-
-    The caller is looked at, so that everything else still sees the true name.
-    """
-    original = torch.Tensor.type
-
-    def seen_type(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return original(self, dtype, *args, **kwargs)
-        name: str = original(self)
-        if "/megatron/core/optimizer/" in sys._getframe(1).f_code.co_filename:
-            return name.replace("torch.", "torch.cuda.", 1)
-        return name
-
-    torch.Tensor.type = seen_type
-
-
-def _patch_megatron_random() -> None:
-    """Without CUDA, megatron's own setter only queues the state: a silent no-op."""
-    import megatron.core.tensor_parallel.random as megatron_random
-
-    check_private_names("trainer on CPU")  # a name that has moved would be replaced in vain
-    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = _set_rng_state
-    logging.getLogger(megatron_random.__name__).addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
-
-
-def _patch_megatron_experts() -> None:
-    """Without CUDA, tensors of split sizes are not turned into lists; without Transformer Engine, a name is missing."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    import torch.distributed as dist
-
-    exchange = dist.all_to_all_single
-
-    @functools.wraps(exchange)
-    def all_to_all_single(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **options: Any
-    ) -> Any:
-        return exchange(output, input, _listed(output_split_sizes), _listed(input_split_sizes), **options)
-
-    dist.all_to_all_single = all_to_all_single
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def _listed(sizes: Any) -> Any:
-    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes

@@ -20,8 +20,7 @@ from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
-from async_grpo.planner.devices import peak_flops
-from async_grpo.versions import (
+from async_grpo.utils.requirements import (
     INSTALL_MINDSPEED,
     INSTALL_TORCH_NPU,
     MINDSPEED_BRANCH,
@@ -30,6 +29,7 @@ from async_grpo.versions import (
     release,
 )
 from trainer.platform.base import MemoryUse, local_rank, missing, require_megatron, require_own_device, set_defaults
+from trainer.platform.cuda import peak_flops
 
 ENVIRONMENT = {
     # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
@@ -95,7 +95,7 @@ class NpuPlatform:
 
     def layer_spec(self, config: Any) -> Any:
         """Our own layers; attention by the fused kernel for packed sequences."""
-        from trainer.model.spec import block_spec
+        from trainer.model.layers import block_spec
         from trainer.platform.npu_attention import with_fused_attention
 
         return with_fused_attention(block_spec(config), config)

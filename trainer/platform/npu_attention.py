@@ -16,8 +16,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from trainer.model.spec import PackedAttention, PackedSequences
-from trainer.platform.swap import swap
+from trainer.batch.packed import PackedSequences
+from trainer.model.layers import PackedAttention, swap
 
 CAUSAL = 3
 """`sparse_mode`: position i of a query sees positions up to i of its sequence."""

@@ -26,7 +26,7 @@ def main() -> None:
     config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     platform = select_platform("cpu")
     platform.activate(1)
-    from trainer.parallel import start_ranks, stop_ranks
+    from trainer.distributed import start_ranks, stop_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
     found = {
@@ -94,7 +94,7 @@ def full_disk(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
 
 def other_rank(folder: Path) -> dict[str, str]:
     """What rank 0 hears of a rank that cannot write, and of one that says nothing."""
-    from trainer.parts import read_part, write_part
+    from trainer.checkpoint.snapshot import read_part, write_part
 
     class Broken:
         def write(self) -> None:
@@ -154,8 +154,8 @@ def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
 
 def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[Any]:
     """What the buffer was told while a checkpoint was being written, and when the loop had seen to its end."""
-    from trainer.diary import Diary
     from trainer.loop import TrainingLoop
+    from trainer.run_logger import Diary
 
     class Buffer:
         def __init__(self) -> None:
@@ -205,7 +205,7 @@ def reconfigured(config: RunConfig, precision: str, offloaded: bool) -> RunConfi
 
 
 def state_hash(policy: Any) -> str:
-    from trainer.optimizer import parameter_states
+    from trainer.model.optimizer import parameter_states
 
     digest = hashlib.sha256()
     for parameter, state in parameter_states(policy.optimizer):
@@ -217,14 +217,14 @@ def state_hash(policy: Any) -> str:
 
 
 def make(config: RunConfig, model: Path, platform: Any) -> Any:
-    from trainer.start import load_policy
+    from trainer.model.policy import load_policy
 
     return load_policy(config, model, platform)
 
 
 def step(policy: Any, config: RunConfig, version: int) -> list[float]:
-    from trainer.phases import Phases
-    from trainer.step import train_step
+    from async_grpo.telemetry.timeline import Phases
+    from trainer.step.step import train_step
     from trainer_programs.batches import make_batch
 
     lr = config.trainer.optimizer.lr
@@ -233,7 +233,7 @@ def step(policy: Any, config: RunConfig, version: int) -> list[float]:
 
 
 def checkpoints(config: RunConfig, folder: Path, **changes: Any) -> Any:
-    from trainer.checkpoint import CheckpointFolder
+    from trainer.checkpoint.folder import CheckpointFolder
 
     return CheckpointFolder(folder, config.trainer.checkpoint.model_copy(update=changes))
 
@@ -242,7 +242,7 @@ class held_back:
     """Within it, writing begins when the function that it gives is called."""
 
     def __enter__(self) -> Callable[[], None]:
-        from trainer.snapshot import Snapshot
+        from trainer.checkpoint.snapshot import Snapshot
 
         self._original = write = Snapshot.write
         gate = threading.Event()
@@ -255,7 +255,7 @@ class held_back:
         return gate.set
 
     def __exit__(self, *_: object) -> None:
-        from trainer.snapshot import Snapshot
+        from trainer.checkpoint.snapshot import Snapshot
 
         Snapshot.write = self._original
 

@@ -29,8 +29,8 @@ def main() -> None:
     config, model, out, kills = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
     platform = select_platform("cpu")
     platform.activate(1)
-    import trainer.checkpoint
-    import trainer.start  # noqa: F401  (imported once, not in every life)
+    import trainer.checkpoint.folder
+    import trainer.model.policy  # noqa: F401  (imported once, not in every life)
 
     dice = random.Random(7)
     found = [life(config, model, platform, dice) for _ in range(kills)]
@@ -59,9 +59,9 @@ def life(config: RunConfig, model: Path, platform: Any, dice: random.Random) -> 
 
 def write_for_ever(config: RunConfig, model: Path, platform: Any, say: Any) -> None:
     """Raises what `load` raises: then nothing is said, and the test sees it."""
-    from trainer.checkpoint import CheckpointFolder
-    from trainer.parallel import start_ranks
-    from trainer.start import load_policy
+    from trainer.checkpoint.folder import CheckpointFolder
+    from trainer.distributed import start_ranks
+    from trainer.model.policy import load_policy
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
     policy = load_policy(config, model, platform)

@@ -27,8 +27,8 @@ def main() -> None:
     config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     platform = select_platform("cpu")
     platform.activate(1)
-    import trainer.checkpoint
-    import trainer.start  # noqa: F401  (imported once, not in both)
+    import trainer.checkpoint.folder
+    import trainer.model.policy  # noqa: F401  (imported once, not in both)
 
     folder = out.parent / "rivals"
     old, new = (Rival.saving(config, model, platform, folder, epoch) for epoch in (1, 2))
@@ -71,7 +71,7 @@ class Rival:
 
 
 def write(config: RunConfig, model: Path, platform: Any, folder: Path, epoch: int, channel: Connection) -> None:
-    from trainer.parallel import start_ranks
+    from trainer.distributed import start_ranks
 
     start_ranks(config.trainer, platform, config.seed, 60.0)
     policy = make(config, model, platform)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_grpo.config import RunConfig, dump, validate
-from trainer.nodes.node import Met, Node
+from trainer.node_main import Met, Node
 
 PROGRAMS = Path(__file__).parents[1]
 TEMPERATURE = 0.8

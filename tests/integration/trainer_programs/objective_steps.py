@@ -20,10 +20,10 @@ from trainer_programs.running import run_cases
 def run(config: RunConfig, case: dict[str, str], platform: Platform) -> None:
     from safetensors.torch import save_file
 
-    from trainer.parallel import is_leader
-    from trainer.phases import Phases
-    from trainer.start import load_policy
-    from trainer.step import train_step
+    from async_grpo.telemetry.timeline import Phases
+    from trainer.distributed import is_leader
+    from trainer.model.policy import load_policy
+    from trainer.step.step import train_step
     from trainer_programs.aged_batch import make_aged_batch
 
     policy, out = load_policy(config, Path(case["model"]), platform), Path(case["out"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_grpo.algorithms import ADVANTAGES
-from trainer.batching import split_groups
+from trainer.batch.packing import split_groups
 from trainer_programs.batches import make_batch
 from trainer_programs.plain_torch import plain_logprobs
 from trainer_programs.updates import TEMPERATURE

@@ -17,8 +17,8 @@ from typing import Any
 import xxhash
 
 from async_grpo.config import RunConfig
-from async_grpo.process import child_argv
-from async_grpo.weights.store import remove_stores, store_path
+from async_grpo.utils.child_process import child_argv
+from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 from trainer.platform import Platform
@@ -40,11 +40,11 @@ class OneRun:
 
 
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
-    from trainer.outlet import WeightOutlet
-    from trainer.parallel import is_leader
-    from trainer.phases import Phases
-    from trainer.start import load_policy
-    from trainer.step import train_step
+    from async_grpo.telemetry.timeline import Phases
+    from trainer.distributed import is_leader
+    from trainer.model.policy import load_policy
+    from trainer.step.step import train_step
+    from trainer.weights import WeightOutlet
     from trainer_programs.batches import make_batch
 
     out = Path(case["out"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 from async_grpo.config import validate
-from buffer.protocol import Resume
+from buffer.base import Resume
 from trainer.platform import select_platform
 
 RESUMED_AT, HEAD_VERSION = 2, 4

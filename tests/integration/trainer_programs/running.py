@@ -20,7 +20,7 @@ def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> Non
     platform.activate(1)
     from megatron.core import parallel_state
 
-    from trainer.parallel import lay_out, start_ranks, stop_ranks
+    from trainer.distributed import lay_out, start_ranks, stop_ranks
 
     start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
     for config, case in zip(configs, cases, strict=True):

@@ -27,11 +27,11 @@ VERSIONS = 4
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     from safetensors.torch import save_file
 
-    from trainer.checkpoint import CheckpointFolder
-    from trainer.parallel import is_leader
-    from trainer.phases import Phases
-    from trainer.start import load_policy
-    from trainer.step import train_step
+    from async_grpo.telemetry.timeline import Phases
+    from trainer.checkpoint.folder import CheckpointFolder
+    from trainer.distributed import is_leader
+    from trainer.model.policy import load_policy
+    from trainer.step.step import train_step
     from trainer_programs.batches import make_batch
 
     policy = load_policy(config, Path(case["model"]), platform)
@@ -73,7 +73,7 @@ def logprobs(policy: Any, config: RunConfig) -> list[float]:
     """Of the trained tokens of batch 0, in their packed order (single rank only; else [])."""
     import torch.distributed as dist
 
-    from trainer.step import pack_for_rank
+    from trainer.batch.packing import pack_for_rank
     from trainer_programs.batches import make_batch
 
     if dist.get_world_size() > 1:

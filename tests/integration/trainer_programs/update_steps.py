@@ -97,10 +97,10 @@ class Buffered:
 def run(config: RunConfig, case: Case, platform: Platform) -> None:
     from safetensors.torch import save_file
 
-    from trainer.checkpoint import CheckpointFolder
-    from trainer.parallel import is_leader
-    from trainer.reference import load_reference
-    from trainer.start import load_policy
+    from trainer.checkpoint.folder import CheckpointFolder
+    from trainer.distributed import is_leader
+    from trainer.model.policy import load_policy
+    from trainer.model.reference import load_reference
 
     policy = load_policy(config, Path(case.model), platform)
     reference = load_reference(config, policy, Path(case.model), platform)
@@ -124,10 +124,9 @@ def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoint
     """Figures of each step, None for those that were skipped; and whether the weights of those stayed."""
     import torch
 
-    from trainer.diary import Diary
-    from trainer.parallel import is_leader
-    from trainer.skips import Skips
-    from trainer.stepper import Stepper
+    from trainer.distributed import is_leader
+    from trainer.run_logger import Diary
+    from trainer.step.step_runner import Skips, Stepper
 
     diary = Diary(config)
     skips = Skips(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
@@ -157,7 +156,7 @@ def swap(policy: Any, reference: Any) -> dict[str, Any]:
     """Whether the weights inside are others, and whether everything outside came back bit for bit."""
     import torch
 
-    from trainer.optimizer import parameter_states
+    from trainer.model.optimizer import parameter_states
 
     def everything() -> list[Any]:
         states = [tensor for _, state in parameter_states(policy.optimizer) for tensor in state.values()]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.store import remove_stores
+from async_grpo.weights.shared_memory import remove_stores
+from async_grpo.weights.zmq import WeightPublisher
 from tests.support.weight_plane import CONFIG, LAYOUT, RUN, Board
 
 

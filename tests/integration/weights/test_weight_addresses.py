@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import Identity
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.sockets import as_seen_from
+from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq.sockets import as_seen_from
 from tests.support.weight_plane import LAYOUT, RUN, Board, assert_holds, random_weights, receiving, until, with_
 
 ALL = "tcp://0.0.0.0:0"

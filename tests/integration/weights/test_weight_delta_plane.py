@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from async_grpo.weights.manifest import Identity
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.store import WeightStore, remove_stores
+from async_grpo.weights.shared_memory import remove_stores
+from async_grpo.weights.store import WeightStore
+from async_grpo.weights.zmq import WeightPublisher
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,

@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from async_grpo.errors import ConfigError, WeightsError
-from async_grpo.process import MARK_VARIABLE
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.receiver import WeightReceiver
-from async_grpo.weights.store import WeightStore, store_path
+from async_grpo.utils.child_process import MARK_VARIABLE
+from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.store import WeightStore
+from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq.receiver import WeightReceiver
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,
@@ -38,7 +39,7 @@ def receiver_processes() -> list[psutil.Process]:
         process
         for process in psutil.process_iter(["cmdline"])
         if any(folder in argument for argument in process.info["cmdline"] or [])
-        and "async_grpo.weights.receiver.process" in (process.info["cmdline"] or [])
+        and "async_grpo.weights.zmq.node_receiver" in (process.info["cmdline"] or [])
     ]
 
 
@@ -126,7 +127,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from tests.support.weight_plane import Board, CONFIG
-from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.weights.zmq.receiver import WeightReceiver
 async def main():
     receiver = WeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
     while receiver._writer is None:

@@ -15,9 +15,10 @@ import zmq.asyncio
 
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
 from async_grpo.weights.manifest import Identity, layout_of
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.receiver import WeightReceiver
-from async_grpo.weights.store import WeightStore, remove_stores
+from async_grpo.weights.shared_memory import remove_stores
+from async_grpo.weights.store import WeightStore
+from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq.receiver import WeightReceiver
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from async_grpo.weights.manifest import Identity
-from async_grpo.weights.publisher import WeightPublisher
-from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq.receiver import WeightReceiver
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,

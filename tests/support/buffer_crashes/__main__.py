@@ -15,8 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from async_grpo.staleness.policy import ReplayPolicy, Selector
-from async_grpo.staleness.window import StalenessWindow
+from async_grpo.staleness import ReplayPolicy, Selector, StalenessWindow
 from tests.support.buffer_crashes.account import Verdict, explained, verdict
 from tests.support.buffer_crashes.crash_run import crash_run
 from tests.support.buffer_crashes.plan import Plan

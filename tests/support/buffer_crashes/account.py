@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from async_grpo.staleness.policy import OnStale, Selector
+from async_grpo.staleness import OnStale, Selector
 from async_grpo.wire import ReleaseReason
 from tests.support.buffer_crashes.crash_run import Course, Look
 from tests.support.buffer_crashes.journal import Entry

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from async_grpo.config.buffer import RedisConfig
 from buffer import make_client
-from buffer.redis.keys import Keys
-from buffer.redis.link import Link
+from buffer.redis.retrying import Link
+from buffer.redis.scripts import Keys
 from tests.support.buffer_crashes.plan import RUN, SERVER_TIMEOUT_S
 
 _SETS = ("open", "ready", "leases", "begun", "ages")

@@ -16,10 +16,10 @@ from pathlib import Path
 import uvloop
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Group, decode
 from buffer import BufferStats, EmbeddedServer
-from buffer.redis.keys import Keys
+from buffer.redis.scripts import Keys
 from tests.support.buffer_crashes.books import Books, complaints, read_books, reader
 from tests.support.buffer_crashes.crew import Crew
 from tests.support.buffer_crashes.journal import Entry, digest, entries

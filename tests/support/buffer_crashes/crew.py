@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from async_grpo.errors import RoleFailed, WaitTimeout
-from async_grpo.process import die_with_parent
+from async_grpo.utils.child_process import die_with_parent
 from tests.support.buffer_crashes.books import reader
 from tests.support.buffer_crashes.journal import Journal, in_a_call
 from tests.support.buffer_crashes.plan import PRODUCERS, TRAINERS, WATCHER, Plan, join

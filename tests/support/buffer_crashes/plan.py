@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.staleness.policy import ReplayPolicy
+from async_grpo.staleness import ReplayPolicy
 from buffer import RedisBuffer, connect
 
 RUN = "crashes"

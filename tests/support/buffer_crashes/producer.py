@@ -10,16 +10,7 @@ import asyncio
 import random
 
 from async_grpo.errors import LeaseLost, RunEnded, WaitTimeout
-from async_grpo.wire import (
-    Group,
-    Partial,
-    ReleaseReason,
-    Sample,
-    Task,
-    Ticket,
-    VersionSpan,
-    tokens_to_bytes,
-)
+from async_grpo.wire import Group, Partial, ReleaseReason, Sample, Task, Ticket, VersionSpan, tokens_to_bytes
 from buffer import ReplayBuffer
 from tests.support.buffer_crashes.journal import Journal, digest
 from tests.support.buffer_crashes.plan import LEASE_S

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from async_grpo.errors import BufferFault, Fenced, WaitTimeout
-from async_grpo.staleness.window import age
+from async_grpo.staleness import age
 from async_grpo.wire import Batch
 from buffer import ReplayBuffer
 from tests.support.buffer_crashes.journal import Journal, digest

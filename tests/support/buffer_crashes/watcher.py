@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from buffer import BufferStats, ReplayBuffer
-from buffer.redis.link import Link
+from buffer.redis.retrying import Link
 from tests.support.buffer_crashes.books import complaints, read_books
 from tests.support.buffer_crashes.journal import Journal
 

@@ -1,0 +1,224 @@
+"""The bench of the whole loop: the same work, synchronous and asynchronous, on the same cores.
+
+    one core       rollout server: vLLM engine, receiver, verifiers      --groups--> buffer (Valkey)
+    another one    trainer: Megatron rank, publisher        <--batches, weights-->
+    any            supervisor, Valkey
+
+    calibration (S = 0, prompts of two lengths) --> length of the prompts at which T_gen = T_train
+    repetitions x S: `async-grpo run`, in turns --> figures per S, overlap bound from the runs with S = 0
+
+Every run is a real one (supervisor, embedded Valkey, real engine, real trainer), on work that is
+prescribed to the token (`work`) and checked afterwards (`observe.check`). Only the timed part of a run counts
+(`work.Course`). What is compared, and with what, is in `balance` and `results`.
+
+What is to be measured, from what was typed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.progress import Progress
+
+from async_grpo.app.bench.measure import Figure, Picture
+from async_grpo.app.bench.pipeline.observe import Observed, Record, check, observe, read_record, step_times, timed_rows
+from async_grpo.app.bench.pipeline.plot import write_plot
+from async_grpo.app.bench.pipeline.results import Probe, Results, Sides, balanced_prompt, figures_of, in_turns
+from async_grpo.app.bench.pipeline.setup import POLICY, TINY, Stage, make_model, run_all, speed_beside, split_cores
+from async_grpo.app.bench.pipeline.workload import Course, Kind, Work, describe, draw
+from async_grpo.app.launch.role_process import cores_here
+from async_grpo.errors import ConfigError
+from async_grpo.telemetry.logging import configure_logging
+
+STALENESS, REPETITIONS, STEPS = "0,1,2,4,8", 3, 12
+
+
+QUICK_STALENESS, QUICK_REPETITIONS, QUICK_STEPS = "0,2", 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The options of the bench, checked."""
+
+    staleness: tuple[int, ...]
+    repetitions: int
+    steps: int
+    """M: timed ones of a run."""
+    lengths: Kind
+    lengths_from: Path | None
+    prompt_tokens: int | None
+    """None: calibrated."""
+    cores: int
+    """Of each side."""
+    quick: bool
+
+
+def asked(
+    *,
+    quick: bool,
+    staleness: str = "",
+    repetitions: int | None = None,
+    steps: int | None = None,
+    lengths: Kind = "lognormal",
+    lengths_from: Path | None = None,
+    prompt_tokens: int | None = None,
+    cores: int = 1,
+) -> Ask:
+    """Defaults where nothing was said. Raises ConfigError for a list of S without the baseline.
+
+    >>> asked(quick=False, staleness="0,2").staleness
+    (0, 2)
+    """
+    return Ask(
+        staleness=_parse(staleness or (QUICK_STALENESS if quick else STALENESS)),
+        repetitions=repetitions or (QUICK_REPETITIONS if quick else REPETITIONS),
+        steps=steps or (QUICK_STEPS if quick else STEPS),
+        lengths=lengths,
+        lengths_from=lengths_from,
+        prompt_tokens=prompt_tokens,
+        cores=cores,
+        quick=quick,
+    )
+
+
+def _parse(text: str) -> tuple[int, ...]:
+    values = [part.strip() for part in text.split(",")]
+    numbers = tuple(int(value) for value in values if value.isdecimal())
+    if len(numbers) < len(values) or 0 not in numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(
+            f"--staleness is {text!r}, and must be whole numbers, each once, with 0 among them: that is the "
+            "synchronous loop, with which the others are compared. Give for example --staleness 0,2"
+        )
+    return numbers
+
+
+GROUPS_PER_STEP, GROUP_SIZE = 4, 8
+
+
+PROBED = (16, 128)
+"""Tokens of the prompts of the calibration."""
+
+
+async def measure(
+    progress: Progress,
+    *,
+    quick: bool,
+    out: Path | None = None,
+    picture: Callable[[Picture], None] = lambda _: None,
+    **options: Any,
+) -> list[Figure]:
+    """All figures; the options are those of `ask.asked`. Runs stay in `out`, if it is given, and where one failed.
+    `picture` is called with what draws the plot.
+
+    Raises ConfigError, DataError, RoleFailed (a run failed), EngineError (a run did other work).
+    """
+    configure_logging("bench")
+    ask = asked(quick=quick, **options)
+    split = split_cores(cores_here(), ask.cores)
+    beside = speed_beside(split)
+    with _folder(out, lambda line: progress.console.print(line, markup=False, soft_wrap=True)) as folder:
+        shape = TINY if ask.quick else POLICY
+        stage = Stage(folder, make_model(folder / "model", shape), shape, split)
+        work = _work(ask)
+        if ask.prompt_tokens is None:
+            work = await _calibrated(stage, work, progress)
+        results = await _compare(stage, work, ask, progress)
+    subtitle = f"{describe(ask.lengths)}; {ask.cores} core(s) a side; {ask.repetitions} repetitions"
+    picture(lambda path: write_plot(path, results, subtitle))
+    return [
+        *figures_of(results),
+        *([] if beside is None else [Figure("speed of a core beside the other side's", beside, "x")]),
+        Figure("prompts", work.prompt_tokens[0], "tokens"),
+        Figure("completion tokens of a timed part", work.tokens, "tokens"),
+        Figure("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes"),
+    ]
+
+
+def _work(ask: Ask) -> Work:
+    groups, size = (2, 4) if ask.quick else (GROUPS_PER_STEP, GROUP_SIZE)
+    lengths = draw(ask.lengths, ask.steps * groups * size, seed=1, recorded=ask.lengths_from)
+    return Work(groups, size, lengths, (ask.prompt_tokens or PROBED[0],) * ask.steps)
+
+
+async def _calibrated(stage: Stage, work: Work, progress: Progress) -> Work:
+    """The work with prompts of the length at which both sides take as long, by one run that tries two."""
+    probing = probing_work(work)
+    course = Course(0, probing.steps)
+    (record,) = await _run(stage, [("calibration", probing, course)], progress)
+    return replace(work, prompt_tokens=(balanced_prompt(*probes_of(record, probing, course)),) * work.steps)
+
+
+def probing_work(work: Work) -> Work:
+    """Every step of the period twice, once with short prompts and once with long ones, in turns."""
+    short, long = PROBED
+    turns = [(short, long)[step % 2] for step in range(work.steps)]
+    swapped = [short + long - tokens for tokens in turns]
+    return replace(work, lengths=work.lengths * 2, prompt_tokens=(*turns, *swapped))
+
+
+def probes_of(record: Record, probing: Work, course: Course) -> tuple[Probe, Probe]:
+    """What the two lengths have shown."""
+    timed = [
+        (probing.prompt_tokens[int(row["version"]) % probing.steps], times)
+        for row, times in zip(timed_rows(record, course), step_times(record, course), strict=True)
+    ]
+    return _probe(PROBED[0], timed), _probe(PROBED[1], timed)
+
+
+def _probe(tokens: int, timed: Sequence[tuple[int, tuple[float, float]]]) -> Probe:
+    waits, rests = zip(*(times for prompt, times in timed if prompt == tokens), strict=True)
+    return Probe(tokens, Sides(fmean(waits), fmean(rests)))
+
+
+async def _compare(stage: Stage, work: Work, ask: Ask, progress: Progress) -> Results:
+    turns = in_turns(ask.staleness, ask.repetitions)
+    asked = [(f"s{one}-r{repetition + 1}", work, Course(one, work.steps)) for repetition, one in turns]
+    records = await _run(stage, asked, progress)
+    found: dict[tuple[int, int], Observed] = {
+        turn: observe(record, work, course) for turn, record, (_, _, course) in zip(turns, records, asked, strict=True)
+    }
+    return Results({one: [found[repetition, one] for repetition in range(ask.repetitions)] for one in ask.staleness})
+
+
+async def _run(stage: Stage, asked: Sequence[tuple[str, Work, Course]], progress: Progress) -> list[Record]:
+    """One run after another, each checked for its work."""
+    configs = [stage.config(*one) for one in asked]
+    task = progress.add_task(asked[0][0], total=len(configs))
+    await run_all(
+        stage.folder, configs, lambda what, finished: progress.update(task, description=what, completed=finished)
+    )
+    progress.update(task, description=asked[0][0] if len(asked) == 1 else "runs", completed=len(configs))
+    records = [read_record(config.run_dir) for config in configs]
+    for record, (name, work, course) in zip(records, asked, strict=True):
+        check(record, work, course, name)
+    return records
+
+
+@contextmanager
+def _folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
+    """Where the runs are: `out`, which stays and must be empty, or a folder of the bench's own, which does not, unless
+    something fails: the error names logs in it."""
+    if out is not None:
+        if out.exists() and any(out.iterdir()):
+            raise ConfigError(f"--out: {out} is not empty, and the runs in it would be resumed. Name a new folder")
+        out.mkdir(parents=True, exist_ok=True)
+        yield out.absolute()
+        return
+    own, failed = Path(tempfile.mkdtemp(prefix="async-grpo-bench-")), False
+    try:
+        yield own
+    except Exception:  # whatever it is: its logs are needed; Ctrl-C is no failure
+        failed = True
+        say(f"The runs, with their logs, stay in {own}. Delete it when you have seen them")
+        raise
+    finally:
+        if not failed:
+            shutil.rmtree(own, ignore_errors=True)

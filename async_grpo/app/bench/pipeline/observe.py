@@ -1,0 +1,199 @@
+"""What one run has shown in its timed part, from the files that it left. `observe` and `check` are pure.
+
+    metrics.jsonl             steps, waits, ages                 trainer side
+    timeline/rollout-*.jsonl  groups and weight updates          rollout side
+
+         head            timed: M steps                tail
+    |----------------|-------------------------------|--------|
+                     t0: row of the last head step    t1: row of the last timed one
+
+What a large S has generated ahead before t0 would make it look faster than it is while that lasts. So the rate is that
+of the slower side: tokens are credited as far as they were also generated between t0 and t1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.app.bench.pipeline.workload import Course, Work
+from async_grpo.app.sweep.results import Span, length, merged, overlap
+from async_grpo.errors import EngineError
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A group on its server: `span` from its ticket until it was judged, `version` the one of its ticket."""
+
+    seq: int
+    version: int
+    tokens: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New weights in an engine; nothing is generated during `span`."""
+
+    version: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A rollout server's timeline."""
+
+    groups: tuple[Generated, ...]
+    updates: tuple[Update, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a run left. One row a step, in order."""
+
+    steps: Sequence[Row]
+    servers: Sequence[Server]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The timed part. Shares are between 0 and 1, ages in optimizer steps."""
+
+    step_s: float
+    """From one step's end to the next, mean."""
+    wait_s: float
+    """Of it, until the trainer had its batch."""
+    tokens_per_s: float
+    """Completion tokens trained, as far as they were also generated meanwhile; likewise samples_per_s."""
+    samples_per_s: float
+    generated: float
+    """Tokens generated to tokens trained: below 1 where a lead was used up."""
+    trainer_idle: float
+    rollout_idle: float
+    """Share in which an engine had nothing to generate, or was loading weights; mean over the servers."""
+    update_s: float
+    """Of a step, mean over the servers: engines loading weights."""
+    age_mean: float
+    age_max: int
+
+
+def read_record(run_dir: Path) -> Record:
+    """Of the run in this folder."""
+    steps = last_of_each(of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
+    timelines = sorted((run_dir / "timeline").glob("rollout-*.jsonl"))
+    return Record(steps, [_server(read_rows(path)) for path in timelines])
+
+
+def check(record: Record, work: Work, course: Course, run: str) -> None:
+    """Raise EngineError unless the run generated and trained exactly the work, in one go: less would look faster."""
+    made = {group.seq: group.tokens for server in record.servers for group in server.groups}
+    wanted = {seq: sum(work.of_group(seq)) for seq in range(course.steps * work.groups_per_step)}
+    _compare(run, "generated", "group", made, wanted)
+    trained = {int(row["version"]): int(number(row, "trained_tokens") or 0) for row in record.steps}
+    wanted = {version: work.tokens_of_step(version) for version in range(course.steps)}
+    _compare(run, "trained", "step", trained, wanted)
+    read = {int(row["version"]): int(number(row, "read_tokens") or 0) for row in record.steps}
+    _compare(run, "read", "step", read, {version: work.read_in_step(version) for version in range(course.steps)})
+    if len({row["epoch"] for row in record.steps}) > 1:
+        raise EngineError(
+            f"the trainer of the run {run} was started again on the way: its times are not those of the others. Its "
+            "log says why; run the bench again"
+        )
+
+
+def observe(record: Record, work: Work, course: Course) -> Observed:
+    """The figures of a run that `check` has found to be whole."""
+    timed = timed_rows(record, course)
+    start_s, end_s = _time(record.steps[course.head - 1]), _time(timed[-1])
+    seconds, waited_s = end_s - start_s, sum(numbers(timed, "wait_s"))
+    window = [(start_s, end_s)]
+    trained = sum(work.tokens_of_step(int(row["version"])) for row in timed)
+    generated = sum(_tokens_within(group, window) for server in record.servers for group in server.groups) / trained
+    credited = min(1.0, generated)
+    return Observed(
+        step_s=seconds / course.timed,
+        wait_s=waited_s / course.timed,
+        tokens_per_s=credited * trained / seconds,
+        samples_per_s=credited * course.timed * work.samples_per_step / seconds,
+        generated=generated,
+        trainer_idle=waited_s / seconds,
+        rollout_idle=_mean([1.0 - length(overlap(busy(server), window)) / seconds for server in record.servers]),
+        update_s=_mean([_loading_s(server, window) for server in record.servers]) / course.timed,
+        age_mean=sum((number(row, "age_mean") or 0.0) * row["trained_tokens"] for row in timed) / trained,
+        age_max=max(int(row["age_max"]) for row in timed),
+    )
+
+
+def timed_rows(record: Record, course: Course) -> Sequence[Row]:
+    """The steps between t0 and t1."""
+    return record.steps[course.head : course.head + course.timed]
+
+
+def step_times(record: Record, course: Course) -> list[tuple[float, float]]:
+    """(wait, rest) of each timed step, in seconds."""
+    ends = [_time(row) for row in record.steps[course.head - 1 : course.head + course.timed]]
+    waits = numbers(timed_rows(record, course), "wait_s")
+    return [(wait_s, end_s - start_s - wait_s) for start_s, end_s, wait_s in zip(ends, ends[1:], waits, strict=False)]
+
+
+def busy(server: Server) -> list[Span]:
+    """When its engine could generate for somebody: from the moment at which it has both a group and the weights that
+    the group's ticket asks for; without the updates."""
+    generating = merged(
+        (max(group.span[0], _applied_s(server, group.version)), group.span[1]) for group in server.groups
+    )
+    return _without(generating, merged(update.span for update in server.updates))
+
+
+def _applied_s(server: Server, version: int) -> float:
+    """When its engine had that version or a newer one; the beginning of time if it says nothing of it."""
+    return min((update.span[1] for update in server.updates if update.version >= version), default=0.0)
+
+
+def _without(spans: Sequence[Span], gaps: Sequence[Span]) -> list[Span]:
+    """What is left of merged spans between merged gaps."""
+    edges = [-float("inf"), *(edge for gap in gaps for edge in gap), float("inf")]
+    return overlap(spans, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def _tokens_within(group: Generated, window: Sequence[Span]) -> float:
+    """Its tokens, taken for evenly spread over its time."""
+    return group.tokens * length(overlap([group.span], window)) / max(length([group.span]), 1e-9)
+
+
+def _loading_s(server: Server, window: Sequence[Span]) -> float:
+    return length(overlap(merged(update.span for update in server.updates), window))
+
+
+def _server(rows: Iterable[Row]) -> Server:
+    groups, updates = [], []
+    for row in rows:
+        span = (number(row, "start_s") or 0.0, number(row, "end_s") or 0.0)
+        facts, word = row.get("args") or {}, str(row.get("name", "")).rpartition(" ")[2]
+        if row.get("track") == "generation":
+            groups.append(Generated(int(word), int(facts["version"]), int(facts["tokens"]), span))
+        elif row.get("track") == "weights":
+            updates.append(Update(int(word), span))
+    return Server(tuple(groups), tuple(updates))
+
+
+def _compare(run: str, verb: str, unit: str, made: Mapping[int, int], wanted: Mapping[int, int]) -> None:
+    differing = sorted(key for key in made.keys() | wanted.keys() if made.get(key) != wanted.get(key))
+    if differing:
+        first = differing[0]
+        raise EngineError(
+            f"the run {run} {verb} {sum(made.values())} tokens in place of {sum(wanted.values())}: "
+            f"{len(differing)} of {len(wanted)} {unit}s differ, first {unit} {first} with {made.get(first, 'none')} in "
+            f"place of {wanted.get(first, 'none')}. Figures of different work do not compare; was a role restarted?"
+        )
+
+
+def _time(row: Row) -> float:
+    return float(row["time_s"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,234 @@
+"""From results to figures for the file, and from figures to a table with a row a staleness.
+
+The times of the two sides, what overlapping them is worth, and how they are made equal. Pure.
+
+T_gen     what a step of S = 0 waits for its batch: from the release that frees its slots (admission, new weights
+          into the engine, generation, verdicts, insert) until the batch has been taken
+T_train   the rest of that step: from the batch until its weights are published and its groups released
+bound     (T_gen + T_train) / max(T_gen, T_train): sides that never wait for each other take the longer of the two
+
+The bound is that of overlap alone, with T_gen as it is at S = 0, where the engine runs empty at the end of every step
+while the longest completions end. At S > 0 the next groups take the places of those that have ended, so that T_gen
+itself shrinks: where lengths differ a run may pass the bound.
+
+All runs of the bench, by staleness and repetition, and what they say when they are compared. Pure.
+
+Runs of one repetition follow each other, so what slows the machine down for a while slows down a value and its
+baseline alike: ratios are taken within a repetition, and of these the median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from async_grpo.app.bench.measure import Figure, Machine, table
+from async_grpo.app.bench.pipeline.observe import Observed
+
+SHORTEST_PROMPT, LONGEST_PROMPT = 8, 384
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Seconds of a step, mean over steps at S = 0."""
+
+    gen_s: float
+    train_s: float
+
+    @property
+    def step_s(self) -> float:
+        """One after the other."""
+        return self.gen_s + self.train_s
+
+    @property
+    def ratio(self) -> float:
+        """T_gen / T_train: 1 is balanced."""
+        return self.gen_s / self.train_s
+
+    @property
+    def bound(self) -> float:
+        """By how much overlap alone can be faster, in [1, 2].
+
+        >>> Sides(gen_s=2.0, train_s=1.0).bound
+        1.5
+        """
+        return self.step_s / max(self.gen_s, self.train_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was measured with prompts of so many tokens."""
+
+    prompt_tokens: int
+    sides: Sides
+
+
+def balanced_prompt(short: Probe, long: Probe) -> int:
+    """The length of the prompts at which T_gen = T_train, between the two limits above.
+
+    Longer prompts are more work for the trainer, which reads them once a sample, forward and backward, and less so for
+    the engine, which reads them forward. Both times are taken for linear in the length; where more prompt does not
+    shift the balance towards training (a measurement that went wrong), the better of the two probes is kept.
+
+    >>> balanced_prompt(Probe(10, Sides(2.0, 1.0)), Probe(110, Sides(2.2, 2.2)))
+    110
+    """
+    lead_of_short, lead_of_long = (probe.sides.gen_s - probe.sides.train_s for probe in (short, long))
+    if lead_of_long >= lead_of_short:
+        return min((short, long), key=lambda probe: abs(probe.sides.gen_s - probe.sides.train_s)).prompt_tokens
+    way = lead_of_short / (lead_of_short - lead_of_long)
+    wanted = short.prompt_tokens + way * (long.prompt_tokens - short.prompt_tokens)
+    return min(max(round(wanted), SHORTEST_PROMPT), LONGEST_PROMPT)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of one figure over the repetitions."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """At least one value."""
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """`by_staleness[S]` has one entry a repetition; S = 0 is always there."""
+
+    by_staleness: Mapping[int, Sequence[Observed]]
+
+    @property
+    def staleness(self) -> list[int]:
+        """Ascending."""
+        return sorted(self.by_staleness)
+
+    @property
+    def sides(self) -> list[Sides]:
+        """T_gen and T_train of every repetition, from its run with S = 0."""
+        return [Sides(one.wait_s, one.step_s - one.wait_s) for one in self.by_staleness[0]]
+
+    def spread(self, staleness: int, figure: Callable[[Observed], float]) -> Spread:
+        """A figure of that staleness."""
+        return Spread.of([figure(one) for one in self.by_staleness[staleness]])
+
+    def speedup(self, staleness: int) -> Spread:
+        """Tokens a second to those of S = 0, repetition by repetition."""
+        return Spread.of(self._speedups(staleness))
+
+    def share_of_bound(self, staleness: int) -> Spread:
+        """The same, to the overlap bound of the repetition."""
+        pairs = zip(self._speedups(staleness), self.sides, strict=True)
+        return Spread.of([speedup / sides.bound for speedup, sides in pairs])
+
+    def _speedups(self, staleness: int) -> list[float]:
+        pairs = zip(self.by_staleness[staleness], self.by_staleness[0], strict=True)
+        return [one.tokens_per_s / sync.tokens_per_s for one, sync in pairs]
+
+
+def in_turns(staleness: Sequence[int], repetitions: int) -> list[tuple[int, int]]:
+    """(repetition, S), every repetition beginning one further along, so that no S is always first.
+
+    >>> in_turns([0, 2], 2)
+    [(0, 0), (0, 2), (1, 2), (1, 0)]
+    """
+    order = list(staleness)
+    turns = []
+    for repetition in range(repetitions):
+        first = repetition % len(order)
+        turns += [(repetition, one) for one in [*order[first:], *order[:first]]]
+    return turns
+
+
+TOKENS, SHARE = "tokens/s", "share of the overlap bound"
+
+
+LOWEST, HIGHEST = "lowest", "highest"
+
+
+_SYNC = "S=0 of the same repetition"
+
+
+_MEASURES: tuple[tuple[str, str, Callable[[Observed], float]], ...] = (
+    ("samples/s", "samples/s", lambda one: one.samples_per_s),
+    ("step", "s", lambda one: one.step_s),
+    ("trainer idle", "share", lambda one: one.trainer_idle),
+    ("rollout idle", "share", lambda one: one.rollout_idle),
+    ("weights into the engine", "s/step", lambda one: one.update_s),
+    ("generated to trained", "x", lambda one: one.generated),
+    ("age, mean", "steps", lambda one: one.age_mean),
+    ("age, largest", "steps", lambda one: one.age_max),
+)
+
+
+_COLUMNS = (TOKENS, "samples/s", "step", "trainer idle", "rollout idle", "age, mean", "age, largest")
+
+
+def figures_of(results: Results) -> list[Figure]:
+    """Those of every S, then those of the two sides. Values are medians over the repetitions."""
+    found = [figure for staleness in results.staleness for figure in _of_staleness(results, staleness)]
+    sides = results.sides
+    return [
+        *found,
+        Figure("T_gen, S=0", Spread.of([one.gen_s for one in sides]).median, "s/step"),
+        Figure("T_train, S=0", Spread.of([one.train_s for one in sides]).median, "s/step"),
+        Figure("T_gen / T_train, S=0", Spread.of([one.ratio for one in sides]).median, "x"),
+        Figure("overlap bound, S=0", Spread.of([one.bound for one in sides]).median, "x"),
+    ]
+
+
+def view(title: str, figures: Sequence[Figure], machine: Machine) -> RenderableType:
+    """A row a staleness, and below it the figures that are of none."""
+    rest = [figure for figure in figures if not figure.name.startswith("S=")]
+    by_name = {figure.name: figure for figure in figures}
+    rows = dict.fromkeys(name.partition(":")[0] for name in by_name if name.startswith("S="))
+    caption = "medians of the repetitions, in brackets lowest to highest"
+    shown = Table(title=title, caption=caption, caption_justify="left")
+    for column in ("", TOKENS, "to S=0", "of the bound", *_COLUMNS[1:]):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        own = {column: by_name[f"{row}: {column}"] for column in _COLUMNS}
+        ratio, share = own[TOKENS].ratio, by_name.get(f"{row}: {SHARE}")
+        cells = ["" if ratio is None else f"{ratio:.2f}", "" if share is None else f"{share.value:.2f}"]
+        shown.add_row(row, _with_spread(by_name, row, TOKENS), *cells, *(_short(own[name]) for name in _COLUMNS[1:]))
+    return Group(shown, table("", rest, machine))
+
+
+def _of_staleness(results: Results, staleness: int) -> list[Figure]:
+    name = f"S={staleness}"
+    speed = results.spread(staleness, lambda one: one.tokens_per_s)
+    sync = results.spread(0, lambda one: one.tokens_per_s)
+    found = [
+        Figure(f"{name}: {TOKENS}", speed.median, "tokens/s", *_beside(results, staleness, sync)),
+        *_ends(f"{name}: {TOKENS}", speed, "tokens/s"),
+    ]
+    if staleness:
+        share = results.share_of_bound(staleness)
+        found += [Figure(f"{name}: {SHARE}", share.median, "x"), *_ends(f"{name}: {SHARE}", share, "x")]
+    return found + [
+        Figure(f"{name}: {what}", results.spread(staleness, measure).median, unit) for what, unit, measure in _MEASURES
+    ]
+
+
+def _beside(results: Results, staleness: int, sync: Spread) -> tuple[float, str, float] | tuple[()]:
+    return (sync.median, _SYNC, results.speedup(staleness).median) if staleness else ()
+
+
+def _ends(name: str, spread: Spread, unit: str) -> list[Figure]:
+    return [Figure(f"{name}, {LOWEST}", spread.lowest, unit), Figure(f"{name}, {HIGHEST}", spread.highest, unit)]
+
+
+def _with_spread(by_name: dict[str, Figure], row: str, what: str) -> str:
+    middle, low, high = (by_name[f"{row}: {what}{end}"].value for end in ("", f", {LOWEST}", f", {HIGHEST}"))
+    return f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def _short(figure: Figure) -> str:
+    return f"{figure.value:.0%}" if figure.unit == "share" else f"{figure.value:.3g}"

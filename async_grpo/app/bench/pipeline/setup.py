@@ -1,0 +1,264 @@
+"""One part of the machine for each side, and what the two cost each other.
+
+Real runs, one after another: each an `async-grpo run` in a process of its own, by the crew of a sweep.
+
+points --> Crew --> DIR/runs/NAME   the first that fails stops the rest, and is an error of the bench
+
+What is there once for all runs of the bench: a model, and the configuration of a run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from async_grpo.app.bench.pipeline.workload import VOCABULARY, Course, Work
+from async_grpo.app.bench.rollout.workload import number_words
+from async_grpo.app.launch.role_process import pin
+from async_grpo.app.sweep.folder import SweepFolder
+from async_grpo.app.sweep.plan import Point
+from async_grpo.app.sweep.progress import SweepState
+from async_grpo.app.sweep.runner import Crew, Ending, Fate
+from async_grpo.app.sweep.sweep import INTERRUPTED, run_argv
+from async_grpo.config import RunConfig, validate
+from async_grpo.config.model import TinyQwen2Config
+from async_grpo.errors import ConfigError, RoleFailed
+from async_grpo.models.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
+
+_SIBLINGS = "/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+
+
+_TIMED_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Cores by side; () where this system pins no process to a core."""
+
+    rollout: tuple[int, ...]
+    trainer: tuple[int, ...]
+
+    def as_config(self) -> dict[str, list[int]]:
+        """`launch.cores`."""
+        return {"rollout": list(self.rollout), "trainer": list(self.trainer)}
+
+
+def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int] | None = None) -> Split:
+    """`each` cores a side. The sides share no physical core if that can be helped, and a side uses as many as it can.
+
+    Raises ConfigError if there are too few.
+
+    `sibling_of`: the first hardware thread of the physical core that a core belongs to.
+
+    >>> split_cores([0, 1, 2, 3], 1, sibling_of=lambda core: core // 2 * 2)
+    Split(rollout=(0,), trainer=(2,))
+    """
+    if not here:
+        return Split((), ())
+    if len(here) < 2 * each:
+        raise ConfigError(
+            f"--cores is {each} a side, which makes {2 * each}, and this process may use {len(here)}: the sides would "
+            "take time from each other. Lower --cores, or measure on a larger machine"
+        )
+    physical = _physical_cores(here, sibling_of or first_sibling)
+    near, far = physical[: len(physical) // 2], physical[(len(physical) + 1) // 2 :]  # an odd one out is nobody's half
+    rollout = (_one_thread_each_first(near) + _one_thread_each_first(physical[len(near) :]))[:each]
+    rest = _one_thread_each_first(far) + _one_thread_each_first(physical[: len(physical) - len(far)])
+    trainer = [core for core in rest if core not in rollout][:each]
+    return Split(tuple(sorted(rollout)), tuple(sorted(trainer)))
+
+
+def _physical_cores(here: Sequence[int], first: Callable[[int], int]) -> list[list[int]]:
+    """The hardware threads of each; its first thread may be missing."""
+    threads: dict[int, list[int]] = {}
+    for core in sorted(here):
+        threads.setdefault(first(core), []).append(core)
+    return list(threads.values())
+
+
+def _one_thread_each_first(physical: Sequence[list[int]]) -> list[int]:
+    """A thread of every physical core, then the second threads, and so on."""
+    return [core for round_ in zip_longest(*physical) for core in round_ if core is not None]
+
+
+def first_sibling(core: int) -> int:
+    """As the kernel says; the core itself where it does not."""
+    try:
+        text = Path(_SIBLINGS.format(core=core)).read_text()
+    except OSError:
+        return core
+    return int(text.replace("-", ",").split(",")[0])
+
+
+def speed_beside(split: Split) -> float | None:
+    """Speed of a core while the other side's computes too, to its speed alone: 1 where they share nothing. Takes two
+    seconds; None without cores to pin to."""
+    if not split.rollout:
+        return None
+    pair = [split.rollout[0], split.trainer[0]]
+    with ThreadPoolExecutor(2) as threads:
+        alone = [threads.submit(_speed, core).result() for core in pair]
+        beside = list(threads.map(_speed, pair))
+    return sum(beside) / sum(alone)
+
+
+def _speed(core: int) -> float:
+    """Rounds a second of arithmetic that fits into the core's own cache; numpy computes it without the GIL."""
+    before = os.sched_getaffinity(0)
+    pin((core,))
+    try:
+        values, rounds, started_s = np.linspace(0.0, 1.0, 32_768), 0, time.perf_counter()
+        while time.perf_counter() - started_s < _TIMED_S / 2:
+            np.exp(values, out=values)
+            np.negative(values, out=values)
+            rounds += 1
+        return rounds / (time.perf_counter() - started_s)
+    finally:
+        pin(tuple(before))
+
+
+async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[str, int], None]) -> None:
+    """See every run to its end. `show` is told, twice a second, what runs and how many have finished.
+
+    Raises RoleFailed for a run that failed; on Ctrl-C, exits with 130 once what ran has stopped.
+    """
+    points = [Point({"run": config.name}, config) for config in configs]
+    files = SweepFolder(folder)
+    files.write_configs(points)
+    endings: list[Ending] = []
+
+    def ended(ending: Ending) -> None:
+        endings.append(ending)
+        if ending.fate is not Fate.FINISHED:
+            crew.stop()
+
+    crew = Crew(
+        points,
+        files,
+        argv=lambda point: run_argv(files.config_file(point.name)),
+        total=len(points),
+        at_once=1,
+        pool=None,
+        show=lambda state: show(_in_words(state), state.finished),
+        ended=ended,
+    )
+    await crew.work()
+    if failed := [ending for ending in endings if ending.fate is Fate.FAILED]:
+        raise RoleFailed(f"the run {failed[0].point.name} of the bench failed: {failed[0].error}")
+    if crew.stopping:
+        raise SystemExit(INTERRUPTED)
+
+
+def _in_words(state: SweepState) -> str:
+    for run in state.running:
+        name = run.label.partition(",")[0].removeprefix("run=")
+        return f"{name} at step {run.step} of {run.steps}"
+    return "starting"
+
+
+POLICY = TinyQwen2Config(hidden_size=256, layers=4, heads=4, kv_heads=2, intermediate_size=704, max_positions=8192)
+"""3 million parameters: large enough that a step of either side is mostly arithmetic."""
+
+
+TINY = TinyQwen2Config(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=128)
+
+
+_FLOAT32_BYTES = 4
+
+
+LEARNING_RATE = 1e-5
+"""Weights change, and all of them are loaded anew at every step, but the policy stays the random one that it was."""
+
+
+NEVER = 1_000_000
+
+
+MICRO_BATCH_TOKENS = 8192
+
+
+KV_BLOCK, LEAST_KV_BYTES = 128, 256 << 20
+
+
+READY_TIMEOUT_S = 900.0
+"""All processes of a side start on its one core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The folder of the bench, its model of that shape, and the cores of both sides."""
+
+    folder: Path
+    model: Path
+    shape: TinyQwen2Config
+    cores: Split
+
+    def config(self, name: str, work: Work, course: Course) -> RunConfig:
+        """A run of the work with the default objective, selector and interruption. It is evaluated on one short
+        completion before and after, and saved once, at the end. Raises ConfigError."""
+        self._check_fits(work)
+        data = self.folder / "data" / name
+        data.mkdir(parents=True, exist_ok=True)
+        train, held_out = work.write(data)
+        threads = max(1, len(self.cores.trainer))
+        longest = work.longest
+        return validate(
+            {
+                "name": name,
+                "runs_dir": self.folder / "runs",
+                "seed": work.seed,
+                "steps": course.steps,
+                "max_staleness": course.max_staleness,
+                "group_size": work.group_size,
+                "groups_per_step": work.groups_per_step,
+                "model": {"path": self.model},
+                "data": {"kind": "jsonl", "path": train, "eval_path": held_out, "shuffle": False},
+                "rewards": {"functions": [{"name": "async_grpo.app.bench.pipeline.fixed_lengths:reward"}]},
+                "sampling": {"max_tokens": work.longest_completion},
+                "rollout": {
+                    "workflow": "async_grpo.app.bench.pipeline.fixed_lengths:PrescribedLengths",
+                    "max_concurrency": work.samples_per_step,
+                    "vllm": {"max_model_len": longest, "threads": threads, "kv_cache_bytes": self._kv_bytes(work)},
+                },
+                "trainer": {
+                    "threads": threads,
+                    "micro_batch_tokens": max(MICRO_BATCH_TOKENS, longest),
+                    "optimizer": {"lr": LEARNING_RATE},
+                    "checkpoint": {"every_steps": NEVER, "keep": 1},
+                },
+                "eval": {"prompts": 1, "samples": 1, "greedy": False},
+                "launch": {"cores": self.cores.as_config(), "ready_timeout_s": READY_TIMEOUT_S},
+                "telemetry": {"tensorboard": False, "samples_every": NEVER},
+            },
+            source="async-grpo bench pipeline",
+        )
+
+    def _check_fits(self, work: Work) -> None:
+        if work.longest > self.shape.max_positions:
+            raise ConfigError(
+                f"the longest sequence of the work has {work.longest} tokens, prompt included, and the model of this "
+                f"bench {self.shape.max_positions} positions. Leave longer completions out of --lengths-from"
+            )
+
+    def _kv_bytes(self, work: Work) -> int:
+        """So much that no sample in flight is ever pushed out."""
+        shape = self.shape
+        token_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden_size // shape.heads) * _FLOAT32_BYTES
+        return max(LEAST_KV_BYTES, work.samples_per_step * (work.longest + KV_BLOCK) * token_bytes)
+
+
+def make_model(folder: Path, shape: TinyQwen2Config) -> Path:
+    """A random checkpoint without a stop token, and the tokenizer of the prompts."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # the bench has one of its own
+    with whole_checkpoint(folder) as draft:
+        tokenizer = number_words(draft, VOCABULARY)
+        build_tiny_qwen2(shape, tokenizer, vocab_size=VOCABULARY, seed=1).save_pretrained(draft)
+    return folder

@@ -1,0 +1,280 @@
+"""One round through the whole rollout server.
+
+    Feeder --tasks--> server --tickets--> RolloutServer --groups--> server --batches--> consumer
+
+The cast is the real one: Redis buffer and board, reward processes, engine, pulse, partials, diary. The weights
+stand still (`NoNews`) and the run's evaluations are on the board already, so that nothing is evaluated. The
+staleness window holds the whole round, so that it never blocks.
+
+The round waits for the consumer; the last group that is inserted unblocks it.
+
+What is there once and used by all rounds: a model, its engine, a reward pool.
+
+Stage.whole   rounds through the whole server   --+
+Stage.bare    rounds of the plain loop          --+--> one engine
+Stage.waves   rounds of waves                   --+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import buffer
+from async_grpo.app.bench.paired import Clock, Round
+from async_grpo.app.bench.rollout.updates import ModelSize, MovingWeights
+from async_grpo.app.bench.rollout.workload import Lengths, Work, number_words
+from async_grpo.config import RunConfig
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.config.model import Precision
+from async_grpo.config.rewards import RewardsConfig
+from async_grpo.config.rollout import VllmConfig
+from async_grpo.data.tokenizer import Tokenizer
+from async_grpo.errors import BufferFault, WaitTimeout
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.wire import Group, Task
+from async_grpo.wire.board import Evaluation
+from buffer.base import ReplayBuffer, RunBoard
+from rollout_server.context import Cast
+from rollout_server.engines.base import Engine, Generation, GenerationRequest
+from rollout_server.engines.vllm.direct import Loop, continuous, waves
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.run_logger import Diary
+from rollout_server.server import RolloutServer
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import make_workflow
+
+NAME = "rollout-0"
+
+
+TAKE_TIMEOUT_S = 240.0
+
+
+END_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What outlives a round. `folder` is for the files of the rounds."""
+
+    model: Path
+    folder: Path
+    engine: Engine
+    pool: RewardPool
+    tokenizer: Tokenizer
+    vocabulary: int
+    redis: RedisConfig
+
+
+async def through_the_server(around: Surroundings, work: Work) -> Round:
+    """From the start of the server's loops until the last batch is released. Raises BufferFault if groups are
+    missing, WaitTimeout if they do not come."""
+    config = config_of(around, work)
+    state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
+    try:
+        epoch = await _begin(config, state, board)
+        async with _serving(_cast(around, work, config, state, board)):
+            clock = Clock()
+            groups = await _consume(state, epoch, config.steps)
+            took = clock.stop()
+            await state.end()
+        await _check(state, work)
+    finally:
+        await state.aclose()
+        await board.aclose()
+        await buffer.wipe_run(config.redis, config.name)
+    ordered = sorted(groups, key=lambda group: group.task.index)
+    return Round([sample.length for group in ordered for sample in group.samples], *took)
+
+
+def config_of(around: Surroundings, work: Work) -> RunConfig:
+    """A run of this work alone."""
+    steps = work.groups // work.groups_per_step
+    return RunConfig.model_validate(
+        {
+            "name": f"bench-{uuid.uuid4().hex}",
+            "runs_dir": around.folder,
+            "seed": work.seed,
+            "steps": steps,
+            "max_staleness": steps - 1,
+            "group_size": work.group_size,
+            "groups_per_step": work.groups_per_step,
+            "model": {"path": around.model},
+            "sampling": {"max_tokens": work.lengths.longest},
+            "rollout": {
+                "max_concurrency": work.concurrency,
+                "vllm": {"max_model_len": work.longest},
+            },
+            "redis": around.redis,
+        }
+    )
+
+
+async def _begin(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> int:
+    """As the trainer does; returns its epoch."""
+    for version in (0, config.steps):
+        await board.put_evaluation(Evaluation(version=version, prompts=0, samples=0, sampled_accuracy=0.0))
+    return (await state.rollback(0)).epoch
+
+
+def _cast(around: Surroundings, work: Work, config: RunConfig, state: ReplayBuffer, board: RunBoard) -> Cast:
+    return Cast(
+        config=config,
+        name=NAME,
+        engine=around.engine,
+        buffer=state,
+        board=board,
+        pool=around.pool,
+        workflow=make_workflow(config.rollout, around.tokenizer),
+        source=WorkSource(work, around.vocabulary),
+        diary=Diary(config.run_dir, NAME, samples_every=config.telemetry.samples_every),
+    )
+
+
+@asynccontextmanager
+async def _serving(cast: Cast) -> AsyncIterator[None]:
+    """The server serves for the length of the block, which ends the run."""
+    watcher = WeightWatcher(
+        NoNews(),
+        cast.engine,
+        store=Path("unused"),
+        interruption=cast.config.rollout.interruption,
+        update_timeout_s=cast.config.weights.update_timeout_s,
+        diary=cast.diary,
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(RolloutServer(cast, watcher).serve())
+            yield
+            if not (await asyncio.wait([serving], timeout=END_TIMEOUT_S))[0]:
+                raise WaitTimeout("the rollout server to see that the run has ended", END_TIMEOUT_S)
+    finally:
+        cast.diary.close()
+
+
+async def _consume(state: ReplayBuffer, epoch: int, steps: int) -> list[Group]:
+    """Batch after batch. No version is published in between: the weights stand still."""
+    groups: list[Group] = []
+    for version in range(steps):
+        batch = await state.take(epoch=epoch, version=version, timeout_s=TAKE_TIMEOUT_S)
+        groups += batch.groups
+        await state.release(batch)
+    return groups
+
+
+async def _check(state: ReplayBuffer, work: Work) -> None:
+    stats = await state.stats()
+    if not stats.balanced or stats.released["trained"] != work.groups:
+        raise BufferFault(f"the round over {work.groups} groups ended with {stats}: groups are missing")
+
+
+class WorkSource:
+    """The work as a stream of tasks."""
+
+    def __init__(self, work: Work, vocabulary: int) -> None:
+        self._work = work
+        self._vocabulary = vocabulary
+        self.dropped: Mapping[str, int] = {}
+
+    def task(self, index: int) -> Task:
+        return self._work.task(index, self._vocabulary)
+
+    def held_out(self) -> list[Task]:
+        return []
+
+
+class NoNews:
+    """A receiver for weights that stand still."""
+
+    async def next_version(self, after: Identity, timeout_s: float) -> Identity:
+        await asyncio.sleep(timeout_s)
+        raise WaitTimeout("weights that stand still", timeout_s)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Identity]:
+        raise WaitTimeout("weights that stand still", 0.0)
+        yield
+
+
+PRECISION: Precision = "bfloat16"
+
+
+class DrawnLengths(VllmEngine):
+    """vLLM that ends every completion at the length that was drawn for its seed."""
+
+    lengths: Lengths
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """As `VllmEngine.generate`, with another max_tokens."""
+        assert request.seed is not None
+        return await super().generate(replace(request, max_tokens=self.lengths.of(request.seed)))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A started engine that has its first weights."""
+
+    engine: DrawnLengths
+    around: Surroundings
+    parameters: int
+
+    @property
+    def policy(self) -> str:
+        """The model, in words."""
+        return f"{self.parameters / 1e6:.3g}M parameters"
+
+    async def whole(self, work: Work) -> Round:
+        """A round through the whole server."""
+        self.engine.lengths = work.lengths
+        return await through_the_server(self.around, work)
+
+    async def bare(self, work: Work) -> Round:
+        """A round of bare vLLM, its slots always full."""
+        return await self._plain(continuous, work)
+
+    async def waves(self, work: Work) -> Round:
+        """A round of bare vLLM in waves."""
+        return await self._plain(waves, work)
+
+    async def _plain(self, loop: Loop, work: Work) -> Round:
+        requests = work.requests(self.around.vocabulary)
+        clock = Clock()
+        tokens = await loop(self.engine.async_llm, requests, work.concurrency)
+        return Round(tokens, *clock.stop())
+
+
+@asynccontextmanager
+async def open_stage(size: ModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[Stage]:
+    """A random model of that size, for sequences of up to `longest` tokens. Raises EngineError,
+    DependencyError."""
+    run = f"bench-rollout-{uuid.uuid4().hex}"
+    config = VllmConfig(max_model_len=longest)
+    try:
+        with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
+            model = Path(folder) / "model"
+            weights = MovingWeights(size, model, store_path(run, "weights"), seed=1)
+            tokenizer = number_words(model, size.vocab_size)
+            engine = DrawnLengths(model, config, precision=PRECISION, seed=1, name="bench")
+            async with RewardPool(RewardsConfig()) as pool:
+                around = Surroundings(model, Path(folder), engine, pool, tokenizer, size.vocab_size, redis)
+                try:
+                    await _start(engine, weights)
+                    yield Stage(engine, around, weights.parameters)
+                finally:
+                    await engine.aclose()
+    finally:
+        remove_stores(run)
+
+
+async def _start(engine: DrawnLengths, weights: MovingWeights) -> None:
+    """With version 0 of the weights, which the tickets ask for."""
+    await engine.start()
+    first = weights.step()
+    await engine.update_weights(weights.store.path, epoch=first.epoch, version=first.version, interruption="keep")

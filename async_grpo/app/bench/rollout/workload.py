@@ -1,0 +1,139 @@
+"""The requests of a round, drawn by seed: every feeder gets the same ones, in the same order.
+
+The length of a completion is a function of its request's seed, so that a server that knows nothing of
+this bench comes to the same lengths as the loop that it is compared with.
+
+A tokenizer for benches: its tokens are numbers; a prompt of N digits with spaces between has exactly N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from async_grpo.data.base import make_task
+from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
+from async_grpo.errors import EngineError
+from async_grpo.wire import Task
+from rollout_server.engines.base import GenerationRequest, sample_seed
+
+
+class Lengths(Protocol):
+    """How many tokens completions have."""
+
+    @property
+    def longest(self) -> int:
+        """No completion has more."""
+        ...
+
+    def of(self, seed: int) -> int:
+        """Of the request with this seed, >= 1; the same whoever asks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Evenly between `shortest` and `longest`, both included."""
+
+    shortest: int
+    longest: int
+
+    def of(self, seed: int) -> int:
+        return int(np.random.default_rng(seed).integers(self.shortest, self.longest + 1))
+
+    def __str__(self) -> str:
+        return f"{self.shortest} to {self.longest} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Half of the completions are below `median`; the logarithm has the standard deviation `sigma`; the few
+    beyond `longest` are cut there, as max_tokens would."""
+
+    median: int
+    sigma: float
+    longest: int
+
+    def of(self, seed: int) -> int:
+        drawn = np.random.default_rng(seed).lognormal(math.log(self.median), self.sigma)
+        return int(min(max(round(drawn), 1), self.longest))
+
+    def __str__(self) -> str:
+        return f"lognormal, median {self.median}, sigma {self.sigma:g}, at most {self.longest} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`groups` prompts, each completed `group_size` times, `concurrency` completions at a time."""
+
+    groups: int
+    group_size: int
+    groups_per_step: int
+    """Divides `groups`: that many are taken at once."""
+    concurrency: int
+    lengths: Lengths
+    prompt_tokens: int = 32
+    seed: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that may be, prompt included."""
+        return self.prompt_tokens + self.lengths.longest
+
+    def task(self, index: int, vocabulary: int) -> Task:
+        """The prompt of a group: random tokens, of which nothing is in the prefix cache."""
+        tokens = np.random.default_rng([self.seed, index]).integers(0, vocabulary, self.prompt_tokens).tolist()
+        return make_task(index, f"bench {index}", tokens, str(index))
+
+    def requests(self, vocabulary: int) -> list[GenerationRequest]:
+        """All of them, group by group, with the seeds that a rollout server gives them."""
+        return [
+            self._request(group, place, self.task(group, vocabulary).prompt_ids().tolist())
+            for group in range(self.groups)
+            for place in range(self.group_size)
+        ]
+
+    def check(self, tokens: list[int]) -> None:
+        """Raises EngineError unless the completions, in the order of the requests, have exactly the lengths that
+        were drawn: less work would look like more speed."""
+        drawn = self._drawn()
+        if tokens != drawn:
+            wrong = sum(a != b for a, b in zip(tokens, drawn, strict=False)) + abs(len(tokens) - len(drawn))
+            raise EngineError(
+                f"{wrong} of {len(drawn)} completions do not have the length that was drawn for them "
+                f"({sum(tokens)} tokens instead of {sum(drawn)}): the figure would compare different work. "
+                "Did the engine stop early, or do the seeds of requests differ"
+            )
+
+    def _request(self, group: int, place: int, prompt: list[int]) -> GenerationRequest:
+        seed = self._seed_of(group, place)
+        return GenerationRequest(f"{group}-{place}", prompt, max_tokens=self.lengths.of(seed), seed=seed)
+
+    def _seed_of(self, group: int, place: int) -> int:
+        return sample_seed(self.seed, "train", group, place, 1)
+
+    def _drawn(self) -> list[int]:
+        places = [(group, place) for group in range(self.groups) for place in range(self.group_size)]
+        return [self.lengths.of(self._seed_of(group, place)) for group, place in places]
+
+
+def number_words(model: Path, size: int) -> Tokenizer:
+    """Written to the model's folder. Every id below `size` has a text, and none ends a completion.
+
+    Larger numbers are read digit by digit where transformers gives a checkpoint's tokenizer the rules of its family.
+
+    >>> number_words(Path("model"), 32).encode("7 3 7")  # doctest: +SKIP
+    [7, 3, 7]
+    """
+    from tokenizers import Tokenizer as Words
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Words(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(model)
+    return load_tokenizer(model)

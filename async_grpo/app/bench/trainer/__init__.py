@@ -1,0 +1,1 @@
+"""async_grpo/app/bench/trainer"""

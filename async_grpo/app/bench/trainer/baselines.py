@@ -1,0 +1,239 @@
+"""The step that one would write without this trainer: plain PyTorch and the Hugging Face model, padded micro-batches.
+
+    sequences --in the order of the batch, or by length--> rows of a micro-batch, padded to its longest at the right
+              --> hidden states --trained positions alone--> logits --> log-probabilities --> loss, backward
+    after the last micro-batch: clip, AdamW
+
+What makes such a step fast is done: padding is that of the micro-batch and not of the whole batch, the output layer
+computes the trained positions only, gradients accumulate in place, the optimizer is fused. The attention mask may be
+left out, because rows are padded at their end and attention is causal: no real token sees a padded one.
+
+Ceilings: the Hugging Face model without a padded position, forward and backward alone.
+
+- one by one   every sequence is a micro-batch of its own, as plain as it can be
+- by hand      sequences end to end in one row, each attending to itself: the packing of the trainer's step between
+               the layers of Hugging Face, so that what is left between the two is what Megatron-core costs
+
+The step as Hugging Face trainers of this kind usually make it: padded at both ends, logits wherever a token may be.
+
+    prompts padded at the left | completions padded at the right --> logits of all positions of the longest completion
+
+Facts from TRL's `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer): prompts and completions of a micro-batch
+are padded apart and joined, the model is given an attention mask and asked for the logits of as many positions as the
+longest completion has, and the log-probabilities of padding are masked out afterwards; eight rows is its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+
+from async_grpo.app.bench.paired import Done
+from async_grpo.config import RunConfig
+from trainer.batch import sequences as ours
+
+Attention = Literal["sdpa", "sdpa without mask", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the baseline cuts its batch."""
+
+    rows: int
+    """Sequences of a micro-batch."""
+    attention: Attention = "sdpa"
+    by_length: bool = False
+    """Sequences of similar length share a micro-batch, as with a sorted data loader."""
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {'sorted by length, ' if self.by_length else ''}{self.attention}"
+
+
+class PlainModel:
+    """The Hugging Face model and torch's AdamW, for all the baselines: the learning rate is 0, so none disturbs
+    another."""
+
+    def __init__(self, model: Any, config: RunConfig) -> None:
+        self.model = model
+        self.config = config
+        optimizer = config.trainer.optimizer
+        self._adam = torch.optim.AdamW(
+            model.parameters(),
+            lr=0.0,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """How many there are; a tied one counts once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def update(self) -> float:
+        """Clip, step, forget the gradients; returns their norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.optimizer.clip_grad)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=False)
+        return float(norm)
+
+    def forget(self) -> float:
+        """Forget the gradients without a step; returns their norm."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
+        self._adam.zero_grad(set_to_none=False)
+        return float(norm)
+
+    def logprobs(self, hidden_NH: Tensor, labels_N: Tensor) -> Tensor:
+        """Of these tokens, under the distribution that is sampled from."""
+        logits_NV = self.model.lm_head(hidden_NH).float() / self.config.sampling.temperature
+        return -F.cross_entropy(logits_NV, labels_N, reduction="none")
+
+    def loss(self, logprobs_N: Tensor, members: Sequence[ours.Sequence]) -> Tensor:
+        """Decoupled PPO with the weights before the step as proximal policy, summed with the batch's weights."""
+        rule = self.config.trainer.objective
+        assert rule.clip_low is not None and rule.clip_high is not None and rule.behaviour_cap is not None
+        constant_N = logprobs_N.detach()
+        behaviour_N = _joined(members, lambda m: torch.from_numpy(m.behaviour_C[m.places_N]))
+        advantage_N = _joined(members, lambda m: torch.full((m.trained_tokens,), m.advantage))
+        weight_N = _joined(members, lambda m: torch.full((m.trained_tokens,), m.weight))
+        ratio_N = (logprobs_N - constant_N).exp()
+        clipped_N = ratio_N.clamp(1 - rule.clip_low, 1 + rule.clip_high)
+        importance_N = (constant_N - behaviour_N).exp()
+        importance_N = importance_N.masked_fill(importance_N > rule.behaviour_cap, 0.0)
+        return (weight_N * importance_N * -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum()
+
+
+def padded_step(plain: PlainModel, members: Sequence[ours.Sequence], setting: Setting) -> Done:
+    """One step over the whole batch."""
+    loss, cells = padded_gradients(plain, members, setting)
+    return Done(loss, plain.update(), sum(member.length for member in members) / cells)
+
+
+def padded_gradients(plain: PlainModel, members: Sequence[ours.Sequence], setting: Setting) -> tuple[float, int]:
+    """Forward and backward over the whole batch; returns the loss, and the positions that were computed."""
+    plain.model.set_attn_implementation("eager" if setting.attention == "eager" else "sdpa")
+    loss, cells = 0.0, 0
+    for rows in _micro_batches(members, setting):
+        value, width = _padded_loss(plain, rows, masked=setting.attention != "sdpa without mask")
+        value.backward()
+        loss += value.item()
+        cells += len(rows) * width
+    return loss, cells
+
+
+def _micro_batches(members: Sequence[ours.Sequence], setting: Setting) -> Iterator[list[ours.Sequence]]:
+    ordered = sorted(members, key=lambda member: member.length) if setting.by_length else list(members)
+    for start in range(0, len(ordered), setting.rows):
+        yield ordered[start : start + setting.rows]
+
+
+def _padded_loss(plain: PlainModel, rows: Sequence[ours.Sequence], *, masked: bool) -> tuple[Tensor, int]:
+    """B rows, padded to L."""
+    tokens_BL = pad_sequence([torch.from_numpy(row.tokens[:-1]).long() for row in rows], batch_first=True)
+    mask_BL = torch.arange(tokens_BL.shape[1]) < torch.tensor([row.length for row in rows])[:, None]
+    hidden_BLH = plain.model.model(
+        input_ids=tokens_BL, attention_mask=mask_BL if masked else None, use_cache=False
+    ).last_hidden_state
+    width = tokens_BL.shape[1]
+    places_N = torch.cat(
+        [torch.from_numpy(i * width + row.prompt_tokens - 1 + row.places_N) for i, row in enumerate(rows)]
+    )
+    labels_N = torch.cat([torch.from_numpy(row.tokens[row.prompt_tokens + row.places_N]).long() for row in rows])
+    logprobs_N = plain.logprobs(hidden_BLH.flatten(0, 1).index_select(0, places_N), labels_N)
+    return plain.loss(logprobs_N, rows), width
+
+
+def _joined(members: Sequence[ours.Sequence], part: Callable[[ours.Sequence], Tensor]) -> Tensor:
+    return torch.cat([part(member) for member in members])
+
+
+_BY_HAND = "packed_by_hand"
+
+
+def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> Done:
+    """No padding, and as many micro-batches as sequences."""
+    loss, _ = padded_gradients(plain, members, Setting(1, "sdpa without mask"))
+    return Done(loss, plain.forget(), 1.0)
+
+
+def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> Done:
+    """`packs`: the sequences of each micro-batch."""
+    AttentionInterface.register(_BY_HAND, _attention)
+    plain.model.set_attn_implementation(_BY_HAND)
+    total = 0.0
+    for members in packs:
+        batch = ours.micro_batch(members)
+        hidden_1TH = plain.model.model(
+            input_ids=batch.tokens_1T,
+            position_ids=batch.positions_1T,
+            attention_mask={"full_attention": None},
+            use_cache=False,
+            lengths=[member.length for member in members],
+        ).last_hidden_state
+        logprobs_N = plain.logprobs(hidden_1TH[0].index_select(0, batch.trained_N), batch.labels_N)
+        loss = plain.loss(logprobs_N, members)
+        loss.backward()
+        total += loss.item()
+    return Done(total, plain.forget(), 1.0)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, lengths: list[int], **_: Any
+) -> tuple[Tensor, None]:
+    """[1, heads, T, d] -> [1, T, heads, d]"""
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+ROWS = 8
+
+
+def usual_step(plain: PlainModel, members: Sequence[ours.Sequence], rows: int = ROWS) -> Done:
+    """One step over the whole batch."""
+    plain.model.set_attn_implementation("sdpa")
+    loss, cells = 0.0, 0
+    for start in range(0, len(members), rows):
+        chosen = members[start : start + rows]
+        tokens_BL, mask_BL, longest = _padded(chosen)
+        logits_BCV = plain.model(
+            input_ids=tokens_BL, attention_mask=mask_BL, logits_to_keep=longest + 1, use_cache=False
+        ).logits[:, :-1]
+        logits_BCV = logits_BCV / plain.config.sampling.temperature
+        labels_BC = tokens_BL[:, -longest:]
+        taken_BC = logits_BCV.gather(-1, labels_BC[..., None])[..., 0]
+        logprobs_BC = taken_BC - logits_BCV.float().logsumexp(-1)
+        value = plain.loss(logprobs_BC[_trained(chosen, longest)], chosen)
+        value.backward()
+        loss += value.item()
+        cells += tokens_BL.numel()
+    return Done(loss, plain.update(), sum(member.length for member in members) / cells)
+
+
+def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:
+    """Tokens and mask [B, L], and the longest completion. A token more than is read: the last predicts nothing."""
+    tokens = [torch.from_numpy(row.tokens).long() for row in rows]
+    prompts = [each[: row.prompt_tokens] for each, row in zip(tokens, rows, strict=True)]
+    completions = [each[row.prompt_tokens :] for each, row in zip(tokens, rows, strict=True)]
+    widest = max(map(len, prompts))
+    left_BP = torch.stack([F.pad(prompt, (widest - len(prompt), 0), value=-1) for prompt in prompts])
+    right_BC = pad_sequence(completions, batch_first=True, padding_value=-1)
+    tokens_BL = torch.cat([left_BP, right_BC], 1)
+    mask_BL = (tokens_BL >= 0).long()
+    return tokens_BL.clamp(min=0), mask_BL, right_BC.shape[1]
+
+
+def _trained(rows: Sequence[ours.Sequence], longest: int) -> Tensor:
+    """bool [B, C]: the completion tokens that get a gradient."""
+    trained_BC = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        trained_BC[index, torch.from_numpy(row.places_N)] = True
+    return trained_BC

@@ -1,0 +1,60 @@
+"""The trainer's bench in a process of its own.
+
+    python -m async_grpo.app.bench.trainer.main --out FIGURES.json [--quick] [--data FILE]
+
+The platform of the CPU replaces functions of torch, which no other process is to see. On standard output: a line
+`total N`, then a line for every round that is done. FILE gets a list of figures.
+
+Measurements of one training step on this machine. `async-grpo bench trainer` shows their figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer.platform import select_platform
+
+
+def main() -> None:
+    """Entry point; see the module. Imports come late: the platform must be active before anything imports megatron."""
+    arguments = _arguments()
+    threads = len(os.sched_getaffinity(0))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is measured, wherever this runs
+    platform = select_platform("cpu")
+    platform.activate(threads)
+
+    from async_grpo.app.bench.trainer.measure import FULL, QUICK, measure
+    from async_grpo.app.bench.trainer.setup import open_stage
+    from trainer.distributed import stop_ranks
+
+    course = QUICK if arguments.quick else FULL
+    with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
+        stage = open_stage(
+            platform, Path(folder), course.model, course.mix, room=course.room, threads=threads, data=arguments.data
+        )
+        figures = measure(stage, course, _say)
+    arguments.out.write_text(json.dumps([asdict(figure) for figure in figures]))
+    stop_ranks()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="async_grpo.app.bench.trainer.main", description="The bench of one training step."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file for the figures")
+    parser.add_argument("--quick", action="store_true", help="only show that the bench works")
+    parser.add_argument("--data", type=Path, help="JSON-lines file whose field `question` has the prompts")
+    return parser.parse_args()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What is measured, in which order, and what it comes to.
+
+1. heats    every setting of the padded baseline once
+2. final    the trainer's step, the fastest padded settings and the ceilings in turns, several rounds
+3. stream   the trainer's step with a slow producer, streamed and waited for, in turns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from async_grpo.app.bench.paired import Timed, cpu_ratio, in_turns, ratio
+from async_grpo.app.bench.trainer.baselines import ROWS, Attention, Setting
+from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, Mix, Stage, lengths_of
+from async_grpo.config.model import RandomModelConfig
+from trainer.batch.packing import pack_batch
+
+Say = Callable[[str], None]
+
+TRAINER, ONE_BY_ONE, BY_HAND = "trainer", "one by one", "packed by hand"
+USUAL = f"padded as in TRL: {ROWS} rows, prompts at the left, logits of all completion positions, sdpa"
+FULL_ROWS, BEST, SORTED = "padded, as many rows as fit the same room", "padded, the best", "padded, sorted by length"
+ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One figure with its baseline from the same run; `ratio` is the median over the rounds."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float | None = None
+    baseline_name: str = ""
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How much is measured, on what."""
+
+    model: RandomModelConfig
+    mix: Mix
+    room: int
+    """Tokens of a micro-batch, padding included."""
+    rounds: int
+    usual: Mix
+    """A batch of the usual size, whose packing alone is measured."""
+
+    @property
+    def widest(self) -> int:
+        """Positions of a row of the longest prompt and the longest completion."""
+        return self.mix.prompt[1] + self.mix.longest
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a padded micro-batch that surely fits the same room: what one would set."""
+        return max(2, self.room // self.widest)
+
+    @property
+    def row_counts(self) -> list[int]:
+        """Rows of a padded micro-batch that are tried: few, with less padding, up to the most."""
+        return sorted({2, min(4, self.most_rows), self.most_rows})
+
+
+FULL = Course(
+    RandomModelConfig(
+        hidden_size=256, layers=8, heads=4, kv_heads=2, intermediate_size=704, vocab_size=8192, init_std=0.05
+    ),
+    Mix(groups=4),
+    room=8192,
+    rounds=5,
+    usual=Mix(groups=128),
+)
+"""8 million parameters, a quarter of them in the output layer, as in Qwen2.5-0.5B."""
+QUICK = Course(
+    RandomModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=96, vocab_size=512),
+    Mix(groups=4, group_size=2, prompt=(5, 20), median=12, longest=60),
+    room=256,
+    rounds=1,
+    usual=Mix(groups=16, group_size=2, prompt=(5, 20), median=12, longest=60),
+)
+
+
+def measure(stage: Stage, course: Course, say: Say) -> list[Measured]:
+    """All figures; `say` gets `total N`, and then a line a round. Raises TrainingError if two steps do not come to the
+    same loss and gradient."""
+    counts = course.row_counts
+    say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + course.rounds * (7 + 2)}")
+    finalists = _heats(stage, course, say)
+    stage.phases.reset()
+    final = in_turns(
+        {
+            TRAINER: stage.trainer,
+            USUAL: stage.usual,
+            **{name: stage.padded(setting) for name, setting in finalists.items()},
+            ONE_BY_ONE: stage.one_by_one,
+            BY_HAND: stage.packed_by_hand,
+        },
+        course.rounds,
+        say,
+    )
+    compute_s = median(final[TRAINER].seconds)
+    stream = in_turns(stage.streaming(compute_s), course.rounds, say)
+    return [
+        *_speeds(stage, course, final, finalists),
+        *_packing(course, final),
+        *_phases(stage, final[TRAINER]),
+        _streaming(stream, compute_s),
+    ]
+
+
+def _heats(stage: Stage, course: Course, say: Say) -> dict[str, Setting]:
+    """The settings of least processor time: of all, of those with the most rows, of those sorted by length.
+
+    A busy machine disturbs it less than the clock.
+    """
+    counts = course.row_counts
+    tried = [Setting(rows, attention) for rows in counts for attention in ATTENTIONS]
+    found = in_turns({TRAINER: stage.trainer, **{str(s): stage.padded(s) for s in tried}}, 1, say)
+    best = min(tried, key=lambda setting: found[str(setting)].cpu_s)
+    full = min((s for s in tried if s.rows == counts[-1]), key=lambda setting: found[str(setting)].cpu_s)
+    by_length = [Setting(rows, best.attention, by_length=True) for rows in counts]
+    found = in_turns({str(s): stage.padded(s) for s in by_length}, 1, say)
+    return {FULL_ROWS: full, BEST: best, SORTED: min(by_length, key=lambda setting: found[str(setting)].cpu_s)}
+
+
+def _speeds(
+    stage: Stage, course: Course, final: Mapping[str, Timed], finalists: Mapping[str, Setting]
+) -> list[Measured]:
+    """Tokens of sequences a second, padding not counted."""
+    tokens = sum(member.length for member in stage.members())
+    mine = final[TRAINER]
+
+    def beside(name: str, what: str) -> Measured:
+        speed, other = tokens / median(mine.seconds), tokens / median(final[name].seconds)
+        return Measured("training step", speed, "tokens/s", other, what, ratio(mine, final[name]))
+
+    def work_beside(name: str, what: str) -> Measured:
+        mean, other = 1e6 * median(mine.cpu_s) / tokens, 1e6 * median(final[name].cpu_s) / tokens
+        return Measured("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
+
+    named = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
+    return [
+        *(beside(name, what) for name, what in named.items()),
+        beside(ONE_BY_ONE, "plain PyTorch, unpadded, one by one, no optimizer"),
+        beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
+        *(work_beside(name, what) for name, what in named.items()),
+        work_beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
+        Measured("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
+        Measured("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
+        Measured("tokens of the batch", tokens, "tokens"),
+        Measured("parameters", stage.plain.parameters, "parameters"),
+    ]
+
+
+def _packing(course: Course, final: Mapping[str, Timed]) -> list[Measured]:
+    """Of the batch that was trained, and of one of the usual size."""
+    name = f"padded to the longest of {course.most_rows} rows"
+    found = [("the batch", final[TRAINER].done.efficiency, final[FULL_ROWS].done.efficiency)]
+    lengths = lengths_of(course.usual, course.model.vocab_size)
+    (packing,) = pack_batch(lengths, ranks=1, max_tokens=course.room)
+    rows = course.most_rows
+    cells = sum(len(part) * max(part) for part in (lengths[i : i + rows] for i in range(0, len(lengths), rows)))
+    usual = f"{course.usual.groups} groups of {course.usual.group_size}"
+    found.append((usual, sum(lengths) / (len(packing) * course.room), sum(lengths) / cells))
+    return [Measured(f"packing efficiency, {what}", mine, "", other, name, mine / other) for what, mine, other in found]
+
+
+def _phases(stage: Stage, mine: Timed) -> list[Measured]:
+    """Mean seconds of a step."""
+    return [
+        Measured(f"of a step: {name}", seconds / len(mine.seconds), "s")
+        for name, seconds in stage.phases.seconds.items()
+    ]
+
+
+def _streaming(stream: Mapping[str, Timed], compute_s: float) -> Measured:
+    """Time until the new weights are there, from the moment at which generation began."""
+    early, late = stream[STREAMED], stream[WAITED]
+    return Measured(
+        f"step with a producer that takes {compute_s:.2g} s: streamed",
+        median(early.seconds),
+        "s",
+        median(late.seconds),
+        "waits for the whole batch",
+        ratio(late, early),
+    )

@@ -1,0 +1,252 @@
+"""One policy twice, with the same weights: in the trainer, and as the Hugging Face model of the baselines.
+
+A step that begins with the groups that are there, beside one that waits for all of them.
+
+    producer: a group every `seconds` / P --> groups --> add as soon as there are any  --> close
+                                                     --> sleep until all are there     --> step
+
+The producer is a clock: it costs no computing time, as rollout servers on machines of their own do not.
+
+The batch of every round: lengths as GSM8K has them, drawn by seed, and a model to train on them.
+
+A prompt has 50 to 200 tokens and G completions, whose lengths are log-normal: most are short, a few very long, and a
+micro-batch that is padded to its longest pays for them. The tokens are random, for speed does not depend on them.
+None is special: the Hugging Face model gives the embedding of its padding token no gradient.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+from transformers import AutoModelForCausalLM
+
+from async_grpo.app.bench.paired import Contestant, Done
+from async_grpo.app.bench.trainer.baselines import (
+    PlainModel,
+    Setting,
+    one_by_one,
+    packed_by_hand,
+    padded_step,
+    usual_step,
+)
+from async_grpo.config import RunConfig, validate
+from async_grpo.config.data import DataConfig
+from async_grpo.config.model import RandomModelConfig
+from async_grpo.data.jsonl import usable_rows
+from async_grpo.data.prepare.formats import Rejections
+from async_grpo.data.tokenizer import load_tokenizer
+from async_grpo.models.random_model import make_random_model
+from async_grpo.telemetry.timeline import Phases
+from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from trainer.batch.packing import pack_batch
+from trainer.batch.sequences import Sequence, sequences_of
+from trainer.distributed import start_ranks
+from trainer.model.policy import Policy, load_policy
+from trainer.platform import Platform
+from trainer.step.step import train_step
+from trainer.step.streaming import StreamedStep
+
+STREAMED, WAITED = "streamed", "waited"
+
+
+@dataclass(frozen=True, slots=True)
+class SlowProducer:
+    """Hands out the groups of `batch` evenly over `seconds`."""
+
+    batch: Batch
+    seconds: float
+
+    def parts(self) -> Iterator[Batch]:
+        """From now on: whatever has come since the last part, at least one group."""
+        started, have, total = time.perf_counter(), 0, len(self.batch.groups)
+        while have < total:
+            there = int(total * (time.perf_counter() - started) / self.seconds)
+            if there <= have:
+                time.sleep(max(0.0, started + (have + 1) * self.seconds / total - time.perf_counter()))
+                there = have + 1
+            there = min(there, total)
+            yield structs.replace(self.batch, groups=self.batch.groups[have:there])
+            have = there
+
+    def whole(self) -> Batch:
+        """From now on: all groups, when the last has come."""
+        time.sleep(self.seconds)
+        return self.batch
+
+
+def streamed(policy: Policy, producer: SlowProducer, config: RunConfig) -> Done:
+    """Each part is trained when it is there."""
+    step = StreamedStep(policy, config, producer.batch.version, Phases())
+    for part in producer.parts():
+        step.add(part)
+    result = step.close(lr=0.0)
+    return Done(result.loss, result.grad_norm, result.packing_efficiency)
+
+
+def waited(policy: Policy, producer: SlowProducer, config: RunConfig) -> Done:
+    """The step begins when all groups are there."""
+    result = train_step(policy, producer.whole(), config, lr=0.0, phases=Phases())
+    return Done(result.loss, result.grad_norm, result.packing_efficiency)
+
+
+_SPECIAL = 3
+"""Tokens of `make_random_model` that stand for no text: the first ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How long prompts and completions are, in tokens, and how many there are in a batch."""
+
+    groups: int = 8
+    group_size: int = 8
+    prompt: tuple[int, int] = (50, 200)
+    """Evenly between these, both included; not asked where the prompts are given."""
+    median: int = 150
+    sigma: float = 0.8
+    """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
+    longest: int = 1024
+    """The few that would be longer end here, as at max_tokens."""
+    seed: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.groups} groups of {self.group_size}, completions lognormal, median {self.median}, "
+            f"sigma {self.sigma:g}, at most {self.longest} tokens"
+        )
+
+
+def make_batch(mix: Mix, vocab_size: int, prompts: collections.abc.Sequence[list[int]] = ()) -> Batch:
+    """The same for the same arguments. `prompts`: real ones as token ids, drawn from; else random ones."""
+    random = np.random.default_rng(mix.seed)
+    groups = []
+    for index in range(mix.groups):
+        prompt = (
+            np.asarray(prompts[int(random.integers(len(prompts)))])
+            if prompts
+            else _random_prompt(mix, vocab_size, random)
+        )
+        task = Task(index=index, prompt=f"bench {index}", prompt_tokens=tokens_to_bytes(prompt), answer="")
+        samples = [_sample(mix, vocab_size, random) for _ in range(mix.group_size)]
+        groups.append(Group(seq=index, attempt=1, task=task, samples=samples))
+    return Batch(epoch=1, version=0, groups=groups)
+
+
+def lengths_of(mix: Mix, vocab_size: int) -> list[int]:
+    """Positions that the network reads, of each sequence of the batch."""
+    groups = make_batch(mix, vocab_size).groups
+    return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
+
+
+def question_texts(path: Path) -> list[str]:
+    """The prompts of a JSON-lines file with GSM8K's fields. Raises DataError."""
+    data = DataConfig(kind="jsonl", path=path)
+    return [row.prompt for row in usable_rows(path, data, Rejections())]
+
+
+def _random_prompt(mix: Mix, vocab_size: int, random: np.random.Generator) -> list[int]:
+    shortest, longest = mix.prompt
+    prompt: list[int] = random.integers(_SPECIAL, vocab_size, random.integers(shortest, longest + 1)).tolist()
+    return prompt
+
+
+def _sample(mix: Mix, vocab_size: int, random: np.random.Generator) -> Sample:
+    length = int(min(max(round(random.lognormal(math.log(mix.median), mix.sigma)), 1), mix.longest))
+    return Sample(
+        tokens=tokens_to_bytes(random.integers(_SPECIAL, vocab_size, length)),
+        logprobs=logprobs_to_bytes(-np.log(vocab_size) + random.normal(0, 0.5, length)),
+        spans=[VersionSpan(0, 0, length)],
+        reward=float(random.random() < 0.5),
+    )
+
+
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every round works on. The learning rate is 0: a step costs the same, and leaves the weights."""
+
+    config: RunConfig
+    policy: Policy
+    plain: PlainModel
+    batch: Batch
+    phases: Phases
+    """Of all steps of the trainer so far."""
+
+    def trainer(self) -> Done:
+        """The step that is measured."""
+        result = train_step(self.policy, self.batch, self.config, lr=0.0, phases=self.phases)
+        return Done(result.loss, result.grad_norm, result.packing_efficiency)
+
+    def padded(self, setting: Setting) -> Contestant:
+        """A baseline."""
+        return lambda: padded_step(self.plain, self.members(), setting)
+
+    def usual(self) -> Done:
+        """The baseline as it is usually found."""
+        return usual_step(self.plain, self.members())
+
+    def one_by_one(self) -> Done:
+        """A ceiling."""
+        return one_by_one(self.plain, self.members())
+
+    def packed_by_hand(self) -> Done:
+        """A ceiling, in the micro-batches of the trainer."""
+        members = self.members()
+        room = self.config.trainer.micro_batch_tokens
+        (packing,) = pack_batch([member.length for member in members], ranks=1, max_tokens=room)
+        return packed_by_hand(self.plain, [[members[i] for i in chosen] for chosen in packing])
+
+    def streaming(self, seconds: float) -> dict[str, Contestant]:
+        """With a producer that takes so long for the batch."""
+        producer = SlowProducer(self.batch, seconds)
+        return {
+            STREAMED: partial(streamed, self.policy, producer, self.config),
+            WAITED: partial(waited, self.policy, producer, self.config),
+        }
+
+    def members(self) -> list[Sequence]:
+        """The batch as sequences, with advantages and weights: part of every step."""
+        return sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
+
+
+def open_stage(
+    platform: Platform, folder: Path, shape: RandomModelConfig, mix: Mix, *, room: int, threads: int, data: Path | None
+) -> Stage:
+    """`room`: tokens of a micro-batch. `folder` gets the model; `data`: a file with real prompts. Raises DataError."""
+    model = folder / "model"
+    texts = [] if data is None else question_texts(data)
+    make_random_model(shape, texts, model, seed=1)
+    config = _config(model, mix, room, threads)
+    start_ranks(config.trainer, platform, config.seed, _WAIT_S)
+    policy = load_policy(config, model, platform)
+    plain = PlainModel(AutoModelForCausalLM.from_pretrained(model).float(), config)
+    batch = make_batch(mix, shape.vocab_size, _tokens(model, texts))
+    return Stage(config, policy, plain, batch, Phases())
+
+
+def _tokens(model: Path, texts: collections.abc.Sequence[str]) -> list[list[int]]:
+    tokenizer = load_tokenizer(model)
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _config(model: Path, mix: Mix, room: int, threads: int) -> RunConfig:
+    raw: dict[str, Any] = {
+        "name": "bench-trainer",
+        "model": {"path": str(model)},
+        "group_size": mix.group_size,
+        "groups_per_step": mix.groups,
+        "sampling": {"max_tokens": mix.longest},
+        "rollout": {"vllm": {"max_model_len": room}},
+        "trainer": {"threads": threads, "micro_batch_tokens": room},
+    }
+    return validate(raw, "bench")

@@ -1,0 +1,180 @@
+"""What is left to send when weights move as Adam moves them, and what encoding and decoding it takes.
+
+    step --> version --delta--> patches --> the version before becomes this one
+
+The moments come from steps before the measured ones. Gradients are noise, which is the hard case: real
+ones agree more from step to step, and many are zero. Rates are of one core, bytes of the whole chunks
+by processor time; a memcpy of the same chunks is timed in the same way.
+
+Weights that move as an optimizer moves them: an fp32 master under torch's AdamW, rounded to bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+
+import numpy as np
+
+from async_grpo.app.bench.measure import Figure
+from async_grpo.app.bench.weights.plane import ModelSize, Weights, bench_plane
+from async_grpo.config.trainer import OptimizerConfig
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import DependencyError, WeightsCorrupt
+from async_grpo.weights import delta
+from async_grpo.weights.chunks import cut
+from async_grpo.weights.manifest import Layout
+
+INITIAL_STD = 0.02
+
+
+class Training:
+    """One flat master; `weights` is its bfloat16 image. Gradients are noise."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Raises DependencyError without torch."""
+        try:
+            import torch
+        except ImportError as error:
+            raise DependencyError(
+                "the bench of the weights trains with torch. Type: pip install 'async-grpo[trainer]'"
+            ) from error
+        self.weights = Weights(layout)
+        self._generator = torch.Generator().manual_seed(0)
+        self._image = torch.from_numpy(self.weights.flat).view(torch.bfloat16)
+        self._master = INITIAL_STD * torch.randn(self._image.shape, generator=self._generator)
+        self._master.grad = torch.empty_like(self._master)
+        config = OptimizerConfig()
+        self._adam = torch.optim.AdamW(
+            [self._master],
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            foreach=False,
+        )
+
+    def step(self, lr: float) -> None:
+        """One optimizer step; the image follows."""
+        assert self._master.grad is not None
+        self._master.grad.normal_(generator=self._generator)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
+        self._image.copy_(self._master)
+
+
+WARM_UP_STEPS = 10
+
+
+LEARNING_RATES = (1e-6, 3e-6, 1e-5)
+"""The first, which is the default of `trainer.optimizer.lr`, is the one whose steps are timed."""
+
+
+DELTA = WeightsConfig(encoding="delta")
+
+
+DENSE = WeightsConfig(encoding="dense")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One step, encoded and decoded by one core."""
+
+    ratio: float
+    encode_s: float
+    decode_s: float
+    """With the copy of the base, as a receiver does it."""
+    memcpy_s: float
+
+
+async def patches(size: ModelSize, rounds: int, step: Callable[[], None]) -> list[Figure]:
+    """Sizes at several learning rates; rates, and the time to one receiver, at the first of them."""
+    training = Training(size.layout())
+    weights, timed_lr = training.weights, LEARNING_RATES[0]
+    for _ in range(WARM_UP_STEPS):
+        training.step(timed_lr)
+        step()
+    codecs: list[Codec] = []
+    moves: list[tuple[float, float]] = []
+    async with (
+        bench_plane("delta", weights.layout, DELTA, 1) as patched,
+        bench_plane("dense", weights.layout, DENSE, 1) as dense,
+    ):
+        for plane in (patched, dense):
+            await plane.move(weights)
+        for _ in range(rounds):
+            codecs.append(_codec(training, timed_lr))
+            moves.append(((await patched.move(weights)).seconds, (await dense.move(weights)).seconds))
+            step()
+    others = [(lr, _codec(training, lr).ratio) for lr in LEARNING_RATES[1:]]
+    return _figures(weights.layout.total_bytes / 1e9, codecs, moves, others)
+
+
+def _codec(training: Training, lr: float) -> Codec:
+    """Take a step, and encode and decode it. Raises WeightsCorrupt if it does not come out as it was."""
+    base = training.weights.flat.copy()
+    training.step(lr)
+    new = training.weights.flat
+    block = base.copy()
+    chunks = cut(training.weights.layout, DELTA.chunk_bytes)
+    with _Stopwatch() as memcpy:
+        for chunk in chunks:
+            chunk.of(block.data)[:] = chunk.of(base.data)
+    with _Stopwatch() as encoding:
+        encoded = [delta.encode(chunk.of(base.data), chunk.of(new.data), chunk.item_bytes) for chunk in chunks]
+    with _Stopwatch() as decoding:
+        for chunk, patch in zip(chunks, encoded, strict=True):
+            chunk.of(block.data)[:] = chunk.of(base.data)
+            delta.apply(chunk.of(block.data), patch)
+    if not np.array_equal(block, new):
+        raise WeightsCorrupt("a step came out of its patches otherwise than it went in: the codec is broken.")
+    return Codec(new.nbytes / sum(map(len, encoded)), encoding.seconds, decoding.seconds, memcpy.seconds)
+
+
+class _Stopwatch:
+    """Processor time of this thread within the block."""
+
+    def __enter__(self) -> _Stopwatch:
+        self.seconds = -time.thread_time()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.seconds += time.thread_time()
+
+
+def _figures(
+    gigabytes: float,
+    codecs: Sequence[Codec],
+    moves: Sequence[tuple[float, float]],
+    others: Sequence[tuple[float, float]],
+) -> list[Figure]:
+    name = f"AdamW, lr {LEARNING_RATES[0]:g}"
+    sizes = [(LEARNING_RATES[0], median(each.ratio for each in codecs)), *others]
+    return [
+        *(Figure(f"AdamW, lr {lr:g}: patches are smaller than dense", ratio, "times") for lr, ratio in sizes),
+        _rate(f"{name}: encoding, one core", gigabytes, [(each.encode_s, each.memcpy_s) for each in codecs]),
+        _rate(f"{name}: decoding, one core", gigabytes, [(each.decode_s, each.memcpy_s) for each in codecs]),
+        Figure(
+            name=f"{name}: {gigabytes:.2f} GB to one receiver",
+            value=median(1e3 * ours for ours, _ in moves),
+            unit="ms",
+            baseline=median(1e3 * dense for _, dense in moves),
+            baseline_name="the same, dense",
+            ratio=median(ours / dense for ours, dense in moves),
+        ),
+    ]
+
+
+def _rate(name: str, gigabytes: float, times_s: Sequence[tuple[float, float]]) -> Figure:
+    return Figure(
+        name=name,
+        value=median(gigabytes / ours_s for ours_s, _ in times_s),
+        unit="GB/s",
+        baseline=median(gigabytes / memcpy_s for _, memcpy_s in times_s),
+        baseline_name="memcpy of the same chunks",
+        ratio=median(memcpy_s / ours_s for ours_s, memcpy_s in times_s),
+    )

@@ -1,0 +1,179 @@
+"""A whole model to one receiver, and how long the trainer stands still for it.
+
+    ours    publish: copy into the store | hash, announce, fetch, verify, commit: the receiver holds it
+    rivals                               | the bytes of that store into another shared memory
+
+The model is changed in every chunk before every round, and a round has each of them, and the memcpy, once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.app.bench.measure import Figure
+from async_grpo.app.bench.weights.baselines import Rival, disk, gloo, tcp
+from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, ModelSize, Moved, Weights, bench_plane
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.shared_memory import allocate
+from async_grpo.weights.store import WeightStore
+
+Bytes = npt.NDArray[np.uint8]
+
+CONFIG = WeightsConfig(encoding="dense")
+RIVALS = {
+    "tcp": "TCP loop, sendall to recv_into",
+    "gloo": "gloo broadcast, one flat tensor",
+    "disk": "safetensors, save and load",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds; of processor time where it says `cpu`."""
+
+    moved: Moved
+    fetch_s: float
+    """Of the move, from the manifest to the commit."""
+    cpu_s: float
+    memcpy_s: float
+    rivals_s: dict[str, float]
+    tcp_cpu_s: float
+
+
+async def transfer(size: ModelSize, rounds: int, step: Callable[[], None]) -> list[Figure]:
+    """Throughput beside each rival, and the stall beside a memcpy; medians of `rounds` rounds."""
+    weights = Weights(size.layout())
+    async with AsyncExitStack() as stack:
+        plane = await stack.enter_async_context(bench_plane("transfer", weights.layout, CONFIG, 1))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-bench-")))
+        target = plane.publisher.store.with_name("rival")
+        _, memory = allocate(target, weights.layout.total_bytes)
+        rivals = {
+            "tcp": await stack.enter_async_context(tcp(target)),
+            "gloo": await stack.enter_async_context(gloo(target, folder)),
+            "disk": await stack.enter_async_context(disk(target, folder, weights.layout)),
+        }
+        copy = np.frombuffer(memory, np.uint8, weights.layout.total_bytes)
+        measured = []
+        for _ in range(WARM_UPS + rounds):
+            measured.append(await _round(plane, weights, rivals, copy))
+            step()
+        waits_s = [await _wait_for_the_encoder(plane, weights) for _ in range(rounds)]
+    return _figures(weights.layout.total_bytes, measured[WARM_UPS:], waits_s)
+
+
+async def _round(plane: BenchPlane, weights: Weights, rivals: dict[str, Rival], copy: Bytes) -> Round:
+    weights.touch(CONFIG.chunk_bytes)
+    memcpy_s = _memcpy(copy, weights.flat)
+    with _Processor(plane.process_ids) as ours:
+        moved = await plane.move(weights)
+    memcpy_s = (memcpy_s + _memcpy(copy, weights.flat)) / 2
+    block = WeightStore.adopt(plane.publisher.store).snapshot(Identity(0, plane.version)).block
+    with _Processor(rivals["tcp"].process_ids) as theirs:
+        took_s = {"tcp": await rivals["tcp"].seconds(block)}
+    for name in ("gloo", "disk"):
+        took_s[name] = await rivals[name].seconds(block)
+    return Round(moved, plane.receivers[0].stats.last_transfer_s, ours.seconds, memcpy_s, took_s, theirs.seconds)
+
+
+async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
+    """What the trainer waits if the next version follows at once."""
+    weights.touch(CONFIG.chunk_bytes)
+    plane.publish(weights)
+    weights.touch(CONFIG.chunk_bytes)
+    return (await plane.move(weights)).publication.waited_s
+
+
+def _memcpy(target: Bytes, source: Bytes) -> float:
+    started_s = time.monotonic()
+    np.copyto(target, source)
+    return time.monotonic() - started_s
+
+
+class _Processor:
+    """Processor time that these processes take within the block."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = processes
+        self.seconds = 0.0
+
+    def __enter__(self) -> _Processor:
+        self.seconds = -self._total()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.seconds += self._total()
+
+    def _total(self) -> float:
+        return sum(time.clock_gettime(_clock_of(process)) for process in self._processes)
+
+
+def _clock_of(process: int) -> int:
+    """Linux numbers the clock of a process like this (clock_getcpuclockid); what /proc says counts in 10 ms."""
+    return (~process << 3) | 2
+
+
+def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]) -> list[Figure]:
+    gigabytes = total_bytes / 1e9
+    name = f"dense, {gigabytes:.2f} GB to one receiver"
+    return [
+        *(_against(name, rival, gigabytes, rounds) for rival in RIVALS),
+        Figure(
+            name=f"{name}, from manifest to commit",
+            value=median(gigabytes / each.fetch_s for each in rounds),
+            unit="GB/s",
+            baseline=median(gigabytes / each.rivals_s["tcp"] for each in rounds),
+            baseline_name=RIVALS["tcp"],
+            ratio=median(each.rivals_s["tcp"] / each.fetch_s for each in rounds),
+        ),
+        Figure(
+            name=f"{name}, processor time, both ends",
+            value=median(each.cpu_s / gigabytes for each in rounds),
+            unit="s/GB",
+            baseline=median(each.tcp_cpu_s / gigabytes for each in rounds),
+            baseline_name=RIVALS["tcp"],
+            ratio=median(each.cpu_s / each.tcp_cpu_s for each in rounds),
+        ),
+        Figure(
+            name="trainer's stall for one version",
+            value=median(1e3 * each.moved.publication.stall_s for each in rounds),
+            unit="ms",
+            baseline=median(1e3 * each.memcpy_s for each in rounds),
+            baseline_name="one memcpy of the weights",
+            ratio=median(each.moved.publication.stall_s / each.memcpy_s for each in rounds),
+        ),
+        Figure(
+            name="of it, waiting for the encoder",
+            value=median(1e3 * each.moved.publication.waited_s for each in rounds),
+            unit="ms",
+        ),
+        Figure(
+            name="waiting for the encoder, a version right after another",
+            value=median(1e3 * waited_s for waited_s in waits_s),
+            unit="ms",
+        ),
+    ]
+
+
+def _against(name: str, rival: str, gigabytes: float, rounds: Sequence[Round]) -> Figure:
+    return Figure(
+        name=f"{name}, beside {rival}",
+        value=median(gigabytes / each.moved.seconds for each in rounds),
+        unit="GB/s",
+        baseline=median(gigabytes / each.rivals_s[rival] for each in rounds),
+        baseline_name=RIVALS[rival],
+        ratio=median(each.rivals_s[rival] / each.moved.seconds for each in rounds),
+    )

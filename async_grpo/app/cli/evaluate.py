@@ -1,0 +1,186 @@
+"""`async-grpo eval`: how good a policy is on the held-out prompts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from async_grpo.app.cli.common import CheckpointPath, Choice, ConfigFile, Live, Override, RunDir, exit_with, say
+from async_grpo.errors import ConfigError
+from async_grpo.utils.text import clean_text
+
+if TYPE_CHECKING:
+    from async_grpo.app.evaluate.evaluate import Report
+    from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
+    from async_grpo.config import RunConfig
+    from async_grpo.rewards.base import Failure
+    from rollout_server.evaluation.eval_runner import ExamPlan
+
+
+_WIDTH = 200
+"""Of a table in a file: room for every source."""
+
+
+def evaluate(
+    config: ConfigFile = None,
+    override: Override = None,
+    run_dir: RunDir = None,
+    checkpoint: CheckpointPath = None,
+    live: Live = False,
+    samples: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Completions a prompt; else eval.samples.")
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Held-out prompts; else eval.prompts.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled completions; 1 else.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every completion as a line of JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
+    patience_s: Annotated[
+        float | None,
+        typer.Option("--patience", min=1.0, metavar="SECONDS", help="For a completion, a grade; else eval.timeout_s."),
+    ] = None,
+) -> None:
+    """Evaluate a policy on the held-out prompts of its run: mean@k, pass@k, maj@k and greedy, with 95% intervals.
+
+    Prompts, seeds, rewards and the engine's settings are those of the run, so that the final checkpoint gives the
+    accuracy again that the run's report states. With --live the weights may change meanwhile: it says which
+    versions wrote the answers.
+    """
+    from async_grpo.app.evaluate.evaluate import facts, plan_of, rows
+    from async_grpo.telemetry.jsonl import JsonLines
+
+    choice = Choice(config, override, run_dir, checkpoint, live)
+
+    def work() -> int:
+        choice.check()
+        for file in (save, json_file):
+            if file is not None and file.exists():
+                raise ConfigError(f"{file} is there already, and nothing is overwritten. Name another file")
+        run_config, policy = choice.policy()
+        plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
+        report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
+        if save is not None:
+            with JsonLines(save) as lines:
+                for row in rows(report):
+                    lines.write(row)
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(facts(report), indent=2) + "\n")
+        _print(report)
+        return 0
+
+    exit_with(work)
+
+
+async def _with_progress(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, patience_s: float) -> Report:
+    from async_grpo.app.evaluate.evaluate import evaluate as grade
+
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("completions", total=None)
+
+        def answered(total: int) -> None:
+            progress.update(bar, advance=1, total=total)
+
+        return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=answered)
+
+
+def _print(report: Report) -> None:
+    from async_grpo.evaluation.summary import INTERVALS, rows_of, shown
+
+    grades, plan = report.grades, report.plan
+    parts = {"all": grades.figures, **grades.by_source}
+    table = Table()
+    table.add_column("")
+    for source in parts:
+        table.add_column(escape(clean_text(source)), justify="right")
+    table.add_row("prompts", *(str(part.prompts) for part in parts.values()))
+    columns = [rows_of(part, plan.samples) for part in parts.values()]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(shown(column.get(name)) for column in columns), style="bold" if "mean" in name else "")
+    console = Console() if Console().is_terminal else Console(width=_WIDTH)
+    console.print(escape(_title(report)), highlight=False, soft_wrap=True)
+    console.print(table)
+    for line in [f"{INTERVALS}.", *_remarks(report)]:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _title(report: Report) -> str:
+    from async_grpo.app.evaluate.policy_source import LiveRun
+
+    plan, name = report.plan, report.config.name
+    how = f"temperature {plan.temperature:g}, seed {report.config.seed}, {report.wall_s:.0f} s"
+    if isinstance(report.policy, LiveRun):
+        return f"{name}, live ({', '.join(report.policy.servers)}): {how}"
+    version = "" if report.policy.version is None else f", version {report.policy.version}"
+    return f"{name}, {report.policy.path}{version}: {how}"
+
+
+def _remarks(report: Report) -> list[str]:
+    from async_grpo.app.evaluate.policy_source import LiveRun
+    from async_grpo.evaluation.summary import no_vote
+
+    grades, lines = report.grades, []
+    if grades.no_majority:
+        lines.append(f"No maj@{report.plan.samples}: {grades.no_majority}.")
+    if grades.figures.unjudged:
+        lines.append(f"{grades.figures.unjudged} completions could not be judged and are left out.")
+    if failures := grades.extraction_failures:
+        lines.append(f"{no_vote(len(failures), report.plan.samples)} ({_in_words(failures)}).")
+    if report.trained_on:
+        lines.append(f"{report.trained_on} of the prompts that were asked for are trained on, and were left out.")
+    if (held_out := len(grades.papers) + report.trained_on) < report.plan.prompts:
+        lines.append(f"The data hold out {held_out} prompts, {report.plan.prompts} were asked for.")
+    if isinstance(report.policy, LiveRun):
+        lines.append(_versions(report.versions))
+    return lines + _comparison(report)
+
+
+def _in_words(failures: Sequence[Failure]) -> str:
+    """How many of which kind, and the reason of the first."""
+    kinds = Counter(failure.kind for failure in failures)
+    return clean_text(f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}; first {failures[0].reason}")
+
+
+def _versions(versions: dict[int, int]) -> str:
+    total = sum(versions.values()) or 1
+    shares = ", ".join(f"{version} ({tokens / total:.0%} of the tokens)" for version, tokens in versions.items())
+    if len(versions) == 1:
+        return f"One policy version wrote all answers: {next(iter(versions))}."
+    return f"Policy versions that wrote the answers: {shares}. The figures are of this mixture."
+
+
+def _comparison(report: Report) -> list[str]:
+    if report.agrees is None:
+        return []
+    stated = (
+        f"the run's report states {_accuracies(report.stated['sampled_accuracy'], report.stated['greedy_accuracy'])}"
+    )
+    measured = _accuracies(report.grades.sampled_accuracy, report.grades.greedy_accuracy)
+    if report.agrees:
+        return [f"Exactly what {stated}."]
+    return [
+        f"Measured {measured}; {stated}. Other batches round other bits, which may turn single tokens: see "
+        "docs/evaluation.md"
+    ]
+
+
+def _accuracies(sampled: float | None, greedy: float | None) -> str:
+    def figure(value: float | None) -> str:
+        return "-" if value is None else f"{value:.6g}"
+
+    return f"{figure(sampled)} sampled, {figure(greedy)} greedy"

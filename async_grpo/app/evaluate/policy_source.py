@@ -1,0 +1,268 @@
+"""Which policy `async-grpo eval` and `chat` are about: a checkpoint of a run, any other one, or the live run.
+
+    CONFIG (+ overrides) or run folder --> chosen run
+    chosen run, --checkpoint PATH      --> Checkpoint --+--open_policy--> what samples, and a tokenizer
+    chosen run, --live                 --> LiveRun    --+
+
+Nothing of a run is changed. A resumable (Megatron) checkpoint is exported into a temporary folder by a process of its
+own, because Megatron-core takes a process for itself.
+
+An exam room without a run: prompts, workflow and reward pool of a configuration around whatever samples.
+
+    checkpoint --> VllmEngine --+
+                                +--> ExamHall --> Exam
+    live servers --> remote ----+
+
+Everything is closed in the reverse order, also when a later part cannot be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.app.launch.first_policy import check_model, prepare_model
+from async_grpo.app.launch.run_folder import RunFolder, changed_keys, locate, run_name
+from async_grpo.config import RunConfig, load
+from async_grpo.data import make_source
+from async_grpo.data.base import TaskSource
+from async_grpo.data.tokenizer import Tokenizer
+from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
+from async_grpo.rewards.pool import RewardPool
+from buffer import connect_board
+from rollout_server.engines.base import Sampler, sample_seed
+from rollout_server.engines.http import KEY_VARIABLE, RemoteSampler
+from rollout_server.workflows import Workflow, make_workflow
+
+_EXPORT_PREFIX = "hf-"
+
+
+_SHOWN_LINES = 3
+
+
+EXPORT_TIMEOUT_S = 3600.0
+"""For the largest checkpoint, from a slow disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Weights on disk. `version`: the policy version, None if the folder does not tell. `resumable`: Megatron's form,
+    which is exported first."""
+
+    path: Path
+    version: int | None
+    resumable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A run that is going on. `servers`: address of every rollout server that answers over HTTP -> version."""
+
+    config: RunConfig
+    servers: dict[str, int]
+
+
+def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> tuple[RunConfig, RunFolder]:
+    """The configuration and the folder, which may be absent. Raises ConfigError."""
+    if run_dir is not None:
+        if path is not None or overrides:
+            raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
+        folder = RunFolder(run_dir)
+        if not folder.config_file.is_file():
+            raise ConfigError(f"{run_dir} is not the folder of a run (it has no {folder.config_file.name})")
+        here = {"name": run_dir.absolute().name, "runs_dir": run_dir.absolute().parent}
+        return load(folder.config_file).model_copy(update=here), folder
+    if path is None:
+        raise ConfigError("which run? Give the CONFIG (and -o) that it was started with, or --run-dir runs/NAME")
+    config = load(path, overrides)
+    config = config.model_copy(update={"name": run_name(config.name, overrides)})
+    return config, RunFolder(config.run_dir)
+
+
+def differences(config: RunConfig, folder: RunFolder) -> list[str]:
+    """Keys whose values differ from those that the run was made with; [] if there is no such run."""
+    if not folder.config_file.is_file():
+        return []
+    made_with = load(folder.config_file).model_dump(mode="json")
+    return [key for key in changed_keys(made_with, config.model_dump(mode="json")) if key != "steps"]
+
+
+def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
+    """What `--checkpoint` names, or else the run's final one. Raises ConfigError that says what there is."""
+    if given is None:
+        final = folder.path / "checkpoints" / "hf"
+        if not final.is_dir():
+            raise ConfigError(
+                f"there is no checkpoint {final}: it is written when the run ends. {_what_there_is(folder)}"
+            )
+        return Checkpoint(check_model(final), folder.read_state().finished_steps or None)
+    if not given.is_dir():
+        raise ConfigError(f"--checkpoint: there is no folder {given}. {_what_there_is(folder)}")
+    given = given.resolve()  # its name and the run around it tell the version
+    if (given / "config.json").is_file() and any(given.glob("*.safetensors")):
+        return Checkpoint(check_model(given), _version_of(given))
+    if given.name.isdecimal() and RunFolder(given.parent.parent).config_file.is_file():
+        return Checkpoint(given, int(given.name), resumable=True)
+    raise ConfigError(
+        f"--checkpoint: {given} is neither a Hugging Face folder (config.json, *.safetensors, tokenizer) nor a "
+        "resumable checkpoint of a run. Make the first of it: `async-grpo export runs/NAME OUT` for a run, "
+        f"`async-grpo convert {given} OUT` for what convert has written"
+    )
+
+
+@asynccontextmanager
+async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) -> AsyncIterator[Path]:
+    """Its Hugging Face folder, for the length of the block. Raises RoleFailed, WaitTimeout if it is not exported."""
+    if not checkpoint.resumable:
+        yield checkpoint.path
+        return
+    with tempfile.TemporaryDirectory(prefix="async-grpo-export-") as folder:
+        say(f"exporting {checkpoint.path} into a temporary folder")
+        target = Path(folder) / "hf"
+        await _export(checkpoint, target)
+        yield target
+
+
+async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> LiveRun:
+    """The rollout servers of a run that is going on. Raises ConfigError, ServerLost."""
+    config = locate(path, overrides, run_dir)
+    board = await connect_board(config.redis, config.name)
+    try:
+        beats = await board.servers()
+    finally:
+        await board.aclose()
+    if not beats:
+        raise ConfigError(
+            f"no rollout server of the run {config.name} has reported: it has ended, or they are still starting. "
+            "Wait for them, or name a checkpoint (--checkpoint)"
+        )
+    servers = {beat.http: beat.version for beat in beats if beat.http}
+    if not servers:
+        raise ConfigError(
+            f"the rollout servers of {config.name} ({', '.join(beat.name for beat in beats)}) do not answer over HTTP: "
+            "rollout.http.port is off. Start the run with -o rollout.http.port=0, or name a checkpoint (--checkpoint)"
+        )
+    return LiveRun(config, servers)
+
+
+@asynccontextmanager
+async def open_policy(
+    config: RunConfig, policy: Checkpoint | LiveRun, name: str, patience_s: float, say: Callable[[str], None]
+) -> AsyncIterator[tuple[Sampler, Path]]:
+    """What samples, and a folder with the policy's tokenizer. `patience_s`: for one completion of a live run.
+
+    Raises ConfigError, EngineError, DependencyError, RoleFailed, WaitTimeout.
+    """
+    if isinstance(policy, LiveRun):
+        model = await prepare_model(policy.config, say)
+        sampler = RemoteSampler(
+            list(policy.servers),
+            at_once=policy.config.rollout.http.max_concurrency,
+            patience_s=patience_s,
+            key=os.environ.get(KEY_VARIABLE, ""),
+        )
+        try:
+            yield sampler, model
+        finally:
+            await sampler.aclose()
+        return
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are for who tunes a server
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of vLLM's processes
+    async with open_checkpoint(policy, say) as folder:
+        say(f"loading {folder} into vLLM")
+        async with open_engine(config, folder, name) as engine:
+            yield engine, folder
+
+
+async def _export(checkpoint: Checkpoint, target: Path) -> None:
+    run_dir = checkpoint.path.parent.parent
+    argv = [sys.executable, "-m", "async_grpo.app.cli.main", "export", str(run_dir), str(target)]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        "--version",
+        str(checkpoint.version),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(EXPORT_TIMEOUT_S):
+            printed, _ = await process.communicate()
+    except TimeoutError:
+        fix = f"Export it yourself, `async-grpo export {run_dir} OUT`, and name OUT with --checkpoint"
+        raise WaitTimeout(f"{checkpoint.path} to be exported", EXPORT_TIMEOUT_S, fix) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        tail = " ".join(printed.decode("utf-8", "replace").strip().splitlines()[-_SHOWN_LINES:])
+        raise RoleFailed(f"exporting {checkpoint.path} ended with exit code {process.returncode}: {tail}")
+
+
+def _version_of(folder: Path) -> int | None:
+    number = folder.name.removeprefix(_EXPORT_PREFIX)
+    if number != folder.name and number.isdecimal():
+        return int(number)
+    if folder.name == "hf" and folder.parent.name == "checkpoints":
+        return RunFolder(folder.parent.parent).read_state().finished_steps or None
+    return None
+
+
+def _what_there_is(folder: RunFolder) -> str:
+    """For who named none that is there."""
+    checkpoints = folder.path / "checkpoints"
+    found = sorted(
+        path for path in checkpoints.glob("*") if path.name.isdecimal() or path.name.startswith(_EXPORT_PREFIX[:-1])
+    )
+    if not found:
+        return (
+            f"{folder.path} has no checkpoint at all. Is the name right (overrides, -o, are part of it)? While the run "
+            "is going on, ask it itself: --live"
+        )
+    names = ", ".join(path.name for path in found)
+    return f"There are {names}: give one with --checkpoint {checkpoints}/{found[-1].name}, or ask the live run: --live"
+
+
+@dataclass(frozen=True, slots=True)
+class ExamHall:
+    """What `exam.Exam` needs, and nothing of a run."""
+
+    config: RunConfig
+    name: str
+    engine: Sampler
+    pool: RewardPool
+    workflow: Workflow
+    source: TaskSource
+
+
+@asynccontextmanager
+async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterator[Sampler]:
+    """An engine with the weights of a Hugging Face folder, set up as those of the run. Raises EngineError,
+    DependencyError."""
+    from rollout_server.engines.vllm.engine import VllmEngine  # with its dependencies, which a live run does not need
+
+    seed = sample_seed(config.seed, name) % 2**31
+    engine = VllmEngine(model, config.rollout.vllm, precision=config.model.precision, seed=seed, name=name)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+@asynccontextmanager
+async def open_hall(
+    config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str, *, kept: int
+) -> AsyncIterator[ExamHall]:
+    """The configuration's held-out prompts, workflow and rewards around a sampler; the run kept the first `kept` of
+    them from training. Raises ConfigError, DataError."""
+    source = make_source(config, tokenizer, kept=kept)
+    async with RewardPool(config.rewards) as pool:
+        yield ExamHall(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

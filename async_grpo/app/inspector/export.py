@@ -1,0 +1,212 @@
+"""Stored groups into a file, one after the other in the order of their sequence. The run is only read.
+
+Both formats hold one map a group:
+
+    seq      position of its ticket
+    state    ready, taken or kept, at the first look
+    step     the newest step that it was taken for, or null
+    group    the record as it is stored: kind, format, seq, attempt, task, samples, server, ...
+
+`jsonl` is one JSON object a line, with arrays as lists of numbers. `msgpack` is a stream of maps in
+which `group` has the very bytes of the server, arrays as raw bytes; `msgpack.Unpacker` reads it.
+
+Bringing a live run to rest: nothing new is admitted, and what is in flight comes to its end.
+
+    stop admission --> look twice a second --> nothing INFLIGHT
+
+An INFLIGHT group ends when its server inserts or discards it. If the server dies, its lease expires,
+and the next server that asks goes on with it: that is no admission, so it goes on while admission is
+stopped. Only if no server is left at all do groups stay INFLIGHT, and the wait ends by its timeout.
+
+Unpacked records and overviews as values that JSON knows.
+
+Stored records as plain values, read by the `msgpack` package alone, so that a record of a newer format, with
+fields that this release does not know, can be read all the same.
+
+Raw bytes are arrays where the name of their field says so: `...tokens` are little-endian int32,
+`...logprobs` float32. All other bytes stay bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgpack
+import numpy as np
+
+from async_grpo.errors import ConfigError, WaitTimeout, WireError
+from async_grpo.wire.codec import MAX_RECORD_BYTES
+from async_grpo.wire.records import LOGPROB_DTYPE, TOKEN_DTYPE
+from buffer.inspector import GroupFacts, Inspector, Overview, State
+
+LOOK_EVERY_S = 0.5
+
+
+async def wait_until_drained(inspector: Inspector, timeout_s: float, show: Callable[[Overview], None]) -> Overview:
+    """The first look at which nothing is INFLIGHT; every look is shown. Raises WaitTimeout, which says what
+    is left and why."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        overview = await inspector.overview()
+        show(overview)
+        if overview.stats.inflight == 0:
+            return overview
+        left_s = deadline - loop.time()
+        if left_s <= 0:
+            raise _still_in_flight(overview, timeout_s)
+        await asyncio.sleep(min(LOOK_EVERY_S, left_s))
+
+
+def _still_in_flight(overview: Overview, timeout_s: float) -> WaitTimeout:
+    held, unheld = overview.held, overview.expired + overview.given_back
+    waited_for = f"the {overview.stats.inflight} groups in flight ({held} held by a server, {unheld} by nobody)"
+    fix = "Admission stays stopped: wait again with a longer --timeout, or undo it with --resume"
+    if unheld:
+        fix = f"Nobody goes on with those {unheld}: start a rollout server. {fix}"
+    return WaitTimeout(waited_for, timeout_s, fix)
+
+
+def plain(value: object) -> object:
+    """Arrays become lists of numbers, other bytes {"base64": ...}, and numbers that JSON does not know their
+    names: "NaN", "Infinity", "-Infinity"."""
+    if isinstance(value, np.ndarray):
+        return [_number(each) for each in value.tolist()]
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return _number(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def plain_overview(overview: Overview) -> object:
+    """All of an overview, with the counters that follow from others."""
+    stats = overview.stats
+    derived = {"active": stats.active, "released_total": stats.released_total, "balanced": stats.balanced}
+    content = asdict(overview)
+    content["stats"] |= derived
+    content["policy"]["age_bound"] = overview.policy.age_bound
+    return plain(content)
+
+
+def _number(value: float) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+_DTYPES: dict[str, np.dtype[Any]] = {"tokens": TOKEN_DTYPE, "logprobs": LOGPROB_DTYPE}
+
+
+def unpack(payload: bytes) -> object:
+    """The value in `payload`, its arrays as numpy views. Raises WireError for what is no MessagePack."""
+    try:
+        value = msgpack.unpackb(
+            payload,
+            raw=False,
+            strict_map_key=False,
+            unicode_errors="backslashreplace",
+            max_str_len=MAX_RECORD_BYTES,
+            max_bin_len=MAX_RECORD_BYTES,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        what = str(error) or type(error).__name__
+        raise WireError(f"{len(payload):,} bytes that are no MessagePack: {what}. Something else wrote them") from error
+    return _with_arrays(value, "")
+
+
+def _with_arrays(value: object, name: str) -> object:
+    if isinstance(value, dict):
+        return {key: _with_arrays(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_arrays(each, name) for each in value]
+    if isinstance(value, bytes):
+        dtype = _dtype_of(name)
+        if dtype is not None and len(value) % dtype.itemsize == 0:
+            return np.frombuffer(value, dtype)
+    return value
+
+
+def _dtype_of(name: str) -> np.dtype[Any] | None:
+    return next((dtype for suffix, dtype in _DTYPES.items() if name.endswith(suffix)), None)
+
+
+Format = Literal["jsonl", "msgpack"]
+
+
+EXPORTABLE = (State.READY, State.TAKEN, State.KEPT)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """`gone`: groups that ended between the first look and their turn."""
+
+    groups: int
+    gone: int
+    size_bytes: int
+
+
+def format_of(file: Path) -> Format:
+    """By the ending of its name. Raises ConfigError."""
+    formats: dict[str, Format] = {".jsonl": "jsonl", ".msgpack": "msgpack"}
+    if file.suffix not in formats:
+        raise ConfigError(f"{file} ends neither in .jsonl nor in .msgpack: which format is it to be? Rename it")
+    return formats[file.suffix]
+
+
+async def export(
+    inspector: Inspector, groups: Sequence[GroupFacts], file: Path, advance: Callable[[], None]
+) -> Exported:
+    """Write `file`, whole or not at all; `advance` is called after every group. Only a few groups are in
+    memory at a time. Raises ConfigError if it is there already, WireError for a payload that is no record."""
+    pack = {"jsonl": _line, "msgpack": _packed}[format_of(file)]
+    _check_absent(file)
+    by_seq = {group.seq: group for group in groups}
+    draft = file.with_name(f".{file.name}-{os.getpid()}")
+    written = gone = 0
+    try:
+        with draft.open("xb") as stream:
+            async for seq, payload in inspector.payloads([by_seq[seq] for seq in sorted(by_seq)]):
+                if payload is None:
+                    gone += 1
+                else:
+                    stream.write(pack(by_seq[seq], payload))
+                    written += 1
+                advance()
+            size_bytes = stream.tell()
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+    return Exported(written, gone, size_bytes)
+
+
+def _check_absent(file: Path) -> None:
+    if file.exists():
+        raise ConfigError(f"{file} is there already, and is not overwritten. Choose another name or remove it")
+
+
+def _line(group: GroupFacts, payload: bytes) -> bytes:
+    content = {"seq": group.seq, "state": group.state.value, "step": group.step, "group": plain(unpack(payload))}
+    return json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _packed(group: GroupFacts, payload: bytes) -> bytes:
+    """The map by hand, so that the stored bytes go in as they are. What is no record would spoil the rest."""
+    unpack(payload)
+    packer = msgpack.Packer()
+    facts = {"seq": group.seq, "state": group.state.value, "step": group.step}
+    parts = [packer.pack_map_header(len(facts) + 1)]
+    parts += [packer.pack(part) for fact in facts.items() for part in fact]
+    return b"".join([*parts, packer.pack("group"), payload])

@@ -1,0 +1,137 @@
+"""The folder of the first policy: given, or made once and cached."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from async_grpo.config import RunConfig
+from async_grpo.data.tokenizer import find_tokenizer
+from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
+from rollout_server.engines.model_files import read_settings, tensor_shapes
+from trainer.model.families import FAMILIES, known_families
+
+RECIPE = 1
+"""Raised when the code that makes a model changes its result, so that old cached ones are not used."""
+
+
+def cache_dir() -> Path:
+    """Where made models are kept: $ASYNC_GRPO_CACHE, else ~/.cache/async_grpo."""
+    return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
+
+
+def missing_files(path: Path) -> list[str]:
+    """What a Hugging Face checkpoint folder needs, and this one has not."""
+    needed = ("config.json", "tokenizer_config.json", "*.safetensors")
+    return [pattern for pattern in needed if not any(file.is_file() for file in path.glob(pattern))]
+
+
+def check_model(path: Path) -> Path:
+    """A Hugging Face checkpoint folder. Raises ConfigError naming what is missing or broken."""
+    if missing := missing_files(path):
+        raise ConfigError(
+            f"model.path: {path} has no {' and no '.join(missing)}, so it is not a Hugging Face checkpoint with its "
+            "tokenizer. Point model.path at the folder that holds config.json and the weights as safetensors"
+        )
+    try:
+        kind = read_settings(path / "config.json").get("model_type")
+        if str(kind) not in FAMILIES:
+            raise ConfigError(
+                f"model.path: {path} is a {kind!r} model; the trainer builds {known_families()}. "
+                "Choose a checkpoint of one of them"
+            )
+        tensor_shapes(path)
+    except (DataError, EngineError) as error:
+        raise ConfigError(f"model.path: {error}") from None
+    return path
+
+
+async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
+    """The folder of the first policy; making one reports through `say`. Raises ConfigError, RoleFailed."""
+    if config.model.path is not None:
+        return check_first_policy(config.model.path.absolute(), config)
+    source = "warmup" if config.model.warmup is not None else "random"
+    target = cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
+    if (target / "config.json").exists():
+        say(f"policy: {target} (cached)")
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    say(f"making the first policy ({source}); it is cached afterwards")
+    await _make(_command(config, target), say)
+    return check_model(target)
+
+
+def check_first_policy(path: Path, config: RunConfig) -> Path:
+    """Refuse now what the trainer's ranks and the rollout servers would refuse once everything else has started.
+    Raises ConfigError."""
+    from trainer.model.checks import check_architecture, check_tensors
+    from trainer.model.hf_folder import read_config
+
+    check_model(path)
+    try:
+        hf = read_config(path)
+        check_architecture(hf, config.trainer)
+        check_tensors(tensor_shapes(path), hf)
+    except DataError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # of sizes that are none
+        raise ConfigError(f"model.path: {path / 'config.json'} describes no model ({error}). Fetch it again") from None
+    find_tokenizer(path, "model.path")
+    return path
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Of everything that the made model depends on."""
+    parts = {
+        "recipe": RECIPE,
+        "seed": config.seed,
+        "model": config.model.model_dump(mode="json"),
+        "data": config.data.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _command(config: RunConfig, target: Path) -> list[str]:
+    if config.model.warmup is not None:
+        recipe = config.model.warmup.model_dump_json()
+        module = "trainer.warmup"
+    else:
+        recipe = config.model_dump_json()
+        module = "async_grpo.models.random_model"
+    return [sys.executable, "-m", module, "--config", recipe, "--out", str(target), "--seed", str(config.seed)]
+
+
+async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
+    """Run the maker and pass on its progress, a JSON object a line."""
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
+    try:
+        async for line in process.stdout:
+            say(_progress(line.decode("utf-8", "replace")))
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        tail = (await errors).decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise RoleFailed(f"making the first policy ended with exit code {code}: {''.join(tail)}")
+    await errors
+
+
+def _progress(line: str) -> str:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line.rstrip()
+    if not isinstance(fields, dict):
+        return line.rstrip()
+    return "first policy: " + ", ".join(f"{key} {value}" for key, value in fields.items())

@@ -1,0 +1,270 @@
+"""`async-grpo run`: everything of one run on this machine.
+
+    folder -> first policy -> server -> trainer and rollout servers -> report
+
+Start: the server first (everyone needs it), then trainer and rollout servers at once: the trainer
+publishes version 0, the rollout servers wait for it, and each is ready when it says so on the run
+board. Stop: trainer and rollout servers, then the report, then the server. Ctrl-C does the same in
+the middle; a second Ctrl-C does not wait. Whatever ends, everything ends: no orphan stays.
+
+What is left of a run: summary.json, report.md with its plots, timeline.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from async_grpo.app.launch.first_policy import prepare_model
+from async_grpo.app.launch.monitor import Monitor
+from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
+from async_grpo.app.launch.role_specs import role_specs
+from async_grpo.app.launch.run_folder import RunFolder, RunState, claimed, open_run, write_config
+from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_state_plane
+from async_grpo.app.launch.supervisor import TRAINER, Supervisor
+from async_grpo.app.report.live_view import LiveView
+from async_grpo.app.report.run_report import write_report
+from async_grpo.app.report.summary import summarize
+from async_grpo.config import RunConfig
+from async_grpo.errors import BufferFault, ConfigError, RoleFailed, ServerLost
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
+from async_grpo.telemetry.timeline import merge_timelines
+from async_grpo.telemetry.trackers.tensorboard import ScalarWriter
+from async_grpo.utils.child_process import adopt_orphans
+from async_grpo.wire.board import Evaluation
+from buffer import BufferStats, is_over
+
+
+async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, stats: BufferStats) -> dict[str, Any]:
+    """Write all three; returns the summary. Safe to repeat."""
+    rows = read_rows(folder.path / "metrics.jsonl")
+    restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
+    evaluations = await plane.board.evaluations()
+    summary = summarize(
+        plane.config,
+        of_kind(rows, "step"),
+        of_kind(rows, "probe"),
+        evaluations,
+        {**asdict(stats), "active": stats.active},
+        {**await plane.board.counters(), **restarts},
+        state.wall_s,
+    )
+    _write_scalars(plane.config, evaluations)
+    await asyncio.to_thread(merge_timelines, folder.path)
+    await asyncio.to_thread(write_report, folder.path, summary)
+    return summary
+
+
+def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
+    """The accuracies for TensorBoard, beside the trainer's own events."""
+    writer = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
+    for evaluation in evaluations:
+        writer.write_evaluation(evaluation)
+    writer.close()
+
+
+def headline(summary: dict[str, Any], folder: RunFolder) -> str:
+    """The end of a run in a few lines."""
+    if not summary["steps"]:
+        return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"
+    groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
+    lines = [
+        f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
+        f"held-out accuracy (sampled) {_percent(summary['accuracy_before'])} -> {_percent(summary['accuracy_after'])}",
+        f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
+        f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
+        f"report: {folder.path / 'report.md'}",
+    ]
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1%}"
+
+
+INTERRUPTED = 130
+
+
+T = TypeVar("T")
+
+
+async def run(
+    config: RunConfig, *, fresh: bool, command: str, confirm: Callable[[str], bool] = lambda question: False
+) -> int:
+    """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError.
+
+    `confirm` is asked before `fresh` deletes a run from a shared server.
+    """
+    _check_one_machine(config)
+    role_cores(config, cores_here())  # what they are is asked when the roles start; that they are there, at once
+    adopt_orphans()
+    if fresh:
+        await check_fresh(config, confirm)
+    folder = open_run(config, fresh=fresh)
+    state = folder.read_state()
+    with claimed(folder), LiveView(config, Console()) as view, _interrupt() as interrupted:
+        if state.finished_steps >= config.steps:
+            view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
+            return 0
+        try:
+            model = await _unless(interrupted, prepare_model(config, view.phase))
+            view.phase("starting the server")
+            async with open_state_plane(config, folder, fresh=fresh) as plane:
+                write_config(folder, config, for_roles=plane.config)
+                specs = await _needed(plane, role_specs(plane.config, folder, model))
+                await _LocalRun(plane, folder, specs, view, state, command).go(interrupted)
+        except Interrupted:
+            view.say("stopped; the same command resumes")
+            return INTERRUPTED
+    return 0
+
+
+def _check_one_machine(config: RunConfig) -> None:
+    nodes = config.trainer.nodes
+    if nodes > 1:
+        raise ConfigError(
+            f"trainer.nodes is {nodes}, but `async-grpo run` starts everything on this machine. Set redis.url, and "
+            f"start `async-grpo trainer CONFIG --node-rank R` on each of the {nodes} (R from 0), and `async-grpo "
+            "rollout CONFIG --name NAME` where servers are to be; or set trainer.nodes to 1. See docs/operations.md"
+        )
+
+
+async def _needed(plane: StatePlane, specs: list[RoleSpec]) -> list[RoleSpec]:
+    """Without the rollout servers, if a run that is taken up again has nothing left for them to do."""
+    over = await is_over(plane.config, plane.buffer, plane.board)
+    return [spec for spec in specs if spec.name == TRAINER] if over else specs
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; not an error."""
+
+
+class _LocalRun:
+    """The roles of one invocation, from their start to the report."""
+
+    def __init__(
+        self,
+        plane: StatePlane,
+        folder: RunFolder,
+        specs: list[RoleSpec],
+        view: LiveView,
+        state: RunState,
+        command: str,
+    ) -> None:
+        self._plane, self._folder, self._view, self._state = plane, folder, view, state
+        self._started_s = time.monotonic()
+        self._wall_before_s = state.wall_s
+        self._state.command = command
+        self._supervisor = Supervisor(
+            plane.config.name,
+            specs,
+            restarts=state.restarts,
+            say=view.say,
+            stop_timeout_s=plane.config.launch.stop_timeout_s,
+            trained=lambda: self._monitor.trained(),
+            generated=self._generated,
+        )
+        self._monitor = Monitor(plane, self._supervisor, show=view.update, say=view.say)
+        self._roles: asyncio.Task[None] | None = None
+
+    async def go(self, interrupted: asyncio.Event) -> None:
+        """See the run to its end, whatever that is, and write what there is to report."""
+        self._view.phase(f"starting {', '.join(self._supervisor.states)}")
+        try:
+            await _unless(interrupted, self._watch())
+            self._state.finished_steps = self._plane.config.steps
+        finally:
+            interrupted.clear()
+            self._view.phase("stopping")
+            await self._stop(interrupted)
+            await self._try_report(failed=sys.exc_info()[0] is not None)
+
+    async def _watch(self) -> None:
+        """Until all roles have ended. Raises what goes wrong first, in a role or in looking at them."""
+        self._roles = asyncio.create_task(self._supervisor.watch())
+        looks = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server())]
+        try:
+            done, _ = await asyncio.wait({self._roles, *looks}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+        await self._monitor.look()
+        if not self._monitor.trained():
+            raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
+
+    async def _generated(self) -> bool:
+        """Whether rollout servers have nothing left to do, as far as the server of the buffer can be asked."""
+        try:
+            return self._monitor.trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
+        except ServerLost:
+            return False  # a role that comes back needlessly leaves by itself
+
+    async def _stop(self, again: asyncio.Event) -> None:
+        """SIGTERM and patience; a second Ctrl-C ends the patience. No role is left then, nor one about to start."""
+        stopping = asyncio.create_task(self._supervisor.stop())
+        hurry = asyncio.create_task(again.wait())
+        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not stopping.done():
+            self._supervisor.kill()
+        await stopping
+        if self._roles is not None:
+            await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is on its way already
+
+    async def _try_report(self, *, failed: bool) -> None:
+        """What ended the run is what is told, not what a report lacks then: a server or a disk that is gone."""
+        try:
+            await self._report()
+        except (BufferFault, OSError) as error:
+            if not failed:
+                raise
+            self._view.say(f"no report could be written: {error}")
+
+    async def _report(self) -> None:
+        """summary.json, report.md and timeline.json of whatever has been trained."""
+        stats = await self._plane.buffer.stats()
+        self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
+        self._state.restarts |= self._supervisor.restarts
+        self._folder.write_state(self._state)
+        self._view.phase("writing the report")
+        summary = await write_results(self._plane, self._folder, self._state, stats)
+        self._view.say(headline(summary, self._folder))
+
+
+async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, cancelled (and waited for) when the event comes first. Raises Interrupted."""
+    task, alarm = asyncio.create_task(work), asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Interrupted
+    finally:
+        alarm.cancel()
+        task.cancel()
+        await asyncio.gather(task, alarm, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _interrupt() -> Iterator[asyncio.Event]:
+    """Ctrl-C and SIGTERM set the event, instead of ending this process."""
+    interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    try:
+        yield interrupted
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

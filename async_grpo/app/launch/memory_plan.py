@@ -1,0 +1,155 @@
+"""Whether the devices of a run are large enough, before it starts.
+
+Memory of one device of an engine: weights first, then work space, and the KV cache in what is left of its share.
+
+    share        gpu_memory_utilization * memory of the device
+    weights      b * parameters / TP
+    work space   of one step: activations of max_num_batched_tokens tokens, float32 logits of max_concurrency samples
+    a token      2 * L * max(groups / TP, 1) * head_dim * b     keys and values; fewer groups than ranks are repeated
+    at worst     max_concurrency samples of max_model_len tokens (evaluations and HTTP, on top, are not counted)
+
+vLLM makes the cache as large as the share allows. With less than `at worst` it lets samples wait or begin again, which
+costs time; with less than one whole sample it does not start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.models.shapes import ModelShape
+from async_grpo.utils.text import GIB, gib
+from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory, trainer_memory
+
+BATCHED_TOKENS = 8192
+"""Prompt tokens of one step, unless rollout.vllm.extra.max_num_batched_tokens says otherwise."""
+
+
+RESERVED_BYTES = 1 * GIB
+"""Captured graphs, workspaces, one layer of new weights on its way in."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes of one device."""
+
+    weights: int
+    work_space: int
+    token: int
+    """Of one token in the KV cache."""
+    wanted_tokens: int
+    max_model_len: int
+    utilization: float
+
+    @property
+    def least(self) -> int:
+        """Without the room to let one sample grow to its full length, nothing works."""
+        return self.weights + self.work_space + self.token * self.max_model_len
+
+    def cache(self, memory_bytes: float) -> int:
+        """What is left for the KV cache on a device of so much memory; may be negative."""
+        return int(self.utilization * memory_bytes) - self.weights - self.work_space
+
+    def samples(self, memory_bytes: float) -> int:
+        """Samples of full length that fit into the cache."""
+        return max(0, self.cache(memory_bytes) // (self.token * self.max_model_len))
+
+    def __str__(self) -> str:
+        cache = self.token * self.wanted_tokens
+        return (
+            f"weights {gib(self.weights)} + work space {gib(self.work_space)} + KV cache {gib(cache)} GiB at worst "
+            f"({self.wanted_tokens} tokens * {self.token} bytes)"
+        )
+
+
+def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
+    """Of one device of one rollout server."""
+    vllm, element = config.rollout.vllm, ELEMENT_BYTES[config.model.precision]
+    ranks, samples = vllm.tensor_parallel, config.rollout.max_concurrency
+    batched = int(vllm.extra.get("max_num_batched_tokens", BATCHED_TOKENS))
+    widths = 4 * shape.hidden + (2 * shape.ffn + shape.query + 2 * shape.key) // ranks
+    return EngineMemory(
+        weights=element * shape.parameters // ranks,
+        work_space=batched * element * widths + 4 * samples * shape.vocab + RESERVED_BYTES,
+        token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
+        wanted_tokens=samples * vllm.max_model_len,
+        max_model_len=vllm.max_model_len,
+        utilization=vllm.gpu_memory_utilization,
+    )
+
+
+TRAINER_FIX = (
+    "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "
+    "trainer.sequence_parallel or trainer.recompute: full, or lower trainer.micro_batch_tokens"
+)
+
+
+ENGINE_FIX = (
+    "Raise rollout.vllm.tensor_parallel or gpu_memory_utilization, or lower rollout.vllm.max_model_len or "
+    "rollout.max_concurrency"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """One device of each side; None where that side computes on the CPU."""
+
+    trainer: TrainerMemory | None
+    engine: EngineMemory | None
+    model_bytes: int
+
+    def check(self, trainer_gib: float | None, engine_gib: float | None) -> None:
+        """Raises ConfigError, with the arithmetic, for devices that are too small; None: nobody knows how large."""
+        if self.trainer is not None and trainer_gib is not None and self.trainer.total > trainer_gib * GIB:
+            raise ConfigError(
+                f"a device of the trainer has {trainer_gib:g} GiB, but needs {self.trainer}: training would run out of "
+                f"memory. {TRAINER_FIX}"
+            )
+        if self.engine is not None and engine_gib is not None and not self.engine.samples(engine_gib * GIB):
+            share = self.engine.utilization * engine_gib
+            raise ConfigError(
+                f"a device of a rollout server has {engine_gib:g} GiB, of which the engine may use {share:.1f}, but "
+                f"one sample of {self.engine.max_model_len} tokens needs {gib(self.engine.least)}: {self.engine}. "
+                f"{ENGINE_FIX}"
+            )
+
+    def rows(self, trainer_gib: float | None, engine_gib: float | None) -> list[tuple[str, str]]:
+        """For the table of a dry run."""
+        found = []
+        if self.trainer is not None:
+            found.append(("trainer device", f"{self.trainer}; {_against(self.trainer.total, trainer_gib)}"))
+        if self.engine is not None:
+            found.append(("engine device", f"{self.engine}; {self._cache(self.engine, engine_gib)}"))
+        # docs/weights.md: two copies for the publisher, two for the receiver that all engines of a machine share.
+        found.append(("shared memory", f"/dev/shm: {gib(4 * self.model_bytes)} GiB = 4 * {gib(self.model_bytes)}"))
+        return found
+
+    @staticmethod
+    def _cache(engine: EngineMemory, engine_gib: float | None) -> str:
+        if engine_gib is None:
+            return "the device's memory is not known (rollout.vllm.device_memory_gib)"
+        cache, samples = engine.cache(engine_gib * GIB), engine.samples(engine_gib * GIB)
+        wanted = engine.wanted_tokens // engine.max_model_len
+        room = "all" if samples >= wanted else f"{samples}"
+        return (
+            f"of {engine_gib:g} GiB, {engine.utilization:g} leave {gib(cache)} for the cache: {room} of {wanted} "
+            "samples at full length"
+        )
+
+
+def device_plan(config: RunConfig, shape: ModelShape) -> DevicePlan:
+    """Of the sides that compute on an accelerator."""
+    trains = config.trainer.platform != "cpu"
+    generates = config.rollout.vllm.platform != "cpu"
+    return DevicePlan(
+        trainer=trainer_memory(config, shape) if trains else None,
+        engine=engine_memory(config, shape) if generates else None,
+        model_bytes=ELEMENT_BYTES[config.model.precision] * shape.parameters,
+    )
+
+
+def _against(needed: int, there_gib: float | None) -> str:
+    if there_gib is None:
+        return "the device's memory is not known (trainer.device_memory_gib)"
+    return f"of {there_gib:g} GiB, {gib(there_gib * GIB - needed)} stay free"

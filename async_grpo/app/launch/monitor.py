@@ -1,0 +1,139 @@
+"""Looks at a running job twice a second: feeds the live view, holds the roles to their deadlines, keeps its server.
+
+It reads the buffer's counters, the run board and the newest row of metrics.jsonl; it decides
+nothing about training. A look waits for the server, and one that is away ends no run here: the roles wait
+for it as long as they can, and are restarted or given up by policy. An embedded server is started again
+once there is room on its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from async_grpo.app.launch.state_plane import StatePlane
+from async_grpo.app.launch.supervisor import TRAINER, Supervisor
+from async_grpo.app.report.live_state import LiveState
+from async_grpo.errors import RoleFailed, ServerLost
+from async_grpo.telemetry.jsonl import RowFollower
+from buffer import BufferStats, EmbeddedServer
+
+LOOK_EVERY_S = 0.5
+ROOM_BYTES = 16 << 20
+"""By which the free space must have grown before a server that had none is started again."""
+
+
+class Monitor:
+    """One look after another, until cancelled."""
+
+    def __init__(
+        self,
+        plane: StatePlane,
+        supervisor: Supervisor,
+        *,
+        show: Callable[[LiveState], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._plane = plane
+        self._config = plane.config
+        self._supervisor = supervisor
+        self._show = show
+        self._say = say
+        self._metrics = RowFollower(plane.config.run_dir / "metrics.jsonl")
+        self._step: dict[str, Any] | None = None
+        self._started_s = time.monotonic()
+        self._unready_since: dict[str, float] = {}
+        self._stats: BufferStats | None = None
+
+    def trained(self) -> bool:
+        """Whether the last step has been published."""
+        return self._stats is not None and self._stats.version >= self._config.steps
+
+    async def watch(self) -> None:
+        """Look until cancelled. Raises RoleFailed when a role does not become ready in time."""
+        answers = True
+        while True:
+            try:
+                await self.look()
+            except ServerLost as error:
+                if answers:
+                    self._say(f"waiting for the server: {error}")
+                answers = False
+            else:
+                answers = True
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """One look: read, check deadlines, show."""
+        stats = self._stats = await self._plane.buffer.stats()
+        beats = await self._plane.board.servers()
+        published = await self._plane.board.publisher() is not None
+        ready = {beat.name for beat in beats} | ({TRAINER} if published else set())
+        self._check_ready(ready)
+        for row in self._metrics.new_rows():
+            if row.get("kind") == "step":
+                self._step = row
+        self._show(
+            LiveState(
+                step=self._step,
+                steps_done=stats.version,
+                evaluations=await self._plane.board.evaluations(),
+                waiting=stats.waiting,
+                inflight=stats.inflight,
+                ready=stats.ready,
+                taken=stats.taken,
+                active=stats.active,
+                capacity=self._config.capacity_groups,
+                servers=beats,
+                counters=await self._plane.board.counters(),
+                roles=list(self._supervisor.states.values()),
+                elapsed_s=time.monotonic() - self._started_s,
+            )
+        )
+
+    def _check_ready(self, ready: set[str]) -> None:
+        """A role that runs and has not been heard of for launch.ready_timeout_s is an error."""
+        limit = self._config.launch.ready_timeout_s
+        for name, role in list(self._supervisor.states.items()):
+            if name in ready:
+                self._supervisor.heard_of(name)
+            if name in ready or role.state == "finished":
+                self._unready_since.pop(name, None)
+                continue
+            since = self._unready_since.setdefault(name, time.monotonic())
+            if time.monotonic() - since > limit:
+                raise RoleFailed(
+                    f"{name} has not been ready for {limit:g} s. Its log says more: "
+                    f"{self._config.run_dir / 'logs' / name}.log. A slow machine needs a larger launch.ready_timeout_s"
+                )
+
+    async def keep_server(self) -> None:
+        """Until cancelled: start the embedded server again, on its append-only file, when it has died.
+
+        A task of its own, because `look` waits for the server. Raises ServerLost if it cannot be started, or if its
+        disk stays full for redis.timeout_s.
+        """
+        server = self._plane.server
+        while True:
+            if server is not None and (full := server.disk_full()):
+                self._say(f"{full}; the run waits {self._config.redis.timeout_s:g} s for space")
+                await self._wait_for_space(server)
+            if server is not None and not server.alive():
+                self._say("the embedded server died; starting it again on its append-only file")
+                server.launch()  # in this thread: the server dies with the one that starts it
+                await asyncio.to_thread(server.wait_until_ready)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _wait_for_space(self, server: EmbeddedServer) -> None:
+        """Until it writes again, or may be started again."""
+        timeout_s = self._config.redis.timeout_s
+        deadline_s, needed_bytes = time.monotonic() + timeout_s, server.free_bytes() + ROOM_BYTES
+        while (full := server.disk_full()) and (server.alive() or server.free_bytes() < needed_bytes):
+            if time.monotonic() > deadline_s:
+                raise ServerLost(
+                    f"{full}, for {timeout_s:g} s: the server of this run cannot write its append-only file. Nothing "
+                    f"that it has acknowledged is lost. Free {ROOM_BYTES >> 20} MB or more; the same command resumes"
+                )
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -1,0 +1,196 @@
+"""From a configuration file to a checked plan, before anything is started.
+
+The data of a run, read before anything starts: all that its rollout servers would read, but for token ids.
+
+Looks at the reward functions before anything starts, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.app.launch.first_policy import check_first_policy, missing_files
+from async_grpo.app.launch.memory_plan import DevicePlan, device_plan
+from async_grpo.app.launch.role_process import cores_here, role_cores
+from async_grpo.app.launch.role_specs import KINDS, deal_devices
+from async_grpo.app.launch.run_folder import run_name
+from async_grpo.config import RunConfig, load
+from async_grpo.config.data import DataConfig
+from async_grpo.config.rewards import RewardsConfig
+from async_grpo.data.jsonl import check_rows
+from async_grpo.data.prepare.formats import Rejections
+from async_grpo.data.prepared_source import open_folder
+from async_grpo.errors import ConfigError, DataError
+from async_grpo.models.shapes import ModelShape, named_shape, shape_of
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
+from buffer import memory_plan
+from rollout_server.engines.model_files import read_settings
+from trainer.platform.base import smallest_memory_gib
+
+
+def data_files(data: DataConfig) -> dict[str, Path]:
+    """Those that the run reads, by key."""
+    paths = {"data.path": data.path, "data.eval_path": data.eval_path} if data.kind == "jsonl" else {}
+    return {key: path for key, path in paths.items() if path is not None}
+
+
+def check_data(config: RunConfig) -> Rejections:
+    """Rows that the run will not take. Raises DataError for data that it cannot be started with."""
+    if config.data.kind != "jsonl" or config.data.path is None:
+        return Rejections()
+    if not config.data.path.is_dir():
+        return check_rows(config)
+    open_folder(config).close()
+    return Rejections()
+
+
+_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
+
+
+def check_rewards(rewards: RewardsConfig) -> None:
+    """Raise ConfigError for a name that is none, a verifier that cannot be imported or called, or a token or
+    variable of the environment that is not set. Must not be called from a running event loop."""
+    asyncio.run(_check(rewards.model_copy(update={"workers": 1})))
+
+
+async def _check(rewards: RewardsConfig) -> None:
+    pool = RewardPool(rewards)
+    if any(function.http is None and function.name not in _NEED_NO_TRIAL for function in rewards.functions):
+        async with pool:
+            pass
+
+
+def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
+    """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError.
+
+    `planning`, with model.architecture set: files that are not there are no error; `describe` names them.
+    """
+    config = load(path, overrides)
+    config = config.model_copy(update={"name": run_name(config.name, overrides)})
+    check_rewards(config.rewards)
+    _check_own_objective(config)
+    _check_inputs(config, _absent(config) if planning and config.model.architecture else {})
+    plan = _device_plan(config)
+    if plan is not None:
+        plan.check(*_device_memory(config))
+    if config.redis.url is None:
+        memory_plan(config).check(config.redis.max_memory_bytes, "redis.max_memory_bytes")
+    return config
+
+
+def describe(config: RunConfig) -> Table:
+    """The run in a table: what starts, how much is in flight, what the bound means. Raises ConfigError for cores that
+    this machine does not have."""
+    table = Table(title=f"run {config.name} (dry run: nothing is started)", show_header=False)
+    s, p, g = config.max_staleness, config.groups_per_step, config.group_size
+    table.add_row("writes", str(config.run_dir))
+    table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
+    rollout = config.rollout
+    table.add_row(
+        "rollout servers", f"{rollout.servers} x vLLM, {rollout.max_concurrency} samples in flight for training"
+    )
+    table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
+    table.add_row("objective", config.trainer.objective.summary)
+    table.add_row("one step", f"P = {p} groups of G = {g} samples: {p * g} samples")
+    table.add_row("staleness", f"S = {s}: active <= (S + 1) * P = {config.capacity_groups} groups")
+    policy, memory = config.replay_policy, memory_plan(config)
+    table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
+    table.add_row("server memory", f"at worst {memory}")
+    table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
+    for what, found in [*_core_rows(config), *_device_rows(config)]:
+        table.add_row(what, found)
+    if absent := _absent(config):
+        table.add_row("not here yet", Text("; ".join(f"{key} ({path})" for key, path in absent.items())))
+    elif rejected := check_data(config):
+        table.add_row("rows not taken", Text(str(rejected)))
+    return table
+
+
+def _ranks(config: RunConfig) -> str:
+    trainer = config.trainer
+    if trainer.nodes == 1:
+        return f"{trainer.processes} rank(s)"
+    return f"{trainer.nodes} nodes (async-grpo trainer --node-rank) x {trainer.processes_per_node} rank(s)"
+
+
+def _absent(config: RunConfig) -> dict[str, Path]:
+    """The files and folders that the run begins with and that are not there, or not all of it, by key."""
+    absent = {key: path for key, path in data_files(config.data).items() if not path.exists()}
+    model = config.model.path
+    return absent if model is None or not missing_files(model) else {"model.path": model, **absent}
+
+
+def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
+    """What the run begins with, but for the keys that are `excused`. Raises ConfigError."""
+    if config.model.path is not None and "model.path" not in excused:
+        check_first_policy(config.model.path, config)
+    if any(key in excused for key in data_files(config.data)):
+        return
+    try:
+        check_data(config)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """What each side is kept to; nothing where neither is, or where several machines have cores of their own."""
+    if config.trainer.nodes > 1:
+        return []
+    sides = zip(("trainer", "rollout servers"), role_cores(config, cores_here()), strict=True)
+    kept = [f"{side}: {','.join(map(str, cores))}" for side, cores in sides if cores]
+    return [("cores", "; ".join(kept))] if kept else []
+
+
+def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
+    """Which devices each role gets (on one machine), and what their memory is needed for; nothing for the CPU."""
+    shares = deal_devices(config, {}) if config.trainer.nodes == 1 else {}
+    dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
+    rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
+    plan = _device_plan(config)
+    return [*(rows if dealt else []), *(plan.rows(*_device_memory(config)) if plan is not None else [])]
+
+
+def _device_plan(config: RunConfig) -> DevicePlan | None:
+    """None where nothing computes on an accelerator, and for the tiny models that a run makes for itself."""
+    if {config.trainer.platform, config.rollout.vllm.platform} == {"cpu"} or config.model.path is None:
+        return None
+    shape = _shape(config.model.path / "config.json", config.model.architecture)
+    return None if shape is None else device_plan(config, shape)
+
+
+def _shape(file: Path, architecture: str | None) -> ModelShape | None:
+    """Of the checkpoint, else of the public model of that name; None if neither is there. Raises ConfigError if they
+    differ."""
+    named = None if architecture is None else named_shape(architecture)
+    if not file.is_file():
+        return named
+    found = shape_of(read_settings(file))
+    if named is not None and found != named:
+        raise ConfigError(
+            f"model.architecture is {architecture}, but {file} is another model: {found}, where {named} is expected. "
+            "Point model.path at that model, or correct or remove model.architecture"
+        )
+    return found
+
+
+def _device_memory(config: RunConfig) -> tuple[float | None, float | None]:
+    """GiB of a device of the trainer and of a rollout server: as configured, else as this machine's tools say."""
+    trainer, vllm = config.trainer, config.rollout.vllm
+    return (
+        trainer.device_memory_gib or smallest_memory_gib(KINDS[trainer.platform]),
+        vllm.device_memory_gib or smallest_memory_gib(KINDS[vllm.platform]),
+    )
+
+
+def _check_own_objective(config: RunConfig) -> None:
+    """Functions of the user's own are tried here; the built-in ones need no torch in this process."""
+    if config.trainer.objective.own_functions:
+        from async_grpo.algorithms import check_objective
+
+        check_objective(config.trainer.objective)

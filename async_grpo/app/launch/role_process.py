@@ -1,0 +1,154 @@
+"""One supervised process: how to start it, end it, and say why it ended.
+
+Which cores of this machine each role of `async-grpo run` may use, with everything that it starts.
+
+    trainer     launch.cores.trainer: ranks, publisher
+    rollout-i   launch.cores.rollout: server, engine, receiver, verifiers; all servers of the machine share them
+
+The server of the buffer and the supervisor run wherever there is room. A role without a list does, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from async_grpo import errors
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.utils import processes
+from async_grpo.utils.child_process import child_argv
+
+
+def cores_here() -> list[int]:
+    """The cores that this process may use, ascending; [] on a system that cannot tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def role_cores(config: RunConfig, here: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the trainer and of every rollout server; () for all. Raises ConfigError for a core that is not `here`."""
+    wanted = config.launch.cores
+    for key, cores in (("trainer", wanted.trainer), ("rollout", wanted.rollout)):
+        if absent := sorted(set(cores) - set(here)):
+            available = ", ".join(map(str, here)) or "none: this system pins no process to a core"
+            raise ConfigError(
+                f"launch.cores.{key} names {', '.join(map(str, absent))}, but the cores that this process may use are "
+                f"{available}. Name some of these, or leave launch.cores.{key} out"
+            )
+    return tuple(wanted.trainer), tuple(wanted.rollout)
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """This process, and whatever it starts, runs on these cores only; () changes nothing."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+_LOG_TAIL_BYTES = 64 << 10
+
+
+_OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
+
+
+_ERROR_LINE = re.compile(
+    r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
+    rf"((?:\w+\.)*(?:\w*(?:Error|Exception|Failed|Killed)|{_OWN_ERRORS})\b.*)",
+    re.MULTILINE,
+)
+
+
+_CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
+"""What is said of the end of a rank, by who waits for it and by the ranks that it talked to: not why it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """What to run. `restarts` is how often it may be started again after a death."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    restarts: int
+    env: dict[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    """Those that it may use; () for all."""
+
+
+class RoleProcess:
+    """A running role, in a process group of its own, that dies with the supervisor."""
+
+    def __init__(self, spec: RoleSpec, process: asyncio.subprocess.Process, mark: str, log_start: int) -> None:
+        self.spec = spec
+        self._process = process
+        self._mark = mark
+        self._log_start = log_start
+
+    @classmethod
+    async def start(cls, spec: RoleSpec, run: str) -> RoleProcess:
+        """Start it; standard output and errors are appended to its log."""
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        mark = processes.mark(run, spec.name)
+        with spec.log.open("ab") as log:
+            log_start = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *child_argv(spec.argv, cores=spec.cores),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **spec.env, processes.MARK_VARIABLE: mark},
+                start_new_session=True,
+            )
+        return cls(spec, process, mark, log_start)
+
+    @property
+    def pid(self) -> int:
+        """Of the process itself; its children have others."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Wait for its end and end what it left behind; returns its exit code (-N: signal N)."""
+        code = await self._process.wait()
+        await asyncio.to_thread(processes.end_family, self._mark, self._process.pid)
+        return code
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: finish what must be finished, then exit."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL; `wait` ends its children. (Not the whole group at once: who would remove what they leave in shared
+        memory belongs to it.)"""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def explain(self, code: int) -> str:
+        """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        reason = _cause(self.spec.log, self._log_start) if code > 0 else ""
+        return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _cause(log: Path, start: int) -> str:
+    """The last line from `start` that names an error, shortened; a consequence only if nothing else is said."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))
+            tail = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = _ERROR_LINE.findall(tail)
+    causes = [line for line in lines if not _CONSEQUENCE.search(line)] or lines
+    return causes[-1][:500] if causes else ""

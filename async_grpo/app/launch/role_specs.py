@@ -1,0 +1,145 @@
+"""How each role is started.
+
+Which accelerators each role of `async-grpo run` gets: no device belongs to two roles.
+
+    trainer     the first trainer.processes devices
+    rollout-i   the next rollout.vllm.tensor_parallel ones, server after server
+
+The devices are those of CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES, if set; else they are numbered from 0. A
+role that computes on the CPU sees none. A server that dies and is started again gets the same devices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from trainer.platform.base import VISIBLE, devices_of, visible
+
+KINDS = {"cpu": "cpu", "cuda": "cuda", "npu": "npu", "ascend": "npu"}
+"""By platform, as trainer and rollout servers call it."""
+
+
+Environments = dict[str, dict[str, str]]
+"""By role."""
+
+
+def deal_devices(config: RunConfig, environment: Mapping[str, str], there: int | None = None) -> Environments:
+    """By role: the environment that shows it its devices and no others.
+
+    `there`: how many devices this machine has, if that is known. Raises ConfigError if they are too few.
+    """
+    wanted = _wanted(config)
+    kinds = {kind for kind, count in wanted.values() if count}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"trainer.platform is {config.trainer.platform} and rollout.vllm.platform {config.rollout.vllm.platform}: "
+            "one machine has accelerators of one kind. Start the roles on different ones (async-grpo trainer, rollout)"
+        )
+    if not kinds:
+        return {role: {} for role in wanted}
+    (kind,) = kinds
+    pool = _pool(kind, sum(count for _, count in wanted.values()), environment, there)
+    dealt: Environments = {}
+    for role, (_, count) in wanted.items():
+        own, pool = pool[:count], pool[count:]
+        dealt[role] = {VISIBLE[kind]: ",".join(own)}
+    return dealt
+
+
+def _wanted(config: RunConfig) -> dict[str, tuple[str, int]]:
+    """By role: which kind of device, and how many."""
+    trainer, vllm = KINDS[config.trainer.platform], config.rollout.vllm
+    server = KINDS[vllm.platform]
+    roles = {"trainer": (trainer, config.trainer.processes if trainer != "cpu" else 0)}
+    for index in range(config.rollout.servers):
+        roles[f"rollout-{index}"] = (server, vllm.tensor_parallel if server != "cpu" else 0)
+    return roles
+
+
+def _pool(kind: str, needed: int, environment: Mapping[str, str], there: int | None) -> list[str]:
+    named = visible(kind, environment)
+    pool = named if named is not None else [str(index) for index in range(needed if there is None else there)]
+    if len(pool) < needed:
+        source = f"{VISIBLE[kind]} names" if named is not None else "this machine has"
+        raise ConfigError(
+            f"trainer.processes and rollout.servers * rollout.vllm.tensor_parallel make {needed} devices, but {source} "
+            f"{len(pool)}. Lower them, give more, or start the roles on several machines (async-grpo trainer, rollout)"
+        )
+    return pool
+
+
+MALLOC_VARIABLE = "GLIBC_TUNABLES"
+
+
+KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
+
+
+def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
+    """One rollout server."""
+    return [sys.executable, "-m", "rollout_server.main", *_files(config_file, model), "--name", name]
+
+
+def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str]:
+    """The trainer on this machine: a process that starts the ranks, once all machines have met."""
+    rank = ["--node-rank", str(node_rank)]
+    return [sys.executable, "-m", "trainer.node_main", *rank, *_files(config_file, model)]
+
+
+def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks look at, beside the environment that is given."""
+    memory = kept_memory(given) if config.trainer.platform == "cpu" else {}
+    return {"OMP_NUM_THREADS": str(config.trainer.threads), **memory}
+
+
+def kept_memory(given: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a process that trains on a CPU: freed memory is kept, in large pages.
+
+    Else every activation would be mapped anew and zeroed by the kernel: a sixth of a step's processor time, and more of
+    long micro-batches. Of glibc's malloc; others ignore it.
+    """
+    return {MALLOC_VARIABLE: given.get(MALLOC_VARIABLE, KEEP_MEMORY)}
+
+
+def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
+    """Every role of a run on this machine, each with the devices that are its own. Raises ConfigError."""
+    devices = deal_devices(config, os.environ, _devices_here(config))
+    trainer_cores, rollout_cores = role_cores(config, cores_here())
+    restarts = config.launch.restarts
+    trainer = RoleSpec(
+        "trainer",
+        trainer_argv(folder.roles_file, model),
+        folder.log("trainer"),
+        restarts.trainer,
+        env=trainer_environment(config, os.environ) | devices["trainer"],
+        cores=trainer_cores,
+    )
+    names = [f"rollout-{index}" for index in range(config.rollout.servers)]
+    servers = [
+        RoleSpec(
+            name,
+            rollout_argv(folder.roles_file, model, name),
+            folder.log(name),
+            restarts.rollout,
+            env=devices[name],
+            cores=rollout_cores,
+        )
+        for name in names
+    ]
+    return [trainer, *servers]
+
+
+def _files(config_file: Path, model: Path) -> list[str]:
+    return ["--config", str(config_file), "--model", str(model)]
+
+
+def _devices_here(config: RunConfig) -> int | None:
+    """None where the vendor's tool is not there to ask: the roles find out."""
+    kinds = {KINDS[config.trainer.platform], KINDS[config.rollout.vllm.platform]} - {"cpu"}
+    return sum(len(devices_of(kind)) for kind in kinds) or None

@@ -1,0 +1,290 @@
+"""`runs/<name>/`: one experiment. The same command again resumes it; another experiment is refused.
+
+The checkpoints of a run, found from its folder.
+
+From what a user types to the server that holds a run: its configuration with the server's address.
+
+    CONFIG (+ overrides)  -->  the name and folder of the run  -->  its roles.yaml, or redis.url
+    run folder            -->  its roles.yaml
+
+Nothing is made, started or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+from async_grpo.config import RunConfig, dump, load
+from async_grpo.config.load import MACHINE_SECTIONS, differing_keys, is_at_or_below
+from async_grpo.errors import ConfigError
+from buffer import PASSWORD_VARIABLE
+
+_FREE_KEYS = (
+    *MACHINE_SECTIONS,
+    *("trainer.platform", "trainer.processes", "trainer.threads", "trainer.take_timeout_s", "trainer.checkpoint"),
+    *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.context_parallel", "trainer.expert_parallel"),
+    *("trainer.sequence_parallel", "trainer.recompute", "trainer.optimizer.offload"),
+    *("trainer.nodes", "trainer.rendezvous"),
+    *("rollout.http", "rollout.sample_deadline_s"),
+)
+"""May change between a run and its resumption, since they do not change what is learned: beside the sections of a
+machine, how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by any
+layout, so that a run begun on eight devices goes on with two."""
+
+
+_SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
+
+
+@dataclass
+class RunState:
+    """What the supervisor remembers over resumptions."""
+
+    wall_s: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)
+    finished_steps: int = 0
+    """The run was trained, evaluated and reported to this step; 0: not yet to its end."""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of a run that the supervisor itself reads and writes."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration: the same command with it makes the same run."""
+        return self.path / "config.yaml"
+
+    @property
+    def roles_file(self) -> Path:
+        """The configuration with the server's address: for the roles that `run` starts, and for who looks for the
+        run. Roles that are started one by one write it in turn, each as its own machine has it."""
+        return self.path / "roles.yaml"
+
+    def roles_file_of(self, role: str) -> Path:
+        """What a role that was started on its own reads: another machine that shares this folder has other values."""
+        return self.path / "roles" / f"{role}.yaml"
+
+    @property
+    def id_file(self) -> Path:
+        """What tells this run from another of its name; it goes where the folder goes, and ends with it."""
+        return self.path / "run.id"
+
+    @property
+    def place(self) -> str:
+        """HOST:PATH."""
+        return f"{socket.gethostname()}:{self.path}"
+
+    @property
+    def origin(self) -> str:
+        """ID HOST:PATH, as a shared server is told; the id is made when it is first asked for."""
+        if not self.id_file.exists():
+            _write(self.id_file, uuid.uuid4().hex)
+        return f"{self.id_file.read_text()} {self.place}"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the process that works here."""
+        return self.path / "run.lock"
+
+    @property
+    def state_file(self) -> Path:
+        """Wall time, restarts and whether it is finished."""
+        return self.path / "run.json"
+
+    def log(self, role: str) -> Path:
+        """Where standard output and errors of a role go."""
+        return self.path / "logs" / f"{role}.log"
+
+    def read_state(self) -> RunState:
+        """The state so far, or a new one."""
+        if not self.state_file.exists():
+            return RunState()
+        return RunState(**json.loads(self.state_file.read_text()))
+
+    def write_state(self, state: RunState) -> None:
+        """Atomically."""
+        _write(self.state_file, json.dumps(asdict(state), indent=2) + "\n")
+
+
+def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
+    """Make the folder, or take up the one that is there. Raises ConfigError if it is another experiment's, or if
+    another process is at work in it and it should be removed."""
+    folder = RunFolder(config.run_dir.absolute())
+    if fresh and folder.path.exists():
+        _remove(folder)
+    if folder.config_file.exists():
+        _check_same_experiment(folder, config)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def claimed(folder: RunFolder) -> Iterator[None]:
+    """Hold the run for this process; the kernel gives it back however the process ends. Raises ConfigError."""
+    with folder.lock_file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `async-grpo run` is at work in {folder.path}. Wait for it, stop it, or give this run "
+                "another name (-o name=...)"
+            ) from None
+        yield
+
+
+def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) -> None:
+    """The resolved copies beside the run; secrets never stand in a configuration."""
+    _write(folder.config_file, dump(config))
+    _write(folder.roles_file, dump(for_roles))
+
+
+def write_role(folder: RunFolder, role: str, config: RunConfig) -> Path:
+    """The file of one role, for it alone to read."""
+    file = folder.roles_file_of(role)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _write(file, dump(config))
+    return file
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, also for somebody who reads or writes it at this moment, on whatever machine."""
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def run_name(base: str, overrides: Iterable[str]) -> str:
+    """The name of a run with overrides: each experiment gets a folder of its own.
+
+    >>> run_name("quickstart", ["max_staleness=0", "seed=3"])
+    'quickstart-max_staleness.0-seed.3'
+    """
+    named = [override.partition("=") for override in overrides]
+    if any(key == "name" for key, _, _ in named):
+        return base
+    told = [(key, value) for key, _, value in sorted(named) if not is_at_or_below(key, _FREE_KEYS)]
+    return (base + "".join(f"-{key.split('.')[-1]}.{_short(value)}" for key, value in told))[:64]
+
+
+def changed_keys(before: Any, after: Any) -> list[str]:
+    """Dotted keys whose values differ between two resolved configurations; where a run works does not count.
+
+    >>> changed_keys({"seed": 1, "redis": {"url": "a"}}, {"seed": 2, "redis": {"url": "b"}})
+    ['seed']
+    """
+    return differing_keys(before, after, free=_FREE_KEYS)
+
+
+def _short(value: str) -> str:
+    return value if _SAFE_VALUE.match(value) else hashlib.sha256(value.encode()).hexdigest()[:8]
+
+
+def _remove(folder: RunFolder) -> None:
+    """Only ever a folder that a run made."""
+    known = folder.config_file.exists() or folder.lock_file.exists()
+    if not known and any(folder.path.iterdir()):
+        raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
+    with claimed(folder):
+        shutil.rmtree(folder.path)
+
+
+def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
+    before = _resolved(folder.config_file)
+    changed = [key for key in changed_keys(before, config.model_dump(mode="json")) if key != "steps"]
+    if changed:
+        raise ConfigError(
+            f"{folder.path} holds a run with other values of {', '.join(changed)}. Resuming it would mix two "
+            "experiments. Give this one a name (-o name=...), or start over with --fresh, which deletes the old one"
+        )
+
+
+def _resolved(file: Path) -> Any:
+    """With what has been added to the configuration since, at its default; as it stands if this release refuses it."""
+    try:
+        return load(file).model_dump(mode="json")
+    except ConfigError:
+        return yaml.safe_load(file.read_text())
+
+
+def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path]:
+    """The configuration of a run and the folder of a checkpoint, the newest by default. Raises ConfigError."""
+    folder = RunFolder(run_dir)
+    if not folder.config_file.is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run (it has no {folder.config_file.name}). Check the name")
+    checkpoints = run_dir / "checkpoints"
+    versions = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
+    if not versions:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint yet. The first one comes after trainer.checkpoint.every_steps steps, or when "
+            "the run ends"
+        )
+    wanted = versions[-1] if version is None else version
+    if wanted not in versions:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint of version {wanted}, only of {', '.join(map(str, versions))}. Older ones are "
+            "deleted; see trainer.checkpoint.keep and keep_best"
+        )
+    return load(folder.config_file), checkpoints / f"{wanted:08d}"
+
+
+PATIENCE_S = 5.0
+"""For the server, at most: somebody sits in front of the terminal."""
+
+
+def locate(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:
+    """The configuration of a run that was started, `redis.url` set. Raises ConfigError."""
+    if run_dir is not None:
+        if config is not None or overrides:
+            raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
+        return _impatient(_of_folder(RunFolder(run_dir)))
+    if config is None:
+        raise ConfigError("which run? Give the CONFIG (and -o) that it was started with, or --run-dir runs/NAME")
+    asked = load(config, overrides)
+    asked = asked.model_copy(update={"name": run_name(asked.name, overrides)})
+    return _impatient(asked if asked.redis.url is not None else _of_folder(RunFolder(asked.run_dir)))
+
+
+def _of_folder(folder: RunFolder) -> RunConfig:
+    if not folder.roles_file.is_file():
+        raise ConfigError(
+            f"{folder.path} holds no run that was started (it has no {folder.roles_file.name}). Check the name: "
+            "overrides (-o) are part of it. A run on a server of its own is found by its CONFIG with -o redis.url=..."
+        )
+    config = load(folder.roles_file)
+    if load(folder.config_file).redis.url is None:
+        _check_embedded(config)
+    return config
+
+
+def _check_embedded(config: RunConfig) -> None:
+    """Its server lives as long as the run does, and has no password."""
+    socket = Path(unquote(urlsplit(config.redis.url or "").path))
+    if not socket.is_socket():
+        raise ConfigError(
+            f"the run {config.name} is not running: its embedded server is gone with it ({socket}). "
+            "The command that started it resumes it, and what the buffer held is there again"
+        )
+    os.environ.pop(PASSWORD_VARIABLE, None)
+
+
+def _impatient(config: RunConfig) -> RunConfig:
+    redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, PATIENCE_S)})
+    return config.model_copy(update={"redis": redis})

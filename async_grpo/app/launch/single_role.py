@@ -1,0 +1,89 @@
+"""One role in the foreground: what a container or a cluster job starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from async_grpo.app.launch.first_policy import prepare_model
+from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
+from async_grpo.app.launch.run_folder import RunFolder, locate, open_run, write_config, write_role
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import ConfigError
+from buffer import connect_board
+
+
+def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
+    """Become a rollout server. Raises ConfigError without redis.url."""
+    file, model = _make_ready(_resolve(path, overrides), name)
+    return _become(rollout_argv(file, model, name))
+
+
+def join_run(run_dir: Path, name: str) -> int:
+    """Become one more rollout server of a run that is going on. Raises ConfigError if it is not, or has this one."""
+    model = asyncio.run(_prepare_to_join(locate(None, [], run_dir), name))
+    folder = RunFolder(run_dir)
+    return _become(rollout_argv(write_role(folder, name, load(folder.roles_file)), model, name))
+
+
+async def _prepare_to_join(config: RunConfig, name: str) -> Path:
+    board = await connect_board(config.redis, config.name)
+    try:
+        names = [beat.name for beat in await board.servers()]
+    finally:
+        await board.aclose()
+    if name in names:
+        raise ConfigError(f"the run {config.name} has a server named {name} already ({', '.join(names)}). Give --name")
+    return await prepare_model(config, print)
+
+
+def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
+    """Become the trainer, or the part of it that one of its machines has. Raises ConfigError without redis.url, or for
+    a machine that it does not have."""
+    config = _resolve(path, overrides)
+    node = _node(config, node_rank)
+    file, model = _make_ready(config, f"trainer-{node}")
+    return _become(trainer_argv(file, model, node), trainer_environment(config, os.environ))
+
+
+def _node(config: RunConfig, given: int | None) -> int:
+    nodes = config.trainer.nodes
+    if given is None and nodes > 1:
+        raise ConfigError(
+            f"trainer.nodes is {nodes}: which of them is this machine? Pass --node-rank 0 on the machine of "
+            f"trainer.rendezvous.address ({config.trainer.rendezvous.address}), and 1 to {nodes - 1} on the others"
+        )
+    rank = given or 0
+    if not 0 <= rank < nodes:
+        raise ConfigError(
+            f"--node-rank is {rank}, but trainer.nodes is {nodes}, so that nodes are numbered from 0 to {nodes - 1}. "
+            "Correct it, or set trainer.nodes (and trainer.processes) to what there is"
+        )
+    return rank
+
+
+def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
+    config = resolve(path, overrides)
+    if config.redis.url is None:
+        raise ConfigError(
+            "redis.url is not set: a role on its own needs a server that the other roles reach too. "
+            "Pass -o redis.url=redis://HOST:6379, or use `async-grpo run`, which brings its own"
+        )
+    return config
+
+
+def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
+    """(configuration of this role alone, first policy)."""
+    model = asyncio.run(prepare_model(config, print))
+    folder = open_run(config)
+    write_config(folder, config, for_roles=config)
+    return write_role(folder, role, config), model
+
+
+def _become(argv: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Replace this process, so that signals and the exit code are the role's own."""
+    os.execve(argv[0], list(argv), {**os.environ, **environment})

@@ -1,0 +1,133 @@
+"""The server that holds a run's state: embedded and private, or the configured one; checked, connected."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.weights.shared_memory import remove_stores
+from buffer import (
+    PASSWORD_VARIABLE,
+    EmbeddedServer,
+    RedisBoard,
+    RedisBuffer,
+    connect_board,
+    knows_run,
+    open_run,
+    wipe_run,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlane:
+    """Buffer and board of a run; `config` carries the URL under which every role reaches them."""
+
+    config: RunConfig
+    buffer: RedisBuffer
+    board: RedisBoard
+    server: EmbeddedServer | None
+
+
+@asynccontextmanager
+async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool) -> AsyncIterator[StatePlane]:
+    """Start or reach the server, connect, and afterwards leave nothing running and no shared memory behind.
+
+    Raises ServerRefused for a server that is too old or may drop data, ConfigError if a foreign run of this
+    name is on it.
+    """
+    server = EmbeddedServer(folder.path / "server", config.redis) if config.redis.url is None else None
+    if server is not None:
+        os.environ.pop(PASSWORD_VARIABLE, None)  # it is another server's; ours has none and would refuse it
+    elif not fresh:
+        await _check_own(config, folder)
+    try:
+        # Launched by this thread, because the server dies with the one that starts it; waited for by another.
+        if server is not None:
+            server.launch()
+        url = await asyncio.to_thread(server.wait_until_ready) if server is not None else config.redis.url
+        config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
+        async with _connected(config, server, fresh=fresh) as plane:
+            if server is None:
+                await plane.board.set_origin(folder.origin)
+            yield plane
+    finally:
+        if server is not None:
+            await asyncio.to_thread(server.stop)
+        remove_stores(config.local_name)
+
+
+@asynccontextmanager
+async def _connected(config: RunConfig, server: EmbeddedServer | None, *, fresh: bool) -> AsyncIterator[StatePlane]:
+    if fresh:
+        await wipe_run(config.redis, config.name)
+    buffer = await open_run(config)
+    try:
+        board = await connect_board(config.redis, config.name)
+        try:
+            yield StatePlane(config, buffer, board, server)
+        finally:
+            await board.aclose()
+    finally:
+        await buffer.aclose()
+
+
+async def check_fresh(config: RunConfig, confirm: Callable[[str], bool]) -> None:
+    """Before `--fresh` deletes anything: on a server of its own a run has what its folder has; from a shared one it is
+    deleted only if it is this folder's, nobody works for it, and `confirm` says yes to the question.
+
+    Raises ConfigError for any other, ServerRefused, ServerLost.
+    """
+    folder = RunFolder(config.run_dir.absolute())
+    if config.redis.url is None or not await knows_run(config.redis, config.name):
+        return
+    board = await connect_board(config.redis, config.name)
+    try:
+        origin, beats = await board.origin(), await board.servers()
+    finally:
+        await board.aclose()
+    if not (_is_own(folder, origin) or (origin or "").partition(" ")[2] == folder.place):
+        raise _foreign(config, origin)
+    if beats:
+        raise ConfigError(
+            f"the run {config.name} on the server at redis.url is alive: its rollout servers "
+            f"{', '.join(beat.name for beat in beats)} have just been heard of. --fresh would destroy it. "
+            "Stop it first, or give this run another name (-o name=...)"
+        )
+    if not confirm(f"Delete the run {config.name} from the server at {config.redis.url}, and {folder.path}?"):
+        raise ConfigError(f"--fresh was not confirmed: nothing of the run {config.name} is deleted. Leave --fresh out")
+
+
+async def _check_own(config: RunConfig, folder: RunFolder) -> None:
+    """A run that the server knows and that is not this folder's is somebody's, or an old one's rest. Nothing of it is
+    touched."""
+    if not await knows_run(config.redis, config.name):
+        return
+    board = await connect_board(config.redis, config.name)
+    try:
+        origin = await board.origin()
+    finally:
+        await board.aclose()
+    if not _is_own(folder, origin):
+        raise _foreign(config, origin)
+
+
+def _is_own(folder: RunFolder, origin: str | None) -> bool:
+    """By its id; a run without an origin had its roles started one by one, with the configuration in this folder."""
+    if origin is None:
+        return folder.config_file.exists()
+    return folder.id_file.exists() and origin.partition(" ")[0] == folder.id_file.read_text()
+
+
+def _foreign(config: RunConfig, origin: str | None) -> ConfigError:
+    begun = f"begun in {origin.partition(' ')[2]}" if origin else "begun elsewhere"
+    return ConfigError(
+        f"the server at redis.url already holds a run named {config.name}, {begun}, and that is not the run of "
+        f"{config.run_dir}. Nothing of it is touched. Give this run another name (-o name=...), or delete the other "
+        "one by --fresh where it was begun"
+    )

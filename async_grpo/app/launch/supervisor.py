@@ -1,0 +1,174 @@
+"""Starts the roles of a run, watches them, restarts or gives up by policy, and stops them in order.
+
+    start():  every role at once (each waits by itself for what it needs)
+    watch():  one task a role waits for its end; ends when the trainer has finished and the rollout
+              servers have left, or raises RoleFailed when a role has died too often
+    stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint),
+              SIGKILL to those that are still there at the deadline; nothing is left behind
+
+The server that holds the buffer is started before and stopped after all of them.
+
+What to do when a role has ended: a pure decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
+from async_grpo.app.report.live_state import RoleState
+from async_grpo.errors import EXIT_CONFIG, RoleFailed
+from async_grpo.utils import processes
+
+
+class Decision(Enum):
+    """What follows the end of a role."""
+
+    DONE = "done"
+    RESTART = "restart"
+    GIVE_UP = "give up"
+
+
+def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> Decision:
+    """The policy.
+
+    stopping: the supervisor asked for this end. over: nothing is left for this role to do. needed: the run cannot
+    finish without this role. restarts: how often this invocation has restarted it; limit: how often it may be.
+
+    An exit code of 0 is a role that left on purpose; it comes back only if the run needs it. Once there is nothing left
+    to do, any end is final. A role that ends with EXIT_CONFIG would end so again.
+    """
+    if stopping or over or (code == 0 and not needed):
+        return Decision.DONE
+    return Decision.RESTART if restarts < limit and code != EXIT_CONFIG else Decision.GIVE_UP
+
+
+TRAINER = "trainer"
+
+
+async def _not_yet() -> bool:
+    return False
+
+
+class Supervisor:
+    """The roles of one run on this machine."""
+
+    def __init__(
+        self,
+        run: str,
+        specs: Sequence[RoleSpec],
+        *,
+        restarts: dict[str, int],
+        say: Callable[[str], None],
+        stop_timeout_s: float,
+        trained: Callable[[], bool] = lambda: True,
+        generated: Callable[[], Awaitable[bool]] = _not_yet,
+    ) -> None:
+        """`restarts`: of earlier invocations, by role. `trained` says whether the last step has been trained,
+        `generated` whether the rollout servers have nothing left to do: from then on none comes back."""
+        self._run = run
+        self._specs = {spec.name: spec for spec in specs}
+        self._say = say
+        self._stop_timeout_s = stop_timeout_s
+        self._stopping = False
+        self._trained = trained
+        self._generated = generated
+        self._running: dict[str, RoleProcess] = {}
+        self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._specs}
+
+    async def watch(self) -> None:
+        """Start every role and see it to its end. Raises RoleFailed when one has died too often."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for spec in self._specs.values():
+                    group.create_task(self._keep(spec), name=f"keep {spec.name}")
+        except* RoleFailed as failures:
+            raise failures.exceptions[0] from None
+
+    async def stop(self) -> None:
+        """End every role: ask, wait, kill; then what they have shared. Idempotent."""
+        self._stopping = True
+        leaving = list(self._running.values())
+        for role in leaving:
+            role.ask_to_stop()
+        if leaving:
+            waits = [asyncio.create_task(role.wait()) for role in leaving]
+            _, late = await asyncio.wait(waits, timeout=self._stop_timeout_s)
+            for role in leaving if late else []:
+                role.kill()
+            await asyncio.gather(*waits)
+        await asyncio.to_thread(processes.end_family, processes.mark(self._run))
+
+    def kill(self) -> None:
+        """SIGKILL to all roles, now; `stop` then has nothing to wait for."""
+        for role in self._running.values():
+            role.kill()
+
+    def pid(self, name: str) -> int | None:
+        """Of the role's process, while it runs."""
+        role = self._running.get(name)
+        return role.pid if role else None
+
+    def heard_of(self, name: str) -> None:
+        """The role has shown that it is ready."""
+        role = self.states[name]
+        if role.state == "starting":
+            self.states[name] = replace(role, state="running")
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Restarts by role, those of earlier invocations of this run included."""
+        return {name: state.restarts for name, state in self.states.items()}
+
+    async def _keep(self, spec: RoleSpec) -> None:
+        """Run the role, again after every death that the policy forgives."""
+        used = 0
+        while not self._stopping:
+            role, code = await self._run_once(spec)
+            decision = decide(
+                code=code,
+                stopping=self._stopping,
+                over=spec.name != TRAINER and not self._stopping and await self._generated(),
+                needed=self._needed(spec),
+                restarts=used,
+                limit=spec.restarts,
+            )
+            if decision is Decision.DONE:
+                self._mark(spec, "stopped" if code and self._stopping else "finished")
+                return
+            if decision is Decision.GIVE_UP:
+                self._mark(spec, "failed")
+                raise RoleFailed(f"{role.explain(code)}. {_why_no_more(code, used)}; the same command resumes the run")
+            used += 1
+            self.states[spec.name] = RoleState(spec.name, "restarting", self.states[spec.name].restarts + 1)
+            self._say(f"{role.explain(code)}; restart {used} of {spec.restarts}")
+
+    async def _run_once(self, spec: RoleSpec) -> tuple[RoleProcess, int]:
+        role = await RoleProcess.start(spec, self._run)
+        self._running[spec.name] = role
+        self._mark(spec, "starting")
+        if self._stopping:  # asked for while it was being started
+            role.ask_to_stop()
+        code = await asyncio.shield(role.wait())
+        self._running.pop(spec.name)  # not reached when cancelled: `stop` then still finds the role
+        return role, code
+
+    def _needed(self, spec: RoleSpec) -> bool:
+        """The run needs its trainer until every step is trained, and a rollout server until the trainer has left."""
+        if spec.name == TRAINER:
+            return not self._trained()
+        others = [role for name, role in self.states.items() if name not in (TRAINER, spec.name)]
+        alone = not any(role.state in ("starting", "running", "restarting") for role in others)
+        return alone and self.states[TRAINER].state != "finished"
+
+    def _mark(self, spec: RoleSpec, state: str) -> None:
+        self.states[spec.name] = replace(self.states[spec.name], state=state)
+
+
+def _why_no_more(code: int, used: int) -> str:
+    if code == EXIT_CONFIG:
+        return "It is not restarted, because it would fail again: mend what it names"
+    return f"It has been restarted {used} times in this invocation, which is the limit. See its log"

@@ -1,0 +1,197 @@
+"""The pictures of a run, as PNG files in run_dir/plots. Needs no display; leaves pyplot's state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.telemetry.rows import Row, last_of_each, number, seconds_by_part
+from async_grpo.utils.text import smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2f6db5", "#e08a1e", "#3a9a5b", "#c4443c", "#8a8f98"
+_PART_COLORS = {
+    "wait": "#d9dce1",
+    "pack": "#8fb8de",
+    "prox": "#6f8f86",
+    "reference": "#a3b86c",
+    "train": BLUE,
+    "optimizer": "#1d3f6e",
+    "publish": ORANGE,
+    "checkpoint": GREEN,
+    "other": "#b6a7c9",
+}
+Facts = dict[str, Any]
+Point = tuple[float, float]
+
+
+def write_plots(run_dir: Path, rows: Sequence[Row], summary: Facts) -> list[Path]:
+    """Every picture for which there are data; returns the files, in the order of a report."""
+    steps = last_of_each(rows, "step")
+    drawings: dict[str, Callable[[Sequence[Row], Facts], Figure | None]] = {
+        "accuracy": _accuracy,
+        "reward": _reward,
+        "loss": _loss,
+        "staleness": _staleness,
+        "time_split": _time_split,
+        "throughput": _throughput,
+    }
+    folder = run_dir / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, draw in drawings.items():
+        figure = draw(steps, summary)
+        if figure is not None:
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1], dpi=144)
+    return paths
+
+
+def _reward(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+    figure, (axes,) = _figure("Training reward", "optimizer step")
+    if not _draw_series(axes, steps, "reward_mean", BLUE, "mean reward of a step"):
+        return None
+    axes.legend(loc="lower right")
+    return figure
+
+
+def _accuracy(_steps: Sequence[Row], summary: Facts) -> Figure | None:
+    """Held-out accuracy, its first and last points labelled."""
+    evaluations = summary.get("evaluations") or []
+    if not evaluations:
+        return None
+    figure, (axes,) = _figure("Accuracy on held-out prompts", "policy version")
+    sampled = f"sampled, mean@{evaluations[0].get('samples', 'k')}"
+    lines = (("sampled_accuracy", BLUE, sampled), ("greedy_accuracy", ORANGE, "greedy"))
+    drawn = [_draw_accuracy(axes, evaluations, key, color, label) for key, color, label in lines]
+    _label_points(axes, [(points[0], color) for points, color in drawn if points])
+    _label_points(axes, [(points[-1], color) for points, color in drawn if len(points) > 1])
+    axes.set_ylim(-0.09, 1.11)  # room for the labels of 0% and 100%
+    axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axes.margins(x=0.1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(loc="best")
+    return figure
+
+
+def _draw_accuracy(axes: Axes, evaluations: Sequence[Row], key: str, color: str, label: str) -> tuple[list[Point], str]:
+    """A line through the versions measured."""
+    points = [(float(e["version"]), value) for e in evaluations if (value := number(e, key)) is not None]
+    if points:
+        xs, ys = zip(*points, strict=True)
+        axes.plot(xs, ys, color=color, marker="o", markersize=5, label=label)
+    return points, color
+
+
+def _label_points(axes: Axes, points: Sequence[tuple[Point, str]]) -> None:
+    """Figures beside points of one version: above the highest, below the others."""
+    for rank, ((x, y), color) in enumerate(sorted(points, key=lambda point: -point[0][1])):
+        offset = (0, 9) if rank == 0 else (0, -17)
+        style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
+        axes.annotate(f"{y:.1%}", (x, y), offset, textcoords="offset points", **style)
+
+
+def _loss(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+    figure, (loss, norm) = _figure("Loss and gradient norm", "optimizer step", panels=2)
+    drawn = _draw_series(loss, steps, "loss", BLUE, "loss")
+    drawn = _draw_series(norm, steps, "grad_norm", RED, "gradient norm") or drawn
+    loss.set_ylabel("loss")
+    norm.set_ylabel("gradient norm")
+    return figure if drawn else None
+
+
+def _staleness(_steps: Sequence[Row], summary: Facts) -> Figure | None:
+    """Share of the trained tokens by age, with the bound."""
+    tokens = {int(age): count for age, count in (summary.get("tokens_by_age") or {}).items()}
+    total = sum(tokens.values())
+    if not total:
+        return None
+    bound = summary.get("age_bound", max(tokens))
+    figure, (axes,) = _figure("Age of the trained tokens", "age in optimizer steps")
+    ages = range(max(bound, *tokens, 0) + 2)
+    colors = [GREEN if age <= bound else RED for age in ages]
+    bars = axes.bar(ages, [tokens.get(age, 0) / total for age in ages], width=0.7, color=colors)
+    axes.bar_label(bars, [f"{tokens[age] / total:.1%}" if tokens.get(age) else "" for age in ages], padding=2)
+    axes.axvline(bound + 0.5, color=GREY, linestyle="--", linewidth=1.2)
+    axes.annotate(f" bound: {bound}", (bound + 0.5, 0.92), xycoords=("data", "axes fraction"), color="#555")
+    axes.set_xticks(list(ages))
+    axes.margins(y=0.15)
+    axes.set_ylabel("share of trained tokens")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    return figure
+
+
+def _time_split(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+    """Where each step's wall time went, as stacked areas."""
+    parts = [seconds_by_part(row) for row in steps]
+    names = [name for name in _PART_COLORS if any(part.get(name) for part in parts)]
+    if not names:
+        return None
+    figure, (axes,) = _figure("Time of the trainer's step", "optimizer step")
+    window = _window(steps)
+    series = [smooth([part[name] for part in parts], window) for name in names]
+    xs = [row["step"] for row in steps]
+    axes.stackplot(xs, series, labels=names, colors=[_PART_COLORS[name] for name in names])
+    axes.set_ylabel(f"seconds (mean of {window} steps)" if window > 1 else "seconds")
+    axes.set_ylim(0)
+    axes.margins(x=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _throughput(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+    timed = [row for row in steps if number(row, "step_s") and number(row, "trained_tokens") is not None]
+    if not timed:
+        return None
+    rates = [{"step": row["step"], "rate": row["trained_tokens"] / row["step_s"]} for row in timed]
+    figure, (axes,) = _figure("Trained tokens per second", "optimizer step")
+    _draw_series(axes, rates, "rate", GREEN, "tokens per second of wall time")
+    axes.set_ylim(0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def _draw_series(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> bool:
+    """Raw values thin, their trailing mean thick. False if no row has the key."""
+    points = [(row["step"], value) for row in rows if (value := number(row, key)) is not None]
+    if not points:
+        return False
+    xs, ys = zip(*points, strict=True)
+    window = _window(points)
+    if window > 1:
+        axes.plot(xs, ys, color=color, alpha=0.3, linewidth=1)
+        label = f"{label} (thick: mean of {window})"
+    marker = "o" if len(xs) == 1 else None
+    axes.plot(xs, smooth(ys, window), color=color, linewidth=2, marker=marker, markersize=3, label=label)
+    return True
+
+
+def _window(points: Sequence[object]) -> int:
+    """Smoothing that fits the length of the run; 1 (none) for short ones."""
+    return max(1, min(25, len(points) // 10))
+
+
+def _figure(title: str, xlabel: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """Panels one above the other, sharing their x axis, with a quiet grid."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 3.8 if panels == 1 else 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(panels, 1, 1)]
+    axes += [figure.add_subplot(panels, 1, i + 1, sharex=axes[0]) for i in range(1, panels)]
+    axes[0].set_title(title, loc="left", fontweight="bold")
+    axes[-1].set_xlabel(xlabel)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+        panel.set_axisbelow(True)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes

@@ -1,0 +1,315 @@
+"""The end of a run on one page: report.md, with plots, counters, samples and how to reproduce it.
+
+metrics.jsonl, samples/*.jsonl, config.yaml, run.json, summary --> summary.json, plots/*.png, report.md
+
+The part of report.md that says how good the policy became, version by version.
+
+A few completions from the beginning and the end of a run, for the report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from async_grpo.app.report.plots import write_plots
+from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import Row, of_kind
+from async_grpo.utils.text import fenced
+from async_grpo.wire.board import Figures
+from async_grpo.wire.records import ReleaseReason
+
+_HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
+
+
+def evaluations_section(evaluations: Sequence[Row]) -> str:
+    """A table of the versions, one of the sources of the last, and why a figure is missing; "" without figures."""
+    measured = [row for row in evaluations if row.get("figures")]
+    if not measured:
+        return ""
+    last = measured[-1]
+    parts = [
+        "## Held-out prompts",
+        _table("version", ((str(row.get("version")), row["figures"]) for row in measured), _samples(last)),
+        _by_source(last),
+        f"{INTERVALS}. {_HOW}{_remarks(last)}",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _by_source(row: Row) -> str:
+    sources = row.get("by_source") or {}
+    if not sources:
+        return ""
+    table = _table("source", ((_cell(source), figures) for source, figures in sources.items()), _samples(row))
+    return f"Of version {row.get('version')}, by source of the prompts:\n\n{table}"
+
+
+def _table(key: str, rows: Iterable[tuple[str, Row]], samples: int) -> str:
+    found = [(name, msgspec.convert(row, Figures)) for name, row in rows]
+    estimates = [rows_of(figures, samples) for _, figures in found]
+    names = list(dict.fromkeys(name for row in estimates for name in row))
+    lines = [f"| {' | '.join([key, 'prompts', *names])} |", f"|{'---|' * (len(names) + 2)}"]
+    for (label, figures), row in zip(found, estimates, strict=True):
+        lines.append(f"| {' | '.join([label, str(figures.prompts), *(shown(row.get(name)) for name in names)])} |")
+    return "\n".join(lines)
+
+
+def _remarks(row: Row) -> str:
+    reason, unjudged = row.get("no_majority"), row["figures"].get("unjudged")
+    remarks = f" No maj@{_samples(row)}: {_cell(str(reason))}." if reason else ""
+    remarks += f" {unjudged} completions could not be judged and are left out." if unjudged else ""
+    unextracted = row["figures"].get("unextracted")
+    return remarks + (f" {no_vote(unextracted, _samples(row))}; `logs/` has why." if unextracted else "")
+
+
+def _samples(row: Row) -> int:
+    return int(row.get("samples") or 1)
+
+
+def _cell(text: str) -> str:
+    """Of data and configuration: nothing that Markdown would take for its own."""
+    return "`" + "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)[:80] + "`"
+
+
+_GROUPS = 2
+
+
+_COMPLETIONS = 2
+
+
+def samples_section(run_dir: Path) -> str:
+    """Markdown, with every piece of model output in a block it cannot leave; "" without samples."""
+    rows = [row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in read_rows(path)]
+    rows = sorted((row for row in rows if _completions(row)), key=_version)
+    if not rows:
+        return ""
+    early, late = rows[:_GROUPS], rows[_GROUPS:][-_GROUPS:]
+    blocks = ["## Samples", "### Early in training", *map(_group, early)]
+    if late:
+        blocks += ["### Late in training", *map(_group, late)]
+    return "\n\n".join(blocks)
+
+
+def _group(row: Row) -> str:
+    """The prompt, and its best and worst completion."""
+    ranked = sorted(_completions(row), key=lambda completion: -(completion.get("reward") or 0.0))
+    shown = ranked if len(ranked) <= _COMPLETIONS else [ranked[0], ranked[-1]]
+    blocks = [f"Prompt (policy version {_version(row)}):", fenced(str(row.get("prompt", "")))]
+    for completion in shown:
+        blocks += [_caption(completion), fenced(str(completion.get("text", "")))]
+    return "\n\n".join(blocks)
+
+
+def _caption(completion: Row) -> str:
+    """Its reward and the policy versions that wrote it."""
+    reward = completion.get("reward")
+    judged = "not judged" if reward is None else f"{reward:g}"
+    spans = completion.get("spans") or []
+    written = ", ".join(f"tokens {start} to {end} by version {version}" for version, start, end in spans[:4])
+    return f"Reward {judged}" + (f" ({written}):" if written else ":")
+
+
+def _version(row: Row) -> int:
+    """The oldest policy version that wrote a token of the group."""
+    spans = [span for completion in _completions(row) for span in completion.get("spans") or []]
+    return min((span[0] for span in spans), default=0)
+
+
+def _completions(row: Row) -> list[dict[str, Any]]:
+    completions = row.get("completions")
+    return [c for c in completions if isinstance(c, dict)] if isinstance(completions, list) else []
+
+
+Facts = dict[str, Any]
+
+
+_PART_MEANINGS = {
+    "wait": "the trainer waited for a batch from the rollout servers",
+    "pack": "packing sequences into micro-batches",
+    "train": "forward and backward",
+    "optimizer": "optimizer step",
+    "publish": "snapshot and announcement of the new weights",
+    "checkpoint": "writing checkpoints",
+    "other": "everything else in a step",
+}
+
+
+def write_report(run_dir: Path, summary: Facts) -> Path:
+    """summary.json, plots/*.png and report.md from what the run left behind; returns report.md.
+
+    `summary` is what `summary.summarize` returns. Missing files leave out their section.
+    """
+    rows = read_rows(run_dir / "metrics.jsonl")
+    plots = write_plots(run_dir, of_kind(rows, "step"), summary)
+    _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    sections = [
+        f"# {summary.get('name', run_dir.name)}",
+        _headline(summary),
+        *[f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots],
+        evaluations_section(summary.get("evaluations") or []),
+        _balance(summary),
+        _bound(summary),
+        _gap(summary),
+        _time(summary),
+        _warnings(of_kind(rows, "warning")),
+        samples_section(run_dir),
+        _reproduce(run_dir, summary),
+        _timeline(run_dir),
+    ]
+    return _write(run_dir / "report.md", "\n\n".join(section for section in sections if section) + "\n")
+
+
+def _write(path: Path, text: str) -> Path:
+    """Whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    return draft.replace(path)
+
+
+def _headline(summary: Facts) -> str:
+    accuracy = _change(summary, "accuracy_before", "accuracy_after", ".1%")
+    greedy = _change(summary, "greedy_accuracy_before", "greedy_accuracy_after", ".1%")
+    restarts, failures = _counts(summary, "restarts"), _counts(summary, "reward_failures")
+    lines = [
+        ("**held-out accuracy, sampled**", f"**{accuracy}**"),
+        ("held-out accuracy, greedy", greedy),
+        ("training reward, first and last tenth", _change(summary, "reward_first", "reward_last", ".3f")),
+        ("optimizer steps", _figure(summary, "steps", ",")),
+        ("wall time", f"{_figure(summary, 'wall_s', ',.0f')} s"),
+        (
+            "tokens generated",
+            f"{_figure(summary, 'generated_tokens', ',')} ({_figure(summary, 'tokens_per_s', ',.0f')}/s)",
+        ),
+        (
+            "tokens trained",
+            f"{_figure(summary, 'trained_tokens', ',')} ({_figure(summary, 'trained_tokens_per_s', ',.0f')}/s)",
+        ),
+        (
+            "age of trained tokens",
+            f"max {_figure(summary, 'max_age', '')}, bound {_figure(summary, 'age_bound', '')}",
+        ),
+        ("log-probability gap, mean", _figure(summary, "logprob_gap_mean", ".2e")),
+        ("completions that could not be judged", failures),
+        ("restarts", restarts),
+    ]
+    return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in lines]])
+
+
+def _counts(summary: Facts, key: str) -> str:
+    """Names with their counts, those with none left out."""
+    return ", ".join(f"{name} {count}" for name, count in (summary.get(key) or {}).items() if count) or "none"
+
+
+def _balance(summary: Facts) -> str:
+    groups = summary.get("groups") or {}
+    if not groups.get("admitted"):
+        return ""
+    terms = [f"{groups.get(reason.value, 0):,} {reason.value}" for reason in ReleaseReason]
+    verdict = "holds" if summary.get("balanced") else "**DOES NOT HOLD**"
+    return (
+        "## Every group accounted for\n\n"
+        "`admitted = released + active`, with active = in flight + ready + taken:\n\n"
+        f"> {groups['admitted']:,} admitted = {' + '.join(terms)} + {groups.get('active', 0):,} active\n\n"
+        f"The equation {verdict}."
+    )
+
+
+def _bound(summary: Facts) -> str:
+    oldest, bound = summary.get("max_age"), summary.get("age_bound")
+    if oldest is None or bound is None:
+        return ""
+    verdict = "kept" if oldest <= bound else "**BROKEN**"
+    return (
+        "## Staleness\n\n"
+        f"S = {_figure(summary, 'max_staleness', '')}; max age <= bound: {oldest} <= {bound}, {verdict}. "
+        f"Mean age over the trained tokens: {_figure(summary, 'mean_age', '.2f')} optimizer steps."
+    )
+
+
+def _gap(summary: Facts) -> str:
+    if summary.get("logprob_gap_mean") is None:
+        return ""
+    return (
+        "## Log-probability gap\n\n"
+        "Absolute difference between engine and trainer, for the same tokens under the same weights: mean "
+        f"{_figure(summary, 'logprob_gap_mean', '.2e')}, max {_figure(summary, 'logprob_gap_max', '.2e')} "
+        f"over {_figure(summary, 'gap_tokens', ',')} tokens (those that one version sampled whole)."
+    )
+
+
+def _time(summary: Facts) -> str:
+    split = summary.get("time_split_s") or {}
+    total = sum(split.values())
+    if not total:
+        return ""
+    shares = sorted(split.items(), key=lambda part: -part[1])
+    lines = [
+        f"| {name} | {spent_s:,.1f} | {spent_s / total:.0%} | {_PART_MEANINGS.get(name, '')} |"
+        for name, spent_s in shares
+        if spent_s > 0
+    ]
+    header = "| part of the step | seconds | share | |\n|---|---:|---:|---|"
+    return f"## Where the time went\n\n{_who_waited(split.get('wait', 0.0) / total)}\n\n" + "\n".join([header, *lines])
+
+
+def _who_waited(share: float) -> str:
+    """In words, from the share of its time that the trainer spent waiting."""
+    if share >= 0.2:
+        reading = "generation was the bottleneck: more rollout servers would make the run faster"
+    elif share >= 0.05:
+        reading = "generation and training were about balanced"
+    else:
+        reading = "training was the bottleneck: rollout servers waited for the staleness window"
+    return f"The trainer waited for rollouts {share:.0%} of its time; {reading}."
+
+
+def _warnings(warnings: list[Row]) -> str:
+    if not warnings:
+        return ""
+    messages = [str(row.get("message", "")) for row in warnings]
+    shown = fenced("\n".join(messages[:20]), limit=4000)
+    return f"## Warnings\n\n{len(warnings)} in metrics.jsonl, the first of them:\n\n{shown}"
+
+
+def _reproduce(run_dir: Path, summary: Facts) -> str:
+    name = summary.get("name", run_dir.name)
+    command = _first_command(run_dir) or f"async-grpo run {run_dir}/config.yaml -o name={name}-again"
+    text = f"## Reproduce\n\nSeed {_figure(summary, 'seed', '')}.\n\n{fenced(command)}"
+    config = run_dir / "config.yaml"
+    if not config.exists():
+        return text
+    resolved = fenced(config.read_text(encoding="utf-8").rstrip(), limit=20_000)
+    return f"{text}\n\n<details><summary>resolved configuration (config.yaml)</summary>\n\n{resolved}\n\n</details>"
+
+
+def _first_command(run_dir: Path) -> str:
+    """What the user typed, if the supervisor noted it."""
+    path = run_dir / "run.json"
+    if not path.exists():
+        return ""
+    return str(json.loads(path.read_text(encoding="utf-8")).get("command") or "")
+
+
+def _timeline(run_dir: Path) -> str:
+    if not (run_dir / "timeline.json").exists():
+        return ""
+    return (
+        "## Timeline\n\n"
+        "Open <https://ui.perfetto.dev>, choose *Open trace file* and pick `timeline.json` "
+        "(it stays in your browser). One row a track: generation, training, weight updates, waits."
+    )
+
+
+def _change(summary: Facts, before: str, after: str, form: str) -> str:
+    return f"{_figure(summary, before, form)} → {_figure(summary, after, form)}"
+
+
+def _figure(summary: Facts, key: str, form: str) -> str:
+    value = summary.get(key)
+    return "-" if value is None else format(value, form)

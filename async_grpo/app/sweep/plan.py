@@ -1,0 +1,259 @@
+"""Which runs a sweep has: those that it had, and those that are asked for now. Pure but for `Resolve`.
+
+    known points  --resolved again-->  as they were?  --no-->  refused: another base configuration
+    grid x seeds  --resolved-------->  allowed?       --no-->  refused: which point, and why
+
+Nothing is started before every point is known to be allowed.
+
+What `--grid` and `--seeds` say. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from async_grpo.app.launch.run_folder import changed_keys, run_name
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+
+_OPENING, _CLOSING, _QUOTES = "[{(", "]})", "'\""
+
+
+_RESERVED = {
+    "seed": "Give the seeds with --seeds 1,2,3",
+    "name": "A sweep names its runs itself; -o name=... names the sweep",
+    "runs_dir": "A sweep keeps its runs in its own folder; --out says which",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One key of the configuration and the values to try, as they were typed."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def parse_axis(text: str) -> Axis:
+    """`key=a,b,c` -> Axis; a comma inside brackets or quotes belongs to its value. Raises ConfigError.
+
+    >>> parse_axis("trainer.objective.corrections=[],[geo_rs, opsm]").values
+    ('[]', '[geo_rs, opsm]')
+    """
+    key, equals, values = text.partition("=")
+    key, parts = key.strip(), split_values(values)
+    if not equals or not key or not all(parts):
+        raise ConfigError(f"--grid {text!r} is not of the form key=value,value,... such as max_staleness=0,1,2,4")
+    if key in _RESERVED:
+        raise ConfigError(f"--grid {text!r}: {key} is no axis. {_RESERVED[key]}")
+    twice = [value for value in parts if parts.count(value) > 1]
+    if twice:
+        raise ConfigError(f"--grid {text!r}: the value {twice[0]} stands twice. Remove one")
+    return Axis(key, tuple(parts))
+
+
+def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> list[Axis]:
+    """Every `--grid`. Raises ConfigError, also for a key that stands twice or in `-o`, too."""
+    axes = [parse_axis(text) for text in texts]
+    if not axes:
+        raise ConfigError(
+            "a sweep needs something to vary: --grid key=value,value,... such as --grid max_staleness=0,2"
+        )
+    keys = [axis.key for axis in axes]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"--grid {key}=... stands twice. Give all values of {key} in one --grid")
+        if key in [override.partition("=")[0] for override in overrides]:
+            raise ConfigError(f"{key} is both in --grid and in -o: which is meant? Remove one of them")
+    return axes
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """`1,2,3` -> (1, 2, 3). Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(f"--seeds {text!r} is not a list of whole numbers such as 1,2,3")
+    seeds = [int(part) for part in parts]
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text!r} names a seed twice: the same run would be made twice. Remove one")
+    return tuple(seeds)
+
+
+def combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
+    """Every choice of one value per axis, the last axis fastest; the product of no axes is one empty choice."""
+    keys = [axis.key for axis in axes]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
+
+
+def split_values(text: str) -> list[str]:
+    """At the commas that stand in no bracket and no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+Resolve = Callable[[Sequence[str]], RunConfig]
+"""Overrides on top of the sweep's configuration file -> a checked run. Raises ConfigError."""
+
+
+_NAME_LENGTH = 64
+
+
+_SHOWN_REFUSALS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: a choice of one value per axis, with a seed."""
+
+    values: Mapping[str, str]
+    """By key, as typed."""
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Of the run and of its folder."""
+        return self.config.name
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self.config.seed
+
+    def __str__(self) -> str:
+        return describe(self.values, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a command asks for. `name` is the beginning of every run's name."""
+
+    name: str
+    overrides: Sequence[str]
+    axes: Sequence[Axis]
+    seeds: Sequence[int]
+    runs_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All points of a sweep, and the names of those that are asked for now."""
+
+    points: Sequence[Point]
+    asked: frozenset[str]
+
+
+def lay_out(ask: Ask, known: Sequence[Point], resolve: Resolve) -> Plan:
+    """The sweep with the points that it had (`known`, as they were resolved then) and those of the grid.
+
+    Raises ConfigError if the known ones would be other runs now, if a new one is refused, or if two are one.
+    """
+    known = [_again(point, ask, resolve) for point in known]
+    taken = {point.name for point in known}
+    asked: list[Point] = []
+    refusals: dict[str, int] = {}  # in order, each once, whatever the seed
+    for values, seed in product(combinations(ask.axes), ask.seeds):
+        try:
+            point = _make(ask, values, seed, taken, resolve)
+        except ConfigError as error:
+            refusals.setdefault(f"{', '.join(assignments(values))}: {error}", seed)
+            continue
+        point = next((one for one in known if _identity(one) == _identity(point)), point)
+        taken.add(point.name)
+        asked.append(point)
+    if refusals:
+        raise ConfigError(_refused(list(refusals), len(combinations(ask.axes))))
+    _check_distinct(asked)
+    names = frozenset(point.name for point in asked)
+    return Plan([*(point for point in known if point.name not in names), *asked], names)
+
+
+def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collection[str] = ()) -> str:
+    """What the run of a point is called: readable, and, where that is too long or taken, told apart by a digest.
+
+    >>> point_name("quickstart", {"max_staleness": "4"}, 2)
+    'quickstart-max_staleness.4-seed.2'
+    """
+    name = run_name(base, [*assignments(values), f"seed={seed}"])
+    if len(name) < _NAME_LENGTH and name not in taken:
+        return name
+    identity = json.dumps([base, dict(values), seed], sort_keys=True)
+    return f"{name[: _NAME_LENGTH - 9]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+
+def describe(values: Mapping[str, str], seed: int) -> str:
+    """`max_staleness=4, seed=2`."""
+    return ", ".join([*assignments(values), f"seed={seed}"])
+
+
+def assignments(values: Mapping[str, str]) -> list[str]:
+    """As overrides."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _make(ask: Ask, values: Mapping[str, str], seed: int, taken: Collection[str], resolve: Resolve) -> Point:
+    return Point(values, resolve(_overrides(ask, values, seed, point_name(ask.name, values, seed, taken))))
+
+
+def _overrides(ask: Ask, values: Mapping[str, str], seed: int, name: str) -> list[str]:
+    """The sweep's own come last, and win."""
+    own = [f"seed={seed}", f"name={name}", f"runs_dir={json.dumps(str(ask.runs_dir))}"]
+    return [*ask.overrides, *assignments(values), *own]
+
+
+def _again(point: Point, ask: Ask, resolve: Resolve) -> Point:
+    """The point as it is now; only where and how it runs may have changed, for it is part of the comparison."""
+    now = resolve(_overrides(ask, point.values, point.seed, point.name))
+    changed = changed_keys(_plain(point.config), _plain(now))
+    if changed:
+        raise ConfigError(
+            f"{ask.runs_dir.parent} holds a sweep of another base configuration: {', '.join(changed)} would differ for "
+            f"its point {point}. Points of two configurations do not compare. Restore the configuration, or give this "
+            "sweep a folder of its own (--out)"
+        )
+    return replace(point, config=now)
+
+
+def _check_distinct(points: Sequence[Point]) -> None:
+    first: dict[str, Point] = {}
+    for point in points:
+        twin = first.setdefault(_identity(point), point)
+        if twin is not point:
+            raise ConfigError(f"the points {twin} and {point} are the same run. Remove one of the values")
+
+
+def _identity(point: Point) -> str:
+    """Equal for equal runs, whatever they are called and wherever they write."""
+    plain = _plain(point.config)
+    return json.dumps({key: value for key, value in plain.items() if key not in ("name", "runs_dir")}, sort_keys=True)
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _refused(refusals: Sequence[str], total: int) -> str:
+    shown = ["  - " + refusal.replace("\n", "\n  ") for refusal in refusals[:_SHOWN_REFUSALS]]
+    if len(refusals) > len(shown):
+        shown.append(f"  - and {len(refusals) - len(shown)} more")
+    head = f"{len(refusals)} of the {total} combinations cannot be run, so nothing is started:"
+    return "\n".join([head, *shown, "Take these values out of the grid"])

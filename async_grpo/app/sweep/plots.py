@@ -1,0 +1,232 @@
+"""The pictures of a sweep, as PNG files in DIR/plots. Needs no display; leaves pyplot's state alone.
+
+Colour is the value of the first axis; line and marker are those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.app.report.plots import GREY, RED
+from async_grpo.app.sweep.recommend import Candidate, Choice
+from async_grpo.app.sweep.results import Figures
+from async_grpo.app.sweep.settings import Band, Setting, band
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
+_COLUMNS = 3
+
+_PANELS: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
+    ("trained samples per second", lambda point: point.samples_per_s),
+    ("trained tokens per second", lambda point: point.tokens_per_s),
+    ("trainer idle", lambda point: point.trainer_idle),
+    ("rollout servers idle", lambda point: point.rollout_idle),
+    ("age of the trained tokens, mean", lambda point: point.age_mean),
+    ("age of the trained tokens, max", lambda point: point.age_max),
+    ("effective sample size", lambda point: point.ess),
+    ("clipped tokens", lambda point: point.clip_fraction),
+    ("log-probability gap, mean", lambda point: point.logprob_gap_mean),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a setting is drawn everywhere."""
+
+    color: Any
+    line: str
+    marker: str
+
+
+def write_plots(
+    folder: Path, settings: Sequence[Setting], candidates: Sequence[Candidate], choice: Choice
+) -> list[Path]:
+    """Every picture for which there are data; returns the files, in the order of the report."""
+    counted = [setting for setting in settings if setting.finished]
+    looks = looks_of(counted)
+    drawings: dict[str, Figure | None] = {
+        "tradeoff": _tradeoff(candidates, {setting.label: setting for setting in counted}, looks, choice),
+        "reward_by_step": _rewards(counted, looks, over_seconds=False),
+        "reward_by_time": _rewards(counted, looks, over_seconds=True),
+        "figures": _figures(counted, looks),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in drawings.items():
+        if figure is not None:
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1], dpi=144)
+    return paths
+
+
+def looks_of(settings: Sequence[Setting]) -> dict[str, Look]:
+    """By label: a colour for every value of the first axis, a line for every combination of the others."""
+    from matplotlib import colormaps
+
+    firsts = list(dict.fromkeys(_first(setting) for setting in settings))
+    rests = list(dict.fromkeys(_rest(setting) for setting in settings))
+    looks = {}
+    for setting in settings:
+        place = firsts.index(_first(setting)) / max(1, len(firsts) - 1)
+        style = rests.index(_rest(setting)) % len(_LINES)
+        looks[setting.label] = Look(colormaps["viridis"](0.9 * place), _LINES[style], _MARKERS[style])
+    return looks
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other beats in both coordinates, by the first.
+
+    >>> pareto([(1, 3), (2, 2), (1.5, 1), (3, 1)])
+    [(1, 3), (2, 2), (3, 1)]
+    """
+    front: list[tuple[float, float]] = []
+    for point in sorted(set(points), reverse=True):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    return front[::-1]
+
+
+def _tradeoff(
+    candidates: Sequence[Candidate], settings: dict[str, Setting], looks: dict[str, Look], choice: Choice
+) -> Figure | None:
+    """Learning against speed: up and to the right is better. Points bear their values, the title the keys."""
+    if not candidates:
+        return None
+    figure, [axes] = _panels(1, 1)
+    keys = [key.split(".")[-1] for key in settings[candidates[0].label].values]
+    axes.set_title(f"Learning against throughput, by {', '.join(keys)}", loc="left", fontweight="bold")
+    front = pareto([(one.samples_per_s, one.learning) for one in candidates])
+    axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=1, label="not beaten in both")
+    for one in candidates:
+        look = looks[one.label]
+        at = (one.samples_per_s, one.learning)
+        axes.errorbar(*at, yerr=one.error, color=look.color, marker=look.marker, markersize=7, capsize=3)
+        values = ", ".join(settings[one.label].values.values())
+        axes.annotate(values, at, (8, 6), textcoords="offset points", fontsize=8)
+        if one.label == choice.label:
+            ring: dict[str, Any] = {"facecolors": "none", "edgecolors": RED, "linewidths": 2, "label": "recommended"}
+            axes.scatter(*at, s=220, zorder=3, **ring)
+    axes.set_xlabel("trained samples per second")
+    axes.set_ylabel(f"{choice.measure}\n(bars: one standard error)")
+    axes.margins(x=0.2, y=0.15)
+    axes.legend(loc="best")
+    return figure
+
+
+def _rewards(settings: Sequence[Setting], looks: dict[str, Look], *, over_seconds: bool) -> Figure | None:
+    """Training reward: a panel for every combination of the other axes, all to one scale, and in it a line for every
+    value of the first axis: the mean over seeds, smoothed; the band is from lowest to highest seed."""
+    bands = {s.label: band([point.curve for point in s.finished], over_seconds=over_seconds) for s in settings}
+    drawn = [setting for setting in settings if bands[setting.label] is not None]
+    rests = list(dict.fromkeys(_rest(setting) for setting in drawn))
+    if not rests:
+        return None
+    columns = min(_COLUMNS, len(rests))
+    figure, panels = _panels(-(-len(rests) // columns), columns)
+    for axes, rest in zip(panels, rests, strict=False):
+        axes.set_title(", ".join(rest) or "Training reward", loc="left", fontsize=9, fontweight="bold")
+        for setting in (each for each in drawn if _rest(each) == rest):
+            _draw_band(axes, bands[setting.label], looks[setting.label].color, _first(setting))
+    for axes in panels[len(rests) :]:
+        axes.set_axis_off()
+    _to_one_scale(panels[: len(rests)])
+    named, firsts = _named(panels), list(dict.fromkeys(_first(setting) for setting in drawn))
+    handles = [named[first] for first in firsts]
+    panels[0].legend(handles, firsts, title=next(iter(drawn[0].values)), loc="lower right", fontsize=8)
+    figure.supxlabel("seconds of training (steps and their waits)" if over_seconds else "optimizer step", fontsize=9)
+    figure.supylabel("mean reward of a step", fontsize=9)
+    return figure
+
+
+def _draw_band(axes: Axes, found: Band | None, color: Any, label: str) -> None:
+    if found is not None:
+        axes.plot(found.xs, found.mean, color=color, label=label)
+        axes.fill_between(found.xs, found.low, found.high, color=color, alpha=0.15, linewidth=0)
+
+
+def _to_one_scale(panels: Sequence[Axes]) -> None:
+    """So that one sees at a glance which panel's lines are lower."""
+    lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
+    ends = max(axes.get_xlim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(min(lows), max(highs))
+        axes.set_xlim(0, ends)
+
+
+def _figures(settings: Sequence[Setting], looks: dict[str, Look]) -> Figure | None:
+    """Small multiples over the first axis: a dot a seed, a line through the means of settings that differ in it."""
+    shown = [(title, read) for title, read in _PANELS if any(setting.measure(read) for setting in settings)]
+    if not shown:
+        return None
+    figure, panels = _panels(-(-len(shown) // _COLUMNS), _COLUMNS)
+    firsts = list(dict.fromkeys(_first(setting) for setting in settings))
+    for axes, (title, read) in zip(panels, shown, strict=False):
+        axes.set_title(title, loc="left", fontsize=9)
+        for rest in dict.fromkeys(_rest(setting) for setting in settings):
+            of_rest = [setting for setting in settings if _rest(setting) == rest]
+            _draw_panel(axes, of_rest, firsts, read, looks)
+        axes.set_xticks(range(len(firsts)), firsts)
+        highest = max(found.high for setting in settings if (found := setting.measure(read)) is not None)
+        axes.set_ylim(0, 1.15 * highest or 1.0)
+        axes.margins(x=0.15)
+    for axes in panels[len(shown) :]:
+        axes.set_axis_off()
+    panels[0].figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
+    if named := _named(panels):
+        panels[0].figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4, fontsize=8)
+    return figure
+
+
+def _named(panels: Sequence[Axes]) -> dict[str, Artist]:
+    """A line for every label; no panel need have all of them."""
+    shown = [axes.get_legend_handles_labels() for axes in panels]
+    return {label: line for lines, labels in shown for line, label in zip(lines, labels, strict=True)}
+
+
+def _draw_panel(
+    axes: Axes,
+    settings: Sequence[Setting],
+    firsts: Sequence[str],
+    read: Callable[[Figures], float | None],
+    looks: dict[str, Look],
+) -> None:
+    means = [(firsts.index(_first(s)), found.mean) for s in settings if (found := s.measure(read)) is not None]
+    if not means:
+        return
+    style = looks[settings[0].label]
+    label = ", ".join(_rest(settings[0]))
+    axes.plot(*zip(*means, strict=True), color=GREY, linestyle=style.line, marker=style.marker, label=label, zorder=1)
+    for setting in settings:
+        place, look = firsts.index(_first(setting)), looks[setting.label]
+        values = [value for point in setting.finished if (value := read(point)) is not None]
+        axes.scatter([place] * len(values), values, color=look.color, marker=look.marker, s=28, zorder=2, clip_on=False)
+
+
+def _panels(rows: int, columns: int) -> tuple[Figure, list[Axes]]:
+    """A grid of panels with a quiet grid each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.4) if columns == 1 else (10, 2.3 * rows + 0.7), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = [figure.add_subplot(rows, columns, index + 1) for index in range(rows * columns)]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def _first(setting: Setting) -> str:
+    return next(iter(setting.values.values()))
+
+
+def _rest(setting: Setting) -> tuple[str, ...]:
+    return tuple(f"{key.split('.')[-1]}={value}" for key, value in list(setting.values.items())[1:])

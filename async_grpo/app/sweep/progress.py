@@ -1,0 +1,132 @@
+"""How far a sweep is: a live table in a terminal, a line now and then anywhere else.
+
+with SweepView(total, console) as view:
+    view.say("max_staleness=4, seed=1: finished")
+    view.update(state)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.app.report.panel import clock
+
+_BAR_CELLS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPoint:
+    """A run that is going on. `step` is the newest trained, `begun_at` the one that it had when it was started."""
+
+    label: str
+    step: int
+    steps: int
+    begun_at: int
+    elapsed_s: float
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepState:
+    """What is known now."""
+
+    total: int
+    finished: int
+    failed: int
+    running: Sequence[RunningPoint]
+    steps_left: int
+    """Of all points, those that are running included."""
+    at_once: int
+    made_steps: int = 0
+    """By the runs of this invocation that have ended, in `spent_s` seconds, starts included."""
+    spent_s: float = 0.0
+    elapsed_s: float = 0.0
+    stopping: bool = False
+
+
+def eta_s(state: SweepState) -> float | None:
+    """Steps left, at the mean pace of this invocation's runs, their starts included.
+
+    None before the first step, and behind the last.
+
+    >>> eta_s(SweepState(4, 1, 0, [], steps_left=30, at_once=2, made_steps=10, spent_s=20.0))
+    30.0
+    """
+    at_work = [run for run in state.running if run.step > run.begun_at]
+    made = state.made_steps + sum(run.step - run.begun_at for run in at_work)
+    spent_s = state.spent_s + sum(run.elapsed_s for run in at_work)
+    return state.steps_left * spent_s / made / state.at_once if made > 0 and state.steps_left else None
+
+
+def line(state: SweepState) -> str:
+    """The state in one line, for a log."""
+    running = [f"{run.label} at step {run.step}/{run.steps}" for run in state.running]
+    return " | ".join([f"[{clock(state.elapsed_s)}] {_counts(state)}", *running])
+
+
+class SweepView:
+    """Shows the newest state. Without a terminal, one line at least `every_s` seconds apart."""
+
+    def __init__(self, console: Console, every_s: float = 30.0) -> None:
+        self._console = console
+        self._every_s = every_s
+        self._state: SweepState | None = None
+        self._printed_s = 0.0
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> SweepView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the table."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, state: SweepState) -> None:
+        """Show `state`."""
+        self._state = state
+        if not self._console.is_terminal and state.elapsed_s - self._printed_s >= self._every_s:
+            self._printed_s = state.elapsed_s
+            self.say(line(state))
+
+    def _render(self) -> RenderableType:
+        return table(self._state) if self._state is not None else Text("")
+
+
+def table(state: SweepState) -> RenderableType:
+    """The sweep, and a row for every run that is going on."""
+    rows = Table.grid(padding=(0, 2))
+    done = state.finished + state.failed
+    rows.add_row(Text("points", style="bold"), _bar(done, state.total), Text(_counts(state), style="bold"))
+    for run in state.running:
+        reward = "" if run.reward is None else f", reward {run.reward:.3f}"
+        at = f"step {run.step} of {run.steps}{reward}, {clock(run.elapsed_s)}" if run.step else "starting"
+        rows.add_row(Text(run.label, style="cyan"), _bar(run.step, run.steps), Text(at))
+    return Group(rows)
+
+
+def _counts(state: SweepState) -> str:
+    failed = f", {state.failed} failed" if state.failed else ""
+    left_s = eta_s(state)
+    left = "" if left_s is None else f", {clock(left_s)} left"
+    if state.stopping:
+        left = ", stopping (Ctrl-C again: at once)"
+    return f"{state.finished} of {state.total} points finished{failed}{left}"
+
+
+def _bar(done: int, total: int) -> ProgressBar:
+    return ProgressBar(max(1, total), done, width=_BAR_CELLS, complete_style="green", finished_style="green")

@@ -1,0 +1,165 @@
+"""Which setting is recommended, and why. Pure.
+
+    1. Only settings count whose every seed has finished, with books that balance and no token older than the bound.
+    2. `learning` is the held-out accuracy at the end (sampled), mean over seeds; where it was not measured for all of
+       them, the mean training reward.
+    3. margin: what the caller tolerates; else one standard error of the best setting, the larger of the spread over
+       its seeds and the sampling error of the evaluation; else DEFAULT_TOLERANCE.
+    4. Of the settings whose learning is within the margin of the best, the one that trains most samples a second.
+
+That is the one-standard-error rule: nothing is paid, in speed, for a difference that the seeds do not support.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from async_grpo.app.sweep.results import Figures
+from async_grpo.app.sweep.settings import Setting
+
+DEFAULT_TOLERANCE = 0.02
+"""Of the learning measure, where neither seeds nor an evaluation give an error."""
+
+ACCURACY, REWARD = "held-out accuracy at the end (sampled)", "mean training reward"
+_LEARNING: dict[str, Callable[[Figures], float | None]] = {
+    ACCURACY: lambda point: point.accuracy_after,
+    REWARD: lambda point: point.reward_mean,
+}
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting as the rule sees it. `error`: standard error of `learning`, None if unknown."""
+
+    label: str
+    learning: float
+    error: float | None
+    samples_per_s: float
+    before: float | None = None
+    """The learning measure before training, where it was measured."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The recommendation. `label` is "" where there is none; the reason then says why."""
+
+    label: str
+    reason: str
+    measure: str = ""
+    margin: float | None = None
+    within: list[str] = []
+    """The settings that learned as well as the best, by the margin."""
+    excluded: dict[str, str] = {}
+    """Setting -> why it does not count."""
+
+
+def recommend(settings: Sequence[Setting], tolerance: float | None = None) -> Choice:
+    """The setting to use, by the rule above."""
+    excluded = {setting.label: why for setting in settings if (why := _why_not(setting))}
+    eligible = [setting for setting in settings if setting.label not in excluded]
+    measure = learning_measure(eligible)
+    candidates = [found for setting in eligible if (found := candidate(setting, measure)) is not None]
+    if not candidates:
+        return Choice(label="", reason="No setting has finished all of its seeds yet.", excluded=excluded)
+    return choose(candidates, measure, tolerance, excluded)
+
+
+def choose(
+    candidates: Sequence[Candidate], measure: str, tolerance: float | None, excluded: dict[str, str] | None = None
+) -> Choice:
+    """The fastest of those that learned as well as the best. `candidates` is not empty."""
+    best = max(candidates, key=lambda one: one.learning)
+    margin, because = _margin(best, tolerance)
+    within = [one for one in candidates if best.learning - one.learning <= margin]
+    chosen = max(within, key=lambda one: (one.samples_per_s, one.learning))
+    return Choice(
+        label=chosen.label,
+        reason=_in_words(chosen, best, within, len(candidates), (margin, because), measure),
+        measure=measure,
+        margin=margin,
+        within=[one.label for one in within],
+        excluded=excluded or {},
+    )
+
+
+def learning_measure(settings: Sequence[Setting]) -> str:
+    """Accuracy, if every finished point has it."""
+    points = [point for setting in settings for point in setting.finished]
+    return ACCURACY if points and all(point.accuracy_after is not None for point in points) else REWARD
+
+
+def candidate(setting: Setting, measure: str) -> Candidate | None:
+    """None where learning or speed is not known."""
+    learning = setting.measure(_LEARNING[measure])
+    speed = setting.measure(lambda point: point.samples_per_s)
+    if learning is None or speed is None:
+        return None
+    before = setting.measure(lambda point: point.accuracy_before) if measure == ACCURACY else None
+    errors = [setting.standard_error(_LEARNING[measure]), _evaluation_error(setting) if measure == ACCURACY else None]
+    return Candidate(
+        label=setting.label,
+        learning=learning.mean,
+        error=max((error for error in errors if error is not None), default=None),
+        samples_per_s=speed.mean,
+        before=before.mean if before is not None else None,
+    )
+
+
+def _evaluation_error(setting: Setting) -> float | None:
+    """Standard error of a share of `eval.prompts` prompts, over all seeds: samples of one prompt count as one.
+
+    One right and one wrong answer are added (Laplace), so that all right or all wrong is not taken for certain.
+    """
+    measured = [(point.accuracy_after, point.eval_prompts) for point in setting.finished]
+    added = [((share * n + 1) / (n + 2), n) for share, n in measured if share is not None and n]
+    variances = [share * (1 - share) / n for share, n in added]
+    return math.sqrt(sum(variances)) / len(variances) if variances else None
+
+
+def _why_not(setting: Setting) -> str:
+    """Why a setting cannot be recommended; "" if it can."""
+    for point in setting.points:
+        if point not in setting.finished:
+            return f"seed {point.seed}: {point.state}"
+        if point.balanced is False:
+            return f"seed {point.seed}: its books do not balance"
+        if point.age_max is not None and point.age_bound is not None and point.age_max > point.age_bound:
+            return (
+                f"seed {point.seed}: a trained token was {point.age_max} steps old, above the bound {point.age_bound}"
+            )
+    return ""
+
+
+def _margin(best: Candidate, tolerance: float | None) -> tuple[float, str]:
+    """How much less is as good, and why so much."""
+    if tolerance is not None:
+        return tolerance, "the stated tolerance"
+    if best.error is not None:
+        return best.error, "one standard error of the best"
+    return DEFAULT_TOLERANCE, "a fixed tolerance, because one seed without an evaluation gives no error"
+
+
+def _in_words(
+    chosen: Candidate, best: Candidate, within: Sequence[Candidate], total: int, margin: tuple[float, str], measure: str
+) -> str:
+    before = "" if chosen.before is None else f" (before: {chosen.before:.3f})"
+    lead = f"{chosen.label} trains {chosen.samples_per_s:.3g} samples a second; its {measure} is {chosen.learning:.3f}"
+    width = f"{margin[0]:.3g}, which is {margin[1]}"
+    if total == 1:
+        compared = "It is the only setting that counts, so nothing was compared."
+    elif len(within) == 1:
+        compared = f"It learned most, and no other setting is within {width}."
+    elif chosen is best:
+        compared = f"It learned most and is the fastest of the {len(within)} settings within {width}."
+    else:
+        of = f"of the best, {best.label} with {best.learning:.3f}"
+        compared = f"It is the fastest of the {len(within)} settings within {margin[0]:.3g} {of}; that is {margin[1]}."
+    return f"{lead}{before}. {compared}{_nothing_learned(best)}"
+
+
+def _nothing_learned(best: Candidate) -> str:
+    """A caution where the policies are what they were."""
+    if best.before is None or best.learning - best.before > (best.error or 0.0):
+        return ""
+    return " No setting learned anything that the evaluation shows, so this compares their speed only."

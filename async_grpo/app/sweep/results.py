@@ -1,0 +1,251 @@
+"""What one run has come to, from the files that it left.
+
+    summary.json, metrics.jsonl, timeline/*.jsonl  -->  Figures
+
+Every file may be missing: a run that was killed has no summary yet.
+
+How long rollout servers generated nothing while the trainer was at work. Pure: spans of time in, shares out.
+
+trainer      |--wait--|----train----|--wait--|          the run is going on
+rollout-0      |-group 0-|        |--group 1-|          it generates
+idle         |-|         |--------|
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.app.sweep.plan import Point
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kind
+
+Span = tuple[float, float]
+"""From, to; in seconds."""
+
+
+_STARTING = "start"
+
+
+_GENERATING = ("generation", "evaluation")
+
+
+def rollout_idle_share(trainer: Iterable[Row], servers: Sequence[Iterable[Row]]) -> float | None:
+    """Share of the trainer's time in which a server generated nothing, mean over the servers; None if unknown.
+
+    The rows are those of `timeline/<role>.jsonl`. What the trainer waits before its first batch, while engines load,
+    does not count; nor does the time between an invocation and the one that resumes it.
+    """
+    at_work = merged(_spans(row for row in trainer if row.get("name") != _STARTING))
+    total = length(at_work)
+    if not total or not servers:
+        return None
+    busy = [merged(_spans(row for row in rows if row.get("track") in _GENERATING)) for rows in servers]
+    return sum(1.0 - length(overlap(at_work, spans)) / total for spans in busy) / len(busy)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same time in spans that neither touch nor overlap, in order.
+
+    >>> merged([(3, 4), (0, 1), (1, 2)])
+    [(0, 2), (3, 4)]
+    """
+    whole: list[Span] = []
+    for start, end in sorted(spans):
+        if whole and start <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(whole[-1][1], end))
+        elif end > start:
+            whole.append((start, end))
+    return whole
+
+
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """What two merged sequences have in common."""
+    common, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            common.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Seconds."""
+    return sum(end - start for start, end in spans)
+
+
+def _spans(rows: Iterable[Row]) -> list[Span]:
+    found = [(number(row, "start_s"), number(row, "end_s")) for row in rows]
+    return [(start, end) for start, end in found if start is not None and end is not None]
+
+
+Facts = dict[str, Any]
+
+
+FINISHED, FAILED, UNFINISHED, NEW = "finished", "failed", "unfinished", "not begun"
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean reward of every step. `seconds`: of the trainer's steps up to this one, waits included, starts not."""
+
+    steps: list[int] = []
+    seconds: list[float] = []
+    reward: list[float] = []
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One point. Shares are between 0 and 1, ages in optimizer steps; what is not known is None."""
+
+    name: str
+    values: dict[str, str]
+    """By key of the grid, as resolved."""
+    seed: int
+    state: str
+    """`finished`, `failed`, `unfinished` or `not begun`."""
+    error: str = ""
+    at_once: int = 1
+    steps_done: int = 0
+    steps: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    greedy_accuracy_before: float | None = None
+    greedy_accuracy_after: float | None = None
+    eval_prompts: int | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+    reward_mean: float | None = None
+    """Over all steps: the area under the reward curve, divided by the steps."""
+    wall_s: float | None = None
+    """Of all invocations, starts and evaluations included."""
+    steps_s: float | None = None
+    """Of the trainer's steps, their waits included."""
+    tokens_per_s: float | None = None
+    """Trained, per second of the steps behind the head start (see `behind_head_start`); likewise samples_per_s and
+    trainer_idle."""
+    samples_per_s: float | None = None
+    generated_tokens: int | None = None
+    trained_tokens: int | None = None
+    trainer_idle: float | None = None
+    rollout_idle: float | None = None
+    age_mean: float | None = None
+    age_max: int | None = None
+    age_bound: int | None = None
+    ess: float | None = None
+    """Effective sample size of the importance weights, as a share of the tokens; mean over the steps."""
+    clip_fraction: float | None = None
+    logprob_gap_mean: float | None = None
+    logprob_gap_max: float | None = None
+    balanced: bool | None = None
+    curve: Curve = Curve()
+
+
+def read_figures(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> Figures:
+    """Of the run in its folder, as it is now."""
+    folder = RunFolder(point.config.run_dir)
+    rows = last_of_each(of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
+    timelines = folder.path / "timeline"
+    idle = rollout_idle_share(
+        read_rows(timelines / "trainer.jsonl"),
+        [read_rows(path) for path in sorted(timelines.glob("rollout-*.jsonl"))],
+    )
+    finished = folder.read_state().finished_steps >= point.config.steps
+    return Figures(
+        name=point.name,
+        values=values,
+        seed=point.seed,
+        state=state_of(finished=finished, error=error, steps_done=len(rows)),
+        error="" if finished else error,
+        at_once=at_once,
+        steps_done=len(rows),
+        steps=point.config.steps,
+        rollout_idle=idle,
+        **from_summary(_read_summary(folder.path / "summary.json")),
+        **from_rows(rows, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
+    )
+
+
+def state_of(*, finished: bool, error: str, steps_done: int) -> str:
+    """How a run stands, in a word."""
+    if finished:
+        return FINISHED
+    if error:
+        return FAILED
+    return UNFINISHED if steps_done else NEW
+
+
+def from_summary(summary: Facts) -> Facts:
+    """What the run's own report says."""
+    as_they_are = (
+        *("accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"),
+        *("reward_first", "reward_last", "wall_s", "generated_tokens", "trained_tokens"),
+        *("age_bound", "logprob_gap_mean", "logprob_gap_max", "balanced"),
+    )
+    evaluations = summary.get("evaluations") or []
+    return {
+        **{key: summary.get(key) for key in as_they_are},
+        "age_mean": summary.get("mean_age"),
+        "age_max": summary.get("max_age"),
+        "eval_prompts": evaluations[-1].get("prompts") if evaluations else None,
+    }
+
+
+def from_rows(rows: Sequence[Row], *, group_size: int, max_staleness: int) -> Facts:
+    """What the steps say; one row a step, in order."""
+    steady = behind_head_start(rows, max_staleness)
+    spent_s = sum(numbers(steady, "step_s"))
+    rewards = numbers(rows, "reward_mean")
+    return {
+        "reward_mean": _mean(rewards),
+        "steps_s": sum(numbers(rows, "step_s")) if rows else None,
+        "tokens_per_s": _rate(sum(numbers(steady, "trained_tokens")), spent_s),
+        "samples_per_s": _rate(sum(numbers(steady, "groups")) * group_size, spent_s),
+        "trainer_idle": sum(numbers(steady, "wait_s")) / spent_s if spent_s > 0 else None,
+        "ess": _mean(numbers(rows, "ess")),
+        "clip_fraction": _mean(numbers(rows, "clip_fraction")),
+        "curve": _curve(rows),
+    }
+
+
+def behind_head_start(rows: Sequence[Row], max_staleness: int) -> Sequence[Row]:
+    """Without the first S + 1 steps, half of all at most.
+
+    They train what was generated while the trainer waited for its first batch, which no step counts: with them, a large
+    window would look faster than it is.
+    """
+    return rows[min(max_staleness + 1, len(rows) // 2) :]
+
+
+def _curve(rows: Sequence[Row]) -> Curve:
+    steps, seconds, rewards, spent_s = [], [], [], 0.0
+    for row in rows:
+        spent_s += number(row, "step_s") or 0.0
+        reward = number(row, "reward_mean")
+        if reward is not None:
+            steps.append(int(row["step"]))
+            seconds.append(spent_s)
+            rewards.append(reward)
+    return Curve(steps=steps, seconds=seconds, reward=rewards)
+
+
+def _read_summary(path: Path) -> Facts:
+    if not path.exists():
+        return {}
+    summary: Facts = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rate(amount: float, spent_s: float) -> float | None:
+    return amount / spent_s if amount and spent_s > 0 else None

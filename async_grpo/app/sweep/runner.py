@@ -1,0 +1,307 @@
+"""Runs the points of a sweep, so many at once, each by `async-grpo run` in a process of its own.
+
+    waiting --start--> running --its end--> finished | failed | stopped
+       |                  |
+       +-- free place, free devices        Ctrl-C: SIGTERM to every run, which stops as it does by itself;
+                                           a second one: again, which ends their patience; SIGKILL at the deadline
+
+It waits for the end of any run, half a second at most; then it looks how far the others are. One run's failure is
+noted and changes nothing for the others. If this process dies, the kernel kills its runs; if a run dies, its roles.
+
+Several runs at once on one machine: no accelerator belongs to two of them.
+
+A run that is alone gets whatever `async-grpo run` would; several at once each get a share, in the environment variable
+from which `async_grpo.app.launch.role_specs` deals on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
+from async_grpo.app.launch.role_specs import deal_devices
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.app.sweep.folder import SweepFolder
+from async_grpo.app.sweep.plan import Point
+from async_grpo.app.sweep.progress import RunningPoint, SweepState
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.telemetry.jsonl import RowFollower
+from async_grpo.telemetry.rows import Row, number
+from trainer.platform.base import TOOLS, VISIBLE, devices_of, visible
+
+
+def devices_wanted(config: RunConfig) -> tuple[str, int]:
+    """Platform and count of the accelerators of a run: ("", 0) where it needs none. Raises ConfigError."""
+    shown = [own for own in deal_devices(config, {}).values() if own]
+    for platform, variable in VISIBLE.items():
+        counts = [len([part for part in own[variable].split(",") if part]) for own in shown if variable in own]
+        if sum(counts):
+            return platform, sum(counts)
+    return "", 0
+
+
+def devices_here(platform: str, environment: Mapping[str, str]) -> list[str]:
+    """The accelerators that runs may use, as the environment names them. Raises ConfigError if nobody knows."""
+    named = visible(platform, environment)
+    found = named if named is not None else [str(device.index) for device in devices_of(platform)]
+    if not found:
+        raise ConfigError(
+            f"--at-once above 1 needs to know the devices to share out, but {VISIBLE[platform]} is not set and "
+            f"{TOOLS[platform]} finds none. Set {VISIBLE[platform]}, or leave --at-once out"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class DevicePool:
+    """Accelerators of one platform; those that are taken come back."""
+
+    platform: str
+    free: list[str]
+    _taken: dict[str, list[str]] = field(default_factory=dict)
+
+    def take(self, run: str, count: int) -> dict[str, str] | None:
+        """The environment that shows a run its own; None if too few are free."""
+        if count > len(self.free):
+            return None
+        if not count:
+            return {}
+        self._taken[run], self.free = self.free[:count], self.free[count:]
+        return {VISIBLE[self.platform]: ",".join(self._taken[run])}
+
+    def give_back(self, run: str) -> None:
+        """What the run had, if anything."""
+        self.free = [*self.free, *self._taken.pop(run, [])]
+
+
+def pool_for(configs: Sequence[RunConfig], at_once: int, environment: Mapping[str, str]) -> DevicePool | None:
+    """None where nothing has to be shared out. Raises ConfigError if a run needs more than there is."""
+    wanted = [devices_wanted(config) for config in configs]
+    platforms = {platform for platform, count in wanted if count}
+    if at_once == 1 or not platforms:
+        return None
+    if len(platforms) > 1:
+        raise ConfigError(f"points on {' and '.join(sorted(platforms))}: sweep them one at a time (without --at-once)")
+    (platform,) = platforms
+    here, most = devices_here(platform, environment), max(count for _, count in wanted)
+    if most > len(here):
+        raise ConfigError(f"a point of this sweep needs {most} devices, and there are {len(here)}: {', '.join(here)}")
+    return DevicePool(platform, here)
+
+
+LOOK_EVERY_S = 0.5
+
+
+REPORT_PATIENCE_S = 60.0
+"""For a run that was asked to stop, beyond launch.stop_timeout_s: it still writes its report."""
+
+
+_WIDE = {"COLUMNS": "1000", "FORCE_COLOR": "", "TERM": "dumb"}
+"""So that an error stays on one line of the log."""
+
+
+class Fate(Enum):
+    """How an attempt at a point ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Of one attempt; `error` is "" unless it failed."""
+
+    point: Point
+    fate: Fate
+    error: str = ""
+
+
+def fate_of(*, code: int, finished: bool, stopping: bool) -> Fate:
+    """A run that finished before it could be stopped has finished; a code of 0 alone is no proof."""
+    if finished:
+        return Fate.FINISHED
+    return Fate.STOPPED if stopping else Fate.FAILED
+
+
+def is_finished(point: Point) -> bool:
+    """Whether its run was trained, evaluated and reported to its end."""
+    return RunFolder(point.config.run_dir).read_state().finished_steps >= point.config.steps
+
+
+@dataclass(slots=True)
+class _Run:
+    """An attempt that is going on."""
+
+    point: Point
+    role: RoleProcess
+    follower: RowFollower
+    started_s: float
+    begun_at: int = 0
+    row: Row = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return int(number(self.row, "step") or 0)
+
+    def look(self) -> None:
+        for row in self.follower.new_rows():
+            if row.get("kind") == "step":
+                self.row = row
+
+
+class Crew:
+    """Every waiting point is attempted once, unless it is stopped."""
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        folder: SweepFolder,
+        *,
+        argv: Callable[[Point], Sequence[str]],
+        total: int,
+        at_once: int,
+        pool: DevicePool | None,
+        show: Callable[[SweepState], None],
+        ended: Callable[[Ending], None],
+    ) -> None:
+        """`argv` runs a point; it ends with 0 when that is trained, and stops on SIGTERM.
+
+        `total`: points of the sweep, those that are finished already included. `ended` is told of every end.
+        """
+        self._waiting = list(points)
+        self._patience_s = REPORT_PATIENCE_S + max((p.config.launch.stop_timeout_s for p in points), default=0.0)
+        self._folder = folder
+        self._argv = argv
+        self._total = total
+        self._before = total - len(points)
+        self._at_once = at_once
+        self._pool = pool
+        self._show = show
+        self._ended = ended
+        self._running: dict[asyncio.Task[int], _Run] = {}
+        self._endings: list[Ending] = []
+        self._made_steps, self._spent_s = 0, 0.0
+        self._started_s = time.monotonic()
+        self.stopping = False
+
+    async def work(self) -> list[Ending]:
+        """Until every point has been attempted, or, after Ctrl-C, until none runs any more."""
+        with _interrupts(self.stop):
+            try:
+                while await self._fill():
+                    done, _ = await asyncio.wait(
+                        self._running, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in done:
+                        self._note_end(task)
+                    self._look()
+            finally:
+                await self._abandon()
+        return self._endings
+
+    def stop(self) -> None:
+        """Start nothing more, and ask what runs to stop; call it again and they stop at once. Never blocks."""
+        if not self.stopping:
+            asyncio.get_running_loop().call_later(self._patience_s, self._kill)
+        self.stopping = True
+        for run in self._running.values():
+            run.role.ask_to_stop()
+
+    async def _fill(self) -> bool:
+        """Start what there is room for. False when there is nothing to wait for."""
+        while self._waiting and not self.stopping and len(self._running) < self._at_once:
+            environment = self._devices_for(self._waiting[0])
+            if environment is None:
+                break
+            await self._start(self._waiting.pop(0), environment)
+        return bool(self._running)
+
+    def _devices_for(self, point: Point) -> dict[str, str] | None:
+        return {} if self._pool is None else self._pool.take(point.name, devices_wanted(point.config)[1])
+
+    async def _start(self, point: Point, environment: dict[str, str]) -> None:
+        role = await RoleProcess.start(self._spec(point, environment), f"sweep {self._folder.path.name}")
+        run = _Run(point, role, RowFollower(point.config.run_dir / "metrics.jsonl"), time.monotonic())
+        run.look()
+        run.begun_at = run.step
+        self._running[asyncio.create_task(role.wait(), name=f"run {point.name}")] = run
+        if self.stopping:  # asked for while it was being started
+            role.ask_to_stop()
+
+    def _spec(self, point: Point, environment: dict[str, str]) -> RoleSpec:
+        log = self._folder.log(point.name)
+        return RoleSpec(point.name, self._argv(point), log, restarts=0, env={**_WIDE, **environment})
+
+    def _note_end(self, task: asyncio.Task[int]) -> None:
+        run = self._running.pop(task)
+        run.look()
+        if self._pool is not None:
+            self._pool.give_back(run.point.name)
+        self._made_steps += run.step - run.begun_at
+        self._spent_s += time.monotonic() - run.started_s
+        code = task.result()
+        fate = fate_of(code=code, finished=is_finished(run.point), stopping=self.stopping)
+        error = run.role.explain(code) if fate is Fate.FAILED else ""
+        self._endings.append(Ending(run.point, fate, error))
+        self._ended(self._endings[-1])
+
+    def _look(self) -> None:
+        for run in self._running.values():
+            run.look()
+        self._show(self._state())
+
+    def _state(self) -> SweepState:
+        now_s = time.monotonic()
+        running = [
+            RunningPoint(
+                label=str(run.point),
+                step=run.step,
+                steps=run.point.config.steps,
+                begun_at=run.begun_at,
+                elapsed_s=now_s - run.started_s,
+                reward=number(run.row, "reward_mean"),
+            )
+            for run in self._running.values()
+        ]
+        return SweepState(
+            total=self._total,
+            finished=self._before + sum(ending.fate is Fate.FINISHED for ending in self._endings),
+            failed=sum(ending.fate is Fate.FAILED for ending in self._endings),
+            running=running,
+            steps_left=sum(run.steps - run.step for run in running) + sum(p.config.steps for p in self._waiting),
+            at_once=self._at_once,
+            made_steps=self._made_steps,
+            spent_s=self._spent_s,
+            elapsed_s=now_s - self._started_s,
+            stopping=self.stopping,
+        )
+
+    def _kill(self) -> None:
+        for run in self._running.values():
+            run.role.kill()
+
+    async def _abandon(self) -> None:
+        """Nothing stays behind when something here has gone wrong."""
+        self._kill()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call `stop`, every time, instead of ending this process."""
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stop)
+    try:
+        yield
+    finally:
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signal_number)

@@ -1,0 +1,147 @@
+"""Figures over seeds: a setting is one combination of the grid, whatever the seed. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from async_grpo.app.sweep.results import FINISHED, Curve, Figures
+from async_grpo.utils.text import smooth
+
+_BAND_POINTS = 200
+_SMOOTHED_STEPS = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure over the seeds that have it."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A curve over seeds: their mean, and the lowest and the highest of them."""
+
+    xs: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One combination of the grid with the points that have it, a seed each."""
+
+    values: Mapping[str, str]
+    points: Sequence[Figures]
+
+    @property
+    def label(self) -> str:
+        """`max_staleness=4, preset=grpo`: the last words of the keys, or whole keys where those would be alike."""
+        leaves = [key.split(".")[-1] for key in self.values]
+        names = leaves if len(set(leaves)) == len(leaves) else list(self.values)
+        return ", ".join(f"{name}={value}" for name, value in zip(names, self.values.values(), strict=True))
+
+    @property
+    def finished(self) -> list[Figures]:
+        """The points that count."""
+        return [point for point in self.points if point.state == FINISHED]
+
+    def measure(self, figure: Callable[[Figures], float | None]) -> Measure | None:
+        """A figure over the finished seeds; None if none has it."""
+        values = [value for point in self.finished if (value := figure(point)) is not None]
+        return Measure(statistics.fmean(values), min(values), max(values), len(values)) if values else None
+
+    def standard_error(self, figure: Callable[[Figures], float | None]) -> float | None:
+        """Of the mean over the finished seeds; None for fewer than two."""
+        values = [value for point in self.finished if (value := figure(point)) is not None]
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def settings_of(points: Sequence[Figures]) -> list[Setting]:
+    """One setting per combination, in the order of the axes: numbers by size, words by appearance."""
+    by_values: dict[tuple[str, ...], list[Figures]] = {}
+    for point in points:
+        by_values.setdefault(tuple(point.values.values()), []).append(point)
+    columns = [list(dict.fromkeys(column)) for column in zip(*by_values, strict=True)]
+    ranks = [{value: rank for rank, value in enumerate(in_order(column))} for column in columns]
+    ordered = sorted(by_values, key=lambda values: [rank[value] for rank, value in zip(ranks, values, strict=True)])
+    return [
+        Setting(dict(by_values[values][0].values), sorted(by_values[values], key=lambda point: point.seed))
+        for values in ordered
+    ]
+
+
+def in_order(values: Sequence[str]) -> list[str]:
+    """Numbers by size, anything else as it came."""
+    try:
+        return sorted(values, key=float)
+    except ValueError:
+        return list(values)
+
+
+def shown_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
+    """What a resolved configuration says for the keys of the grid, short.
+
+    >>> shown_values({"trainer": {"optimizer": {"lr": 0.0001}}}, ["trainer.optimizer.lr"])
+    {'trainer.optimizer.lr': '0.0001'}
+    """
+    return {key: _shown(_look_up(config, key)) for key in keys}
+
+
+def _look_up(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return config
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, Mapping)):
+        return json.dumps(_without_unset(value))
+    return str(value)
+
+
+def _without_unset(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_unset(item) for key, item in value.items() if item not in (None, {}, [], False)}
+    return [_without_unset(item) for item in value] if isinstance(value, list) else value
+
+
+def band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
+    """The mean curve, smoothed, as far as every seed goes; None without a point.
+
+    Against steps its points are the steps of the longest seed; against seconds, evenly spread. Between the points of a
+    seed it is interpolated.
+    """
+    series = [_smoothed(curve, over_seconds) for curve in curves if curve.steps]
+    if not series:
+        return None
+    start, end = max(xs[0] for xs, _ in series), min(xs[-1] for xs, _ in series)
+    longest = max((xs for xs, _ in series), key=len)
+    grid = (
+        np.linspace(start, end, _BAND_POINTS) if over_seconds else np.array([x for x in longest if start <= x <= end])
+    )
+    if start > end or not len(grid):
+        return None
+    rewards = np.array([np.interp(grid, xs, ys) for xs, ys in series])
+    return Band(grid.tolist(), rewards.mean(0).tolist(), rewards.min(0).tolist(), rewards.max(0).tolist())
+
+
+def _smoothed(curve: Curve, over_seconds: bool) -> tuple[Sequence[float], Sequence[float]]:
+    """Trailing means over a tenth of the run, 25 steps at most."""
+    xs: Sequence[float] = curve.seconds if over_seconds else [float(step) for step in curve.steps]
+    return xs, smooth(curve.reward, max(1, min(_SMOOTHED_STEPS, len(xs) // 10)))

@@ -1,0 +1,143 @@
+"""The way of a row from its file to token ids, and where it ends if it does not get there.
+
+file --read--> fields --question, reference--> is it new? --template--> text --tokenizer--> is it short enough?
+  |                          |                    |            |                      |               |
+  +--------------------------+--------------------+------------+----------------------+--> rejected.jsonl
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from async_grpo.config.data import PrepareConfig
+from async_grpo.data.base import Unusable
+from async_grpo.data.prepare.formats import FORMATS, Example, FieldMap, Rejections, example_of, fitting_format
+from async_grpo.data.prepare.readers import RawRow, read_rows
+from async_grpo.data.prepare.templates import Template
+from async_grpo.data.prepared_dataset import StoredRow
+from async_grpo.data.tokenizer import Encoder, check_characters
+from async_grpo.errors import DataError
+from async_grpo.wire import tokens_to_bytes
+
+BATCH_ROWS = 512
+
+Advance = Callable[[int], None]
+"""Called with how many bytes of all files have been read so far."""
+
+
+class Rejects:
+    """Rows that are not taken: each a line of `rejected.jsonl`, counted by reason."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("x", encoding="utf-8")
+        self.counts = Rejections()
+
+    def add(self, file: Path, line: int, why: Unusable, shown: str) -> None:
+        """One row that is not taken."""
+        note = {"file": file.name, "line": line, "reason": why.reason, "detail": str(why), "row": shown}
+        self._file.write(json.dumps(note) + "\n")
+        self.counts.add(file, line, why)
+
+    def close(self) -> None:
+        """On the disk, not only on its way there."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class _Candidate(NamedTuple):
+    """A row that has passed so far, where it stands, and what the policy would read."""
+
+    file: Path
+    line: int
+    example: Example
+    text: str
+
+
+class Intake:
+    """Rows through every filter: first those of the files that are held out, then those that are trained on."""
+
+    def __init__(
+        self, config: PrepareConfig, template: Template, encoder: Encoder, rejects: Rejects, advance: Advance
+    ) -> None:
+        self._config = config
+        self._template = template
+        self._encoder = encoder
+        self._rejects = rejects
+        self._advance = advance
+        self._read_bytes = 0
+        self._known: dict[bytes, int] = {}
+        """Digest of a question -> the line where it stands; minus the line if it is held out."""
+
+    def rows(self, files: Sequence[Path], *, held_out: bool) -> Iterator[tuple[bytes, bytes]]:
+        """Token ids and record of every row that is taken, in the order of the files."""
+        candidates = self._candidates(files, held_out)
+        while batch := list(islice(candidates, BATCH_ROWS)):
+            for candidate, ids in zip(batch, self._encoder.encode([one.text for one in batch]), strict=True):
+                try:
+                    yield tokens_to_bytes(self._encoder.fitting(ids)), _record(candidate)
+                except Unusable as why:
+                    self._rejects.add(candidate.file, candidate.line, why, candidate.example.question[:200])
+
+    def _candidates(self, files: Sequence[Path], held_out: bool) -> Iterator[_Candidate]:
+        for file in files:
+            where = self._named_fields()
+            for row in read_rows(file):
+                self._advance(self._read_bytes + row.position)
+                try:
+                    if row.problem:
+                        raise Unusable("not a row", row.problem)
+                    where = where or _detected(file, row)
+                    yield self._candidate(file, row, where, held_out)
+                except Unusable as why:
+                    self._rejects.add(file, row.line, why, row.shown or str(row.fields)[:200])
+            self._read_bytes += file.stat().st_size
+            self._advance(self._read_bytes)
+
+    def _named_fields(self) -> FieldMap | None:
+        if self._config.format == "generic":
+            return FieldMap(self._config.prompt_field, self._config.answer_field, hashes=True)
+        return FORMATS.get(self._config.format)
+
+    def _candidate(self, file: Path, row: RawRow, where: FieldMap, held_out: bool) -> _Candidate:
+        """Raises Unusable."""
+        example = example_of(row.fields, where, self._config.keep_fields)
+        self._check_new(example, row.line, held_out)
+        text = self._template.render(example)
+        check_characters(text, self._config.max_prompt_tokens)
+        return _Candidate(file, row.line, example, text)
+
+    def _check_new(self, example: Example, line: int, held_out: bool) -> None:
+        digest = hashlib.blake2b(example.identity.encode(), digest_size=16).digest()
+        known = self._known.get(digest)
+        if known is None:
+            self._known[digest] = -line if held_out else line
+        elif known < 0 and not held_out:
+            raise Unusable("also held out", f"the question stands among the held-out ones (line {-known})")
+        elif not self._config.keep_duplicates:
+            raise Unusable("duplicate", f"the question stands in line {abs(known)} already")
+
+
+def _detected(file: Path, row: RawRow) -> FieldMap:
+    name = fitting_format(row.fields)
+    if name is None:
+        formats = ", ".join(f"{name} ({' and '.join(sorted(where.needed))})" for name, where in FORMATS.items())
+        raise DataError(
+            f"{file}, line {row.line}: the fields {', '.join(map(str, row.fields))[:200] or 'none'} fit no format that "
+            f"is known: {formats}. Name the fields: --format generic --prompt-field ... --answer-field ..."
+        )
+    return FORMATS[name]
+
+
+def _record(candidate: _Candidate) -> bytes:
+    example = candidate.example
+    metadata = {"line": str(candidate.line), "file": candidate.file.name, **example.metadata}
+    return msgspec.msgpack.encode(StoredRow(candidate.text, example.answer, metadata))

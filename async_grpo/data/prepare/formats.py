@@ -1,0 +1,163 @@
+"""From the fields of a row to a question and its reference answer, for the formats that data come in.
+
+| format       | question                 | reference                   |
+|--------------|--------------------------|-----------------------------|
+| `gsm8k`      | `question`               | `answer`, behind `####`     |
+| `deepscaler` | `problem`                | `answer`                    |
+| `dapo`       | `prompt` (a chat)        | `reward_model.ground_truth` |
+| `alpaca`     | `instruction`, `input`   | `output`                    |
+| `generic`    | a field that you name    | a field that you name, behind `####` if it has that |
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.data.base import Unusable
+
+Chat = list[dict[str, str]]
+
+
+class Rejections(Counter[str]):
+    """How many rows were not taken, by reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, str] = {}
+        """By reason, where the first row stands and what it was."""
+
+    def add(self, file: Path, line: int, why: Unusable) -> None:
+        """One row that is not taken."""
+        self[why.reason] += 1
+        self.first.setdefault(why.reason, f"{file.name}, line {line}: {why}")
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count:,} {reason} ({self.first[reason]})" for reason, count in self.most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class FieldMap:
+    """Where question and answer stand; a dot goes into an object. `more`: what is added to the question."""
+
+    prompt: str
+    answer: str
+    more: str = ""
+    hashes: bool = False
+    """The reference stands behind the last `####`."""
+
+    @property
+    def needed(self) -> set[str]:
+        """Fields of the row itself that must be there."""
+        return {self.prompt.partition(".")[0], self.answer.partition(".")[0]}
+
+
+FORMATS = {
+    "dapo": FieldMap("prompt", "reward_model.ground_truth"),
+    "deepscaler": FieldMap("problem", "answer"),
+    "gsm8k": FieldMap("question", "answer", hashes=True),
+    "alpaca": FieldMap("instruction", "output", more="input"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A question with its reference answer. `chat` is what comes before and with the question, as messages."""
+
+    question: str
+    chat: Chat
+    answer: str
+    metadata: dict[str, str]
+
+    @property
+    def identity(self) -> str:
+        """Equal for chats that differ in white space or in how their characters are composed only."""
+        texts = (unicodedata.normalize("NFC", message["content"]).split() for message in self.chat)
+        return "\0".join(" ".join(words) for words in texts)
+
+
+def fitting_format(fields: Mapping[str, Any]) -> str | None:
+    """The first format whose fields a row has."""
+    return next((name for name, where in FORMATS.items() if where.needed <= fields.keys()), None)
+
+
+def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] = ()) -> Example:
+    """The example in a row; `kept`: fields that become metadata, where the row has them. Raises Unusable."""
+    chat = _chat(_look_up(fields, where.prompt), where.prompt)
+    if where.more and (more := _optional_text(fields, where.more)):
+        chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{more}"}
+    answer = _text(_look_up(fields, where.answer), where.answer)
+    gold = reference(answer) if where.hashes else answer.strip()
+    question = chat[-1]["content"]
+    if not question:
+        raise Unusable("empty prompt", f"the field {where.prompt!r} is empty")
+    if not gold:
+        raise Unusable("empty answer", f"the field {where.answer!r} holds no reference answer")
+    metadata = {name: text for name in kept if (text := _optional_text(fields, name))}
+    for text in (gold, *metadata.values(), *(message["content"] for message in chat)):
+        _check_unicode(text)
+    return Example(question, chat, gold, metadata)
+
+
+def reference(answer: str) -> str:
+    """The gold answer: after the last `####` with commas stripped, else the whole text.
+
+    >>> reference("He pays 9 * 200 = 1800. #### 1,800")
+    '1800'
+    """
+    _, mark, gold = answer.rpartition("####")
+    return gold.replace(",", "").strip() if mark else answer.strip()
+
+
+def _chat(value: Any, name: str) -> Chat:
+    """A text is what the user says; a list is messages already, the last one the user's."""
+    if not isinstance(value, list):
+        return [{"role": "user", "content": _text(value, name).strip()}]
+    if not value or not all(_is_message(message) for message in value):
+        raise Unusable("no chat", f"the field {name!r} is a list, but not of messages with role and content")
+    if value[-1]["role"] != "user":
+        raise Unusable("no chat", f"the last message of {name!r} is of {value[-1]['role']!r}, not of the user")
+    return [{"role": message["role"], "content": message["content"].strip()} for message in value]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _look_up(fields: Mapping[str, Any], name: str) -> Any:
+    """What stands at a dotted name; a field whose own name has the dot comes first."""
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            shown = ", ".join(map(str, fields))[:200]
+            raise Unusable("field missing", f"there is no field {name!r} (the row has {shown or 'none'})")
+        value = value[part]
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    """Numbers are written out; truth values, lists, objects and null are no text."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise Unusable("not a text", f"the field {name!r} is a {type(value).__name__}, not a text or number")
+    return str(value)
+
+
+def _optional_text(fields: Mapping[str, Any], name: str) -> str:
+    try:
+        return _text(_look_up(fields, name), name).strip()
+    except Unusable:
+        return ""
+
+
+def _check_unicode(text: str) -> None:
+    """JSON can write half of a character (a lone surrogate), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Unusable("no Unicode", f"half a character (a lone surrogate) at position {error.start}") from error

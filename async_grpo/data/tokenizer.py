@@ -1,0 +1,111 @@
+"""Texts -> token ids, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from async_grpo.data.base import Unusable
+from async_grpo.errors import ConfigError
+
+_MOST_CHARACTERS = 256
+"""Of a token, on average. Longer tokens are white space."""
+
+
+class Encoder:
+    """The ids that `tokenizer.encode` gives, by the batch; a fast tokenizer then uses every core.
+
+    `special_tokens`: whether the tokenizer adds its own (a chat template has written them already).
+    `longest`: of a prompt, in tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool, longest: int) -> None:
+        self._tokenizer = tokenizer
+        self._special_tokens = special_tokens
+        self._longest = longest
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:  # a tokenizer.json may say that every text is cut or filled up
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int] | Unusable]:
+        """Token ids of every text, in order; Unusable for one that the tokenizer refuses."""
+        if self._backend is not None:
+            try:
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
+                return [encoding.ids for encoding in encodings]
+            except Exception:  # whatever a tokenizer raises
+                pass  # one of them cannot be encoded: which one shows below
+        return [self._encode(text) for text in texts]
+
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of one text that is a prompt. Raises Unusable."""
+        return self.fitting(self._encode(text))
+
+    def fitting(self, ids: list[int] | Unusable) -> list[int]:
+        """The ids, if they can be a prompt. Raises Unusable."""
+        if isinstance(ids, Unusable):
+            raise ids
+        if not ids:
+            raise Unusable("prompt without tokens")
+        if len(ids) > self._longest:
+            raise Unusable("prompt too long", f"{len(ids)} tokens, and {self._longest} is the most")
+        return ids
+
+    def _encode(self, text: str) -> list[int] | Unusable:
+        try:
+            if self._backend is not None:
+                return list(self._backend.encode(text, add_special_tokens=self._special_tokens).ids)
+            return encode_one(self._tokenizer, text, special_tokens=self._special_tokens)
+        except Exception as error:  # whatever a tokenizer raises for a text that it does not know
+            return Unusable("refused by the tokenizer", f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def check_characters(prompt: str, max_prompt_tokens: int) -> None:
+    """Raise Unusable for a prompt that is too long whatever the tokenizer: to count the tokens of 16 MiB takes half a
+    minute."""
+    if len(prompt) > (most := max_prompt_tokens * _MOST_CHARACTERS):
+        raise Unusable("prompt too long", f"{len(prompt)} characters, and {most} is the most that is tokenized")
+
+
+def encode_one(tokenizer: Tokenizer, text: str, *, special_tokens: bool) -> list[int]:
+    """Token ids of one text, by the tokenizer itself."""
+    if special_tokens:
+        return list(tokenizer.encode(text))
+    return list(cast(Any, tokenizer).encode(text, add_special_tokens=False))
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, with the special tokens that the model expects before a prompt."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids -> text."""
+        ...
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face checkpoint folder: its tokenizer.json as it stands, if it has one. By the model's
+    type alone transformers 5 would split text as that family's own tokenizer does, and drop what is not in the
+    vocabulary without a word."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind = PreTrainedTokenizerFast if (model / "tokenizer.json").is_file() else AutoTokenizer
+    return cast(Tokenizer, kind.from_pretrained(str(model)))
+
+
+def find_tokenizer(model: Path, key: str) -> Tokenizer:
+    """As `load_tokenizer`, of a folder that a user has named by `key`: nothing is fetched. Raises ConfigError."""
+    if not (model / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"{key}: {model} has no tokenizer_config.json, so it holds no tokenizer. Name the folder of a Hugging "
+            "Face checkpoint"
+        )
+    try:
+        return load_tokenizer(model)
+    except Exception as error:  # whatever transformers raises for files that it cannot read
+        raise ConfigError(f"{key}: the tokenizer in {model} cannot be loaded ({error}). Fetch it again") from error

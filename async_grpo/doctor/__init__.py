@@ -1,1 +1,0 @@
-"""What is installed, what is missing, what to type."""

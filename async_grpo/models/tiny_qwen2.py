@@ -1,0 +1,89 @@
+"""Making tiny Qwen2 checkpoints, deterministically and whole. CPU; torch is imported when it is needed.
+
+A character-level tokenizer for arithmetic: one token a character, and one for each tag.
+
+The tags are ordinary tokens, not special ones: decoding with `skip_special_tokens` removes the end
+and padding tokens and keeps the tags, which the verifier reads.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_grpo.config.model import TinyQwen2Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+CHARACTERS = "0123456789+= -*()."
+"""More than addition needs: 24 tokens in all, so that 2, 4 or 8 tensor-parallel ranks share them evenly."""
+
+
+def build_char_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer; `save_pretrained` writes it, `async_grpo.data.tokenizer.load_tokenizer` reads it back.
+
+    decode(encode(text)) == text for every text of CHARACTERS and TAGS. Encoding any other character
+    raises: a prompt that the policy cannot read is an error, not an unknown token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = (PAD, EOS, *TAGS, *CHARACTERS)
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}))
+    tag_or_character = Regex("|".join((*TAGS, r"[\s\S]")))
+    backend.pre_tokenizer = pre_tokenizers.Split(tag_or_character, "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def build_tiny_qwen2(
+    config: TinyQwen2Config, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, seed: int
+) -> Qwen2ForCausalLM:
+    """A Qwen2 in float32, initialised by seed; the global random generator is left as it was."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.init_std,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(shape).to(torch.float32)
+
+
+@contextmanager
+def whole_checkpoint(out_dir: Path) -> Iterator[Path]:
+    """A draft folder that gets its name when the block has succeeded; a finished one by that name is kept."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)
+        if not (out_dir / "config.json").exists():
+            draft.rename(out_dir)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,157 @@
+"""From the name of a reward function to something that can be called with an item.
+
+A reward function is a function or an object with `__call__`, or a class of such objects (made once in every
+verifier process, without arguments); it may be `async`. It takes the completion and the reference answer by
+position, and by keyword `prompt`, `metadata` and `tool_calls`, if it has parameters of these names:
+
+    def score(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, str]) -> float | None
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from async_grpo.errors import ConfigError
+from async_grpo.plugins import load_plugin
+from async_grpo.rewards.base import Item
+
+Judge = Callable[[Item], Any]
+"""The score of an item, or an awaitable of it."""
+Extract = Callable[[str], Any]
+"""The answer that a completion gives, as a text; None if it gives none."""
+
+BUILTIN = {
+    "answer_tag": "async_grpo.rewards.verifiers.answers:answer_tag",
+    "format": "async_grpo.rewards.verifiers.answers:format_tags",
+    "gsm8k": "async_grpo.rewards.verifiers.answers:gsm8k",
+    "math_verify": "async_grpo.rewards.verifiers.symbolic:math_verify",
+    "format_reward": "async_grpo.rewards.verifiers.answers:format_tags",
+    "accuracy_reward": "async_grpo.rewards.verifiers.text:accuracy_reward",
+    "qwen_accuracy_reward": "async_grpo.rewards.verifiers.text:qwen_accuracy_reward",
+    "acc": "async_grpo.rewards.verifiers.symbolic:acc",
+    "acc_for_ppo": "async_grpo.rewards.verifiers.prm800k:math_17k_acc",
+    "base_acc": "async_grpo.rewards.verifiers.prm800k:base_acc",
+    "math_17k_acc": "async_grpo.rewards.verifiers.prm800k:math_17k_acc",
+    "math_verify_reward": "async_grpo.rewards.verifiers.symbolic:math_verify_reward",
+    "acc_for_dapo": "async_grpo.rewards.verifiers.text:acc_for_dapo",
+    "retool_reward": "async_grpo.rewards.verifiers.text:retool_reward",
+    "kk_reward": "async_grpo.rewards.verifiers.logic:kk_reward",
+    "strict_format": "async_grpo.rewards.verifiers.boxed:strict_format",
+    "step": "async_grpo.rewards.verifiers.boxed:step",
+}
+"""What each of them scores: docs/verifiers.md."""
+
+EXTRACTIONS = {
+    "answer_tag": "async_grpo.rewards.verifiers.answers:tagged_answer",
+    "gsm8k": "async_grpo.rewards.verifiers.answers:gsm8k_answer",
+    "math_verify": "async_grpo.rewards.verifiers.symbolic:final_expression",
+    "accuracy_reward": "async_grpo.rewards.verifiers.text:last_number",
+    "qwen_accuracy_reward": "async_grpo.rewards.verifiers.text:last_boxed_number",
+    "acc": "async_grpo.rewards.verifiers.symbolic:behind_box",
+    "acc_for_ppo": "async_grpo.rewards.verifiers.prm800k:boxed",
+    "base_acc": "async_grpo.rewards.verifiers.prm800k:boxed_in_whole",
+    "math_17k_acc": "async_grpo.rewards.verifiers.prm800k:boxed",
+    "math_verify_reward": "async_grpo.rewards.verifiers.symbolic:formatted_expression",
+    "acc_for_dapo": "async_grpo.rewards.verifiers.text:dapo_answer",
+    "retool_reward": "async_grpo.rewards.verifiers.text:tail_box",
+}
+"""What a verifier takes for the answer of a completion. Those that look at the form alone are not here, nor is
+kk_reward, whose answer may begin in the prompt."""
+
+NEED_PACKAGES = frozenset(name for name, where in BUILTIN.items() if "symbolic" in where or "prm800k" in where)
+"""They work out algebra, and import what may not be there."""
+
+SIGNATURE = (
+    "(completion: str, answer: str) -> float, with the keywords prompt, metadata and tool_calls where it wants them"
+)
+_EXTRAS = ("prompt", "metadata", "tool_calls")
+
+
+def resolve_verifier(name: str) -> Judge:
+    """A built-in verifier, or `module:attribute` (on the Python path or in the working folder).
+
+    Raises ConfigError that says what to change.
+    """
+    return resolve_with_extraction(name)[0]
+
+
+def resolve_with_extraction(name: str) -> tuple[Judge, Extract | None]:
+    """The verifier, and how it finds the answer in a completion: a function of one's own has it as `extract`.
+
+    Raises ConfigError that says what to change.
+    """
+    found = _find(name)
+    return _adapt(name, found), _extraction(name, found)
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError if the name can be none of a reward function; imports nothing."""
+    module_name, _, attribute = name.partition(":")
+    if name not in BUILTIN and not (module_name and attribute):
+        raise ConfigError(
+            f"rewards.functions: there is no verifier {name!r}. "
+            f"Use one of {', '.join(BUILTIN)}, or module:attribute for your own"
+        )
+
+
+def _find(name: str) -> object:
+    check_name(name)
+    found: object = load_plugin(BUILTIN.get(name, name), key="rewards.functions", expected=f"a function {SIGNATURE}")
+    if not inspect.isclass(found):
+        return found
+    try:
+        return found()
+    except Exception as error:  # whatever a class of the user's own may raise
+        raise ConfigError(
+            f"rewards.functions: {name!r} cannot be made ({type(error).__name__}: {error}). "
+            "A class must be callable without arguments"
+        ) from error
+
+
+def _adapt(name: str, found: object) -> Judge:
+    if not callable(found):
+        raise ConfigError(
+            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function {SIGNATURE}. Name a callable"
+        )
+    function: Callable[..., Any] = found
+    extras = _check_signature(name, function)
+    return lambda item: function(item.completion, item.answer, **{extra: getattr(item, extra) for extra in extras})
+
+
+def _extraction(name: str, found: object) -> Extract | None:
+    if name in BUILTIN:
+        where = EXTRACTIONS.get(name)
+        return None if where is None else load_plugin(where, key="rewards.functions")
+    extract: Extract | None = getattr(found, "extract", None)
+    if extract is not None and not callable(extract):
+        raise ConfigError(
+            f"rewards.functions: {name!r} has an attribute `extract` that is a {type(extract).__name__}. Make it a "
+            "function (completion: str) -> str | None, or give it another name"
+        )
+    return extract
+
+
+def _check_signature(name: str, function: Callable[..., Any]) -> list[str]:
+    """Which extras it takes. Raises ConfigError if it cannot be called with them."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C modules do not tell
+        return []
+    extras = [extra for extra in _EXTRAS if _takes(signature, extra)]
+    try:
+        signature.bind("", "", **dict.fromkeys(extras))
+    except TypeError as error:
+        raise ConfigError(
+            f"rewards.functions: {name!r} has the signature {signature} and cannot be called with a completion and "
+            f"an answer ({error}). Give it {SIGNATURE}"
+        ) from error
+    return extras
+
+
+def _takes(signature: inspect.Signature, extra: str) -> bool:
+    parameters = signature.parameters
+    if extra in parameters:
+        return parameters[extra].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

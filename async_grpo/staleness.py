@@ -1,0 +1,217 @@
+"""What the replay buffer is told: who may be admitted, who is trained next, what is too old.
+
+    ReplayPolicy = StalenessWindow + Selector + OnStale + RateLimit + max_uses
+
+Symbols: those of `window.py`, and W = selector_window, k = max_uses.
+
+How far sampling may run ahead of inserting, and behind: the arithmetic of Reverb's rate limiter.
+
+Source: Reverb, arXiv 2102.04736, section 3.3. With I groups inserted, U uses (groups sampled, each
+time counted), R = samples_per_insert and the balance
+
+    diff = R * I - U
+
+an insert is allowed while  R * (I + 1) - U <= max_diff  or the table holds fewer than min_size, and a
+batch of P may be sampled while  R * I - (U + P) >= min_diff  and the table holds at least min_size.
+The defaults are no limit at all.
+
+The staleness bound, as arithmetic.
+
+Symbols (the same in docs/staleness.md and in the Lua scripts):
+
+    S         max_staleness            P    groups_per_step        v    published policy version
+    admitted  groups ever admitted     released  groups ever released     active = admitted - released
+
+    admission:  active < (S + 1) * P        so that always       active <= (S + 1) * P
+    age:        trainer version - version of the oldest token    <= S
+
+Why the age is bounded when groups are trained in order of admission: let group s (counted from 0)
+be admitted at version v, when `released = v*P + d`, d of them discarded untrained. Admission needs
+s - (v*P + d) < (S+1)*P. It is trained at version v' only after v'*P others before it, and d of the
+s groups before it never will be, so v'*P <= s - d < (v + S + 1)*P, that is v' - v <= S. No token of
+the group is older than v, because a server starts it only with weights of version >= v.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+UNLIMITED = 1e15
+"""A diff that is never reached; a number that a script can be told exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """`limits` says whether the ratio is limited; then a full buffer makes room by evicting its oldest
+    READY group, as a Reverb table does."""
+
+    min_size: int = 0
+    samples_per_insert: float = 1.0
+    min_diff: float = -UNLIMITED
+    max_diff: float = UNLIMITED
+
+    @classmethod
+    def ratio(cls, samples_per_insert: float, *, min_size: int, error_buffer: float) -> RateLimit:
+        """Hold uses : inserts near `samples_per_insert`, within error_buffer uses around the balance at
+        which the table has just reached min_size."""
+        start = samples_per_insert * min_size
+        return cls(min_size, samples_per_insert, start - error_buffer, start + error_buffer)
+
+    @property
+    def limits(self) -> bool:
+        """Whether uses and inserts depend on each other."""
+        return self.max_diff < UNLIMITED
+
+    def insertable(self, *, inserts: int, uses: int, size: int, needed_size: int) -> int:
+        """Groups that may be inserted now, beside `inserts` that were, or are being made."""
+        by_size = needed_size - size
+        by_ratio = math.floor((self.max_diff + uses) / self.samples_per_insert) - inserts
+        return max(0, by_size, by_ratio)
+
+    def may_sample(self, batch: int, *, inserts: int, uses: int) -> bool:
+        """Whether a batch may be sampled."""
+        return self.samples_per_insert * inserts - (uses + batch) >= self.min_diff
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessWindow:
+    """The dials: S, P and the horizon H: how often, in total, the run trains a group (steps * P)."""
+
+    max_staleness: int
+    groups_per_step: int
+    horizon: int
+
+    @property
+    def capacity(self) -> int:
+        """(S + 1) * P groups."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+
+def age(trainer_version: int, oldest_version: int) -> int:
+    """Age in optimizer steps of tokens sampled from `oldest_version` when trained at `trainer_version`.
+
+    A trainer that replays steps after a crash may meet tokens of a version that it has not reached
+    again: their age is 0.
+    """
+    return max(0, trainer_version - oldest_version)
+
+
+class Selector(StrEnum):
+    """Which READY groups make the next batch."""
+
+    FIFO = "fifo"
+    """In the order of their tickets: an unfinished group is waited for."""
+    WINDOWED_FIFO = "windowed_fifo"
+    """In the order of their tickets, but up to W - 1 groups may overtake one that is unfinished."""
+    FRESHEST = "freshest"
+    """The highest tickets first. What grows too old meanwhile is dropped."""
+    UNIFORM = "uniform"
+    """Any, with equal chance, from a seeded stream. What grows too old meanwhile is dropped."""
+
+
+class OnStale(StrEnum):
+    """What happens to tokens older than S at take."""
+
+    WAIT = "wait"
+    """Nothing: the order of the selector alone bounds the age (fifo and windowed_fifo only)."""
+    DROP = "drop"
+    """Their group ends: READY ones as stale, unfinished ones (their partial included) as expired."""
+    MASK = "mask"
+    """They stay as context and get no gradient; a group without a younger token ends as stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPolicy:
+    """All dials of the buffer. Raises ValueError for a combination that would stall or mean nothing."""
+
+    window: StalenessWindow
+    selector: Selector = Selector.FIFO
+    selector_window: int = 1
+    on_stale: OnStale = OnStale.DROP
+    rate: RateLimit = field(default_factory=RateLimit)
+    max_uses: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for check in (self._check_selector, self._check_uses, self._check_rate):
+            check()
+
+    @property
+    def age_bound(self) -> int:
+        """No token that gets a gradient is older than this many optimizer steps.
+
+        S, where older tokens are dropped or masked. Under `wait`, from the order alone: when a group is
+        admitted, at most (S+1)*P - 1 others are active, and at most W - 1 later ones overtake it; each is
+        trained at most k times, and so is the group itself before its last time. That is at most
+        ((S+1)*P + W - 1) * k - 1 uses, P a step. With k = 1: S + ceil((W-1) / P).
+        """
+        if self.on_stale is not OnStale.WAIT:
+            return self.window.max_staleness
+        return ((self.window.capacity + self.selector_window - 1) * self.max_uses - 1) // self.window.groups_per_step
+
+    @property
+    def walks(self) -> bool:
+        """Whether the selector goes through the groups one after the other, so that a batch may come in parts."""
+        return self.selector in (Selector.FIFO, Selector.WINDOWED_FIFO)
+
+    @property
+    def size_to_take(self) -> int:
+        """READY groups that a take needs, while that many are left to be trained."""
+        return max(self.rate.min_size, self.window.groups_per_step)
+
+    def mask_below(self, trainer_version: int) -> int:
+        """Tokens of versions below this get no gradient at `trainer_version`; 0: all get one."""
+        if self.on_stale is not OnStale.MASK:
+            return 0
+        return max(0, trainer_version - self.window.max_staleness)
+
+    def _check_selector(self) -> None:
+        capacity = self.window.capacity
+        if self.selector is not Selector.WINDOWED_FIFO and self.selector_window != 1:
+            raise ValueError(
+                f"selector.window ({self.selector_window}) is a dial of windowed_fifo, but the selector is "
+                f"{self.selector}: it would have no effect. Remove it, or set selector.kind to windowed_fifo"
+            )
+        if not 1 <= self.selector_window <= capacity:
+            raise ValueError(
+                f"selector.window ({self.selector_window}) exceeds the capacity (S + 1) * P = {capacity}: there are "
+                "never that many groups to choose from. Lower selector.window or raise max_staleness"
+            )
+        ordered = self.selector in (Selector.FIFO, Selector.WINDOWED_FIFO)
+        if self.on_stale is OnStale.WAIT and not ordered:
+            raise ValueError(
+                f"on_stale wait with selector {self.selector}: groups that are overtaken again and again would grow "
+                "old without bound and hold their slots for ever. Set on_stale to drop or mask"
+            )
+
+    def _check_uses(self) -> None:
+        most = self.window.max_staleness + 1
+        if self.on_stale is not OnStale.WAIT and self.max_uses > most:
+            raise ValueError(
+                f"max_uses ({self.max_uses}) cannot be reached: with on_stale {self.on_stale} a group is of use for "
+                f"S + 1 = {most} steps. Lower max_uses or raise max_staleness"
+            )
+
+    def _check_rate(self) -> None:
+        capacity, size = self.window.capacity, self.window.groups_per_step
+        if self.rate.min_size > capacity:
+            raise ValueError(
+                f"admission.min_size ({self.rate.min_size}) exceeds the capacity (S + 1) * P = {capacity}: training "
+                "would never start. Lower admission.min_size or raise max_staleness"
+            )
+        if self.rate.samples_per_insert > self.max_uses:
+            raise ValueError(
+                f"admission.samples_per_insert ({self.rate.samples_per_insert:g}) exceeds max_uses ({self.max_uses}): "
+                "a group is not trained that often, and admission would wait for ever. "
+                "Raise max_uses or lower admission.samples_per_insert"
+            )
+        slack = self.rate.max_diff - self.rate.min_diff
+        need = size + self.rate.samples_per_insert
+        if slack < need:
+            raise ValueError(
+                f"admission.error_buffer leaves max_diff - min_diff = {slack:g}, but a batch of P = {size} and one "
+                f"insert of {self.rate.samples_per_insert:g} need {need:g}: neither side could move. "
+                f"Set admission.error_buffer to at least {need / 2:g}"
+            )

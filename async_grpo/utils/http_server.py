@@ -1,0 +1,177 @@
+"""uvicorn as a part of a process that has other things to do: it leaves the signals and the log to its host.
+
+    connection --headers, within HEADERS_S--> RequestLimit --> application
+
+Health and metrics are answered whatever other connections do: neither connections that wait nor requests under way
+count against them. Where more than MOST_CONNECTIONS are open, the one that has waited longest for its next request is
+closed; where none waits, the one whose request is the oldest.
+
+The socket that a server listens on, and how others find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+KEEP_ALIVE_S = 15
+
+
+HEADERS_S = 10
+"""What a client gets for the headers of a request, from the connection or from their first byte on."""
+
+
+CLOSE_S = 2
+"""What answers under way get when the socket is closed."""
+
+
+MOST_CONNECTIONS = 320
+"""Open at once. More than any limit of requests, so that those under way are not closed for others."""
+
+
+ALWAYS_ANSWERED = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+class HttpServer:
+    """`serve` in a task of some event loop, until `stop`.
+
+    Beyond `most_requests` at once a request gets a 503, those for health and metrics excepted.
+    """
+
+    def __init__(self, app: ASGIApp, most_requests: int) -> None:
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                RequestLimit(app, most_requests),
+                http=DeadlineProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_S,
+            )
+        )
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer until `stop`; the socket is closed at the end."""
+        await self._uvicorn.serve([listener])
+
+    def stop(self) -> None:
+        """Begin to end; any thread may call it."""
+        self._uvicorn.should_exit = True
+
+
+class RequestLimit:
+    """An application that answers 503 where `most` requests are under way."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._under_way = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["path"] in ALWAYS_ANSWERED:
+            await self._app(scope, receive, send)
+            return
+        if self._under_way >= self._most:
+            busy = PlainTextResponse("Service Unavailable", 503, headers={"connection": "close"})
+            await busy(scope, receive, send)
+            return
+        self._under_way += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._under_way -= 1
+
+
+class DeadlineProtocol(H11Protocol):
+    """uvicorn's connection, which waits no longer than HEADERS_S for headers. (Between requests its own keep-alive
+    timer holds, which the first byte ends.)"""
+
+    deadline: asyncio.TimerHandle | None = None
+    waits_since_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+        if len(self.connections) > MOST_CONNECTIONS:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.waits:
+            self._headers_came()
+        elif self.deadline is None:
+            self._expect_headers()
+
+    def on_response_complete(self) -> None:
+        self.waits_since_s = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_came()
+        super().connection_lost(exc)
+
+    @property
+    def waits(self) -> bool:
+        """For a request: none is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_headers(self) -> None:
+        self.waits_since_s = self.loop.time()
+        self.deadline = self.loop.call_later(HEADERS_S, self.timeout_keep_alive_handler)
+
+    def _headers_came(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _make_room(self) -> None:
+        others = [other for other in self.connections if isinstance(other, DeadlineProtocol) and other is not self]
+        staying = [other for other in others if not other.transport.is_closing()]
+        min(staying, key=lambda other: (not other.waits, other.waits_since_s)).transport.abort()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is any free one. Raises OSError.
+
+    Two sockets may be bound to one port as long as neither listens, so both are tried here.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def address_of(host: str, port: int) -> str:
+    """Where others find what listens there; a socket on all addresses is found by the machine's name."""
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        return f"http://{socket.gethostname()}:{port}"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"

@@ -1,0 +1,51 @@
+"""Where torch listens: by itself on all interfaces (stores), or where the machine's own name leads (collectives)."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from typing import Any
+
+import psutil
+
+from async_grpo.utils.private_names import check_private_names
+
+LOOPBACK = "127.0.0.1"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_BESIDE_GLOO = {"cpu": (), "cuda": ("NCCL_SOCKET_IFNAME",), "npu": ("HCCL_SOCKET_IFNAME",)}
+"""`=` before the name asks for this very card, where `eth1` would also mean eth10."""
+
+
+def card_of(address: str) -> str | None:
+    """The name of the network card that has the address, as `eth0`; None if none has."""
+    wanted = LOOPBACK if address.startswith("127.") else address
+    cards = psutil.net_if_addrs().items()
+    return next((card for card, found in cards if any(entry.address == wanted for entry in found)), None)
+
+
+def card_environment(kind: str, address: str) -> dict[str, str]:
+    """Environment in which collectives of a cpu, of cuda or of an npu run over the card that has the address; empty if
+    none has."""
+    card = card_of(address)
+    return {} if card is None else {GLOO_VARIABLE: card} | {name: f"={card}" for name in _BESIDE_GLOO[kind]}
+
+
+def keep_stores_at_their_address() -> None:
+    """From now on, a store that `init_process_group("tcp://HOST:PORT")` or `env://` opens here listens at HOST alone.
+
+    For code of others that opens one; this project opens its own on a socket that is bound already. Raises
+    DependencyError if torch has moved what is replaced.
+    """
+    check_private_names("engine worker, torch")
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # of the package it is a function
+    store = rendezvous.TCPStore
+
+    def bound_store(
+        host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: Any, **options: Any
+    ) -> Any:
+        if is_master:
+            options["master_listen_fd"] = socket.create_server((host_name, port)).detach()
+        return store(host_name, port, world_size, is_master, *more, **options)
+
+    rendezvous.TCPStore = bound_store

@@ -1,0 +1,100 @@
+"""Series of numbers made readable.
+
+Text that a model or a data set wrote, made harmless for a terminal: nothing in it is obeyed.
+
+How sizes are written.
+
+Model output in a Markdown file: shown as it is, never interpreted.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+_INVISIBLE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Control, format (direction overrides), surrogate, private-use and unassigned characters; line separators."""
+
+
+def visible(text: str, limit: int | None = None) -> str:
+    r"""One line in which every unsafe character is spelled out; longer text is cut, and says so.
+
+    >>> print(visible("a\x1b[2Jb\nc"))
+    a\x1b[2Jb\nc
+    """
+    shown = "".join(map(_spelled, text if limit is None else text[:limit]))
+    if limit is not None and len(text) > limit:
+        return f"{shown} [... {len(text) - limit:,} more characters]"
+    return shown
+
+
+def _spelled(character: str) -> str:
+    if unicodedata.category(character) not in _INVISIBLE_CATEGORIES:
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+GIB = 1 << 30
+
+
+def gib(size_bytes: float) -> str:
+    """
+    >>> gib(3 * 2**30)
+    '3.0'
+    """
+    return f"{size_bytes / GIB:.1f}"
+
+
+_UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+
+
+_KEPT = "\n\t"
+
+
+def clean_text(text: str) -> str:
+    """Without control, bidirectional-override, surrogate and private-use characters (newline and tab stay)."""
+    return "".join(c for c in text if c in _KEPT or unicodedata.category(c) not in _UNSAFE_CATEGORIES)
+
+
+def fenced(text: str, limit: int = 600) -> str:
+    """A code block that the text cannot close: its fence is longer than any run of backticks inside."""
+    text = clean_text(text)
+    if len(text) > limit:
+        text = f"{text[:limit]} [... {len(text) - limit} more characters]"
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Trailing mean over at most `window` values: point i uses nothing after i."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` bars from lowest to highest; longer series are averaged in equal pieces.
+
+    >>> sparkline([0, 1, 2, 3], 8)
+    '▁▃▆█'
+    """
+    if not values:
+        return ""
+    pieces = _pieces(values, min(width, len(values)))
+    low, high = min(pieces), max(pieces)
+    if high == low:
+        return _BARS[0] * len(pieces)
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in pieces)
+
+
+def _pieces(values: Sequence[float], count: int) -> list[float]:
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

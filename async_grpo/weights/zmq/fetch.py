@@ -1,0 +1,327 @@
+"""One version on its way into the back slot: what to ask for, what came, what is missing.
+
+chunk unchanged since the version before?  --> copied from there
+a patch is offered, and the base held?     --> base copied, patch applied
+otherwise                                  --> dense
+every chunk in the slot passes its hash before it counts
+
+FetchInterrupted: a fetch that is given up, and started over with the newest version.
+
+Which chunks to ask for: never more than `credits` under way, late ones once more. Pure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import WeightsCorrupt, WeightsError
+from async_grpo.weights import chunks, delta
+from async_grpo.weights.chunks import cut, digest, hash_chunk, hashes_of
+from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.weights.store import Notes
+from async_grpo.weights.zmq.chunk_server import Edition
+from async_grpo.weights.zmq.messages import ChunkReply, ChunkRequest, ReceiverStats, count, sign
+
+
+class FetchInterrupted(WeightsError):
+    """This version cannot be had (any more): replaced by a newer one, or nobody answers. Never leaves the receiver."""
+
+
+MAX_ATTEMPTS = 4
+"""A chunk that failed its hash, or went unanswered, this many times is given up."""
+
+
+class Plan:
+    """The chunks of one version that have to come over the network.
+
+    >>> plan = Plan([7, 8, 9], patched=True, credits=2, timeout_s=5.0)
+    >>> plan.take(now_s=0.0)
+    [(7, True), (8, True)]
+    >>> plan.settle(7); plan.take(now_s=1.0)
+    [(9, True)]
+    """
+
+    def __init__(self, chunks: Iterable[int], *, patched: bool, credits: int, timeout_s: float) -> None:
+        self._todo = deque(chunks)
+        self._deadlines: dict[int, float] = {}
+        self._passed_over: set[int] = set()
+        self._late: dict[int, int] = {}
+        self._corrupt: dict[int, int] = {}
+        self._dense: set[int] = set()
+        self._patched = patched
+        self._credits = credits
+        self._timeout_s = timeout_s
+
+    @property
+    def done(self) -> bool:
+        """Every chunk has come."""
+        return not self._todo and not self._deadlines
+
+    def awaits(self, index: int) -> bool:
+        """The chunk was asked for and has not come."""
+        return index in self._deadlines
+
+    def take(self, now_s: float) -> list[tuple[int, bool]]:
+        """Chunks to ask for now, and whether as a patch."""
+        free = self._credits - len(self._deadlines)
+        asked = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
+        for index in asked:
+            self._deadlines[index] = now_s + self._timeout_s
+        return [(index, self._patched and index not in self._dense) for index in asked]
+
+    def settle(self, index: int) -> None:
+        """The chunk has come; those that were asked for before it and have not are passed over."""
+        for earlier in self._deadlines:  # in the order in which they were asked for
+            if earlier == index:
+                break
+            self._passed_over.add(earlier)
+        self._forget(index)
+
+    def add(self, index: int) -> None:
+        """One chunk more."""
+        self._todo.append(index)
+
+    def expire(self, now_s: float, heard_s: float) -> list[int]:
+        """Put late chunks back; `heard_s` is when the other side was last heard. Raises FetchInterrupted if one was
+        late too often.
+
+        Answers come in the order of the requests. So on a slow link, where whole queues of chunks lie before one,
+        that one is not late as long as those before it come in: asked for again, it would come twice, and make
+        the link slower still.
+        """
+        silent = now_s - heard_s >= self._timeout_s
+        overdue = [index for index, deadline in self._deadlines.items() if deadline <= now_s]
+        late = [index for index in overdue if silent or index in self._passed_over]
+        for index in late:
+            self._late[index] = self._late.get(index, 0) + 1
+            if self._late[index] >= MAX_ATTEMPTS:
+                raise FetchInterrupted(f"chunk {index} was asked for {MAX_ATTEMPTS} times and never came.")
+            self._put_back(index)
+        return late
+
+    def refuse(self, index: int, *, patch: bool) -> None:
+        """What came fails its hash: ask again, and for the dense chunk if it was a patch.
+
+        Raises WeightsCorrupt if dense chunks keep failing.
+        """
+        if patch:
+            self._dense.add(index)
+        else:
+            self._corrupt[index] = self._corrupt.get(index, 0) + 1
+            if self._corrupt[index] >= MAX_ATTEMPTS:
+                raise WeightsCorrupt(
+                    f"chunk {index} failed its hash {MAX_ATTEMPTS} times; nothing of this version was applied. "
+                    "Check the network and the publisher's memory."
+                )
+        self._put_back(index)
+
+    def restart(self) -> None:
+        """Ask somebody else for everything that is under way."""
+        for index in sorted(self._deadlines, reverse=True):
+            self._put_back(index)
+        self._late.clear()
+        self._corrupt.clear()
+
+    def _put_back(self, index: int) -> None:
+        self._forget(index)
+        self._todo.appendleft(index)
+
+    def _forget(self, index: int) -> None:
+        del self._deadlines[index]
+        self._passed_over.discard(index)
+
+
+COPIES_AT_ONCE = 8
+"""Unchanged chunks that are copied between two looks at the sockets."""
+
+
+class Fetch:
+    """Fills `block` with the version of `manifest`; `before` is what the other slot holds."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        block: memoryview,
+        before: Edition | None,
+        config: WeightsConfig,
+        stats: ReceiverStats,
+    ) -> None:
+        """Raises WeightsCorrupt for a manifest that does not fit its own layout."""
+        chunks = cut(manifest.layout, manifest.chunk_bytes)
+        hashes = hashes_of(manifest, chunks)
+        self.manifest = manifest
+        self.identity = manifest.identity
+        self.started_s = time.monotonic()
+        self._stats = stats
+        self._before = before if before is not None and list(before.chunks) == chunks else None
+        self._patches: dict[int, bytes] = {}
+        self.edition = Edition(
+            identity=manifest.identity,
+            key=manifest.key,
+            chunks=chunks,
+            hashes=hashes,
+            digest=digest(manifest.hashes),
+            block=block,
+            patches=self._patches,
+            arrived=bytearray(len(chunks)),
+        )
+        same = hashes == self._before.hashes if self._before is not None else np.zeros(len(chunks), np.bool_)
+        self._unchanged = deque(np.flatnonzero(same).tolist())
+        missing = np.flatnonzero(~same).tolist()
+        self.plan = Plan(
+            missing,
+            patched=self._can_patch(bool(missing)),
+            credits=config.credits,
+            timeout_s=config.request_timeout_s,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Every chunk is there and verified."""
+        return self.plan.done and not self._unchanged
+
+    @property
+    def has_copies(self) -> bool:
+        """There is work that needs no network."""
+        return bool(self._unchanged)
+
+    def requests(self, now_s: float) -> list[ChunkRequest]:
+        """What to ask for now."""
+        epoch, version = self.identity
+        return [
+            ChunkRequest(
+                epoch=epoch,
+                version=version,
+                index=index,
+                patch=patch,
+                signature=sign(self.manifest.key, self.identity, index, patch),
+            )
+            for index, patch in self.plan.take(now_s)
+        ]
+
+    def copy_unchanged(self) -> list[int]:
+        """Copy a few chunks from the version before; returns those that are right, the others are fetched."""
+        assert self._before is not None
+        copied: list[int] = []
+        for _ in range(min(COPIES_AT_ONCE, len(self._unchanged))):
+            index = self._unchanged.popleft()
+            chunk = self.edition.chunks[index]
+            chunk.of(self.edition.block)[:] = chunk.of(self._before.block)
+            if self._is_right(index, chunk.of(self.edition.block)):
+                copied.append(index)
+                self._arrive(index)
+                self._stats.unchanged_chunks += 1
+            else:
+                self.plan.add(index)
+                count(self._stats.fallbacks, "base damaged")
+        return copied
+
+    def accept(self, reply: ChunkReply, payload: memoryview) -> bool:
+        """Take what came for one chunk; False if it was not asked for or is not right.
+
+        Raises WeightsCorrupt if a chunk keeps failing its hash.
+        """
+        index = reply.index
+        if (reply.epoch, reply.version) != self.identity or not self.plan.awaits(index):
+            return False
+        self._stats.received_bytes += len(payload)
+        right = self._apply_patch(index, payload) if reply.patch else self._place(index, payload)
+        if not right:
+            self._stats.rerequests += 1
+            self.plan.refuse(index, patch=reply.patch)
+            return False
+        self._arrive(index)
+        self.plan.settle(index)
+        return True
+
+    def notes(self) -> Notes:
+        """What to keep beside the version: hashes for the next base, and which tensors changed."""
+        edition, before, manifest = self.edition, self._before, self.manifest
+        changed = b""
+        if before is not None:
+            flags = chunks.changed_tensors(
+                manifest.layout, edition.chunks, before.hashes, edition.hashes, before.block, edition.block
+            )
+            changed = chunks.pack(flags)
+        return Notes(
+            base=before.identity if before is not None else None,
+            changed=changed,
+            digest=edition.digest,
+            chunk_bytes=manifest.chunk_bytes,
+            hashes=manifest.hashes,
+            key=manifest.key,
+        )
+
+    def _can_patch(self, anything_missing: bool) -> bool:
+        base = self.manifest.base
+        if base is None or not anything_missing:
+            return False
+        if self._before is None:
+            count(self._stats.fallbacks, "no base")
+        elif self._before.identity != base.identity:
+            count(self._stats.fallbacks, "another base")
+        elif self._before.digest != base.digest:
+            count(self._stats.fallbacks, "base differs")
+        else:
+            return True
+        return False
+
+    def _place(self, index: int, payload: memoryview) -> bool:
+        chunk = self.edition.chunks[index]
+        if len(payload) != chunk.nbytes or not self._is_right(index, payload):
+            return False
+        chunk.of(self.edition.block)[:] = payload
+        self._stats.dense_chunks += 1
+        return True
+
+    def _apply_patch(self, index: int, patch: memoryview) -> bool:
+        if self._before is None:
+            return False
+        started = time.monotonic()
+        chunk = self.edition.chunks[index]
+        target = chunk.of(self.edition.block)
+        target[:] = chunk.of(self._before.block)
+        try:
+            delta.apply(target, patch)
+        except WeightsCorrupt:
+            count(self._stats.fallbacks, "malformed patch")
+            return False
+        self._stats.apply_s += time.monotonic() - started
+        if not self._is_right(index, target):
+            count(self._stats.fallbacks, "wrong result")
+            return False
+        self._patches[index] = bytes(patch)
+        self._stats.patched_chunks += 1
+        return True
+
+    def _is_right(self, index: int, data: memoryview) -> bool:
+        started = time.monotonic()
+        right = hash_chunk(data) == int(self.edition.hashes[index])
+        self._stats.verify_s += time.monotonic() - started
+        return right
+
+    def _arrive(self, index: int) -> None:
+        assert self.edition.arrived is not None
+        self.edition.arrived[index] = 1
+
+
+def edition_of(identity: Identity, notes: Notes, manifest: Manifest, block: memoryview) -> Edition | None:
+    """What a receiver before this one left whole in a slot; None if its notes do not say enough."""
+    if not notes.hashes or notes.chunk_bytes != manifest.chunk_bytes:
+        return None
+    chunks = cut(manifest.layout, notes.chunk_bytes)
+    if len(notes.hashes) != 8 * len(chunks):
+        return None
+    return Edition(
+        identity=identity,
+        key=notes.key,
+        chunks=chunks,
+        hashes=np.frombuffer(notes.hashes, "<u8"),
+        digest=notes.digest,
+        block=block,
+    )

@@ -1,0 +1,261 @@
+"""What travels between trainer, publisher and receivers.
+
+    trainer   --Prepare-->          publisher     "which slot may be written?"; waits for the encoder
+              <-Cleared---
+              --Publish-->                        "the store holds v"
+              <-Published-
+              --StatsRequest--> <-PublisherStats-
+
+    publisher --Announcement(PUB)--> receivers    newest version, at once and every heartbeat
+              <--Beat(DEALER)-------              registration, every heartbeat and at every change
+              ---Assignment(ROUTER)->             from whom to fetch
+              <--ManifestRequest----
+              ---ManifestReply------>
+
+    publisher | relay  <--ChunkRequest(DEALER)--  receiver
+                       ---ChunkReply + bytes | Waiting | Gone-->
+                       <--Done------------------
+
+Records are MessagePack maps with named fields. Every chunk request is signed with the key of its
+version, which only a manifest gives away: who cannot read manifests gets no chunk, and a recorded
+request gives nothing but the same chunk once more.
+
+What the weight plane counts. Totals since the start unless the name says `last`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+import msgspec
+
+from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.wire.records import Record
+
+SIGNATURE_BYTES = 16
+
+
+_SIGNED = struct.Struct("<qqq?")
+
+
+class Ready(Record, frozen=True, kw_only=True, tag="ready"):
+    """The publisher listens; these are its real ports."""
+
+    announce: str
+    requests: str
+
+
+class Prepare(Record, frozen=True, kw_only=True, tag="prepare"):
+    """The trainer is about to write a slot."""
+
+
+class Cleared(Record, frozen=True, kw_only=True, tag="cleared"):
+    """It may write one; `spare` is being fetched and should be left whole."""
+
+    spare: tuple[int, int] | None = None
+
+
+class Publish(Record, frozen=True, kw_only=True, tag="publish"):
+    """The store holds this version: encode, serve and announce it. `snapshot_s` is what copying it took."""
+
+    epoch: int
+    version: int
+    snapshot_s: float = 0.0
+
+
+class Published(Record, frozen=True, kw_only=True, tag="published"):
+    """The order has been taken."""
+
+    epoch: int
+    version: int
+
+
+class StatsRequest(Record, frozen=True, kw_only=True, tag="stats_request"):
+    """Asks for the publisher's counters."""
+
+
+class Announcement(Record, frozen=True, kw_only=True, tag="announcement"):
+    """The newest version; repeated every heartbeat. `version` is None before the first."""
+
+    epoch: int
+    version: int | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """(epoch, version) if there is a version."""
+        return None if self.version is None else Identity(self.epoch, self.version)
+
+
+class Beat(Record, frozen=True, kw_only=True, tag="beat"):
+    """A receiver is there: where it serves others, what it has, and whom it could not fetch from."""
+
+    node: str
+    host: str
+    relay: str
+    held: tuple[int, int] | None = None
+    suspect: str = ""
+    """The relay endpoint that failed this receiver."""
+
+
+class Leave(Record, frozen=True, kw_only=True, tag="leave"):
+    """A receiver ends."""
+
+    node: str
+
+
+class Assignment(Record, frozen=True, kw_only=True, tag="assignment"):
+    """Fetch chunks from this endpoint: a relay's, or the publisher's own."""
+
+    parent: str
+    relay: bool
+
+
+class ManifestRequest(Record, frozen=True, kw_only=True, tag="manifest_request"):
+    """Asks for the newest manifest."""
+
+
+class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
+    """The newest manifest; None before the first version."""
+
+    manifest: Manifest | None = None
+
+
+class ChunkRequest(Record, frozen=True, kw_only=True, tag="chunk_request"):
+    """Asks for one chunk, as a patch if there is one and `patch` is set; may be repeated at will."""
+
+    epoch: int
+    version: int
+    index: int
+    patch: bool
+    signature: bytes
+
+
+class ChunkReply(Record, frozen=True, kw_only=True, tag="chunk_reply"):
+    """The next frame holds the chunk, or the patch that makes it out of the base."""
+
+    epoch: int
+    version: int
+    index: int
+    patch: bool
+
+
+class Done(Record, frozen=True, kw_only=True, tag="done"):
+    """This receiver needs no more chunks of that version from here."""
+
+    epoch: int
+    version: int
+
+
+class Gone(Record, frozen=True, kw_only=True, tag="gone"):
+    """This version is not served any more: ask for the newest manifest."""
+
+    epoch: int
+    version: int
+
+
+class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
+    """What was asked for is not here yet, but whoever was asked is: sent every heartbeat."""
+
+
+TrainerOrder = Prepare | Publish | StatsRequest
+
+
+TrackerRequest = Beat | Leave | ManifestRequest
+
+
+TrackerReply = Assignment | ManifestReply
+
+
+ChunkOrder = ChunkRequest | Done
+
+
+ChunkAnswer = ChunkReply | Gone | Waiting
+
+
+def sign(key: bytes, identity: Identity, index: int, patch: bool) -> bytes:
+    """The signature of a chunk request."""
+    message = _SIGNED.pack(*identity, index, patch)
+    return hashlib.blake2b(message, key=key, digest_size=SIGNATURE_BYTES).digest()
+
+
+def is_signed(request: ChunkRequest, key: bytes) -> bool:
+    """Whether whoever made the request knows the key of the version."""
+    expected = sign(key, Identity(request.epoch, request.version), request.index, request.patch)
+    return hmac.compare_digest(expected, request.signature)
+
+
+class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_field="kind"):
+    """Of one publisher process."""
+
+    versions: int = 0
+    delta_versions: int = 0
+    """Of them, with patches."""
+    dense_bytes: int = 0
+    """What the published versions are long."""
+    encoded_bytes: int = 0
+    """What a receiver that follows every version has to fetch of them."""
+    last_ratio: float = 1.0
+    """Dense bytes by encoded bytes of the newest version."""
+    last_snapshot_s: float = 0.0
+    """The trainer's copy into shared memory."""
+    last_hash_s: float = 0.0
+    last_encode_s: float = 0.0
+    last_wait_s: float = 0.0
+    """How long the trainer waited for the encoder before it could copy."""
+    waited_s: float = 0.0
+    served_bytes: int = 0
+    """Chunks and patches sent: the egress."""
+    served_chunks: int = 0
+    served_patches: int = 0
+    fallbacks: dict[str, int] = {}
+    """Versions that went dense under `auto` or `delta`, by reason."""
+    receivers: int = 0
+    direct_receivers: int = 0
+    """Of them, those that fetch from the publisher."""
+    most_behind: int = 0
+    """Versions between the newest and the oldest that a receiver has."""
+    refused: int = 0
+    """Peers without this run's key."""
+    unsigned: int = 0
+    """Chunk requests without the version's key."""
+
+
+class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_field="kind"):
+    """Of one receiver process."""
+
+    versions: int = 0
+    interrupted: int = 0
+    """Fetches given up: the version was replaced, or did not come in time."""
+    skipped: int = 0
+    """Versions that were announced after the one before and never fetched."""
+    received_bytes: int = 0
+    """Chunks and patches that came over the network."""
+    dense_bytes: int = 0
+    """What the versions that came whole are long."""
+    patched_chunks: int = 0
+    dense_chunks: int = 0
+    unchanged_chunks: int = 0
+    """Copied from the version before."""
+    rerequests: int = 0
+    """Chunks and manifests asked for more than once."""
+    fallbacks: dict[str, int] = {}
+    """Where a patch was offered and the dense chunks were fetched, by reason."""
+    transfer_s: float = 0.0
+    last_transfer_s: float = 0.0
+    """From the manifest to the commit."""
+    verify_s: float = 0.0
+    apply_s: float = 0.0
+    slot_wait_s: float = 0.0
+    """Waiting for engines and relayed receivers to finish with the slot that comes next."""
+    versions_behind: int = 0
+    relayed_bytes: int = 0
+    """Sent on to other receivers."""
+    parents_lost: int = 0
+    refused: int = 0
+
+
+def count(reasons: dict[str, int], reason: str, by: int = 1) -> None:
+    """One more of `reason`."""
+    reasons[reason] = reasons.get(reason, 0) + by

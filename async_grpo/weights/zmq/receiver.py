@@ -1,0 +1,257 @@
+"""A rollout server's handle on the receiver of its machine.
+
+    run board --address--> _follow --Follow-->  receiver process (one a machine, shared)
+                           _listen <--State---         |
+    next_version, hold <------+                        +--> store --mmap--> this server's engine
+
+Two tasks: `_follow` looks the publisher up every few heartbeats and passes its address on; `_listen`
+keeps the connection, and starts the process where there is none (any more). `next_version` waits for a
+state with newer weights; `hold` keeps them in the store while an engine loads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.zmq.local_socket import (
+    LENGTH,
+    Failed,
+    Follow,
+    Held,
+    Hello,
+    Hold,
+    Place,
+    Release,
+    State,
+    ToServer,
+    frame,
+    frame_length,
+    start_receiver,
+)
+from async_grpo.weights.zmq.messages import ReceiverStats
+from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, keys_for
+from async_grpo.wire.board import PublisherAddress
+from async_grpo.wire.records import Record
+
+Resolve = Callable[[], Awaitable[PublisherAddress | None]]
+
+START_TIMEOUT_S = 60.0
+HOLD_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+_CONNECT_RETRY_S = 0.05
+_messages = msgspec.msgpack.Decoder(ToServer)
+
+log = structlog.get_logger()
+
+
+class WeightReceiver:
+    """The newest weights, in the weight store at `store_path`. Several of one path share a receiver process."""
+
+    def __init__(self, resolve: Resolve, store_path: Path, config: WeightsConfig, *, name: str = "") -> None:
+        """Starts to receive; needs a running event loop. `resolve` says where the publisher listens.
+
+        Raises ConfigError if a secret is needed and missing.
+        """
+        keys_for(config)
+        self.store_path = store_path
+        self.stats = ReceiverStats()
+        """Of the shared process; as of its last heartbeat."""
+        self.restarts = 0
+        """How often the process had to be found or started again."""
+        self._resolve = resolve
+        self._config = config
+        self._name = name
+        self._place = Place(store_path)
+        self._state = State(stats=self.stats)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._address: PublisherAddress | None = None
+        self._taken: Identity | None = None
+        self._holding: Identity | None = None
+        self._holds = 0
+        self._held: asyncio.Queue[Held] = asyncio.Queue()
+        self._hold_lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._failure: Exception | None = None
+        self._task = asyncio.create_task(self._run(), name="weight-receiver")
+
+    @property
+    def process_id(self) -> int | None:
+        """PID of the receiver process if this server started it."""
+        return self._process.pid if self._process is not None else None
+
+    async def next_version(self, after: Identity | tuple[int, int] | None, timeout_s: float) -> Identity:
+        """Wait for weights newer than `after`; they, or newer ones, lie in the store when this returns.
+
+        Raises WaitTimeout if there are none in time, PublisherLost if that is because the publisher
+        has fallen silent, and whatever ended the receiver (WeightsCorrupt, ...).
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._failure or self._is_newer(after))
+        except TimeoutError:
+            raise self._explain_timeout(after, timeout_s) from None
+        if not self._is_newer(after):
+            assert self._failure is not None
+            raise self._failure
+        assert self._newest is not None
+        return self._newest
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Identity]:
+        """The newest weights; they stay in the store for the length of the block, at most update_timeout_s.
+
+        Raises WaitTimeout if the receiver does not answer, or has no weights yet.
+        """
+        async with self._hold_lock:
+            self._taken = self._holding = await self._take_hold()
+            try:
+                yield self._holding
+            finally:
+                self._holding = None
+                self._send(Release())
+
+    async def close(self) -> None:
+        """Leave the receiver; with the last server that leaves it ends, and the store goes. Safe to call twice."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if self._process is not None and self._state.servers <= 1:
+            await asyncio.to_thread(self._reap, self._process)
+
+    @property
+    def _newest(self) -> Identity | None:
+        return Identity(*self._state.newest) if self._state.newest is not None else None
+
+    def _is_newer(self, after: tuple[int, int] | None) -> bool:
+        return self._newest is not None and (after is None or self._newest > tuple(after))
+
+    def _explain_timeout(self, after: tuple[int, int] | None, timeout_s: float) -> Exception:
+        wanted = f"weights newer than {Identity(*after)}" if after else "the first weights"
+        state = self._state
+        if not state.publisher:
+            return WaitTimeout(f"{wanted} from a trainer that has not announced itself", timeout_s)
+        if state.silent_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
+            secret = "" if self._config.encrypt == "off" else ", and is the secret the same there"
+            return PublisherLost(
+                f"waited {timeout_s:g} s for {wanted}; the publisher of epoch {state.epoch} at "
+                f"{state.publisher} has been silent for {state.silent_s:.1f} s. Is the trainer alive{secret}?"
+            )
+        return WaitTimeout(f"{wanted} from {state.publisher}, which is alive", timeout_s)
+
+    async def _take_hold(self) -> Identity:
+        """Ask until somebody answers: the process may be killed meanwhile and another be started."""
+        deadline = time.monotonic() + HOLD_TIMEOUT_S
+        while (remaining := deadline - time.monotonic()) > 0:
+            if self._failure is not None:
+                raise self._failure
+            self._holds += 1
+            self._send(Hold(number=self._holds))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(remaining, HEARTBEATS_OF_SILENCE * self._config.heartbeat_s)):
+                    held = await self._held.get()
+                    while held.number != self._holds:  # the answer to one that was given up
+                        held = await self._held.get()
+                    if held.identity is not None:
+                        return Identity(*held.identity)
+                    await asyncio.sleep(_CONNECT_RETRY_S)
+        raise WaitTimeout("the receiver process to hold the newest weights", HOLD_TIMEOUT_S, "Is it alive")
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow())
+                group.create_task(self._keep_connected())
+        except* Exception as failures:
+            error: BaseException = failures
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            assert isinstance(error, Exception)
+            self._failure = error
+            await self._notify()  # next_version raises it
+
+    async def _follow(self) -> None:
+        while True:
+            address = await self._resolve()
+            if address is not None and address != self._address:
+                self._address = address
+                self._send(Follow(address=address))
+            beats = HEARTBEATS_OF_SILENCE if address is not None else 1
+            await asyncio.sleep(beats * self._config.heartbeat_s)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            reader, self._writer = await self._connect()
+            self._send(Hello(name=self._name, has=self._taken, holding=self._holding))
+            if self._address is not None:
+                self._send(Follow(address=self._address))
+            await self._listen(reader)
+            self._writer.close()
+            self._writer = None
+            self.restarts += 1
+            log.warning("the receiver process of this machine ended; finding or starting another")
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To the process that lives, or that this starts. Raises WeightsError if it does not come up."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                return await asyncio.open_unix_connection(self._place.socket)
+            if self._process is not None and self._process.poll() not in (None, 0) and self.restarts == 0:
+                raise WeightsError(
+                    f"the receiver process ended with code {self._process.returncode} before it was ready; "
+                    "its messages are in this server's log."
+                )
+            if (started := start_receiver(self._place, self._config)) is not None:
+                self._process = started
+            await asyncio.sleep(_CONNECT_RETRY_S)
+        raise WaitTimeout(f"the receiver process at {self._place.socket}", START_TIMEOUT_S)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Until the process ends. Raises what it failed with."""
+        while True:
+            try:
+                length = frame_length(await reader.readexactly(LENGTH.size))
+                message = _messages.decode(await reader.readexactly(length))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            match message:
+                case State():
+                    await self._note(message)
+                case Held():
+                    self._held.put_nowait(message)
+                case Failed(message=text, corrupt=corrupt):
+                    raise WeightsCorrupt(text) if corrupt else WeightsError(text)
+
+    async def _note(self, state: State) -> None:
+        self._state, self.stats = state, state.stats
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _send(self, message: Record) -> None:
+        """Best effort: everything that matters is said again after a reconnect."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    @staticmethod
+    def _reap(process: subprocess.Popen[bytes]) -> None:
+        """It ends by itself, unless a server came just now."""
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)

@@ -1,0 +1,179 @@
+"""Who fetches from whom. Pure: the publisher keeps one and asks it.
+
+    publisher --> fanout receivers --> fanout each --> ...
+
+Whoever joins is put as near to the publisher as there is room, so the depth is about log(N) / log(fanout).
+Nobody moves without need. When a relay leaves, its children (with everybody behind them) are put
+elsewhere; a child that could not fetch from a relay is put elsewhere alone, and not back there.
+
+Knows the receivers: takes their heartbeats, tells each from whom to fetch, hands out manifests.
+
+Whoever was silent for a few heartbeats is forgotten, and its children are put elsewhere; they learn
+of it by the answer to their own next heartbeat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.zmq.messages import Assignment, Beat, Leave, ManifestRequest, TrackerRequest
+from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, Socket, is_loopback
+from async_grpo.wire import encode
+
+ROOT = ""
+
+
+@dataclass(slots=True)
+class Member:
+    """One receiver. `relay` is the endpoint at which it serves others."""
+
+    node: str
+    host: str
+    relay: str
+    parent: str = ROOT
+    avoids: set[str] = field(default_factory=set)
+
+
+class Tree:
+    """Receivers by node name; `ROOT` is the publisher. `fanout` 0: all of them are its children."""
+
+    def __init__(self, fanout: int) -> None:
+        self._fanout = fanout
+        self._members: dict[str, Member] = {}
+        self._children: dict[str, list[str]] = {ROOT: []}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._members
+
+    def join(self, node: str, host: str, relay: str) -> None:
+        """A new receiver; or one that was started again, if its relay is another."""
+        known = self._members.get(node)
+        if known is not None and known.relay == relay:
+            return
+        if known is not None:
+            self.leave(node)
+        member = Member(node, host, relay)
+        self._members[node] = member
+        self._children[node] = []
+        self._place(member)
+
+    def leave(self, node: str) -> None:
+        """Its children are put elsewhere."""
+        member = self._members.pop(node)
+        self._children[member.parent].remove(node)
+        for orphan in self._children.pop(node):
+            self._place(self._members[orphan])
+
+    def suspect(self, node: str, relay: str) -> None:
+        """`node` could not fetch from `relay`: if that is still its parent, it gets another."""
+        member = self._members[node]
+        parent = self._members.get(member.parent)
+        if parent is not None and parent.relay == relay:
+            member.avoids.add(relay)
+            self._children[member.parent].remove(node)
+            self._place(member)
+
+    def parent_of(self, node: str) -> str:
+        """Relay endpoint of its parent; `ROOT` if that is the publisher."""
+        parent = self._members.get(self._members[node].parent)
+        return parent.relay if parent is not None else ROOT
+
+    def children_of(self, node: str) -> list[str]:
+        """Who fetches from it."""
+        return list(self._children[node])
+
+    def _place(self, member: Member) -> None:
+        """Under the nearest place with room; under the publisher beyond its fanout if there is none."""
+        places = (place for place in self._by_distance(member.node) if self._takes(place, member))
+        member.parent = next(places, ROOT)
+        self._children[member.parent].append(member.node)
+
+    def _by_distance(self, mover: str) -> Iterator[str]:
+        """The publisher, then its children and so on, without the mover and those behind it."""
+        queue = deque([ROOT])
+        while queue:
+            place = queue.popleft()
+            yield place
+            queue.extend(child for child in self._children[place] if child != mover)
+
+    def _takes(self, place: str, member: Member) -> bool:
+        if self._fanout == 0 or place == ROOT:
+            return place == ROOT and (self._fanout == 0 or len(self._children[ROOT]) < self._fanout)
+        relay = self._members[place]
+        reachable = not is_loopback(relay.relay) or relay.host == member.host
+        return reachable and relay.relay not in member.avoids and len(self._children[place]) < self._fanout
+
+
+_requests = msgspec.msgpack.Decoder(TrackerRequest)
+
+
+class Tracker:
+    """The publisher's control plane; answers on the ROUTER socket that it is given."""
+
+    def __init__(self, router: Socket, fanout: int, own_chunks: str, heartbeat_s: float) -> None:
+        self._router = router
+        self._tree = Tree(fanout)
+        self._own_chunks = own_chunks
+        self._silence_s = HEARTBEATS_OF_SILENCE * heartbeat_s
+        self._heard_s: dict[str, float] = {}
+        self._held: dict[str, Identity | None] = {}
+
+    @property
+    def receivers(self) -> int:
+        """How many there are."""
+        return len(self._tree)
+
+    @property
+    def direct_receivers(self) -> int:
+        """Of them, children of the publisher."""
+        return len(self._tree.children_of(ROOT))
+
+    def most_behind(self, newest: Identity) -> int:
+        """Versions that the receiver with the oldest weights lacks; one without any, or of an older epoch, has 0."""
+        held = [identity for identity in self._held.values() if identity is not None and identity.epoch == newest.epoch]
+        return max((newest.version - identity.version for identity in held), default=0)
+
+    def handle(self, frames: Sequence[bytes], manifest: bytes) -> None:
+        """Answer one request; `manifest` is the encoded reply to those who ask for it."""
+        peer, payload = frames[0], frames[-1]
+        try:
+            request = _requests.decode(payload)
+        except msgspec.MsgspecError:
+            return  # not one of ours
+        match request:
+            case Beat():
+                self._router.send_multipart([peer, encode(self._register(request))])
+            case Leave(node=node):
+                self._forget(node)
+            case ManifestRequest():
+                self._router.send_multipart([peer, manifest], copy=False)
+
+    def forget_silent(self) -> None:
+        """Called every heartbeat."""
+        now = time.monotonic()
+        for node, heard_s in list(self._heard_s.items()):
+            if now - heard_s > self._silence_s:
+                self._forget(node)
+
+    def _register(self, beat: Beat) -> Assignment:
+        self._heard_s[beat.node] = time.monotonic()
+        self._held[beat.node] = Identity(*beat.held) if beat.held else None
+        self._tree.join(beat.node, beat.host, beat.relay)
+        if beat.suspect:
+            self._tree.suspect(beat.node, beat.suspect)
+        relay = self._tree.parent_of(beat.node)
+        return Assignment(parent=relay or self._own_chunks, relay=bool(relay))
+
+    def _forget(self, node: str) -> None:
+        if node in self._tree:
+            self._tree.leave(node)
+            del self._heard_s[node], self._held[node]

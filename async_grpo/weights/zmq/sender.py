@@ -1,0 +1,194 @@
+"""The trainer's handle: copy into shared memory, tell the publisher process, go on.
+
+publish --Prepare--> process (waits for its encoder, at most encode_wait_s) --Cleared-->
+        copy all tensors into a slot
+        --Publish--> process --Published--> return;  hashing, encoding and the announcement follow
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
+from async_grpo.utils.child_process import child_argv
+from async_grpo.weights.manifest import Identity, Layout, TensorSpec
+from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.store import WeightStore
+from async_grpo.weights.zmq.messages import Cleared, Prepare, Publish, Published, PublisherStats, Ready, StatsRequest
+from async_grpo.weights.zmq.sockets import keys_for
+from async_grpo.wire import decode, encode
+from async_grpo.wire.board import PublisherAddress
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_LIVENESS_MS = 100
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """How long the trainer stood still for one version."""
+
+    stall_s: float
+    waited_s: float
+    """Of it, for the encoding of the version before."""
+    copied_s: float
+    """And for the copy into shared memory (with whatever gathers the tensors)."""
+
+
+class WeightPublisher:
+    """Publishes versions of one epoch. Owns a weight store and the publisher process.
+
+    >>> with WeightPublisher(layout, "my-run", epoch=0, config=WeightsConfig()) as publisher:  # doctest: +SKIP
+    ...     await board.set_publisher(publisher.address)
+    ...     publisher.publish(0, tensors)
+
+    Use it from the thread that made it, and keep that thread alive: the process dies with it.
+    """
+
+    def __init__(self, layout: Layout, run: str, epoch: int, config: WeightsConfig) -> None:
+        """Allocate the store and start the process. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
+        keys_for(config)  # a missing secret is said here, not by a process that ends
+        self._epoch = epoch
+        self._config = config
+        self._newest: int | None = None
+        self._specs = layout.by_name()
+        self._store = WeightStore.create(store_path(run, "trainer"), layout)
+        self._control_path = self._store.path.parent / f"ctl-{os.getpid()}"
+        self._control: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._control.setsockopt(zmq.LINGER, 0)
+        self._control.bind(f"ipc://{self._control_path}")
+        self._process = self._start_process()
+        try:
+            ready = self._receive(Ready, "the publisher process to start", _START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        self.address = PublisherAddress(epoch=epoch, announce=ready.announce, requests=ready.requests)
+
+    @property
+    def store(self) -> Path:
+        """Path of the trainer's weight store."""
+        return self._store.path
+
+    @property
+    def process_id(self) -> int:
+        """PID of the publisher process."""
+        return self._process.pid
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
+        """Copy all tensors and have `version` published; the announcement follows when it can be served.
+
+        `tensors` gives every name of the layout exactly once, in any order, as C-contiguous arrays
+        of the layout's dtype and shape, or as raw bytes (uint8, or uint16 for bfloat16, which numpy
+        does not know). When this returns the arrays may change.
+        Raises WeightsError on arrays that do not fit, PublisherLost if the process has ended and
+        WaitTimeout if it does not answer.
+        """
+        started = time.monotonic()
+        if self._newest is not None and version <= self._newest:
+            raise WeightsError(f"version {version} was published after version {self._newest}; versions only rise.")
+        cleared = self._ask(Prepare(), Cleared, "the publisher to clear a slot")
+        waited_s = time.monotonic() - started
+        self._fill(self._store.begin(Identity(*cleared.spare) if cleared.spare else None), tensors)
+        identity = Identity(self._epoch, version)
+        self._store.commit(identity)
+        self._newest = version
+        copied_s = time.monotonic() - started - waited_s
+        order = Publish(epoch=self._epoch, version=version, snapshot_s=copied_s)
+        self._ask(order, Published, f"the publisher to take {identity}")
+        return Publication(time.monotonic() - started, waited_s, copied_s)
+
+    def stats(self) -> PublisherStats:
+        """The publisher's counters. Raises PublisherLost, WaitTimeout."""
+        return self._ask(StatsRequest(), PublisherStats, "the publisher's counters")
+
+    def close(self) -> None:
+        """End the process and remove the store. Safe to call twice."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._control.close()
+        self._control_path.unlink(missing_ok=True)
+        self._store.unlink()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fill(self, block: memoryview, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> None:
+        target = np.frombuffer(block, np.uint8)
+        missing = set(self._specs)
+        for name, array in tensors:
+            if name not in missing:
+                raise WeightsError(f"tensor {name!r} is not in the layout, or was given twice.")
+            missing.remove(name)
+            spec = self._specs[name]
+            _check_fits(spec, array)
+            target[spec.offset : spec.offset + spec.nbytes] = array.reshape(-1).view(np.uint8)
+        if missing:
+            raise WeightsError(f"{len(missing)} tensors of the layout were not given: {sorted(missing)[:3]} ...")
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        options = {
+            "store": str(self._store.path),
+            "epoch": str(self._epoch),
+            "control": f"ipc://{self._control_path}",
+            "config": self._config.model_dump_json(),
+        }
+        arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
+        return subprocess.Popen(child_argv([sys.executable, "-m", "async_grpo.weights.zmq.publisher", *arguments]))
+
+    def _ask(self, order: msgspec.Struct, kind: type[R], waited_for: str) -> R:
+        self._wait(zmq.POLLOUT, waited_for, self._config.update_timeout_s)
+        self._control.send(encode(order))
+        return self._receive(kind, waited_for, self._config.update_timeout_s)
+
+    def _receive(self, kind: type[R], waited_for: str, timeout_s: float) -> R:
+        self._wait(zmq.POLLIN, waited_for, timeout_s)
+        return decode(self._control.recv(), kind)
+
+    def _wait(self, event: int, waited_for: str, timeout_s: float) -> None:
+        """Until the control socket is ready: a dead process would otherwise be waited for without end."""
+        deadline = time.monotonic() + timeout_s
+        while not self._control.poll(_LIVENESS_MS, event):
+            if self._process.poll() is not None:
+                raise PublisherLost(
+                    f"the publisher process ended with code {self._process.returncode} while the trainer waited for "
+                    f"{waited_for}; its messages are in the trainer's log. Restart the trainer."
+                )
+            if time.monotonic() > deadline:
+                raise WaitTimeout(waited_for, timeout_s)
+
+
+def _check_fits(spec: TensorSpec, array: npt.NDArray[np.generic]) -> None:
+    raw = array.dtype.kind == "u"
+    same = array.dtype.name == spec.dtype and list(array.shape) == spec.shape
+    if not (same or raw) or array.nbytes != spec.nbytes or not array.flags.c_contiguous:
+        layout = "contiguous" if array.flags.c_contiguous else "strided"
+        raise WeightsError(
+            f"tensor {spec.name!r} is {spec.dtype} {spec.shape} ({spec.nbytes} bytes) in the layout, but "
+            f"{array.dtype.name} {list(array.shape)} ({array.nbytes} bytes, {layout}) was given."
+        )

@@ -1,0 +1,226 @@
+"""Sockets of the weight plane: bound, connected, encrypted, and who was refused.
+
+A guarded process answers ZMQ's authentication requests (ZAP) itself: only the clients' key of this
+run is let in. Peers that fail before that, with other keys or none, show up as failed handshakes.
+Both are logged, at most once in `REPORT_EVERY_S`.
+
+CURVE keys from one shared secret.
+
+    ASYNC_GRPO_WEIGHTS_SECRET --scrypt--> 64 bytes = secret key of the servers | secret key of the clients
+
+Any 32 bytes are a secret key of Curve25519, so the two halves are used as they are, and both sides
+arrive at the same four keys without exchanging any. scrypt makes every guess of a weak secret cost
+tens of milliseconds and 16 MiB: who records a handshake can try guesses on it. The salt is fixed,
+because the two sides have nothing else in common before they talk; use one secret a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+import structlog
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import ConfigError
+
+SECRET_VARIABLE = "ASYNC_GRPO_WEIGHTS_SECRET"
+
+
+MIN_SECRET_CHARACTERS = 16
+
+
+_SALT = b"async-grpo weights 1"
+
+
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Z85 text, as ZMQ takes it. All servers of a run share one pair, all clients the other."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    def __repr__(self) -> str:
+        return "Keys(...)"
+
+
+def keys_for(config: WeightsConfig) -> Keys | None:
+    """None if nothing is encrypted. Raises ConfigError if the secret is missing or too short."""
+    if config.encrypt == "off":
+        return None
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise ConfigError(
+            f"weights.encrypt is {config.encrypt!r}, but {SECRET_VARIABLE} has {len(secret)} characters, at least "
+            f"{MIN_SECRET_CHARACTERS} are needed. Set it to the same random text for the trainer and every rollout "
+            "server (openssl rand -hex 32)"
+        )
+    return derive_keys(secret)
+
+
+def derive_keys(secret: str) -> Keys:
+    """The same keys for the same secret, everywhere."""
+    both = hashlib.scrypt(secret.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=2 * _KEY_BYTES)
+    server, client = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
+    return Keys(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+Socket = zmq.Socket[bytes]
+
+
+Context = zmq.Context[Socket]
+
+
+HEARTBEATS_OF_SILENCE = 4
+"""Who was not heard for this many heartbeats is taken for lost."""
+
+
+REPORT_EVERY_S = 10.0
+
+
+HEARTBEAT_MS = 500
+
+
+HEARTBEAT_TIMEOUT_MS = 4 * HEARTBEAT_MS
+
+
+_WILDCARDS = ("0.0.0.0", "*")
+
+
+_LOOPBACKS = ("127.", "localhost")
+
+
+_DOMAIN = b"weights"
+
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+log = structlog.get_logger()
+
+
+def listen(listener: Socket, bind: str, port_offset: int, keys: Keys | None, advertise: str | None = None) -> str:
+    """Bind to the given port (0: any free one; otherwise plus the offset) and say where others reach it: at
+    `advertise`, if given; a wildcard host is announced as this machine's name."""
+    _set_common(listener)
+    if keys is not None:
+        listener.curve_server = True
+        listener.curve_secretkey = keys.server_secret
+        listener.zap_domain = _DOMAIN
+    host, port = _host_and_port(bind)
+    listener.bind(f"tcp://{host}:{int(port) + port_offset if int(port) else '*'}")
+    _, real_port = _host_and_port(listener.getsockopt_string(zmq.LAST_ENDPOINT))
+    return f"tcp://{advertise or (socket.gethostname() if host in _WILDCARDS else host)}:{real_port}"
+
+
+def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
+    """`endpoint`; of a wildcard `bind`, under the address with which this machine reaches `peer`.
+
+    A name needs a resolver that knows it, that address does not. One on the loopback would say nothing about how
+    others reach this machine: then the name stays, as it does without a route.
+    """
+    if _host_and_port(bind)[0] not in _WILDCARDS:
+        return endpoint
+    host, port = _host_and_port(peer)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((host, int(port)))  # finds the route; nothing is sent
+        seen = f"tcp://{probe.getsockname()[0]}:{_host_and_port(endpoint)[1]}"
+        return endpoint if is_loopback(seen) else seen
+    return endpoint
+
+
+def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: Keys | None) -> None:
+    """Connect in the background; a message above the limit ends the connection."""
+    _set_common(client)
+    client.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    client.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if keys is not None:
+        client.curve_serverkey = keys.server_public
+        client.curve_publickey = keys.client_public
+        client.curve_secretkey = keys.client_secret
+    client.connect(endpoint)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Only this machine can reach it."""
+    return endpoint.removeprefix("tcp://").startswith(_LOOPBACKS)
+
+
+def _host_and_port(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, port
+
+
+class Guard:
+    """Lets only this run's clients in, and counts whom it refused. Without keys it has nothing to do."""
+
+    def __init__(self, context: Context, keys: Keys | None) -> None:
+        """Make it before the sockets that it guards are bound."""
+        self.refused = 0
+        self._reported = 0
+        self._reported_s = -REPORT_EVERY_S
+        self._allowed = z85.decode(keys.client_public) if keys else b""
+        self._zap: Socket | None = None
+        self._monitors: list[Socket] = []
+        if keys is not None:
+            self._zap = context.socket(zmq.REP)
+            self._zap.bind(_ZAP_ENDPOINT)
+
+    def watch(self, listener: Socket) -> None:
+        """Notice failed handshakes of this socket."""
+        if self._zap is not None:
+            self._monitors.append(listener.get_monitor_socket(_REFUSALS))
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """To be polled; hand those that are readable to `handle`."""
+        return [*self._monitors, *([self._zap] if self._zap is not None else [])]
+
+    def handle(self, ready: Socket) -> None:
+        """Answer one authentication request, or count one failed handshake."""
+        if ready is self._zap:
+            self._authenticate(ready)
+        else:
+            event = recv_monitor_message(ready)
+            self._refuse(f"handshake failed ({zmq.Event(event['event']).name})", event["endpoint"].decode())
+
+    def _authenticate(self, zap: Socket) -> None:
+        version, request, _domain, address, _identity, mechanism, *credentials = zap.recv_multipart()
+        allowed = mechanism == b"CURVE" and credentials == [self._allowed]
+        if not allowed:
+            self._refuse("the key is not of this run", address.decode())
+        status = [b"200", b"OK"] if allowed else [b"400", b"refused"]
+        zap.send_multipart([version, request, *status, b"weights", b""])
+
+    def _refuse(self, reason: str, address: str) -> None:
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._reported_s >= REPORT_EVERY_S:
+            log.warning(
+                "a peer was refused: is ASYNC_GRPO_WEIGHTS_SECRET the same everywhere?",
+                reason=reason,
+                address=address,
+                refused=self.refused - self._reported,
+            )
+            self._reported, self._reported_s = self.refused, now
+
+
+def _set_common(made: Socket) -> None:
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -1,0 +1,139 @@
+"""The receiver's line to one publisher: announcements, heartbeats, assignments, manifests.
+
+The receiver's line to the one that it fetches chunks from, and whether that one is still there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.weights.zmq.messages import (
+    Announcement,
+    Assignment,
+    Beat,
+    ChunkAnswer,
+    ChunkReply,
+    ChunkRequest,
+    Done,
+    Gone,
+    Leave,
+    ManifestReply,
+    ManifestRequest,
+    TrackerReply,
+    Waiting,
+)
+from async_grpo.weights.zmq.sockets import Context, Keys, Socket, connect
+from async_grpo.wire import decode, encode
+from async_grpo.wire.board import PublisherAddress
+
+_FRAME_OVERHEAD_BYTES = 4096
+
+
+_answers = msgspec.msgpack.Decoder(ChunkAnswer)
+
+
+class Source:
+    """One DEALER socket to a parent, and the monitor that tells when its connection breaks."""
+
+    def __init__(self, context: Context, assignment: Assignment, chunk_bytes: int, keys: Keys | None) -> None:
+        """Connects in the background."""
+        self.endpoint, self.is_relay = assignment.parent, assignment.relay
+        self.heard_s = time.monotonic()
+        self.broken = False
+        self.dealer = context.socket(zmq.DEALER)
+        self.monitor: Socket = self.dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        connect(self.dealer, self.endpoint, chunk_bytes + _FRAME_OVERHEAD_BYTES, keys)
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """To be polled."""
+        return [self.dealer, self.monitor]
+
+    def ask(self, request: ChunkRequest | Done) -> None:
+        """Dropped if nothing can be sent: chunks are asked for again."""
+        try:
+            self.dealer.send(encode(request), zmq.DONTWAIT)
+        except zmq.Again:
+            return
+
+    def receive(self) -> tuple[ChunkReply | Gone | Waiting, memoryview] | None:
+        """The next answer and its payload; None if there is none."""
+        try:
+            frames = self.dealer.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return None
+        self.heard_s = time.monotonic()
+        return _answers.decode(frames[0].buffer), frames[-1].buffer
+
+    def watch(self) -> None:
+        """The monitor has an event: the connection broke."""
+        recv_monitor_message(self.monitor)
+        self.broken = True
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.dealer.disable_monitor()
+        self.monitor.close()
+        self.dealer.close()
+
+
+MAX_MANIFEST_BYTES = 256 << 20
+"""Room for the hashes of ten million chunks; a larger message ends the connection."""
+
+
+_replies = msgspec.msgpack.Decoder(TrackerReply)
+
+
+class Uplink:
+    """Two sockets to the publisher at `address`, polled by the receiver's loop."""
+
+    def __init__(self, context: Context, address: PublisherAddress, keys: Keys | None) -> None:
+        """Connects in the background."""
+        self.address = address
+        self.heard_s = time.monotonic()
+        self.announced: Identity | None = None
+        self.assignment: Assignment | None = None
+        self.announcements = context.socket(zmq.SUB)
+        self.announcements.setsockopt(zmq.CONFLATE, 1)  # only the newest announcement matters
+        self.announcements.setsockopt(zmq.SUBSCRIBE, b"")
+        self.requests = context.socket(zmq.DEALER)
+        connect(self.announcements, address.announce, MAX_MANIFEST_BYTES, keys)
+        connect(self.requests, address.requests, MAX_MANIFEST_BYTES, keys)
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """To be polled."""
+        return [self.announcements, self.requests]
+
+    def hear(self) -> None:
+        """An announcement is there."""
+        self.announced = decode(self.announcements.recv(), Announcement).identity
+        self.heard_s = time.monotonic()
+
+    def receive(self, on_manifest: Callable[[Manifest | None], None]) -> None:
+        """A reply is there; a manifest is handed on."""
+        reply = _replies.decode(self.requests.recv())
+        self.heard_s = time.monotonic()
+        match reply:
+            case Assignment():
+                self.assignment = reply
+            case ManifestReply(manifest=manifest):
+                on_manifest(manifest)
+
+    def send(self, message: Beat | Leave | ManifestRequest) -> None:
+        """Dropped if the publisher has not taken anything for long: all of these are repeated."""
+        try:
+            self.requests.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for owned in self.sockets:
+            owned.close()

@@ -1,0 +1,352 @@
+"""Looking into a run on its server without taking part in it, and the few moves of an operator.
+
+Reading the books (`keys.py`) and the payloads changes nothing, and never opens the run: `open` could
+write admission parameters. Every look is one script, so it is consistent in itself.
+
+`stop_admission` and `resume_admission` retune the run as `update_admission` does: horizon 0 and no
+limit of the ratio admit nothing, whatever is released. What was there before is kept under the run's
+key `drained` until it is put back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.errors import BufferFault
+from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow, age
+from buffer.redis.buffer import RedisBuffer
+from buffer.redis.client import make_client, where
+from buffer.redis.retrying import Link
+from buffer.redis.scripts import Keys, script
+from buffer.stats import BufferStats
+
+BOOKS_FORMAT = 3
+"""The books that this file reads: FORMAT of lua/parts/policy.lua."""
+SIZES_AT_ONCE = 512
+GROUPS_AT_ONCE = 4
+"""Payloads held in memory at a time."""
+
+
+class State(StrEnum):
+    """Where a group is. WAITING tasks are no groups yet."""
+
+    INFLIGHT = "inflight"
+    READY = "ready"
+    TAKEN = "taken"
+    KEPT = "kept"
+    """Released as trained; its payload stays until a checkpoint contains it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What the books say of one group; None: they do not say."""
+
+    seq: int
+    state: State
+    attempt: int
+    """Leases so far."""
+    strikes: int = 0
+    """Leases that expired."""
+    uses: int = 0
+    oldest_version: int | None = None
+    """Of its tokens; of an INFLIGHT group: no token is older than this."""
+    newest_version: int | None = None
+    step: int | None = None
+    """The newest step that it was taken for."""
+    longest: int | None = None
+    """Tokens of its longest completion, as far as was reported."""
+    lease_s: float | None = None
+    """Until its lease expires; below 0: it has expired, and nobody has taken over; None: nobody holds it."""
+    size_bytes: int = 0
+    """Of the group, or, INFLIGHT, of its partial."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Of the whole server; `limit_bytes` 0: none."""
+
+    used_bytes: int
+    limit_bytes: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """One look at a run."""
+
+    run: str
+    stats: BufferStats
+    policy: ReplayPolicy
+    committed: int
+    """The newest version that a checkpoint contains."""
+    drained: bool
+    """Admission was stopped by an operator."""
+    ages: dict[int, int]
+    """READY groups by the age of their oldest token, counted from the head version."""
+    held: int
+    expired: int
+    """INFLIGHT groups whose lease has expired, and whom nobody has taken over."""
+    given_back: int
+    oldest_lease: GroupFacts | None
+    """The one that expires first, or expired longest ago."""
+    memory: ServerMemory
+
+
+class _Record(NamedTuple):
+    """RECORD of lua/parts/records.lua."""
+
+    attempt: int
+    strikes: int
+    longest: int
+    oldest: int
+    newest: int
+    uses: int
+    pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Books:
+    """The books at one moment, as the server has them."""
+
+    meta: dict[str, str]
+    leases: dict[int, float]
+    begun: dict[int, int]
+    ready: set[int]
+    taken: set[int]
+    records: dict[int, _Record]
+    steps: dict[int, int]
+    """Sequence -> the newest step that it was taken for."""
+    drained: bool
+    now_ms: float
+
+
+class Inspector:
+    """A run seen from outside. Made by `attach`; close it with `aclose`."""
+
+    def __init__(self, link: Link, run: str) -> None:
+        self._link = link
+        self._run = run
+        self._keys = Keys(run)
+        self._buffer = RedisBuffer(link, run)
+
+    @classmethod
+    async def attach(cls, redis: RedisConfig, run: str) -> Inspector:
+        """Raises ServerLost, ServerRefused, and BufferFault if the server knows no such run."""
+        inspector = cls(Link(make_client(redis, run), redis.timeout_s), run)
+        try:
+            await inspector._check_known()
+        except BaseException:
+            await inspector.aclose()
+            raise
+        return inspector
+
+    async def overview(self) -> Overview:
+        """Counters, sizes, ages, leases and memory. Raises BufferFault for books of another format."""
+        books = await self._books()
+        policy, stats = _policy(books.meta), await self._buffer.stats()
+        groups = [_facts(books, seq) for seq in books.leases]
+        leased = [group for group in groups if group.lease_s is not None]
+        return Overview(
+            run=self._run,
+            stats=stats,
+            policy=policy,
+            committed=int(books.meta.get("committed", 0)),
+            drained=books.drained and policy.window.horizon == 0,
+            ages=_ages(books),
+            held=sum((group.lease_s or 0) > 0 for group in leased),
+            expired=sum((group.lease_s or 0) <= 0 for group in leased),
+            given_back=len(groups) - len(leased),
+            oldest_lease=min(leased, key=lambda group: group.lease_s or 0, default=None),
+            memory=await self._memory(),
+        )
+
+    async def groups(self, states: Iterable[State] = tuple(State)) -> list[GroupFacts]:
+        """Every group in one of `states`, by sequence. Raises BufferFault for books of another format."""
+        wanted, books = set(states), await self._books()
+        found = [facts for seq in sorted(books.records) if (facts := _facts(books, seq)).state in wanted]
+        sizes = await self._sizes(found)
+        return [replace(facts, size_bytes=size) for facts, size in zip(found, sizes, strict=True)]
+
+    async def records(self, seq: int) -> dict[str, bytes]:
+        """What is stored of one group or waiting task, by kind (task, partial, group); empty: nothing."""
+        keys = {kind: self._keys.of(f"{kind}:{seq}") for kind in ("task", "partial")}
+        if group := await self._link.call(lambda: self._find_group(seq)):
+            keys["group"] = group
+        found = await self._link.fetch(list(keys.values()))
+        return {kind: payload for kind, payload in zip(keys, found, strict=True) if payload is not None}
+
+    async def payloads(self, groups: Sequence[GroupFacts]) -> AsyncIterator[tuple[int, bytes | None]]:
+        """(sequence, stored group), one after the other, a few in memory at a time; None: gone meanwhile."""
+        for start in range(0, len(groups), GROUPS_AT_ONCE):
+            page = groups[start : start + GROUPS_AT_ONCE]
+            keys = [self._keys.group(group.seq, group.attempt) for group in page]
+            for group, payload in zip(page, await self._link.fetch(keys), strict=True):
+                yield group.seq, payload
+
+    async def stop_admission(self) -> bool:
+        """Admit nothing more until `resume_admission`; False: that was so already."""
+        books = await self._books()
+        policy = _policy(books.meta)
+        if books.drained and policy.window.horizon == 0:
+            return False
+        note = json.dumps({"horizon": policy.window.horizon, "rate": _rate_values(policy.rate)})
+        # The note first: whoever dies in between has changed nothing, and never forgets what was before.
+        await self._link.call(lambda: self._link.client.set(self._keys.of("drained"), note))
+        stopped = replace(policy, window=replace(policy.window, horizon=0), rate=RateLimit())
+        await self._buffer.update_admission(stopped)
+        return True
+
+    async def resume_admission(self) -> bool:
+        """As it was before `stop_admission`; False: it was not stopped, or somebody has retuned it since."""
+        books = await self._books()
+        policy, before = _policy(books.meta), await self._link.call(self._note)
+        stopped = before is not None and policy.window.horizon == 0
+        if stopped:
+            note = json.loads(before)
+            window = replace(policy.window, horizon=int(note["horizon"]))
+            await self._buffer.update_admission(replace(policy, window=window, rate=RateLimit(**note["rate"])))
+        await self._link.call(lambda: self._link.client.delete(self._keys.of("drained")))
+        return stopped
+
+    async def discard_ready(self) -> int:
+        """READY -> RELEASED for every group, as if it had grown too old; returns how many."""
+        reply = await self._link.run(script("discard_ready"), self._keys.books, self._keys.prefix)
+        return int(reply[1])
+
+    async def aclose(self) -> None:
+        """Close connections; the data stay."""
+        await self._link.aclose()
+
+    async def _check_known(self) -> None:
+        if not await self._link.call(lambda: self._link.client.exists(self._keys.of("meta"))):
+            raise BufferFault(
+                f"the server at {where(self._link.client)} holds no run named {self._run}. "
+                "Check the name (overrides become part of it), or whether the run has begun"
+            )
+
+    async def _books(self) -> _Books:
+        look = await self._link.run(script("look"), self._keys.books, self._keys.prefix)
+        meta = {name.decode(): value.decode() for name, value in _pairs(look[0])}
+        if int(meta.get("format", 0)) != BOOKS_FORMAT:
+            raise BufferFault(
+                f"the run {self._run} keeps its books in format {meta.get('format')}, and this release reads format "
+                f"{BOOKS_FORMAT}. Look into it with the release that runs it; single records can be read by their ID"
+            )
+        leases, begun, ready, taken, records, log, drained, (seconds, micros) = look[1:]
+        return _Books(
+            meta=meta,
+            leases={int(seq): float(deadline) for seq, deadline in _pairs(leases)},
+            begun={int(seq): int(version) for seq, version in _pairs(begun)},
+            ready={int(seq) for seq in ready},
+            taken={int(seq) for seq in taken},
+            records={int(seq): _Record(*map(int, text.split())) for seq, text in _pairs(records)},
+            steps=_steps(log),
+            drained=bool(drained),
+            now_ms=1000 * int(seconds) + int(micros) / 1000,
+        )
+
+    async def _find_group(self, seq: int) -> str | None:
+        """Where the newest attempt has stored the group. Searched for, lest the books have another format."""
+        names = [name.decode() async for name in self._link.client.scan_iter(match=self._keys.of(f"group:{seq}:*"))]
+        return max(names, key=lambda name: int(name.rpartition(":")[2]), default=None)
+
+    async def _sizes(self, groups: Sequence[GroupFacts]) -> list[int]:
+        keys = [
+            self._keys.of(f"partial:{group.seq}")
+            if group.state is State.INFLIGHT
+            else self._keys.group(group.seq, group.attempt)
+            for group in groups
+        ]
+        sizes: list[int] = []
+        for start in range(0, len(keys), SIZES_AT_ONCE):
+            sizes += await self._link.call(lambda page=keys[start : start + SIZES_AT_ONCE]: self._lengths(page))  # type: ignore[misc]
+        return sizes
+
+    async def _lengths(self, keys: Sequence[str]) -> list[int]:
+        async with self._link.client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.strlen(key)
+            lengths: list[int] = await pipe.execute()
+            return lengths
+
+    async def _memory(self) -> ServerMemory:
+        about = await self._link.call(lambda: self._link.client.info("memory"))
+        keys = await self._link.call(lambda: self._link.client.dbsize())
+        return ServerMemory(int(about["used_memory"]), int(about.get("maxmemory", 0)), int(keys))
+
+    async def _note(self) -> bytes | None:
+        note: bytes | None = await self._link.client.get(self._keys.of("drained"))
+        return note
+
+
+def _facts(books: _Books, seq: int) -> GroupFacts:
+    record, state, deadline_ms = books.records[seq], _state(books, seq), books.leases.get(seq, 0.0)
+    finished = state is not State.INFLIGHT
+    return GroupFacts(
+        seq=seq,
+        state=state,
+        attempt=record.attempt,
+        strikes=record.strikes,
+        uses=record.uses,
+        oldest_version=record.oldest if finished else books.begun.get(seq),
+        newest_version=record.newest if finished else None,
+        step=books.steps.get(seq),
+        longest=record.longest or None,
+        lease_s=(deadline_ms - books.now_ms) / 1000 if deadline_ms else None,
+    )
+
+
+def _state(books: _Books, seq: int) -> State:
+    if seq in books.leases:
+        return State.INFLIGHT
+    if seq in books.ready:
+        return State.READY
+    return State.TAKEN if seq in books.taken else State.KEPT
+
+
+def _ages(books: _Books) -> dict[int, int]:
+    head = int(books.meta.get("version", 0))
+    ages = Counter(age(head, books.records[seq].oldest) for seq in books.ready)
+    return dict(sorted(ages.items()))
+
+
+def _policy(meta: Mapping[str, str]) -> ReplayPolicy:
+    """What `write_policy` of lua/parts/policy.lua wrote."""
+    return ReplayPolicy(
+        window=StalenessWindow(int(meta["max_staleness"]), int(meta["groups_per_step"]), int(meta["horizon"])),
+        selector=Selector(meta["selector"]),
+        selector_window=int(meta["selector_window"]),
+        on_stale=OnStale(meta["on_stale"]),
+        rate=RateLimit(
+            min_size=int(meta["min_size"]),
+            samples_per_insert=float(meta["samples_per_insert"]),
+            min_diff=float(meta["min_diff"]),
+            max_diff=float(meta["max_diff"]),
+        ),
+        max_uses=int(meta["max_uses"]),
+        seed=int(meta["seed"]),
+    )
+
+
+def _rate_values(rate: RateLimit) -> dict[str, float]:
+    return {name: getattr(rate, name) for name in ("min_size", "samples_per_insert", "min_diff", "max_diff")}
+
+
+def _steps(log: list[bytes]) -> dict[int, int]:
+    """From `version, epoch|settled|mask_below|size|seq,seq,...` pairs."""
+    steps: dict[int, int] = {}
+    for version, entry in sorted((int(version), entry) for version, entry in _pairs(log)):
+        seqs = entry.decode().rsplit("|", 1)[1]
+        steps |= {int(seq): version for seq in seqs.split(",") if seq}
+    return steps
+
+
+def _pairs(values: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Name, value, name, value, ..."""
+    return zip(values[::2], values[1::2], strict=True)

@@ -1,0 +1,168 @@
+"""Which node serves a run, where one URL stands for several: a cluster, or a primary under Sentinel.
+
+    connection --find--> Finder --asks a seed (a cluster node, a sentinel)--> address of the node --> connection
+    Link --forget, after every failure that another node may mend--> Finder, and its idle connections are closed
+
+All keys of a run are under one hash tag, so one node serves all of it at a time: transactions, scripts and
+BLPOP go over plain connections to that node. When it changes (a failover, a moved slot), calls fail, `Link`
+forgets the node and repeats them, and the next connection asks anew. Every question is bounded in time, and
+seeds take turns, so that one that hangs or knows the past only stops nobody for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any
+
+from redis import exceptions as server_errors
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.crc import key_slot
+
+from async_grpo.errors import ServerRefused
+from buffer.redis.errors import cause_of, may_pass
+from buffer.redis.url import Address, Node
+
+
+class Finder(ABC):
+    """Asks the seeds for the node, and remembers the answer until `forget`."""
+
+    def __init__(self, address: Address, options: dict[str, Any], patience_s: float) -> None:
+        """`options`: of a connection to a seed. `patience_s`: for one seed."""
+        self._address = address
+        self._seeds = deque(address.nodes)
+        self._options = options
+        self._patience_s = patience_s
+        self._found: Node | None = None
+
+    def __str__(self) -> str:
+        return f"{self._address} (now at {self._found})" if self._found else str(self._address)
+
+    async def find(self) -> Node:
+        """The node. Raises redis-py's ConnectionError if no seed can tell, ServerRefused if none ever will."""
+        if self._found is None:
+            self._found = await self._search()
+        return self._found
+
+    def forget(self) -> None:
+        """Ask again, beginning with another seed."""
+        self._found = None
+        self._seeds.rotate(-1)
+
+    @property
+    @abstractmethod
+    def _sought(self) -> str:
+        """What a seed may not know."""
+
+    @abstractmethod
+    async def _ask(self, seed: Node) -> Node | None:
+        """What one seed says; None if it does not know."""
+
+    async def confirm(self, connection: Any) -> None:
+        """Raises if a fresh connection has reached a node that cannot serve the run. Not asked: a cluster's node
+        says so at every command."""
+        return None
+
+    async def _search(self) -> Node:
+        heard = []
+        for seed in list(self._seeds):
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    if found := await self._ask(seed):
+                        return found
+                heard.append(f"{seed} knows no {self._sought}")
+            except (server_errors.RedisError, OSError) as error:
+                if not may_pass(cause_of(error)):
+                    raise
+                heard.append(f"{seed}: {str(error) or 'no reply'}")
+        raise server_errors.ConnectionError(f"no node could be found ({'; '.join(heard)})")
+
+    async def _exchange(self, seed: Node, *command: str) -> Any:
+        kind = SSLConnection if self._address.tls else Connection
+        connection = kind(host=seed.host, port=seed.port, **self._options)
+        try:
+            await connection.connect()
+            await connection.send_command(*command)
+            return await connection.read_response()
+        finally:
+            await connection.disconnect(nowait=True)
+
+
+class ClusterFinder(Finder):
+    """The primary of the slot of a run. Every node of the cluster that is met becomes a seed."""
+
+    def __init__(self, address: Address, key: str, options: dict[str, Any], patience_s: float) -> None:
+        super().__init__(address, options, patience_s)
+        self._slot: int = key_slot(key.encode())
+
+    @property
+    def _sought(self) -> str:
+        return f"node for slot {self._slot}"
+
+    async def _ask(self, seed: Node) -> Node | None:
+        try:
+            ranges = await self._exchange(seed, "CLUSTER", "SLOTS")
+        except server_errors.ResponseError as error:
+            if "cluster support disabled" not in str(error):
+                raise
+            raise ServerRefused(f"the server at {seed} is not part of a cluster. Use redis://{seed}") from error
+        found, met = None, set[Node]()
+        for first, last, *entries in ranges:
+            nodes = [_node(entry, seed) for entry in entries]
+            met.update(nodes)
+            if first <= self._slot <= last:
+                found = nodes[0]
+        self._learn(met)
+        return found
+
+    def _learn(self, met: set[Node]) -> None:
+        """The configured seeds stay; of the others, those that the cluster has now."""
+        kept = [node for node in self._seeds if node in self._address.nodes or node in met]
+        self._seeds = deque([*kept, *sorted(met.difference(kept))])
+
+
+class SentinelFinder(Finder):
+    """The primary that the sentinels name."""
+
+    @property
+    def _sought(self) -> str:
+        return f"service {self._address.service}"
+
+    async def _ask(self, seed: Node) -> Node | None:
+        command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._address.service)
+        answer = await self._exchange(seed, *command)
+        return Node(answer[0].decode(), int(answer[1])) if answer else None
+
+    async def confirm(self, connection: Any) -> None:
+        """A sentinel that lags may name the old primary, and a replica would answer reads with the past."""
+        await connection.send_command("INFO", "replication")
+        if b"role:master" not in await connection.read_response():
+            raise server_errors.ReadOnlyError(f"{connection.host}:{connection.port} is a replica")
+
+
+class FoundConnection(Connection):
+    """A connection to wherever the finder says."""
+
+    def __init__(self, *, finder: Finder, **options: Any) -> None:
+        super().__init__(redis_connect_func=_greet, **options)
+        self.finder = finder
+
+    async def _connect(self) -> None:
+        self.host, self.port = await self.finder.find()
+        await super()._connect()
+
+
+class FoundTlsConnection(FoundConnection, SSLConnection):
+    """The same, encrypted."""
+
+
+async def _greet(connection: Any) -> None:
+    await connection.on_connect()
+    await connection.finder.confirm(connection)
+
+
+def _node(entry: list[Any], seed: Node) -> Node:
+    """An address in the reply to CLUSTER SLOTS. No host means the one that was asked."""
+    host, port = entry[0], entry[1]
+    return Node(host.decode() if host and host != b"?" else seed.host, port)

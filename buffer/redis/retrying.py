@@ -1,0 +1,225 @@
+"""Calls to the server that survive a lost connection, a restart, a failover, a full memory and lost scripts.
+
+    call   --attempts, with backoff, until timeout_s--> server        (every call made here is idempotent)
+    run    --script, then WAIT on the same connection--> server, and its replicas where they are waited for
+    until  --BLPOP on a connection of its own---------> wake list     (filled by the Lua scripts)
+
+`call` waits for the server only, and for one connection no longer than an attempt may take: the next attempt goes over
+a new one, because a connection may be silent while the server is well (a dropped NAT entry). `until` waits for an
+element of a wake list; an element that is lost together with its waiter delays the others by at most RECHECK_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from redis import exceptions as server_errors
+from redis.asyncio import Redis
+
+from async_grpo.errors import ReplicasBehind, WaitTimeout
+from buffer.redis.client import where
+from buffer.redis.connection import Call, Command, exchange, let_go, one_connection, script_head, transact
+from buffer.redis.errors import LOST, cause_of, may_pass, named
+from buffer.redis.scripts import Script, script
+
+T = TypeVar("T")
+
+RECHECK_S = 5.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 1.0
+LONGEST_FIRST_ATTEMPT_S, LEAST_ATTEMPT_S, FIRST_SHARE = 5.0, 1.0, 1 / 6
+"""The first attempt may take this share of timeout_s, within these bounds, and each one after it twice as long: about
+half of timeout_s is left to the last, so that a server that is slow is waited for."""
+CLOSE_S = 0.5
+"""For closing idle connections; those to a peer that is gone do not take leave."""
+LATE_WAKE_S = 5.0
+"""How long a BLPOP may overrun before its connection counts as lost."""
+PAGE = 64
+"""Payloads fetched by one command, so that no reply is huge."""
+CALLS_AT_ONCE = 32
+"""Connections of one link, those that wait by BLPOP aside. More calls stand in line."""
+CONFIRM_MARGIN, LEAST_MARGIN_S = 0.1, 0.25
+"""Of timeout_s, at least: kept back while waiting for replicas, lest their silence be taken for the server's."""
+BARRIER = script("barrier")
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """The answer of an attempt that is to be made again, after `for_s` at the latest."""
+
+    for_s: float = RECHECK_S
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A value to SET; `only_new` leaves one that exists as it is."""
+
+    key: str
+    value: bytes
+    only_new: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A script with its arguments, and the payloads that go with it."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[object]
+    payloads: Sequence[Payload]
+    together: bool
+
+    @property
+    def atomic(self) -> bool:
+        """Whether it takes a transaction."""
+        return self.together and len(self.payloads) > 0
+
+    def commands(self) -> list[Command]:
+        """Payloads first."""
+        sets = [("SET", each.key, each.value, *(("NX",) if each.only_new else ())) for each in self.payloads]
+        return [*sets, Call(*script_head(self.script.digest, tuple(self.keys)), self.args)]
+
+
+class Link:
+    """A client, and the policy for its failures."""
+
+    def __init__(self, client: Redis, timeout_s: float) -> None:
+        self.client: Any = client  # redis-py types replies as bytes | str; this client never decodes: bytes
+        self._timeout_s = timeout_s
+        self._replicas: int = getattr(client, "replicas_to_wait_for", 0)
+        self._line = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    async def call(self, do: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of an idempotent `do`, repeated until timeout_s.
+
+        Raises ServerLost, ServerFull, ServerRefused, or BufferFault for any other error of the server.
+        """
+        return await self._persist(lambda _: do())
+
+    async def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        *args: object,
+        payloads: Sequence[Payload] = (),
+        together: bool = True,
+    ) -> Any:
+        """The reply of a script. The payloads are stored in the same transaction: both happen, or neither. (A server
+        that was restarted stores them and asks for the script, which it gets; nothing refers to them before.) With
+        `together` False they are stored just before, which is quicker: the script looks whether they are there.
+
+        Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
+        """
+        transition = Transition(script, keys, args, payloads, together)
+        return await self._persist(lambda until: self._run(transition, until))
+
+    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values by key."""
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), PAGE):
+            found += await self.call(lambda page=keys[start : start + PAGE]: self.client.mget(page))  # type: ignore[misc]
+        return found
+
+    async def until(
+        self, wake: str, attempt: Callable[[], Awaitable[T | NotYet]], *, waited_for: str, timeout_s: float
+    ) -> T:
+        """The first answer of `attempt` other than NotYet; it is made again whenever the list `wake` has an
+        element. Raises WaitTimeout."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while isinstance(answer := await attempt(), NotYet):
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                raise WaitTimeout(waited_for, timeout_s)
+            await self._sleep(wake, min(left_s, answer.for_s, RECHECK_S))
+        return answer
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await close(self.client)
+
+    async def _persist(self, attempt: Callable[[float], Awaitable[Any]]) -> Any:
+        """`attempt` is told the time at which it will be cut short."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        patience_s = min(LONGEST_FIRST_ATTEMPT_S, max(LEAST_ATTEMPT_S, FIRST_SHARE * self._timeout_s))
+        pause_s, cause, before = FIRST_BACKOFF_S, None, sys.exc_info()[1]
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline) as clock, self._line:
+                    until = loop.time() + patience_s
+                    async with asyncio.timeout_at(until if until < deadline else None):
+                        return await attempt(min(until, deadline))
+            except (server_errors.RedisError, OSError, ReplicasBehind) as error:
+                # An attempt that the clock has cut short knows less than the one before it.
+                cause = cause if cause and clock.expired() else cause_of(error, before)
+                if not may_pass(cause) or loop.time() + pause_s > deadline:
+                    raise named(cause, where(self.client), self._timeout_s) from error
+            await self._look_elsewhere(cause)
+            await asyncio.sleep(pause_s)
+            pause_s, patience_s = min(2 * pause_s, LONGEST_BACKOFF_S), 2 * patience_s
+
+    async def _look_elsewhere(self, cause: Exception) -> None:
+        """The next attempt asks for the node where another may serve the run by now, and trusts no connection: if one
+        has been lost, or was silent, so may be those that are idle."""
+        await let_go(self.client)
+        finder = getattr(self.client, "finder", None)
+        if finder is not None:
+            finder.forget()
+        if finder is not None or isinstance(cause, LOST):
+            with contextlib.suppress(server_errors.RedisError, OSError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.client.connection_pool.disconnect(inuse_connections=False)
+
+    async def _sleep(self, wake: str, for_s: float) -> None:
+        """Until an element comes, or for_s. A connection that is lost meanwhile is met by the next attempt."""
+        before = sys.exc_info()[1]
+        try:
+            async with asyncio.timeout(for_s + min(self._timeout_s, LATE_WAKE_S)):
+                async with one_connection(self.client) as connection:
+                    await exchange(connection, ("BLPOP", wake, max(for_s, 0.01)))  # 0 would mean for ever
+        except (server_errors.RedisError, OSError) as error:
+            cause = cause_of(error, before)
+            if not may_pass(cause):
+                raise named(cause, where(self.client), self._timeout_s) from error
+            await asyncio.sleep(FIRST_BACKOFF_S)
+
+    async def _run(self, transition: Transition, until: float) -> Any:
+        try:
+            return await self._once(transition, until)
+        except server_errors.NoScriptError:  # a new server, or one that was restarted
+            for each in (transition.script, BARRIER) if self._replicas else (transition.script,):
+                await self.client.script_load(each.source)
+            return await self._once(transition, until)
+
+    async def _once(self, transition: Transition, until: float) -> Any:
+        commands = transition.commands()
+        async with one_connection(self.client) as connection:
+            send = transact(connection, commands) if transition.atomic else exchange(connection, *commands)
+            *_, reply = await send
+            if self._replicas and not transition.script.only_reads:
+                await self._confirm(connection, until)
+            return reply
+
+    async def _confirm(self, connection: Any, until: float) -> None:
+        """Return once enough replicas have all that this server had when the transition was answered."""
+        margin_s = max(CONFIRM_MARGIN * self._timeout_s, LEAST_MARGIN_S)
+        left_s = until - asyncio.get_running_loop().time() - margin_s
+        barrier = ("EVALSHA", BARRIER.digest, 1, self.client.barrier_key)
+        _, have = await exchange(connection, barrier, ("WAIT", self._replicas, max(1, int(1000 * left_s))))
+        if have < self._replicas:
+            raise ReplicasBehind(
+                f"{have} of {self._replicas} replicas of the server at {where(self.client)} have confirmed a change "
+                f"within {self._timeout_s:g} s. It has happened on the primary, and repeating the call is harmless, "
+                "but a failover now could undo it. Bring the replicas back, or lower redis.replicas_to_wait_for"
+            )
+
+
+async def close(client: Redis) -> None:
+    """Close all connections; those to a server that is gone as well."""
+    with contextlib.suppress(server_errors.RedisError, OSError):
+        await client.aclose()

@@ -1,0 +1,363 @@
+"""The transitions of the buffer as plain synchronous code: the reference that the Lua scripts repeat.
+
+No clock and no waiting: `now_s` is passed in, and what cannot be done yet returns nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from async_grpo.staleness import ReplayPolicy
+from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
+from buffer.base import Resume
+from buffer.errors import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
+from buffer.selection import select, too_old_to_finish, too_old_to_train
+from buffer.stats import BufferStats
+
+ENDINGS_KEPT = 4096
+"""A repeated insert or discard is recognised for this many endings."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """An active group: INFLIGHT while `group` is None. `deadline_s` 0: given back, nobody holds it."""
+
+    task: Task
+    begun: int
+    """While INFLIGHT: no token is older than this version, as far as was reported."""
+    attempt: int = 0
+    strikes: int = 0
+    deadline_s: float = 0.0
+    partial: Partial | None = None
+    group: Group | None = None
+    longest: int = 0
+    """Tokens of the longest completion, as far as was reported."""
+    uses: int = 0
+    """How often it was taken."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A batch that was taken, until a checkpoint contains it."""
+
+    epoch: int
+    mask_below: int
+    size: int
+    """Groups that it is to have."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    settled: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Groups still to come."""
+        return self.size - len(self.groups)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All state of a run's buffer; the methods are those of `ReplayBuffer`."""
+
+    policy: ReplayPolicy
+    lease_s: float
+    max_attempts: int
+    epoch: int = 0
+    version: int = 0
+    committed: int = 0
+    ended: bool = False
+    tasks: list[Task] = field(default_factory=list)
+    """WAITING."""
+    admitted: int = 0
+    inserted: int = 0
+    used: int = 0
+    """Groups taken, each as often as it was."""
+    open: dict[int, Slot] = field(default_factory=dict)
+    """INFLIGHT and READY."""
+    taken: dict[int, Slot] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    released: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[tuple[str, int]] = field(default_factory=Counter)
+    endings: OrderedDict[tuple[str, int, int], None] = field(default_factory=OrderedDict)
+
+    @property
+    def tasks_put(self) -> int:
+        """Length of the stream so far."""
+        return self.admitted + len(self.tasks)
+
+    @property
+    def ready(self) -> dict[int, Group]:
+        """READY groups, by sequence."""
+        return {seq: slot.group for seq, slot in sorted(self.open.items()) if slot.group is not None}
+
+    def put_tasks(self, tasks: Sequence[Task]) -> int:
+        checked_stream([task.index for task in tasks])
+        known = self.tasks_put
+        if tasks and tasks[0].index > known:
+            raise gap(tasks[0].index, known)
+        self.tasks += [task for task in tasks if task.index >= known]
+        return self.tasks_put
+
+    def admit(self, limit: int, holder: str, now_s: float) -> list[Ticket]:
+        """Tickets, or none if there is no room or no task."""
+        if self.ended:
+            raise run_ended()
+        granted = self.unheld(now_s)[:limit]
+        while len(granted) < limit and self._make_room():
+            granted.append(self._admit_one())
+        return [self._lease(seq, holder, now_s) for seq in granted]
+
+    def heartbeat(self, tickets: Sequence[Ticket], now_s: float) -> list[int]:
+        held = [ticket.seq for ticket in tickets if self._holds(ticket)]
+        for seq in held:
+            self.open[seq].deadline_s = now_s + self.lease_s
+        return [ticket.seq for ticket in tickets if not self._holds(ticket)]
+
+    def progress(self, ticket: Ticket, partial: Partial, now_s: float) -> None:
+        if not self._holds(ticket):
+            raise lease_lost(ticket)
+        slot = self.open[ticket.seq]
+        slot.partial, slot.longest = partial, partial.longest
+        slot.begun = max(slot.begun, partial.oldest_version or 0)
+        slot.deadline_s = now_s + self.lease_s
+
+    def give_back(self, ticket: Ticket) -> None:
+        if self._holds(ticket):
+            self.open[ticket.seq].deadline_s = 0.0
+
+    def insert(self, ticket: Ticket, group: Group) -> None:
+        if self._holds(ticket):
+            slot = self.open[ticket.seq]
+            slot.group, slot.partial, slot.longest = group, None, group.longest
+            self.inserted += 1
+        elif not self._inserted_before(ticket):
+            raise lease_lost(ticket)
+
+    def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
+        checked_reason(reason)
+        if self._holds(ticket):
+            self._release(ticket.seq, reason, how="discard")
+        elif ("discard", ticket.seq, ticket.attempt) not in self.endings:
+            raise lease_lost(ticket)
+
+    def take(self, epoch: int, version: int, now_s: float, *, have: int = 0, whole: bool = True) -> Batch | None:
+        """What the caller, who has the first `have` groups of the step, does not have of it: all of it, or, if not
+        `whole`, as much as there is. None if that is not there yet."""
+        self._fence(epoch)
+        step = self.steps.get(version)
+        if step and (not step.missing or (not whole and len(step.groups) > have)):
+            return _batch(step, epoch, version, have)
+        if self.ended:
+            raise run_ended()
+        self.unheld(now_s)
+        self._end_what_is_too_old(version)
+        missing = step.missing if step else self.policy.window.groups_per_step
+        least = 1 if self.policy.walks and not whole else missing
+        if not self._may_sample(least, begun=step is not None):
+            return None
+        open_groups = [(seq, slot.group is not None) for seq, slot in sorted(self.open.items())]
+        chosen = select(self.policy, version, open_groups, missing)
+        return self._deliver(epoch, version, chosen, have) if len(chosen) >= least else None
+
+    def release(self, batch: Batch) -> None:
+        self._fence(batch.epoch)
+        self._settle(batch.version)
+
+    def publish_version(self, epoch: int, version: int) -> None:
+        self._fence(epoch)
+        self.version = max(self.version, version)
+
+    def commit_checkpoint(self, epoch: int, version: int) -> None:
+        self._fence(epoch)
+        for past in self._steps_below(version):
+            self._settle(past)
+            del self.steps[past]
+        self.committed = max(self.committed, version)
+
+    def rollback(self, version: int) -> Resume:
+        if version < self.committed:
+            raise forgotten(version, self.committed)
+        for past in self._steps_below(version):
+            self._settle(past)
+        if version * self.policy.window.groups_per_step < self.policy.window.horizon:
+            self.ended = False
+        self.version = max(self.version, version)
+        self.epoch += 1
+        return Resume(self.epoch, self.version)
+
+    def stats(self) -> BufferStats:
+        ready, window = self.ready, self.policy.window
+        return BufferStats(
+            epoch=self.epoch,
+            version=self.version,
+            tasks_put=self.tasks_put,
+            waiting=len(self.tasks),
+            inflight=len(self.open) - len(ready),
+            ready=len(ready),
+            taken=len(self.taken),
+            admitted=self.admitted,
+            released={reason.value: self.released[reason.value] for reason in ReleaseReason},
+            released_by_length={f"{reason}:{longest}": count for (reason, longest), count in self.lengths.items()},
+            max_staleness=window.max_staleness,
+            groups_per_step=window.groups_per_step,
+            horizon=window.horizon,
+            selector=self.policy.selector.value,
+            selector_window=self.policy.selector_window,
+            inserted=self.inserted,
+            used=self.used,
+            ended=self.ended,
+            kept=len(set(ready).union(*(step.groups for step in self.steps.values()))),
+        )
+
+    def unheld(self, now_s: float) -> list[int]:
+        """Sequences that nobody holds, lowest first. Those without attempts left end as failed, and those whose
+        partial is too old to go on with as expired."""
+        over = [seq for seq, slot in self.open.items() if slot.group is None and slot.deadline_s <= now_s]
+        for seq in over:
+            slot = self.open[seq]
+            if slot.strikes + (slot.deadline_s > 0) >= self.max_attempts:
+                self._release(seq, ReleaseReason.FAILED, how=None)
+            elif slot.partial is not None and too_old_to_finish(self.policy, self.version, slot.begun):
+                self._release(seq, ReleaseReason.EXPIRED, how=None)
+        return sorted(seq for seq in over if seq in self.open)
+
+    def next_deadline_s(self, now_s: float) -> float | None:
+        """When the next lease expires."""
+        running = [slot.deadline_s for slot in self.open.values() if slot.group is None and slot.deadline_s > now_s]
+        return min(running, default=None)
+
+    def _make_room(self) -> bool:
+        """Whether one more group may be admitted. Where the ratio of uses to inserts rules, a full buffer
+        evicts its oldest READY group for it."""
+        window, rate = self.policy.window, self.policy.rate
+        active = len(self.open) + len(self.taken)
+        inserts = self.inserted + len(self.open) - len(self.ready)
+        if not self.tasks or not rate.insertable(
+            inserts=inserts, uses=self.used, size=active, needed_size=self.policy.size_to_take
+        ):
+            return False
+        if rate.limits:
+            return active < window.capacity or self._evict_oldest()
+        unused = sum(slot.uses == 0 for slot in (self.open | self.taken).values())
+        return active < window.capacity and self.used + unused < window.horizon
+
+    def _evict_oldest(self) -> bool:
+        oldest = min(self.ready, default=None)
+        if oldest is not None:
+            self._end_as_stale(oldest)
+        return oldest is not None
+
+    def _admit_one(self) -> int:
+        seq = self.admitted
+        self.open[seq] = Slot(task=self.tasks.pop(0), begun=self.version)
+        self.admitted += 1
+        return seq
+
+    def _lease(self, seq: int, holder: str, now_s: float) -> Ticket:
+        slot = self.open[seq]
+        slot.strikes += slot.deadline_s > 0
+        slot.attempt += 1
+        slot.deadline_s = now_s + self.lease_s
+        if slot.partial is None:
+            slot.begun = self.version  # nothing is left of earlier attempts
+        return Ticket(
+            seq=seq,
+            task=slot.task,
+            version=slot.begun,
+            epoch=self.epoch,
+            attempt=slot.attempt,
+            holder=holder,
+            lease_s=self.lease_s,
+            partial=slot.partial,
+        )
+
+    def _may_sample(self, least: int, *, begun: bool) -> bool:
+        """A step that was begun may be finished."""
+        if begun:
+            return len(self.ready) >= least
+        window, policy = self.policy.window, self.policy
+        size = max(least, min(policy.rate.min_size, window.horizon - self.used))
+        balanced = policy.rate.may_sample(window.groups_per_step, inserts=self.inserted, uses=self.used)
+        return len(self.ready) >= size and balanced
+
+    def _deliver(self, epoch: int, version: int, seqs: list[int], have: int) -> Batch:
+        step = self.steps.setdefault(version, Step(epoch, 0, self.policy.window.groups_per_step))
+        step.epoch = epoch
+        step.mask_below = max(step.mask_below, self.policy.mask_below(version))  # retuned between two parts
+        for seq in seqs:
+            slot = self.taken[seq] = self.open.pop(seq)
+            slot.uses += 1
+            assert slot.group is not None
+            step.groups[seq] = slot.group
+        self.used += len(seqs)
+        return _batch(step, epoch, version, have)
+
+    def _holds(self, ticket: Ticket) -> bool:
+        """An expired lease that nobody has taken over yet still belongs to its holder."""
+        slot = self.open.get(ticket.seq)
+        return slot is not None and slot.group is None and slot.deadline_s > 0 and slot.attempt == ticket.attempt
+
+    def _inserted_before(self, ticket: Ticket) -> bool:
+        slot = self.open.get(ticket.seq) or self.taken.get(ticket.seq)
+        if slot is not None:
+            return slot.group is not None and slot.attempt == ticket.attempt
+        return ("insert", ticket.seq, ticket.attempt) in self.endings
+
+    def _steps_below(self, version: int) -> list[int]:
+        return [step for step in self.steps if step < version]
+
+    def _settle(self, version: int) -> None:
+        """The groups of a step were trained, which counts once: TAKEN -> RELEASED(trained), or READY again."""
+        step = self.steps.get(version)
+        if step is None or step.settled:
+            return
+        step.settled = True
+        for seq in step.groups:
+            if self.taken[seq].uses >= self.policy.max_uses:
+                self._release(seq, ReleaseReason.TRAINED, how="insert")
+            else:
+                self.open[seq] = self.taken.pop(seq)
+
+    def _end_what_is_too_old(self, version: int) -> None:
+        for seq, slot in list(self.open.items()):
+            if slot.group is None:
+                if too_old_to_finish(self.policy, version, slot.begun):
+                    self._release(seq, ReleaseReason.EXPIRED, how=None)
+            elif too_old_to_train(self.policy, version, slot.group):
+                self._end_as_stale(seq)
+
+    def _end_as_stale(self, seq: int) -> None:
+        """A READY group that was trained before has not been in vain."""
+        used = self.open[seq].uses > 0
+        self._release(seq, ReleaseReason.TRAINED if used else ReleaseReason.STALE, how="insert")
+
+    def _release(self, seq: int, reason: ReleaseReason, *, how: str | None) -> None:
+        """The one place where a group is released; a repetition of the call `how` is recognised from now on."""
+        slot = self.open.pop(seq, None) or self.taken.pop(seq)
+        self.released[reason.value] += 1
+        if slot.longest:
+            self.lengths[reason.value, length_bucket(slot.longest)] += 1
+        if how is not None:
+            self.endings[how, seq, slot.attempt] = None
+            if len(self.endings) > ENDINGS_KEPT:
+                self.endings.popitem(last=False)
+
+    def _fence(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise fenced(epoch, self.epoch)
+
+
+def length_bucket(tokens: int) -> int:
+    """The power of two that `tokens` (at least 1) does not exceed."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def _batch(step: Step, epoch: int, version: int, have: int) -> Batch:
+    return Batch(
+        epoch=epoch,
+        version=version,
+        groups=list(step.groups.values())[have:],
+        replayed=step.epoch < epoch,
+        mask_below=step.mask_below,
+        missing=step.missing,
+    )

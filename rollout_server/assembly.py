@@ -1,0 +1,153 @@
+"""Puts a rollout server together, in the order in which its parts need each other.
+
+    buffer, board -> HTTP -> verifiers -> prompts -> engine -> receiver, first weights
+
+Everything is closed in the reverse order, also when a later part cannot be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+import buffer
+from async_grpo.config import RunConfig
+from async_grpo.data import make_source
+from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
+from async_grpo.errors import DependencyError
+from async_grpo.rewards.pool import RewardPool
+from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.zmq.receiver import WeightReceiver
+from buffer.base import ReplayBuffer, RunBoard
+from rollout_server.context import Cast
+from rollout_server.engines.base import sample_seed
+from rollout_server.engines.model_files import vocabulary_size
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.evaluation.milestones import LOOK_EVERY_S
+from rollout_server.run_logger import Diary
+from rollout_server.server import RolloutServer
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import make_workflow
+
+if TYPE_CHECKING:
+    from rollout_server.http.server import HttpFront
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterator[RolloutServer | None]:
+    """A server with its first weights, ready to serve; None if the run is over already.
+
+    Raises what any part raises: ConfigError, DataError, EngineError, BufferFault, WaitTimeout.
+    """
+    async with AsyncExitStack() as stack:
+        state, board = await _connect(stack, config)
+        if await buffer.is_over(config, state, board):
+            yield None
+            return
+        tokenizer = load_tokenizer(model)
+        front = await _open_front(stack, config, model, name, tokenizer)
+        cast = await _assemble(stack, config, model, name, state, board, tokenizer)
+        watcher = await _follow_weights(stack, cast)
+        first = watcher.first(config.launch.ready_timeout_s)
+        if not await came_before_the_end(first, lambda: buffer.is_over(config, state, board)):
+            yield None
+            return
+        if front is not None:
+            stack.push_async_callback(front.detach)
+        yield RolloutServer(cast, watcher, front)
+
+
+async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
+    state = await buffer.open_run(config)
+    stack.push_async_callback(state.aclose)
+    board = await buffer.connect_board(config.redis, config.name)
+    stack.push_async_callback(board.aclose)
+    return state, board
+
+
+async def _open_front(
+    stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
+) -> HttpFront | None:
+    """Early: it is there to say that the engine is not."""
+    if not config.rollout.http.is_on:
+        return None
+    try:
+        from rollout_server.http.prompts import Prompts
+        from rollout_server.http.server import HttpFront
+    except ImportError as error:
+        raise DependencyError(
+            f"HTTP needs FastAPI, uvicorn and prometheus-client ({error}). Install the extra http, or set "
+            "rollout.http.port to -1"
+        ) from error
+    longest = config.rollout.vllm.max_model_len
+    front = HttpFront(config, name, Prompts(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
+    await front.open()
+    stack.push_async_callback(front.aclose)
+    return front
+
+
+async def _assemble(
+    stack: AsyncExitStack,
+    config: RunConfig,
+    model: Path,
+    name: str,
+    state: ReplayBuffer,
+    board: RunBoard,
+    tokenizer: Tokenizer,
+) -> Cast:
+    pool = RewardPool(config.rewards)
+    await stack.enter_async_context(pool)
+    source = make_source(config, tokenizer)
+    if source.dropped:
+        log.warning("rows of the data are not used", rows=str(source.dropped))
+    diary = Diary(config.run_dir, name, samples_every=config.telemetry.samples_every)
+    stack.callback(diary.close)
+    engine = VllmEngine(
+        model,
+        config.rollout.vllm,
+        precision=config.model.precision,
+        seed=sample_seed(config.seed, name) % 2**31,
+        name=name,
+    )
+    stack.push_async_callback(engine.aclose)
+    await engine.start()
+    return Cast(config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, diary)
+
+
+async def _follow_weights(stack: AsyncExitStack, cast: Cast) -> WeightWatcher:
+    config = cast.config
+    path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
+    receiver = WeightReceiver(cast.board.publisher, path, config.weights, name=cast.name)
+    stack.push_async_callback(receiver.close)
+    watcher = WeightWatcher(
+        receiver,
+        cast.engine,
+        store=path,
+        interruption=config.rollout.interruption,
+        update_timeout_s=config.weights.update_timeout_s,
+        diary=cast.diary,
+    )
+    return watcher
+
+
+async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callable[[], Awaitable[bool]]) -> bool:
+    """Wait for the first weights; False, and nobody waits any more, if the run is over before: while this server was
+    starting, the others may have finished it, and then nobody publishes. The board tells nobody, so look once a
+    second."""
+    waiting = asyncio.create_task(first)
+    try:
+        while not (await asyncio.wait([waiting], timeout=LOOK_EVERY_S))[0]:
+            if await is_over():
+                return False
+        waiting.result()
+        return True
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

@@ -1,1 +1,0 @@
-"""Measurements of one rollout server's parts on this machine. `async-grpo bench` shows their figures."""

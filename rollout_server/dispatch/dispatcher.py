@@ -1,0 +1,292 @@
+"""Keeps the engine full, without waves: groups are admitted whenever a sample slot is free.
+
+    buffer --admit--> GroupWork --G samples--> engine --> reward pool --> insert | discard --> buffer
+
+- admission waits for a free slot (a sample that finishes unblocks it), then for a ticket (room in
+  the staleness window: the trainer's release; a task: the feeder)
+- a group waits for weights of its ticket's version (the weight watcher unblocks it), then for its
+  samples, each of which waits for a slot, then for its workflow, then for its verdicts (at most one deadline each)
+- leases wait for their timer
+
+Invariant: no token of a group is older than its ticket, because its samples start only when
+engine.version >= ticket.version, and the engine's version never decreases.
+
+Partials: every progress_interval_s what has been generated is stored, so that a server that dies costs no
+more than that. Stopping (cancel `run`), or the death of the engine: admission ends, what exists is stored
+and all tickets are given back. Whoever resumes a group goes on behind the last token of every sample.
+
+Pausing and draining (`admission`): a ticket that comes after either is given back at once. A dispatcher that drains
+asks for no more and ends once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told
+to hurry, is stored and given back.
+
+A sample has a deadline (`sample_maker`): a workflow that does not return by then makes its group `failed`, so that no
+heartbeat keeps its lease any longer.
+
+Over-sampling: a group starts G + k samples and is whole once G have finished; the others are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import structlog
+
+from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
+from async_grpo.rewards.base import Item
+from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
+from async_grpo.utils.aio import first_cause
+from async_grpo.wire import ReleaseReason, Sample, Ticket
+from rollout_server.context import Cast
+from rollout_server.dispatch.admission import Admission, Feeder
+from rollout_server.dispatch.concurrency import SampleSlots
+from rollout_server.dispatch.group_rollout import GroupWork
+from rollout_server.dispatch.leases import Leases
+from rollout_server.dispatch.outcomes import Tally, at_its_length, reason_to_discard, what_is_broken, with_verdict
+from rollout_server.engines.base import sample_seed
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows.sample_rollout import Pace, SampleMaker
+from rollout_server.workflows.session import Session
+
+ADMIT_TIMEOUT_S = 10.0
+HAND_BACK_TIMEOUT_S = 10.0
+NOTED_WAIT_S = 0.05
+MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
+"""Groups that fail or cannot be judged, one after the other, before the server gives up; the second if the last of them
+failed by its deadline, which takes so long that the trainer would give up first."""
+
+log = structlog.get_logger()
+
+
+class Dispatcher:
+    """One server's stream of groups."""
+
+    def __init__(self, cast: Cast, watcher: WeightWatcher, feeder: Feeder) -> None:
+        self._cast = cast
+        self._watcher = watcher
+        self._feeder = feeder
+        self._maker = SampleMaker(cast.workflow, cast.config.rollout.workflow, Pace.of_training(cast.config))
+        self.admission = Admission()
+        self.tally = Tally()
+        self.slots = SampleSlots(cast.config.rollout.min_concurrency or cast.config.rollout.max_concurrency)
+        rollout = cast.config.rollout
+        self.leases = Leases(cast.buffer, every_s=cast.config.lease_s / 3, store_every_s=rollout.progress_interval_s)
+        self.asking_since_s: float | None = None
+        """Since when the dispatcher has been waiting for a ticket; None while it is not."""
+        self._weights_timeout_s = cast.config.weights.update_timeout_s + cast.config.eval.timeout_s
+        self._failures_in_a_row = 0
+
+    async def run(self) -> None:
+        """Until the run has ended, or this server is drained. Raises EngineError (the engine died), RoleFailed
+        (nothing works), WaitTimeout (published weights do not come)."""
+        try:
+            async with asyncio.TaskGroup() as works:
+                keepers = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
+                try:
+                    await self._admit_until_end(works)
+                    await self._finish()
+                except asyncio.CancelledError:
+                    self.leases.freeze()
+                    raise
+                for keeper in keepers:
+                    keeper.cancel()
+                self._drop_rest()
+        finally:
+            await self._hand_back_all()
+
+    async def _finish(self) -> None:
+        """Of a server that drains: wait for the groups in work; the last to end unblocks it, or somebody in a hurry."""
+        timeout_s = self._cast.config.rollout.http.drain_timeout_s
+        hurry = asyncio.create_task(self.admission.hurry.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.admission.is_draining and not hurry.done() and (doing := self._in_work()):
+                    await asyncio.wait([hurry, *doing], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            log.warning("groups are still in work; what exists of them is stored", waited_s=timeout_s)
+        finally:
+            hurry.cancel()
+
+    def _in_work(self) -> list[asyncio.Task[None]]:
+        return [work.doing for work in self.leases if work.doing is not None and not work.doing.done()]
+
+    def _drop_rest(self) -> None:
+        """No more generation. Of a run that has ended nothing is kept; of a server that drains all is handed back."""
+        if self.admission.is_draining:
+            self.leases.freeze()
+        for work in self.leases:
+            if not self.admission.is_draining:
+                self.leases.forget(work)
+            if work.doing is not None:
+                work.doing.cancel()
+
+    async def _hand_back_all(self) -> None:
+        """As far as time allows: a lease that is not given back runs out by itself."""
+        try:
+            async with asyncio.timeout(HAND_BACK_TIMEOUT_S):
+                await asyncio.gather(*(self.leases.hand_back(work) for work in self.leases))
+        except TimeoutError:
+            log.warning("the buffer did not take all groups back; their leases run out", waited_s=HAND_BACK_TIMEOUT_S)
+
+    async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
+        """Until the run has ended, or somebody drains this server."""
+        while not self.admission.is_draining:
+            try:
+                taken_up = await self.admission.until_draining(self._next_works()) or []
+            except RunEnded:
+                return
+            if not self.admission.is_open:
+                await self._return(taken_up)
+                continue
+            for work in taken_up:
+                work.doing = works.create_task(self._make(work), name=f"group {work.ticket.seq}")
+
+    async def _next_works(self) -> list[GroupWork]:
+        """Groups for all free slots in one request, so that a buffer that answers slowly costs one wait and not one a
+        group; fewer, or none after a while, if there are no more. Raises RunEnded."""
+        await self.slots.room()
+        await self.admission.opened()
+        config = self._cast.config
+        wanted = self.slots.groups_wanted(config.group_size + config.rollout.oversample)
+        self.asking_since_s = time.time()
+        try:
+            tickets = await self._cast.buffer.admit(wanted, holder=self._cast.name, timeout_s=ADMIT_TIMEOUT_S)
+        except WaitTimeout:
+            return []
+        finally:
+            self._note_wait(self.asking_since_s)
+            self._feeder.nudge()
+        return [self._take_up(ticket) for ticket in tickets]  # at once: what is held is given back, come what may
+
+    async def _return(self, works: Sequence[GroupWork]) -> None:
+        """Groups that came after a pause, or as the server was drained."""
+        for work in works:
+            self.slots.finish(work.committed)
+            await self.leases.hand_back(work)
+
+    def _take_up(self, ticket: Ticket) -> GroupWork:
+        config = self._cast.config
+        work = GroupWork.resume(ticket, config.group_size, oversample=config.rollout.oversample)
+        self.slots.commit(work.committed)
+        self.leases.hold(work)
+        return work
+
+    def _note_wait(self, since_s: float) -> None:
+        self.asking_since_s = None
+        now_s = time.time()
+        if now_s - since_s >= NOTED_WAIT_S:
+            self._cast.diary.wait("ticket", since_s, now_s)
+
+    async def _make(self, work: GroupWork) -> None:
+        """A group from ticket to release. Raises EngineError, RoleFailed."""
+        try:
+            await self._watcher.wait_for_version(work.version_needed, self._weights_timeout_s)
+            await self._generate(work)
+            await self._settle(work)
+        except LeaseLost:
+            self.leases.drop(work)
+        except RunEnded:
+            self.leases.forget(work)
+        finally:
+            self.slots.finish(work.committed)
+            work.committed = 0
+
+    async def _generate(self, work: GroupWork) -> None:
+        """Make the missing samples, until enough have finished; a workflow that fails makes the group `failed`."""
+        try:
+            async with asyncio.TaskGroup() as samples:
+                making = [samples.create_task(self._make_sample(work, index)) for index in work.missing]
+                for sample in asyncio.as_completed(making):
+                    await sample
+                    if not work.missing:
+                        break
+                for task in making:
+                    task.cancel()
+        except ExceptionGroup as errors:
+            cause = first_cause(errors)
+            if isinstance(cause, EngineError):
+                raise cause from None
+            work.error, work.is_overdue = f"{type(cause).__name__}: {cause}", isinstance(cause, SampleOverdue)
+
+    async def _make_sample(self, work: GroupWork, index: int) -> None:
+        try:
+            async with self.slots.running():
+                session = work.sessions[index] = self._session(work, index)
+                work.keep(index, await self._maker.make(work.ticket.task, session))
+                del work.sessions[index]
+        except EngineError:
+            self.leases.freeze()  # before the failure cancels everything else, and what it had is gone
+            raise
+        finally:
+            work.committed -= 1
+            self.slots.finish(1)
+
+    def _session(self, work: GroupWork, index: int) -> Session:
+        ticket, config = work.ticket, self._cast.config
+        return Session(
+            self._cast.engine,
+            f"{ticket.seq}-{ticket.attempt}-{index}",
+            ticket.task.prompt_ids(),
+            seed=sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt),
+            temperature=config.sampling.temperature,
+            max_tokens=config.sampling.max_tokens,
+            prior=work.samples[index],
+            interruptible=ticket.attempt <= config.rollout.max_interruptions,
+            index=index,
+        )
+
+    async def _settle(self, work: GroupWork) -> None:
+        """Insert the group, discard it, or give it back if the engine cut samples short."""
+        if work.error:
+            await self._discard(work, ReleaseReason.FAILED, work.error)
+            return
+        if work.missing:
+            self.tally.groups["interrupted"] += 1
+            await self.leases.hand_back(work)
+            return
+        samples = work.whole()
+        if broken := what_is_broken(samples):
+            await self._discard(work, ReleaseReason.FAILED, broken)
+            return
+        samples = await self._judge(work, samples)
+        reason = reason_to_discard(samples, dynamic_sampling=self._cast.config.rollout.dynamic_sampling)
+        if reason is not None:
+            await self._discard(work, reason, samples[0].unverifiable)
+            return
+        group = work.group(self._cast.name, samples)
+        work.settling = True
+        await self._cast.buffer.insert(work.ticket, group)
+        self.leases.forget(work)
+        self._failures_in_a_row = 0
+        self.tally.inserted(samples)
+        self._cast.diary.group(group, version=self._cast.engine.version)
+
+    async def _judge(self, work: GroupWork, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with their rewards; what kept rewards from coming is counted by kind."""
+        task = work.ticket.task
+        items = [Item.of(sample, task) for sample in samples]
+        judged = zip(samples, await self._cast.pool.judge(items), strict=True)
+        verdicts = [at_its_length(sample, verdict, self._cast.config) for sample, verdict in judged]
+        kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())
+        for kind, count in kinds.items():
+            self.tally.reward_failures[kind] += count
+            await self._cast.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
+        return [with_verdict(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
+
+    async def _discard(self, work: GroupWork, reason: ReleaseReason, why: str) -> None:
+        work.settling = True
+        await self._cast.buffer.discard(work.ticket, reason)
+        self.leases.forget(work)
+        self.tally.groups[reason.value] += 1
+        if reason is ReleaseReason.FILTERED:
+            self._failures_in_a_row = 0
+            return
+        log.warning("group discarded", seq=work.ticket.seq, reason=reason.value, why=why)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= (MAX_OVERDUE_IN_A_ROW if work.is_overdue else MAX_FAILURES_IN_A_ROW):
+            raise RoleFailed(
+                f"{self._failures_in_a_row} groups in a row ended as {reason.value}, the last because: {why}. "
+                "Nothing can be trained like this; mend the workflow or the verifier"
+            )

@@ -1,0 +1,183 @@
+"""What the rollout server needs of an inference engine.
+
+Which policy version did each token come from?
+
+Newer vLLM reports it (`CompletionOutput.weight_versions`). For older ones `SpanLog` derives it from
+what is known at each update: once a pause has returned no token of the old weights is under way, so
+tokens that a request has by then are old and the rest are new.
+
+Seeds of samples: the same run gives the same seeds, on whichever server a sample is generated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.wire import VersionSpan
+
+Interruption = Literal["keep", "recompute", "drain", "abort"]
+"""What becomes of requests in flight when new weights come. keep: they go on with their KV cache. recompute: their
+prefix is encoded again. drain: they finish first. abort: they end with what they have, unless they may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion to sample.
+
+    `prefix` holds tokens of this completion that exist already (from a partial rollout): they
+    follow the prompt as context and are not part of the answer. `interruptible`: interruption
+    `abort` may end it early.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    prefix: Sequence[int] = ()
+    interruptible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A completion, or with `finish_reason == "abort"` as much of it as there was.
+
+    tokens: int32 [n], stop token included; logprobs: float32 [n], of the distribution that was
+    sampled from (after temperature); spans: cover [0, n) with the policy version of every token.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    spans: list[VersionSpan]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A look at the engine: requests running and waiting, tokens made by `generate` and by `stream` since its
+    start, and the share of the KV cache that requests in flight use (0 if unknown)."""
+
+    running: int
+    waiting: int
+    generated_tokens: int
+    kv_use: float = 0.0
+    streamed_tokens: int = 0
+
+
+class Sampler(Protocol):
+    """Something that writes completions: an engine here, or a rollout server behind HTTP (`remote`)."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one completion; many calls run concurrently, the engine batches them.
+
+        Cancelling the call aborts the request. Raises EngineError if the engine died.
+        """
+        ...
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
+        """Sample one completion and hand it on piece by piece, for somebody who reads along.
+
+        The pieces follow each other without gap; spans count from the start of their piece. The last has
+        the finish reason (and perhaps no token), those before it "". Closing the generator aborts the
+        request. An update with interruption `drain` waits for it, so it must be read without pause. Raises
+        EngineError.
+        """
+        ...
+
+    def peek(self, request_id: str) -> Generation | None:
+        """What a request in flight has so far (finish reason ""); None if that is nothing. Cheap: no wait.
+
+        Of a request that failed because the engine died, what it had.
+        """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """An engine that generates without pause and takes new weights in between."""
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate. Raises EngineError."""
+        ...
+
+    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
+        """Load `version` from the shared-memory store while requests are in flight; returns the
+        seconds during which no token could be generated.
+
+        Requests continue afterwards: tokens generated before keep their version, later ones get
+        the new one. Raises EngineError; a failed update never leaves a mixture behind unnoticed.
+        """
+        ...
+
+    @property
+    def version(self) -> int:
+        """Policy version that the next token will be sampled from (-1: the weights of the checkpoint)."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Current load."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop the engine and its processes."""
+        ...
+
+
+CHECKPOINT_VERSION = -1
+"""Version of the weights that the engine was started with, before its first update."""
+
+
+class LabelledSpan(Protocol):
+    """vLLM's WeightVersionSpan: tokens [start, end) were sampled from `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+def from_labels(labels: Sequence[LabelledSpan]) -> list[VersionSpan]:
+    """vLLM's labels as spans; a label that is no number is the checkpoint's."""
+    return [VersionSpan(_version(label.version), label.start, label.end) for label in labels]
+
+
+class SpanLog:
+    """Versions of one request's tokens, from the updates that happened while it was in flight."""
+
+    def __init__(self, version: int) -> None:
+        """`version`: of the weights when the request was submitted."""
+        self._starts = [(0, version)]
+
+    def update(self, tokens: int, version: int) -> None:
+        """The request has `tokens` tokens; those that follow come from `version`."""
+        self._starts.append((tokens, version))
+
+    def spans(self, tokens: int, *, since: int = 0) -> list[VersionSpan]:
+        """Spans that cover [since, tokens), counted from `since`; versions that contributed nothing are left out."""
+        ends = [min(start, tokens) for start, _ in self._starts[1:]] + [tokens]
+        return [
+            VersionSpan(version, max(start, since) - since, end - since)
+            for (start, version), end in zip(self._starts, ends, strict=True)
+            if max(start, since) < end
+        ]
+
+
+def _version(label: str) -> int:
+    return int(label) if label.lstrip("-").isdigit() else CHECKPOINT_VERSION
+
+
+def sample_seed(run_seed: int, *names: int | str) -> int:
+    """A seed in [0, 2^63) from the run's seed and what names the sample.
+
+    A stable hash (BLAKE2b), unlike `hash()`: it does not depend on the process.
+
+    >>> sample_seed(1, "train", 7, 0, 1) == sample_seed(1, "train", 7, 0, 1)
+    True
+    """
+    text = "/".join(str(name) for name in (run_seed, *names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

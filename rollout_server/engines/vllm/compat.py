@@ -1,0 +1,65 @@
+"""The parts of vLLM that a weight update needs, whichever release is installed.
+
+    0.23, 0.24   the worker runs the layerwise reload itself, unless told `is_checkpoint_format=False`,
+                 and hands `receive_weights` a function to load with
+    from 0.25    the transfer engine runs it in `start_weight_update` and `finish_weight_update`
+    from 0.28    `finish_weight_update` takes the version, and finished requests report their spans
+
+One engine class fits all of them because it does the whole reload inside `receive_weights`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.utils.private_names import check_private_names
+
+_TRANSFER = "vllm.distributed.weight_transfer"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmApi:
+    """What was found. `layer_info` tells how much of a layer was loaded; None where it cannot be asked."""
+
+    transfer_engine: type
+    factory: Any
+    initialize_reload: Callable[..., None]
+    finalize_reload: Callable[..., None]
+    layer_info: Callable[..., Any] | None
+
+
+def find_vllm_api() -> VllmApi:
+    """Raises DependencyError, naming what is missing, for a vLLM whose weights cannot be updated."""
+    check_private_names("engine worker")
+    reload = importlib.import_module(_RELOAD)
+    return VllmApi(
+        transfer_engine=importlib.import_module(f"{_TRANSFER}.base").WeightTransferEngine,
+        factory=importlib.import_module(f"{_TRANSFER}.factory").WeightTransferEngineFactory,
+        initialize_reload=reload.initialize_layerwise_reload,
+        finalize_reload=reload.finalize_layerwise_reload,
+        layer_info=_layer_info(),
+    )
+
+
+def start_arguments(start_weight_update: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments that leave the reload to the transfer engine."""
+    takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
+    return {"is_checkpoint_format": False} if takes_format else {}
+
+
+def finish_arguments(finish_weight_update: Callable[..., Any], version: int) -> dict[str, Any]:
+    """Arguments that make vLLM label the tokens that follow, where it can."""
+    takes_version = "weight_version" in inspect.signature(finish_weight_update).parameters
+    return {"weight_version": str(version)} if takes_version else {}
+
+
+def _layer_info() -> Callable[..., Any] | None:
+    try:
+        return getattr(importlib.import_module(f"{_RELOAD}.layerwise"), "get_layerwise_info", None)
+    except ImportError:
+        return None

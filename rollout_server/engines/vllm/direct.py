@@ -1,0 +1,61 @@
+"""vLLM fed by plain loops, with nothing around it: what a rollout server is measured against.
+
+    continuous  `concurrency` loops, each with one request after the other
+    waves       `concurrency` requests, wait for all of them, the next ones
+
+Both wait for vLLM only, and sample as `VllmEngine` does, log-probabilities included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from rollout_server.engines.base import GenerationRequest
+
+Loop = Callable[[Any, Sequence[GenerationRequest], int], Awaitable[list[int]]]
+"""Either of the two."""
+
+
+async def continuous(async_llm: Any, requests: Sequence[GenerationRequest], concurrency: int) -> list[int]:
+    """Tokens of every completion, in the order of the requests; these start in that order, too."""
+    tokens, left = [0] * len(requests), iter(enumerate(requests))
+
+    async def feed() -> None:
+        for place, request in left:
+            tokens[place] = await complete(async_llm, request)
+
+    async with asyncio.TaskGroup() as loops:
+        for _ in range(concurrency):
+            loops.create_task(feed())
+    return tokens
+
+
+async def waves(async_llm: Any, requests: Sequence[GenerationRequest], concurrency: int) -> list[int]:
+    """The same, but a request starts only when all of the wave before it have ended."""
+    tokens: list[int] = []
+    for first in range(0, len(requests), concurrency):
+        wave = requests[first : first + concurrency]
+        tokens += await asyncio.gather(*(complete(async_llm, request) for request in wave))
+    return tokens
+
+
+async def complete(async_llm: Any, request: GenerationRequest) -> int:
+    """Tokens of one completion, which stops at max_tokens only."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = TokensPrompt(prompt_token_ids=[*request.prompt])
+    outputs = [output async for output in async_llm.generate(prompt, sampling, request.request_id)]
+    return len(outputs[-1].outputs[0].token_ids)

@@ -1,0 +1,416 @@
+"""vLLM as the engine: CPU, CUDA or Ascend, whichever build of it is installed.
+
+    generate --> gate --> AsyncLLM.generate --> final output --> Generation
+                  ^                                ^
+    update_weights: close the gate, pause, load from the store, resume, open the gate
+
+`generate` waits for the gate (opened by `update_weights`) and for vLLM. Every request carries the
+identity of its weights as the salt of the prefix cache, so that no prefix is ever taken over from
+other weights. A request that has no token yet when new weights arrive is submitted again under the
+new salt: tokens of one version only then come from that version alone, prompt included. With
+interruption `drain` the update waits, behind the closed gate, for the requests in flight to land (their
+last token unblocks it; the caller has a timeout); with `abort` it ends those that may be interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from async_grpo.config.model import Precision
+from async_grpo.config.rollout import VllmConfig
+from async_grpo.errors import DependencyError, EngineError
+from async_grpo.utils.private_names import check_private_names
+from async_grpo.utils.processes import claim_ownership
+from async_grpo.weights.manifest import Identity
+from async_grpo.weights.store import WeightStore
+from rollout_server.engines import base
+from rollout_server.engines.base import EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
+from rollout_server.engines.vllm.compat import finish_arguments, start_arguments
+from rollout_server.engines.vllm.platform import check_platform, platform_arguments, set_environment
+
+_WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
+MOST_LOST = 4096
+"""Requests that failed, of which is remembered what they had."""
+T = TypeVar("T")
+_BEFORE_ANY_UPDATE = Identity(base.CHECKPOINT_VERSION, base.CHECKPOINT_VERSION)
+
+
+class Flight:
+    """One request inside vLLM."""
+
+    def __init__(self, flight_id: str, version: int, *, interruptible: bool, streams: bool = False) -> None:
+        self.flight_id = flight_id
+        self.spans = base.SpanLog(version)
+        self.interruptible = interruptible
+        self.streams = streams
+        self.passed_on = 0
+        """Tokens that the reader of a stream has."""
+        self.resubmit = False
+
+
+class VllmEngine:
+    """The `Engine` protocol on vLLM's AsyncLLM. One update at a time; any number of requests."""
+
+    def __init__(
+        self, model_dir: Path, config: VllmConfig, *, precision: Precision, seed: int = 0, name: str = "rollout"
+    ) -> None:
+        """Cheap; `start` loads. `model_dir` is a Hugging Face checkpoint folder with safetensors."""
+        self._model_dir = model_dir
+        self._config = config
+        self._precision = precision
+        self._seed = seed
+        self._name = name
+        self._llm: Any = None
+        self._identity = _BEFORE_ANY_UPDATE
+        self._failure: EngineError | None = None
+        self._flights: dict[str, Flight] = {}
+        """By request."""
+        self._lost: dict[str, Generation] = {}
+        self._submissions = 0
+        self._finished_tokens = 0
+        self._reported_tokens = 0
+        self._streamed_tokens = 0
+        self.disputed_spans = 0
+        """Requests for which vLLM reported other spans than were kept here: always 0, or one of the two is wrong."""
+        self._gate = asyncio.Event()
+        self._landed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate. Raises EngineError, DependencyError.
+
+        Starts vLLM's processes with the spawn method: the main module must be importable without
+        side effects. Blocks the event loop while the engine starts.
+        """
+        set_environment(self._config)
+        claim_ownership()
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise DependencyError(
+                f"vLLM cannot be imported ({error}). Install one of the extras rollout-cpu, rollout-cuda, "
+                "rollout-ascend."
+            ) from error
+        check_private_names("engine", "engine worker")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_platform(self._config, current_platform.device_type)
+        self._shapes = tensor_shapes(self._model_dir)
+        self._stop_tokens = stop_tokens(self._model_dir)
+        self._tied_head = has_tied_head(self._model_dir)
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
+            await self._unless_dead(self._init_weight_transfer())
+        except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
+            raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
+        self._gate.set()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one completion. Raises EngineError if the engine has failed or refuses the request."""
+        while True:
+            flight = await self._new_flight(request)
+            async with aclosing(self._fly(request, flight)) as outputs:
+                output = [output async for output in outputs][-1]
+            self._raise_failure()
+            if not flight.resubmit:
+                break
+        generation = _generation(output, flight)
+        self.disputed_spans += generation.spans != flight.spans.spans(len(generation.tokens))
+        self._finished_tokens += len(generation.tokens)
+        return generation
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
+        """Sample one completion and hand it on piece by piece. Raises EngineError, as `generate`."""
+        while True:
+            flight = await self._new_flight(request, streams=True)
+            async with aclosing(self._fly(request, flight)) as outputs:
+                async for output in outputs:
+                    self._raise_failure()
+                    if flight.resubmit:
+                        break
+                    yield self._pass_on(output, flight)
+            if not flight.resubmit:
+                return
+
+    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
+        """Load `version` from `store` while requests are in flight; returns the seconds paused.
+
+        Raises WeightsError, with nothing touched, if the store does not hold that version of this
+        model; EngineError if loading fails, after which this engine refuses to generate.
+        """
+        identity = Identity(epoch, version)
+        self._raise_failure()
+        self._check_store(store, identity)
+        self._gate.clear()
+        try:
+            await self._drain(interruption)
+        except BaseException:
+            self._gate.set()
+            raise
+        try:
+            return await self._unless_dead(self._replace_weights(store, identity, interruption))
+        except BaseException as error:
+            await self._give_up(f"the update to {identity} did not finish: {type(error).__name__}: {error}", error)
+        finally:
+            self._gate.set()
+
+    @property
+    def version(self) -> int:
+        """Policy version that the next token will be sampled from (-1: the checkpoint's)."""
+        return self._identity.version
+
+    @property
+    def async_llm(self) -> Any:
+        """vLLM's own front end, for who measures beside this engine. Raises EngineError while there is none."""
+        self._raise_failure()
+        return self._llm
+
+    def load(self) -> EngineLoad:
+        """Requests with and without a first token; tokens of finished and running requests; blocks of the KV cache
+        that these need, as a share of all."""
+        states, counts = self._states(), self._token_counts()
+        running = sum(1 for tokens in counts.values() if tokens)
+        streams = {flight.flight_id for flight in self._flights.values() if flight.streams}
+        tokens = sum(tokens for flight_id, tokens in counts.items() if flight_id not in streams)
+        self._reported_tokens = max(self._reported_tokens, self._finished_tokens + tokens)
+        waiting = len(self._flights) - running
+        return EngineLoad(running, waiting, self._reported_tokens, self._kv_use(states), self._streamed_tokens)
+
+    def peek(self, request_id: str) -> Generation | None:
+        """What a request in flight has so far; of one that failed because the engine died, what it had."""
+        flight = self._flights.get(request_id)
+        return self._lost.get(request_id) if flight is None else self._so_far(flight)
+
+    async def aclose(self) -> None:
+        """Stop vLLM and its processes; requests in flight fail."""
+        if self._llm is not None:
+            self._failure = self._failure or EngineError(f"{self._name}: the engine was closed.")
+            self._llm.shutdown()
+            self._llm = None
+
+    async def _new_flight(self, request: GenerationRequest, *, streams: bool = False) -> Flight:
+        """Once no update is under way."""
+        await self._gate.wait()
+        self._raise_failure()
+        self._submissions += 1
+        flight_id = f"{request.request_id}#{self._submissions}"
+        return Flight(flight_id, self.version, interruptible=request.interruptible, streams=streams)
+
+    async def _fly(self, request: GenerationRequest, flight: Flight) -> AsyncGenerator[Any, None]:
+        """Submit once; the final output, or of a stream one after the other. vLLM aborts the request if this is
+        cancelled or closed."""
+        from vllm import TokensPrompt
+
+        prompt = TokensPrompt(
+            prompt_token_ids=[*request.prompt, *request.prefix],
+            cache_salt=f"{self._identity.epoch}:{self._identity.version}",
+        )
+        self._flights[request.request_id] = flight
+        try:
+            sampling = self._sampling(request, streams=flight.streams)
+            async with aclosing(self._llm.generate(prompt, sampling, flight.flight_id)) as outputs:
+                async for output in outputs:
+                    yield output
+        except Exception as error:  # the same; what the request has is kept first
+            self._remember(request.request_id, flight)
+            raise EngineError(
+                f"{self._name}: request {request.request_id} failed: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            del self._flights[request.request_id]
+            self._landed.set()
+
+    def _pass_on(self, output: Any, flight: Flight) -> Generation:
+        """The next piece of a stream."""
+        completion = output.outputs[0]
+        since, flight.passed_on = flight.passed_on, flight.passed_on + len(completion.token_ids)
+        self._streamed_tokens += len(completion.token_ids)
+        return Generation(
+            tokens=np.asarray(completion.token_ids, np.int32),
+            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+            spans=flight.spans.spans(flight.passed_on, since=since),
+            finish_reason=completion.finish_reason or "",
+        )
+
+    def _sampling(self, request: GenerationRequest, *, streams: bool) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=self._stop_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _drain(self, interruption: Interruption) -> None:
+        while interruption == "drain" and self._flights:
+            self._landed.clear()
+            await self._landed.wait()
+
+    async def _mark_flights(self, version: int, interruption: Interruption) -> None:
+        """Note which tokens are old, send requests without any back to the gate, and abort what is to be.
+
+        A request that vLLM's front end does not know is on its way in, with the old salt, or on its
+        way out, with tokens whose versions can no longer be told: it is made again too. Except for a stream
+        of which the reader has a part: that is on its way out, and all of it is old.
+        """
+        counts = self._token_counts()
+        for flight in self._flights.values():
+            if flight.passed_on and flight.flight_id not in counts:
+                continue
+            tokens = counts.get(flight.flight_id, 0)
+            flight.spans.update(tokens, version)
+            flight.resubmit = tokens == 0
+        ended = [
+            flight.flight_id
+            for flight in self._flights.values()
+            if flight.resubmit or (interruption == "abort" and flight.interruptible)
+        ]
+        await self._llm.abort([flight_id for flight_id in ended if flight_id in counts])
+
+    async def _replace_weights(self, store: Path, identity: Identity, interruption: Interruption) -> float:
+        """Returns the seconds paused."""
+        await self._announce()
+        started = time.monotonic()
+        await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
+        await self._mark_flights(identity.version, interruption)
+        await self._load(store, identity)
+        self._identity = identity
+        await self._llm.resume_generation()
+        return time.monotonic() - started
+
+    async def _unless_dead(self, calls: Coroutine[Any, Any, T]) -> T:
+        """What calls into vLLM return. Raises EngineError once its processes have died: vLLM fails the requests in
+        flight then, but never answers its other calls. Its handler of outputs ends only with them."""
+        calling = asyncio.create_task(calls)
+        try:
+            await asyncio.wait({calling, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise EngineError(f"{self._name}: vLLM's engine died.")
+            return calling.result()
+        finally:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+
+    async def _announce(self) -> None:
+        """Tell vLLM that an update comes. The transfer engine does nothing then, so generation goes on."""
+        start = self._llm.start_weight_update
+        await start(**start_arguments(start))
+
+    async def _load(self, store: Path, identity: Identity) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {
+            "store": str(store),
+            "epoch": identity.epoch,
+            "version": identity.version,
+            "dtype": self._precision,
+        }
+        finish = self._llm.finish_weight_update
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await finish(**finish_arguments(finish, identity.version))
+
+    def _check_store(self, store: Path, identity: Identity) -> None:
+        opened = WeightStore.open(store)
+        opened.snapshot(identity)
+        check_layout(opened.layout, self._shapes, tied_head=self._tied_head)
+
+    async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
+        """Half-loaded weights must not generate: fail every request, now and later."""
+        self._failure = EngineError(f"{self._name}: {reason}. The engine stays paused; restart this rollout server.")
+        with suppress(Exception):  # the engine may be dead, and then its requests fail by themselves
+            await self._llm.abort([flight.flight_id for flight in self._flights.values()])
+        if not isinstance(cause, Exception):  # cancelled
+            raise cause
+        raise self._failure from cause
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._llm is None:
+            raise EngineError(f"{self._name}: the engine was not started.")
+
+    def _states(self) -> dict[str, Any]:
+        """What vLLM's front end keeps of each request in flight, by flight."""
+        if self._llm is None:
+            return {}
+        states = self._llm.output_processor.request_states.values()
+        return {getattr(state, "external_req_id", None) or state.request_id: state for state in states}
+
+    def _token_counts(self) -> dict[str, int]:
+        """Tokens that each request in flight has so far."""
+        return {flight_id: len(state.detokenizer.output_token_ids) for flight_id, state in self._states().items()}
+
+    def _so_far(self, flight: Flight) -> Generation | None:
+        state = self._states().get(flight.flight_id)
+        if state is None or not state.detokenizer.output_token_ids:
+            return None
+        logprobs = np.asarray(state.logprobs_processor.logprobs.logprobs, np.float32)
+        tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
+        return Generation(tokens, logprobs[: len(tokens)], flight.spans.spans(len(tokens)), "")
+
+    def _remember(self, request_id: str, flight: Flight) -> None:
+        """What a failed request had; only the newest are kept."""
+        if (left := self._so_far(flight)) is not None:
+            self._lost[request_id] = left
+            while len(self._lost) > MOST_LOST:
+                del self._lost[next(iter(self._lost))]
+
+    def _kv_use(self, states: dict[str, Any]) -> float:
+        cache = getattr(getattr(self._llm, "vllm_config", None), "cache_config", None)
+        blocks, size = getattr(cache, "num_gpu_blocks", None), getattr(cache, "block_size", None)
+        if not blocks or not size:
+            return 0.0
+        lengths = [state.prompt_len + len(state.detokenizer.output_token_ids) for state in states.values()]
+        return float(sum(-(-length // size) for length in lengths) / blocks)
+
+    async def _init_weight_transfer(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        from vllm.config import WeightTransferConfig
+
+        return {
+            "model": str(self._model_dir),
+            "dtype": self._precision,
+            "seed": self._seed,
+            "max_model_len": self._config.max_model_len,
+            "tensor_parallel_size": self._config.tensor_parallel,
+            "enforce_eager": self._config.enforce_eager,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": _WORKER_EXTENSION,
+            "weight_transfer_config": WeightTransferConfig(backend="zmq"),
+            **platform_arguments(self._config),
+            **self._config.extra,
+        }
+
+
+def _generation(output: Any, flight: Flight) -> Generation:
+    completion = output.outputs[0]
+    tokens = np.asarray(completion.token_ids, np.int32)
+    labels = getattr(completion, "weight_versions", None)
+    return Generation(
+        tokens=tokens,
+        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        spans=base.from_labels(labels) if labels is not None else flight.spans.spans(len(tokens)),
+        finish_reason=completion.finish_reason,
+    )

@@ -1,0 +1,90 @@
+"""What an engine needs on a CPU, on CUDA and on Ascend: arguments and environment. Nothing else asks for the device.
+
+The Ascend half is from the documentation and the source of vllm-ascend 0.23 and was not run here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.rollout import VllmConfig
+from async_grpo.errors import EngineError
+from async_grpo.utils.network import LOOPBACK, card_environment
+
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
+"""By platform: what vLLM calls the device."""
+EXTRAS = {"cpu": "rollout-cpu", "cuda": "rollout-cuda", "ascend": "rollout-ascend"}
+_IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+CPU_STEP_TOKENS = 2048
+"""Prompt tokens that one step of the CPU engine reads at most (or one whole prompt, if that is longer)."""
+
+
+def check_platform(config: VllmConfig, device: str) -> None:
+    """Raises EngineError if the installed vLLM computes on something else than `rollout.vllm.platform`."""
+    if device != DEVICES[config.platform]:
+        raise EngineError(
+            f"rollout.vllm.platform is {config.platform}, but the installed vLLM computes on {device or 'nothing'}. "
+            f"Install the extra {EXTRAS[config.platform]}, or set rollout.vllm.platform"
+        )
+
+
+def platform_arguments(config: VllmConfig) -> dict[str, Any]:
+    """For AsyncEngineArgs."""
+    arguments: dict[str, Any]
+    if config.platform == "cpu":
+        # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
+        # cannot do ("CPU Generator does not use offset"), and the engine dies: so prompts are read whole.
+        arguments = {
+            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len),
+        }
+        if config.tensor_parallel == 1:
+            # vLLM puts even a single worker of a CPU into a process of its own, because that is how it binds OpenMP to
+            # cores, and polls for its answers, which takes a third of a core. Nothing is bound here. By its name, since
+            # "uni" is overruled.
+            arguments["distributed_executor_backend"] = _IN_ONE_PROCESS
+        return arguments
+    arguments = {"gpu_memory_utilization": config.gpu_memory_utilization}
+    if config.platform == "ascend":
+        # Weights in the NZ layout cannot be replaced: vllm-ascend refuses an update unless it is told of RL.
+        arguments["additional_config"] = {"rl_config": {"enabled": True}, **config.additional_config}
+    return arguments
+
+
+def environment(config: VllmConfig) -> dict[str, str]:
+    """What vLLM reads from the environment. `nobind`: it would otherwise bind every engine of the machine to the
+    same first cores."""
+    values = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing)),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if config.platform == "cpu":
+        values |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
+        # vLLM's sampler has torch compile a function at the first token. Without a compiler, as in a lean container,
+        # the engine dies of that; the function does as well uncompiled.
+        values |= {} if _can_compile() else {"TORCHDYNAMO_DISABLE": "1"}
+    if config.platform == "ascend":
+        values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    # An engine is on one machine: its workers find each other on the loopback, not where the machine's name leads.
+    values |= {"VLLM_HOST_IP": LOOPBACK} | card_environment(DEVICES[config.platform], LOOPBACK)
+    return values | config.environment
+
+
+def set_environment(config: VllmConfig) -> None:
+    """Where the user's own environment has not said otherwise. Must come before vllm is imported."""
+    for name, value in environment(config).items():
+        os.environ.setdefault(name, value)
+
+
+def _can_compile() -> bool:
+    """Whether torch finds a C++ compiler, and Python's headers for what it compiles."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()

@@ -1,0 +1,144 @@
+"""Replaces the weights of a running vLLM model, layer by layer, and only of layers that changed.
+
+    what differs from the version before --> its blocks --> load_weights --> finalize --> verify
+                                                                 |
+                            a layer that is neither untouched nor whole: load all the rest
+
+vLLM restores the loadable form of every layer, gathers its weights, processes the layer once it has
+all of them (packing, fusing), and puts layers that got none back as they were. A layer that got a
+part of its weights would be processed with garbage for the rest. Two things prevent that:
+
+- a tensor is loaded together with its block, `model.layers.3.mlp` or `model.layers.3.self_attn`:
+  vLLM fuses within blocks (q, k, v; gate, up; experts);
+- before vLLM finalizes, its own count of loaded elements is asked for; if any layer is neither
+  untouched nor whole, all tensors that were left out are loaded too, which is a full reload.
+
+So a model whose blocks are cut differently costs time and never correctness.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_grpo.weights.manifest import Identity, TensorSpec
+from async_grpo.weights.store import Snapshot, WeightStore
+from rollout_server.engines.vllm.compat import VllmApi
+
+_BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
+
+
+class LayerwiseReload:
+    """Of one model in one worker."""
+
+    def __init__(self, api: VllmApi, model: torch.nn.Module, model_config: Any) -> None:
+        self._api = api
+        self._model = model
+        self._model_config = model_config
+        self._store: WeightStore | None = None
+        self._file: tuple[Path, int] | None = None
+        self._loaded: Identity | None = None
+        self._whole: dict[torch.nn.Module, int] = {}
+
+    def load(self, path: Path, identity: Identity) -> None:
+        """Make the model that of `identity`, by loading what differs from what it has, if that is known.
+
+        Raises WeightsError if the store does not hold it, WeightsCorrupt if it was overwritten meanwhile;
+        the next update then loads everything.
+        """
+        snapshot = self._open(path).snapshot(identity)
+        wanted = self._wanted(snapshot)
+        self._loaded = None
+        if wanted:
+            self._reload(snapshot, wanted)
+        snapshot.verify()  # after finalizing: until then layers hold on to the mapped bytes
+        self._loaded = identity
+
+    def _wanted(self, snapshot: Snapshot) -> set[str]:
+        names = [spec.name for spec in snapshot.layout.tensors]
+        changed = None if self._loaded is None else snapshot.changed_since(self._loaded)
+        if changed is None or self._api.layer_info is None:
+            return set(names)
+        return with_blocks(names, [spec.name for spec in changed])
+
+    def _reload(self, snapshot: Snapshot, wanted: Collection[str]) -> None:
+        self._api.initialize_reload(self._model)
+        self._model.load_weights(_tensors(snapshot, wanted))
+        rest = {spec.name for spec in snapshot.layout.tensors} - set(wanted)
+        if rest and self._has_partial_layer():
+            self._model.load_weights(_tensors(snapshot, rest))
+            rest = set()
+        if not rest:
+            self._remember_whole_layers()
+        self._api.finalize_reload(self._model, self._model_config)
+        renew_tied_head(self._model)
+
+    def _has_partial_layer(self) -> bool:
+        """Whether vLLM has some but not all weights of a layer."""
+        return any(loaded != self._whole.get(layer) for layer, loaded in self._pending())
+
+    def _remember_whole_layers(self) -> None:
+        """After a full load: layers that never count as complete (a padded vocabulary) have all there is."""
+        self._whole = dict(self._pending())
+
+    def _pending(self) -> Iterator[tuple[torch.nn.Module, int]]:
+        """Layers with weights that vLLM has not processed yet, and how many elements those are."""
+        if self._api.layer_info is None:
+            return
+        for layer in self._model.modules():
+            info = self._api.layer_info(layer)
+            if info.can_load() and info.load_numel > 0:
+                yield layer, info.load_numel
+
+    def _open(self, path: Path) -> WeightStore:
+        """The store, mapped once for as long as its file is the same."""
+        file = (path, path.stat().st_ino) if path.exists() else None
+        if self._store is None or file != self._file:
+            self._store, self._file = WeightStore.open(path), file
+        return self._store
+
+
+def with_blocks(names: Collection[str], changed: Collection[str]) -> set[str]:
+    """The changed tensors and all others of their blocks.
+
+    >>> sorted(with_blocks(["l.0.mlp.up.w", "l.0.mlp.gate.w", "l.0.norm.w", "head.w"], ["l.0.mlp.up.w"]))
+    ['l.0.mlp.gate.w', 'l.0.mlp.up.w']
+    """
+    touched = {_block(name) for name in changed}
+    return {name for name in names if _block(name) in touched}
+
+
+def renew_tied_head(model: torch.nn.Module) -> None:
+    """On CPU an output layer multiplies with a packed copy of its weights, which a reload leaves old where
+    the weights are those of the embedding. The reload has packed those anyway: use that copy."""
+    head = getattr(model, "lm_head", None)
+    if head is None or not hasattr(head, "cpu_linear"):
+        return
+    for layer in model.modules():
+        if layer is not head and getattr(layer, "weight", None) is head.weight and hasattr(layer, "cpu_linear"):
+            if getattr(head, "bias", None) is None:
+                head.cpu_linear = layer.cpu_linear
+            else:  # some packed copies contain the bias
+                head.quant_method.process_weights_after_loading(head)
+
+
+def _block(name: str) -> str:
+    match = _BLOCK.match(name)
+    return match[1] if match else name
+
+
+def _tensors(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for spec, data in snapshot:
+        if spec.name in names:
+            yield spec.name, _tensor(spec, data)
+
+
+def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=getattr(torch, spec.dtype)).view(spec.shape)

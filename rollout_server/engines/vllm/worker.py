@@ -1,0 +1,132 @@
+"""Runs inside vLLM's workers: loads weights from the shared-memory store of the rollout server.
+
+    update_weights --> StoreLoader.receive_weights --> layerwise reload of what changed --> verify
+
+vLLM imports this module in every worker (`worker_extension_cls`) before it loads the model, which
+registers the `zmq` weight-transfer backend there. The name says how weights reach the machine; the
+last step, from the rollout server to its workers, is a mapped file. Every worker maps the same file
+and takes its own shards; the mapping is kept, so that a later update finds its pages present.
+
+Three hazards of vLLM on CPU are dealt with here: weights are prepacked after loading, so only a
+layerwise reload can replace them; a tied `lm_head` keeps its old packed copy through a reload; and
+AMX must be requested before the first small matrix product, or the process dies of SIGILL.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from async_grpo.utils.network import keep_stores_at_their_address
+from async_grpo.utils.processes import end_with_owner
+from async_grpo.weights.manifest import Identity
+from rollout_server.engines.vllm.compat import VllmApi, find_vllm_api
+from rollout_server.engines.vllm.reload import LayerwiseReload
+
+BACKEND = "zmq"
+
+
+@dataclass
+class StoreInit:
+    """Nothing to set up: every update names its store."""
+
+
+@dataclass
+class StoreUpdate:
+    """Which weights to load, the file that holds them, and the dtype that the model computes in."""
+
+    store: str
+    epoch: int
+    version: int
+    dtype: str
+    update_kind: str = "dense"
+    """vLLM 0.23 and 0.24 ask for it."""
+
+
+class StoreLoader:
+    """What this project adds to vLLM's WeightTransferEngine, of whichever release.
+
+    Raises WeightsError if the store does not hold the version, and WeightsCorrupt if it was
+    overwritten while it was read: the model must then not be used until another update succeeds.
+    """
+
+    init_info_cls = StoreInit
+    update_info_cls = StoreUpdate
+    api: VllmApi
+    model: torch.nn.Module
+    """Set by vLLM's constructor."""
+    _reload: LayerwiseReload | None = None
+
+    def init_transfer_engine(self, init_info: StoreInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: `receive_weights` is the whole update in every release."""
+
+    def receive_weights(self, update_info: StoreUpdate, load_weights: object = None) -> None:
+        """Reload what changed from the named version. `load_weights` is how older releases would have it done."""
+        if self._reload is None:
+            self._reload = LayerwiseReload(self.api, self.model, self._model_config(update_info.dtype))
+        with self._vllm_context(), torch.device(next(self.model.parameters()).device):
+            self._reload.load(Path(update_info.store), Identity(update_info.epoch, update_info.version))
+
+    def finish_weight_update(self) -> None:
+        """Nothing left to do."""
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """Older releases want this method to exist; the trainer publishes through the weight plane."""
+        raise NotImplementedError("the trainer publishes its weights with async_grpo.weights.zmq.")
+
+    def _model_config(self, dtype: str) -> Any:
+        """vLLM's; releases that do not hand it to transfer engines use nothing but its dtype for a reload."""
+        return getattr(self, "model_config", None) or SimpleNamespace(dtype=getattr(torch, dtype))
+
+    def _vllm_context(self) -> AbstractContextManager[Any]:
+        """Layers that are processed after loading may ask for vLLM's current configuration."""
+        config = getattr(self, "vllm_config", None)
+        if config is None:
+            return nullcontext()
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(config)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; importing its module is what registers the backend."""
+
+
+def register(api: VllmApi) -> None:
+    """Make `StoreLoader` known to this process's vLLM as the `zmq` backend. Idempotent."""
+    engine = type("StoreWeightTransfer", (StoreLoader, api.transfer_engine), {"api": api})
+    if BACKEND not in api.factory._registry:
+        api.factory.register_engine(BACKEND, engine)
+
+
+def _request_amx() -> None:
+    """Ask the kernel for the AMX tile registers; without it oneDNN's small products raise SIGILL."""
+    request = getattr(torch.cpu, "_init_amx", None)
+    if request is not None:
+        request()
+
+
+def _quiet_reload() -> None:
+    """Each reload would warn of layers without weights: tied heads, rotary tables and what did not change
+    have none. That no weight is missing is checked against the checkpoint before an update begins."""
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+end_with_owner()
+keep_stores_at_their_address()  # releases before 0.32 have workers meet by tcp://
+_request_amx()
+_quiet_reload()
+register(find_vllm_api())

@@ -1,0 +1,183 @@
+"""Measures the policy on held-out prompts, at milestones, with the version pinned meanwhile.
+
+    weight watcher --version--> Evaluator --pin, claim--> engine --> reward pool --> board
+
+It waits for the next milestone's weights (the watcher unblocks it, or the final evaluation on the
+board: then nobody needs those weights any more), for the pin (an update under way), and at the final
+version for whichever server holds the claim. The board tells nobody, so it looks once a second, and
+takes over when that server's claim has run out.
+
+Training generation goes on beside it, at the pinned version. Every server runs one evaluator; the
+claim makes sure that one of them does a milestone.
+
+Which versions are to be evaluated: pure arithmetic.
+
+A milestone is version 0, every multiple of `every_steps`, and the final version. A server that
+skips versions evaluates the first version at or after a milestone that it meets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import structlog
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import SampleOverdue, WaitTimeout
+from async_grpo.wire.board import Evaluation, Probe
+from rollout_server.context import Cast
+from rollout_server.evaluation.eval_runner import Exam, ExamPlan
+from rollout_server.weight_watcher import WeightWatcher
+
+
+def milestone_of(version: int, *, every_steps: int, final: int) -> int:
+    """The last milestone at or before `version` (>= 0).
+
+    >>> [milestone_of(version, every_steps=10, final=25) for version in (0, 9, 11, 25)]
+    [0, 0, 10, 25]
+    """
+    if version >= final:
+        return final
+    return version - version % every_steps if every_steps else 0
+
+
+def next_milestone(milestone: int, *, every_steps: int, final: int) -> int:
+    """The milestone after this one (the final one is followed by itself).
+
+    >>> next_milestone(10, every_steps=10, final=15)
+    15
+    """
+    return min(milestone + every_steps, final) if every_steps else final
+
+
+CLAIM_TTL_S = 20.0
+
+
+LOOK_EVERY_S = 1.0
+
+
+COMPLETION_SHARE = 0.9
+"""Of the time for the whole evaluation, that one completion may take: what hangs is named before the time is over."""
+
+
+log = structlog.get_logger()
+
+
+class Evaluator:
+    """`first` before the first ticket, then `run` until the final evaluation is on the board."""
+
+    def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
+        self._cast = cast
+        self._watcher = watcher
+        self._exam = Exam(cast, deadline_s=longest_completion_s(cast.config))
+        self._plan = ExamPlan.of(cast.config)
+        self._final = cast.config.steps
+        self._handled = -1
+        self.busy = False
+        """An evaluation is generating now."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated for evaluations and probes so far."""
+        return self._exam.tokens
+
+    async def first(self) -> None:
+        """Evaluate what the engine has at the start, if it is due and nobody else does it."""
+        await self._attend()
+
+    async def run(self) -> None:
+        """Until the final evaluation is on the board. Raises EngineError, WaitTimeout."""
+        while not await self._is_done(self._final):
+            if not await self._has_next():
+                continue
+            await self._attend()
+            if self._handled == self._final and not await self._is_done(self._final):
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _has_next(self) -> bool:
+        """Whether the next milestone's weights came before it is time to look at the board again."""
+        try:
+            await self._watcher.wait_for_version(self._next, LOOK_EVERY_S)
+        except WaitTimeout:
+            return False
+        return True
+
+    async def _attend(self) -> None:
+        """Evaluate the milestone that the pinned version belongs to, unless it is done or claimed."""
+        async with self._watcher.pin() as version:
+            milestone = self._milestone(version)
+            fresh = version == 0 or milestone > 0
+            if fresh and not await self._is_done(milestone) and await self._claim(milestone):
+                await self._evaluate(version, milestone)
+            self._handled = milestone
+
+    async def _evaluate(self, version: int, milestone: int) -> None:
+        started_s, tokens_before = time.time(), self._exam.tokens
+        claim = asyncio.create_task(self._keep_claim(milestone))
+        self.busy = True
+        try:
+            with self._cast.diary.span("evaluation", f"version {version}"):
+                async with asyncio.timeout(self._cast.config.eval.timeout_s):
+                    await self._probe_and_grade(version, started_s)
+        except (TimeoutError, SampleOverdue) as error:
+            found = f"the evaluation of version {version}", self._cast.config.eval.timeout_s
+            if isinstance(error, SampleOverdue):
+                found = f"{found[0]}, in which {error.waited_for}", error.timeout_s
+            raise WaitTimeout(*found, "Lower eval.prompts or eval.samples, or raise eval.timeout_s") from error
+        finally:
+            self.busy = False
+            claim.cancel()
+            await self._cast.board.count("eval_tokens", self._exam.tokens - tokens_before)
+
+    async def _probe_and_grade(self, version: int, started_s: float) -> None:
+        """The probe first: the trainer waits for it."""
+        if version >= self._final:
+            await self._cast.board.put_probe(Probe(version=version, groups=await self._exam.probe(version)))
+        grades = await self._exam.grade(self._plan)
+        evaluation = Evaluation(
+            version=version,
+            prompts=len(grades.papers),
+            samples=self._plan.samples,
+            sampled_accuracy=grades.sampled_accuracy,
+            greedy_accuracy=grades.greedy_accuracy,
+            completion_tokens_mean=grades.completion_tokens_mean,
+            wall_s=time.time() - started_s,
+            server=self._cast.name,
+            figures=grades.figures,
+            by_source=grades.by_source,
+            no_majority=grades.no_majority,
+        )
+        await self._cast.board.put_evaluation(evaluation)
+        log.info(
+            "evaluated",
+            version=version,
+            sampled=grades.sampled_accuracy,
+            greedy=grades.greedy_accuracy,
+            wall_s=evaluation.wall_s,
+        )
+
+    async def _is_done(self, milestone: int) -> bool:
+        evaluations = await self._cast.board.evaluations()
+        return any(self._milestone(evaluation.version) == milestone for evaluation in evaluations)
+
+    async def _claim(self, milestone: int) -> bool:
+        return await self._cast.board.claim(f"evaluation {milestone}", self._cast.name, ttl_s=CLAIM_TTL_S)
+
+    async def _keep_claim(self, milestone: int) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_TTL_S / 3)
+            await self._claim(milestone)
+
+    def _milestone(self, version: int) -> int:
+        return milestone_of(version, every_steps=self._cast.config.eval.every_steps, final=self._final)
+
+    @property
+    def _next(self) -> int:
+        return next_milestone(max(0, self._handled), every_steps=self._cast.config.eval.every_steps, final=self._final)
+
+
+def longest_completion_s(config: RunConfig) -> float:
+    """`rollout.sample_deadline_s`, or nearly all the time of the evaluation."""
+    return min(config.rollout.sample_deadline_s or math.inf, COMPLETION_SHARE * config.eval.timeout_s)

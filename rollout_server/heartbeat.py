@@ -1,0 +1,89 @@
+"""Says every second on the board how this server is doing. It waits for its timer only.
+
+The first beat means: ready. A server that is silent for `TTL_S` is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from async_grpo.telemetry.rows import GENERATED_TOKENS
+from async_grpo.wire.board import ServerBeat
+from rollout_server.context import Cast
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.engines.base import EngineLoad
+from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.weight_watcher import WeightWatcher
+
+EVERY_S = 1.0
+TTL_S = 5.0
+SHORT_WAIT_S = 0.2
+
+
+class Pulse:
+    """Heartbeat, and the count of generated tokens."""
+
+    def __init__(
+        self, cast: Cast, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: Evaluator, *, http: str = ""
+    ) -> None:
+        """`http`: where the server answers over HTTP, for the board."""
+        self._cast = cast
+        self._watcher = watcher
+        self._dispatcher = dispatcher
+        self._evaluator = evaluator
+        self._http = http
+        self._counted = 0
+        self._last_tokens = 0
+        self._last_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(EVERY_S)
+
+    async def beat(self) -> None:
+        """One heartbeat."""
+        load = self._cast.engine.load()
+        now_s = time.monotonic()
+        rate = (load.generated_tokens - self._last_tokens) / max(now_s - self._last_s, 1e-3)
+        self._last_tokens, self._last_s = load.generated_tokens, now_s
+        beat = ServerBeat(
+            name=self._cast.name,
+            pid=os.getpid(),
+            version=self._cast.engine.version,
+            running=load.running,
+            waiting=load.waiting,
+            tokens_per_s=rate,
+            waiting_for=await self._waiting_for(load),
+            updates=self._watcher.updates,
+            last_pause_s=self._watcher.last_pause_s,
+            time_s=time.time(),
+            http=self._http,
+        )
+        await self._cast.board.beat(beat, ttl_s=TTL_S)
+        await self.count_tokens()
+
+    async def count_tokens(self) -> None:
+        """Add what was generated for training, dropped tokens included, to the run's counter.
+
+        While an evaluation generates, its tokens cannot be told apart yet: the count catches up after it.
+        """
+        if self._evaluator.busy:
+            return
+        total = self._cast.engine.load().generated_tokens - self._evaluator.tokens
+        if total > self._counted:
+            await self._cast.board.count(GENERATED_TOKENS, total - self._counted)
+            self._counted = total
+
+    async def _waiting_for(self, load: EngineLoad) -> str:
+        """What keeps the engine from being full; "" if nothing does."""
+        if not self._dispatcher.admission.is_open:
+            return f"admission ({self._dispatcher.admission.state.value})"
+        since_s = self._dispatcher.asking_since_s
+        if since_s is not None and time.time() - since_s > SHORT_WAIT_S:
+            stats = await self._cast.buffer.stats()
+            return "tasks" if stats.waiting == 0 else "staleness window"
+        return "weights" if len(self._dispatcher.leases) and not load.running + load.waiting else ""

@@ -1,0 +1,72 @@
+"""What the routes share: how far the server is, and its nouns once they are there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from async_grpo.config import RunConfig
+from rollout_server.context import Cast
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.http.auth import Keys
+from rollout_server.http.jobs import Writers
+from rollout_server.http.prompts import Prompts
+from rollout_server.http.streaming import not_ready
+from rollout_server.weight_watcher import WeightWatcher
+
+STARTING, LEAVING = "the engine is starting, or waits for its first weights", "the server leaves the run"
+
+
+@dataclass(frozen=True, slots=True)
+class Backstage:
+    """The server's nouns that the routes look at or speak to."""
+
+    cast: Cast
+    watcher: WeightWatcher
+    dispatcher: Dispatcher
+    evaluator: Evaluator
+    writers: Writers
+
+    @property
+    def policy(self) -> str:
+        """Epoch and version of the engine's weights."""
+        return self.identity_of(self.cast.engine.version)
+
+    def identity_of(self, version: int) -> str:
+        """ "epoch-version", as in every response."""
+        return f"{self.watcher.applied.epoch}-{version}"
+
+
+class Lobby:
+    """One for the life of the front; `backstage` is there from the first weights to the server's end."""
+
+    def __init__(self, config: RunConfig, name: str, keys: Keys, prompts: Prompts) -> None:
+        self.config = config
+        self.name = name
+        self.keys = keys
+        self.prompts = prompts
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """By route and status."""
+        self.backstage: Backstage | None = None
+        self.missing = STARTING
+        """Why there is no backstage."""
+
+    @property
+    def why_not_ready(self) -> str:
+        """ "" if the server is ready."""
+        if self.backstage is None:
+            return self.missing
+        return LEAVING if self.backstage.dispatcher.admission.is_draining else ""
+
+    def ready(self) -> Backstage:
+        """For whoever wants completions. Raises HttpError 503."""
+        if self.backstage is None or self.why_not_ready:
+            raise not_ready(self.why_not_ready)
+        return self.backstage
+
+    def open(self) -> Backstage:
+        """For whoever administers, also while the server drains. Raises HttpError 503."""
+        if self.backstage is None:
+            raise not_ready(self.missing)
+        return self.backstage

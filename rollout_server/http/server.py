@@ -1,0 +1,94 @@
+"""The socket of a rollout server: open before the engine starts, closed after it has ended.
+
+It waits for connections, and takes turns with everything else in the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import structlog
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.utils.http_server import HttpServer, address_of, listen
+from rollout_server.context import Cast
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.http.app import make_app
+from rollout_server.http.auth import Keys
+from rollout_server.http.context import LEAVING, Backstage, Lobby
+from rollout_server.http.jobs import Writers
+from rollout_server.http.prompts import Prompts
+from rollout_server.weight_watcher import WeightWatcher
+
+MAX_REQUESTS = 256
+PORTS_TRIED = 64
+"""From rollout.http.port on: as many servers may share a machine."""
+
+log = structlog.get_logger()
+
+
+class HttpFront:
+    """`open`, then `attach` once there is something to serve, `detach` before that goes, `aclose`."""
+
+    def __init__(self, config: RunConfig, name: str, prompts: Prompts) -> None:
+        """Raises ConfigError if the configuration would let anybody in."""
+        self._config = config.rollout.http
+        self._lobby = Lobby(config, name, Keys.of(os.environ, self._config), prompts)
+        self._listening: asyncio.Task[None] | None = None
+        self._server = HttpServer(make_app(self._lobby), MAX_REQUESTS)
+        self.address = ""
+        """`http://host:port`, once it is open."""
+
+    async def open(self) -> None:
+        """Listen. Raises ConfigError if there is no free port, or no such host."""
+        assert self._config.port is not None
+        listener = bind(self._config.host, self._config.port)
+        self.address = address_of(*listener.getsockname()[:2])
+        self._listening = asyncio.create_task(self._server.serve(listener), name="http")
+        log.info("http", address=self.address)
+
+    async def run(self) -> None:
+        """Until cancelled; raises what ended the listening."""
+        assert self._listening is not None
+        await asyncio.shield(self._listening)
+
+    def attach(self, cast: Cast, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: Evaluator) -> None:
+        """The engine has its first weights: the server is ready."""
+        writers = Writers(cast.engine, self._config.max_concurrency)
+        self._lobby.backstage = Backstage(cast, watcher, dispatcher, evaluator, writers)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Of a server that drains: wait for completions under way, then end them."""
+        if self._lobby.backstage is not None:
+            await self._lobby.backstage.writers.finish(timeout_s)
+
+    async def detach(self) -> None:
+        """The engine is about to go: end completions under way."""
+        if (backstage := self._lobby.backstage) is not None:
+            self._lobby.backstage, self._lobby.missing = None, LEAVING
+            await backstage.writers.close()
+
+    async def aclose(self) -> None:
+        """Close the socket and all connections."""
+        if self._listening is not None:
+            self._server.stop()
+            await self._listening
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens on the port, or on the next free one above it (0: any). Raises ConfigError."""
+    last: OSError | None = None
+    for candidate in range(port, min(port + PORTS_TRIED, 65536)) if port else [0]:
+        try:
+            return listen(host, candidate)
+        except OSError as error:
+            last = error
+    raise ConfigError(
+        f"rollout.http: cannot listen on {host!r}, port {port} and the {PORTS_TRIED - 1} above it: {last}. "
+        "Set rollout.http.host to an address of this machine, and rollout.http.port to a free one, to 0 (any), or "
+        "to -1 (off)"
+    ) from last

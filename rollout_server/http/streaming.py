@@ -1,0 +1,141 @@
+"""Reading requests and streaming answers, each within bounds, and noticing clients that leave.
+
+What goes wrong for one request, in the form that OpenAI's clients read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+REFUSED, BUSY, BROKEN = "invalid_request_error", "rate_limit_error", "server_error"
+
+
+class HttpError(Exception):
+    """One request fails; the server goes on. The message says what, why and how to mend it."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """{"error": {...}}, as OpenAI's API has it."""
+        kind = BUSY if self.status == 429 else BROKEN if self.status >= 500 else REFUSED
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def not_ready(reason: str) -> HttpError:
+    """The server cannot do that at this moment."""
+    return HttpError(503, f"not ready: {reason}. Ask again later", code="not_ready", headers={"retry-after": "1"})
+
+
+T = TypeVar("T")
+
+
+BODY_TIMEOUT_S = 30.0
+
+
+LAST_WORD_TIMEOUT_S = 1.0
+
+
+CLIENT_LEFT = 499
+"""The status that logs and metrics see; the client does not."""
+
+
+async def read_json(request: Request, limit_bytes: int) -> bytes:
+    """The body of a request. Raises HttpError 415, 413 or 408.
+
+    Only `application/json` is taken: a web page cannot send that to another origin unasked.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HttpError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise HttpError(413, f"the body is longer than rollout.http.max_body_bytes ({limit_bytes})")
+    except TimeoutError:
+        raise HttpError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """The result of the work, which is cancelled when the client leaves (HttpError 499, for nobody to read) or
+    when time is up (HttpError 504)."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait([working, leaving], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise HttpError(CLIENT_LEFT, "the client left")
+        raise HttpError(504, f"not answered within rollout.http.request_timeout_s ({timeout_s:g} s)")
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, each a JSON object; the last is [DONE]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        headers: Mapping[str, str],
+        *,
+        close: Callable[[], Awaitable[None]],
+        timeout_s: float,
+    ) -> None:
+        """`close` is called at the end, whatever happens."""
+        super().__init__(headers={"cache-control": "no-store", **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them as they come. The headers are gone by then, so an error becomes the last event."""
+        try:
+            await unless_gone(receive, self._send_all(send), self._timeout_s)
+        except HttpError as error:
+            with suppress(TimeoutError):  # a client that does not read does not read this either
+                async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": _event(error.body()), "more_body": False})
+        finally:
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": _event(event), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,225 @@
+"""One sample while a workflow makes it: what is written so far, and how more is written.
+
+    prompt | turn of the policy | observation | turn of the policy | ...
+
+`turn` waits for the engine, `observe` for the tool that it is given. What an earlier attempt has left
+(`prior`) is played back first: whole turns and observations come from the record, so that no tool is
+called twice for the same place, and an unfinished turn goes on behind its last token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.wire import Sample, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from rollout_server.engines.base import Generation, GenerationRequest, Sampler
+
+ABORTED = "abort"
+"""Finish reason of a generation that the engine cut short; its sample is unfinished."""
+LENGTH = "length"
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Session:
+    """The engine, for one sample: its prompt, its seed, its limits, and what exists of it already.
+
+    `max_tokens` bounds the whole completion, observations included. The engine may cut short a session
+    that is `interruptible`; it is then taken up again from what it has written. `index` says which sample of its
+    group it is.
+    """
+
+    def __init__(
+        self,
+        engine: Sampler,
+        request_id: str,
+        prompt: Sequence[int] | Tokens,
+        *,
+        seed: int,
+        temperature: float,
+        max_tokens: int,
+        prior: Sample | None = None,
+        interruptible: bool = True,
+        index: int = 0,
+    ) -> None:
+        self.index = index
+        self._engine = engine
+        self._request_id = request_id
+        self._prompt = [int(token) for token in prompt]
+        self._seed = seed
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        self._interruptible = interruptible
+        self._started_s = prior.started_s if prior is not None else time.time()
+        self._written = _nothing()
+        self._turns: list[Turn] = []
+        self._record = deque(_pieces(prior))
+        self._begun = _nothing()
+        self._generating = ""
+        self._reason = ""
+        self.is_cut_short = False
+        """The engine interrupted the last turn: the workflow returns `sample()` at once."""
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more tokens the completion may have."""
+        return self._max_tokens - len(self._written.tokens)
+
+    def limit(self, tokens: int) -> None:
+        """Let the completion have at most `tokens` (>= 1), where that is less than it may have anyway. Call it before
+        the first turn."""
+        self._max_tokens = min(self._max_tokens, tokens)
+
+    async def turn(self) -> Generation:
+        """What the policy writes next, until it stops ("stop") or the completion is full ("length").
+
+        "abort": the engine was interrupted; see `is_cut_short`. Raises EngineError.
+        """
+        begun = self._played_back(by_policy=True)
+        generation = begun if begun.finish_reason else await self._go_on(begun)
+        self._reason, self.is_cut_short = generation.finish_reason, generation.finish_reason == ABORTED
+        self._write(generation, by_policy=True)
+        return generation
+
+    async def observe(self, make: Callable[[], Awaitable[Sequence[int]]]) -> Tokens:
+        """What the environment answers, as tokens: `make` is called only if no record has it. Cut at max_tokens.
+
+        Raises RuntimeError if the policy has not written anything yet.
+        """
+        if not self._written.spans:
+            raise RuntimeError(
+                "observe() before the policy has written anything: an observation stands behind what it answers, and "
+                "has that version. Put what comes first into the prompt, or call turn() before"
+            )
+        recorded = self._played_back(by_policy=False)
+        tokens = recorded.tokens if len(recorded.tokens) else np.asarray(await make(), np.int32)
+        if len(tokens) >= self.tokens_left:
+            tokens, self._reason = tokens[: self.tokens_left], LENGTH
+        version = self._written.spans[-1].version
+        spans = [VersionSpan(version, 0, len(tokens))] if len(tokens) else []
+        self._write(Generation(tokens, np.zeros(len(tokens), np.float32), spans, "stop"), by_policy=False)
+        return tokens
+
+    def sample(self, text: str) -> Sample:
+        """The sample, without rewards; unfinished (finish reason "") if the engine cut it short."""
+        if self.is_cut_short:
+            return self._unfinished(self._written, self._turns)
+        turns = self._turns if len(self._turns) > 1 else []
+        return msgspec.structs.replace(self._unfinished(self._written, turns), text=text, finish_reason=self._reason)
+
+    def snapshot(self) -> Sample | None:
+        """What exists at this moment, tokens that the engine is working on included; None if that is nothing, or
+        nothing that an earlier attempt has not stored."""
+        written, turns = self._written, self._turns
+        if self._generating:
+            underway = self._engine.peek(self._generating)
+            rest = self._begun if underway is None else join(self._begun, underway)
+            turns = [*turns, *_turn(written, rest, by_policy=True, finish_reason="")]
+            written = join(written, rest)
+        elif self._record:
+            return None
+        return self._unfinished(written, turns) if len(written.tokens) else None
+
+    async def _go_on(self, begun: Generation) -> Generation:
+        """The rest of the turn behind what exists of it."""
+        left = self.tokens_left - len(begun.tokens)
+        if left <= 0:
+            await asyncio.sleep(0)  # a workflow that asks for ever must not hold the event loop
+            return Generation(begun.tokens, begun.logprobs, begun.spans, LENGTH)
+        prefix = np.concatenate([self._written.tokens, begun.tokens])
+        self._begun, self._generating = begun, f"{self._request_id}.{len(self._turns)}"
+        request = GenerationRequest(
+            request_id=self._generating,
+            prompt=self._prompt,
+            max_tokens=left,
+            temperature=self._temperature,
+            seed=self._seed + len(self._turns),
+            prefix=prefix.tolist(),
+            interruptible=self._interruptible,
+        )
+        rest = await self._engine.generate(request)  # if that fails, `snapshot` can still have what there was
+        self._generating = ""
+        return join(begun, rest)
+
+    def _played_back(self, *, by_policy: bool) -> Generation:
+        """The next piece of the record, if it is of this author; otherwise nothing, and the record ends here."""
+        if self._record and self._record[0][1] == by_policy:
+            return self._record.popleft()[0]
+        self._record.clear()
+        return _nothing()
+
+    def _write(self, generation: Generation, *, by_policy: bool) -> None:
+        reason = "" if generation.finish_reason == ABORTED else generation.finish_reason
+        self._turns += _turn(self._written, generation, by_policy=by_policy, finish_reason=reason)
+        self._written = join(self._written, generation)
+
+    def _unfinished(self, written: Generation, turns: list[Turn]) -> Sample:
+        return Sample(
+            tokens=tokens_to_bytes(written.tokens),
+            logprobs=logprobs_to_bytes(written.logprobs),
+            spans=written.spans,
+            turns=turns,
+            finish_reason="",
+            started_s=self._started_s,
+            finished_s=time.time(),
+        )
+
+
+def join(first: Generation, second: Generation) -> Generation:
+    """`second` behind `first`; spans that touch and have the same version become one."""
+    offset = len(first.tokens)
+    spans = list(first.spans)
+    for span in second.spans:
+        moved = VersionSpan(span.version, span.start + offset, span.end + offset)
+        if spans and spans[-1].version == moved.version:
+            spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
+        else:
+            spans.append(moved)
+    return Generation(
+        tokens=np.concatenate([first.tokens, second.tokens]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
+        spans=spans,
+        finish_reason=second.finish_reason,
+    )
+
+
+def _turn(written: Generation, more: Generation, *, by_policy: bool, finish_reason: str) -> list[Turn]:
+    start = len(written.tokens)
+    return [Turn(start, start + len(more.tokens), by_policy, finish_reason)] if len(more.tokens) else []
+
+
+def _nothing() -> Generation:
+    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), [], "")
+
+
+def _pieces(prior: Sample | None) -> list[tuple[Generation, bool]]:
+    """What an earlier attempt wrote, turn by turn, each with whether the policy wrote it."""
+    if prior is None:
+        return []
+    tokens, logprobs = prior.token_ids(), prior.token_logprobs()
+    turns = prior.turns or [Turn(0, len(tokens), True)]
+    return [
+        (
+            Generation(
+                tokens[turn.start : turn.end],
+                logprobs[turn.start : turn.end],
+                _spans_within(prior.spans, turn.start, turn.end),
+                turn.finish_reason,
+            ),
+            turn.by_policy,
+        )
+        for turn in turns
+    ]
+
+
+def _spans_within(spans: Sequence[VersionSpan], start: int, end: int) -> list[VersionSpan]:
+    """The part [start, end), counted from `start`."""
+    cut = [(span.version, max(span.start, start) - start, min(span.end, end) - start) for span in spans]
+    return [VersionSpan(version, first, last) for version, first, last in cut if first < last]

@@ -1,0 +1,233 @@
+"""This rank's part of packed sequences that several ranks share.
+
+    sequence, padded to 2n chunks      0  1  2  3      n = 2 ranks
+    rank 0 has                         0        3
+    rank 1 has                            1  2
+
+A later token attends to more than an earlier one: with a chunk from the front and its counterpart from the back
+(zig-zag, as Megatron's rotary embeddings and Transformer Engine expect it), every rank has the same work. Keys and
+values of all ranks are gathered; a query sees those up to its own position, so padding at the end is never seen.
+
+What the ranks that share the sequences (context parallelism) exchange, with gradients.
+
+Which tokens of a micro-batch this rank reads, when ranks share sequences or activations.
+
+    micro-batch --part_of--> tokens of this rank --network--> log-probabilities of its trained tokens
+                                                                        |  fill_in over the ranks
+    loss of the whole micro-batch, on every rank alike  <---------------+
+
+So nothing outside of the forward pass sees that a sequence was shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from trainer.batch.packed import BUCKET, Bucket, Cells, Keys, PackedSequences, pack
+from trainer.batch.sequences import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a rank among those that share the tokens of a micro-batch."""
+
+    rank: int = 0
+    ranks: int = 1
+    """That share every sequence (context_parallel)."""
+    scattered: int = 1
+    """That share the activations of a part between the matrices (tensor_parallel, if sequence_parallel)."""
+
+
+def padded_lengths(lengths: Sequence[int], place: Place) -> list[int]:
+    """Each a multiple of 2n, so that it falls into chunks; the last longer still, so that every part can be scattered.
+
+    >>> padded_lengths([5, 8], Place(ranks=2, scattered=3))
+    [8, 16]
+    """
+    chunks = 2 * place.ranks if place.ranks > 1 else 1
+    padded = [-(-length // chunks) * chunks for length in lengths]
+    multiple = math.lcm(chunks, place.ranks * place.scattered)
+    padded[-1] += -sum(padded) % multiple
+    return padded
+
+
+def positions_of(length: int, place: Place) -> Tensor:
+    """int64: the positions of a (padded) sequence that this rank has, in its order.
+
+    >>> positions_of(8, Place(rank=1, ranks=2)).tolist()
+    [2, 3, 4, 5]
+    """
+    if place.ranks == 1:
+        return torch.arange(length)
+    chunk = length // (2 * place.ranks)
+    front, back = place.rank * chunk, (2 * place.ranks - 1 - place.rank) * chunk
+    return torch.cat([torch.arange(front, front + chunk), torch.arange(back, back + chunk)])
+
+
+def pack_part(lengths: Sequence[int], place: Place) -> PackedSequences:
+    """Padded lengths of whole sequences -> the description of this rank's part of them.
+
+    The offsets are those of the whole sequences, from which Megatron finds the positions of the part by itself.
+    """
+    whole = pack(lengths)
+    if place.ranks == 1:
+        return whole
+    lengths_N = torch.tensor(lengths)
+    locals_N = lengths_N // place.ranks
+    starts_N = locals_N.cumsum(0) - locals_N
+    step = BUCKET * place.ranks
+    widths_N = (lengths_N + step - 1) // step * step
+    order, buckets = [], []
+    for width in widths_N.unique().tolist():
+        members = widths_N == width
+        bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), place)
+        buckets.append(bucket)
+        order.append(tokens)
+    whole.buckets, whole.cells = buckets, Cells.of(buckets, torch.cat(order))
+    return whole
+
+
+def _bucket(starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, place: Place) -> tuple[Bucket, Tensor]:
+    """The rectangle of R parts, and the tokens of the part in the order of its real cells.
+
+    `starts_R`: of the parts; `tokens`: of all parts of one rank.
+    """
+    starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // place.ranks
+    column = torch.arange(width // place.ranks)
+    real_RW = column < locals_R1
+    gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
+    keys = _keys(starts_R1, lengths_R[:, None], width, tokens, place)
+    bucket = Bucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
+    return bucket, gather_RW[real_RW]
+
+
+def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, place: Place) -> Keys:
+    chunk_R1 = lengths_R1 // (2 * place.ranks)
+    position = torch.arange(width)
+    key_RK = torch.minimum(position, lengths_R1 - 1)
+    number_RK, offset_RK = key_RK // chunk_R1, key_RK % chunk_R1
+    back_RK = number_RK >= place.ranks
+    owner_RK = torch.where(back_RK, 2 * place.ranks - 1 - number_RK, number_RK)
+    gather_RK = owner_RK * tokens + starts_R1 + offset_RK + back_RK * chunk_R1
+    column = torch.minimum(torch.arange(width // place.ranks), 2 * chunk_R1 - 1)
+    front_R1, back_R1 = place.rank * chunk_R1, (2 * place.ranks - 2 - place.rank) * chunk_R1
+    query_RW = column + torch.where(column < chunk_R1, front_R1, back_R1)
+    return Keys(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))
+
+
+def gather_context(part: Tensor, group: Any) -> Tensor:
+    """[T, ...] of each rank -> [ranks * T, ...] of all of them, in the order of the ranks.
+
+    Every rank uses all of it, so the gradient of a part is the sum of what all ranks found for it.
+    """
+    gathered: Tensor = _Gather.apply(part, group)
+    return gathered
+
+
+def fill_in(values_M: Tensor, mine_M: Tensor, count: int, group: Any) -> Tensor:
+    """The values of all `count` tokens, of which this rank computed those at `mine_M`; no two ranks the same.
+
+    What follows is computed by every rank alike, so the gradient of a value is the one found here, not a sum.
+    """
+    filled: Tensor = _FillIn.apply(values_M, mine_M, count, group)
+    return filled
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.shape = group, part.shape
+        gathered = part.new_empty(group.size(), *part.shape)
+        dist.all_gather(list(gathered.unbind()), part.contiguous(), group=group)
+        return gathered.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        own = gradients[0].new_empty(ctx.shape)
+        dist.reduce_scatter_tensor(own, gradients[0].contiguous(), group=ctx.group)
+        return own, None
+
+
+class _FillIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_M: Tensor, mine_M: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(mine_M)
+        filled = values_M.new_zeros(count)
+        filled[mine_M] = values_M
+        dist.all_reduce(filled, group=group)
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (mine_M,) = ctx.saved_tensors
+        return gradients[0].index_select(0, mine_M), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """T positions of this rank, M of which predict a trained token."""
+
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    packing: PackedSequences
+    trained_M: Tensor
+    """int64: positions of the part whose prediction is trained."""
+    mine_M: Tensor | None
+    """int64: which of the trained tokens of the micro-batch they are; None if all."""
+
+    def own(self, values_N: Tensor) -> Tensor:
+        """Of all trained tokens -> of those of this rank."""
+        return values_N if self.mine_M is None else values_N.index_select(0, self.mine_M)
+
+    def whole(self, values_M: Tensor, count: int) -> Tensor:
+        """Of the trained tokens of this rank -> of all `count`, by way of the ranks that share the sequences."""
+        if self.mine_M is None:
+            return values_M
+        return fill_in(values_M, self.mine_M, count, parallel_state.get_context_parallel_group())
+
+
+def own_place(sequence_parallel: bool) -> Place:
+    """Of this rank, as the ranks are laid out now."""
+    return Place(
+        rank=parallel_state.get_context_parallel_rank(),
+        ranks=parallel_state.get_context_parallel_world_size(),
+        scattered=parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1,
+    )
+
+
+def part_of(batch: MicroBatch, place: Place) -> Part:
+    """What the rank at `place` reads of a micro-batch."""
+    lengths = batch.packing.cu_seqlens_q.diff().tolist()
+    padded = padded_lengths(lengths, place)
+    if place.ranks == 1 and padded == lengths:
+        return Part(batch.tokens_1T, batch.positions_1T, batch.packing, batch.trained_N, None)
+    positions = [positions_of(length, place) for length in padded]
+    sources_T, real_T = _sources(positions, lengths)
+    place_T = torch.full((batch.tokens_1T.shape[1],), -1)
+    place_T[sources_T[real_T]] = real_T.nonzero()[:, 0]
+    place_N = place_T[batch.trained_N]
+    mine_M = (place_N >= 0).nonzero()[:, 0]
+    return Part(
+        tokens_1T=batch.tokens_1T.index_select(1, sources_T),
+        positions_1T=torch.cat(positions)[None],
+        packing=pack_part(padded, place),
+        trained_M=place_N[mine_M],
+        mine_M=None if place.ranks == 1 else mine_M,
+    )
+
+
+def _sources(positions: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where each token of the part lies in the micro-batch; and whether it does, or pads (with a copy of the last)."""
+    starts_N = torch.tensor([0, *lengths]).cumsum(0)
+    members = list(zip(starts_N, positions, lengths, strict=False))  # the last start has no sequence
+    sources = [start + place.clamp(max=length - 1) for start, place, length in members]
+    real = [place < length for _, place, length in members]
+    return torch.cat(sources), torch.cat(real)

@@ -1,0 +1,161 @@
+"""Which sequence goes to which data-parallel rank and into which micro-batch. Pure and deterministic.
+
+    cost of a sequence of n tokens = n + quadratic * n^2        matrices, and attention within the sequence
+
+Longest first, each into the cheapest bin (LPT, Graham 1969): the dearest bin is at most 4/3 of the best possible.
+First over ranks, then, within each rank, over micro-batches, which must not hold more tokens than the budget. If that
+leaves some sequence without room, each goes into the fullest bin that has room (best fit), which packs tighter, and
+only then one more micro-batch is made. All ranks get the same number of them, because they meet in collective calls.
+
+Sequences into the micro-batches of this rank.
+
+    Batch --sequences_of--> sequences --pack_batch--> indices by rank --micro_batch--> tensors of this rank
+
+Every rank packs the whole batch and picks its share. A sequence without a trained token is not read at all.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import heapq
+import random
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron.core import parallel_state
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.wire import Batch
+from trainer.batch.sequences import MicroBatch, Sequence, micro_batch, sequences_of
+
+Bins = list[list[int]]
+
+
+def pack_batch(
+    lengths: collections.abc.Sequence[int], *, ranks: int, max_tokens: int, quadratic: float = 0.0
+) -> list[Bins]:
+    """Indices of sequences as [rank][micro-batch][...]; a micro-batch holds at most `max_tokens`.
+
+    Within a micro-batch the indices ascend. A micro-batch is empty only where a rank has fewer
+    sequences than another needs micro-batches. Raises ConfigError for a sequence that is too long.
+
+    >>> pack_batch([3, 3, 2, 4], ranks=2, max_tokens=4)
+    [[[3], [2]], [[0], [1]]]
+    """
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ConfigError(
+            f"a sequence of {longest} tokens does not fit into a micro-batch of {max_tokens}. "
+            f"Raise trainer.micro_batch_tokens to {longest} or more, or set trainer.overlong to truncate or drop"
+        )
+    costs = [cost(length, quadratic) for length in lengths]
+    shares = _spread(range(len(lengths)), costs, ranks)
+    count = max(1, *(-(-_tokens(share, lengths) // max_tokens) for share in shares))
+    while True:  # ends: with a bin for every sequence, everything fits
+        packed = [bins for share in shares if (bins := _fit(share, lengths, costs, count, max_tokens)) is not None]
+        if len(packed) == ranks:
+            return packed
+        count += 1
+
+
+def cost(length: int, quadratic: float) -> float:
+    """Of a sequence, in tokens of one that is too short for attention to matter."""
+    return length + quadratic * length * length
+
+
+def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration: int) -> Bins:
+    """Indices of the groups of each mini-batch, ascending; sizes differ by one at most.
+
+    Another order in every pass over every batch, and always the same one for the same arguments.
+    """
+    order = list(range(groups))
+    random.Random(f"{seed}/{version}/{iteration}").shuffle(order)
+    return [sorted(order[part::parts]) for part in range(parts)]
+
+
+def _spread(members: Iterable[int], costs: collections.abc.Sequence[float], bins: int) -> Bins:
+    """Members over `bins` bins, their costs as equal as LPT makes them."""
+    heap = [(0.0, number) for number in range(bins)]
+    filled: Bins = [[] for _ in range(bins)]
+    for index in _dearest_first(members, costs):
+        load, number = heapq.heappop(heap)
+        filled[number].append(index)
+        heapq.heappush(heap, (load + costs[index], number))
+    return [sorted(bin_) for bin_ in filled]
+
+
+def _fit(
+    members: collections.abc.Sequence[int],
+    lengths: collections.abc.Sequence[int],
+    costs: collections.abc.Sequence[float],
+    count: int,
+    max_tokens: int,
+) -> Bins | None:
+    """Members over `count` bins within the budget; None if no way was found."""
+    balanced = _spread(members, costs, count)
+    if all(_tokens(bin_, lengths) <= max_tokens for bin_ in balanced):
+        return balanced
+    filled: Bins = [[] for _ in range(count)]
+    room = [max_tokens] * count
+    for index in _dearest_first(members, costs):
+        fitting = [number for number in range(count) if room[number] >= lengths[index]]
+        if not fitting:
+            return None
+        tightest = min(fitting, key=lambda number: (room[number], number))
+        filled[tightest].append(index)
+        room[tightest] -= lengths[index]
+    return [sorted(bin_) for bin_ in filled]
+
+
+def _dearest_first(members: Iterable[int], costs: collections.abc.Sequence[float]) -> list[int]:
+    return sorted(members, key=lambda index: (-costs[index], index))
+
+
+def _tokens(members: Iterable[int], lengths: collections.abc.Sequence[int]) -> int:
+    return sum(lengths[i] for i in members)
+
+
+class Packed(NamedTuple):
+    """Sequences, cut for the ranks."""
+
+    micro_batches: list[MicroBatch]
+    """Of this data-parallel rank."""
+    members: list[Sequence]
+    """All of them, those that are not read too."""
+    lengths: list[int]
+    """Tokens of those that are read, by any rank."""
+    slots: int
+    """Tokens that the micro-batches of all ranks have room for."""
+    balance: float
+    """Mean cost of a rank / cost of the dearest; 1 if all have the same work."""
+
+
+def sequences_in(batch: Batch, config: RunConfig) -> list[Sequence]:
+    """Of a batch; what is to become of those that are too long is said in trainer.overlong."""
+    trainer = config.trainer
+    room = None if trainer.overlong == "error" else trainer.micro_batch_tokens
+    longest, rules = config.sampling.max_tokens, trainer.objective
+    return sequences_of(batch, rules, longest, room=room, truncate=trainer.overlong == "truncate")
+
+
+def pack(members: collections.abc.Sequence[Sequence], config: RunConfig, quadratic: float) -> Packed:
+    """`quadratic`: see `batching`. Raises ConfigError for a sequence that is too long, with `overlong: error`."""
+    read = [member for member in members if member.trained_tokens]
+    lengths = [member.length for member in read]
+    ranks, room = parallel_state.get_data_parallel_world_size(), config.trainer.micro_batch_tokens
+    packing = pack_batch(lengths, ranks=ranks, max_tokens=room, quadratic=quadratic)
+    mine = packing[parallel_state.get_data_parallel_rank()]
+    micro_batches = [micro_batch([read[i] for i in chosen]) for chosen in mine]
+    balance = _balance(packing, [cost(length, quadratic) for length in lengths])
+    return Packed(micro_batches, list(members), lengths, ranks * len(mine) * room, balance)
+
+
+def pack_for_rank(batch: Batch, config: RunConfig, quadratic: float = 0.0) -> Packed:
+    """The batch as sequences, and which of them this data-parallel rank reads, in which micro-batches."""
+    return pack(sequences_in(batch, config), config, quadratic)
+
+
+def _balance(packing: collections.abc.Sequence[Bins], costs: collections.abc.Sequence[float]) -> float:
+    loads = [sum(costs[i] for chosen in bins for i in chosen) for bins in packing]
+    return sum(loads) / (len(loads) * max(loads)) if max(loads) > 0 else 1.0

@@ -1,0 +1,238 @@
+"""From a batch of groups to what a training step needs: sequences, then packed micro-batches.
+
+    Batch --sequences_of--> [Sequence] --pack_batch--> indices --micro_batch--> tensors
+
+The network reads all tokens but the last of a sequence; position t predicts token t + 1. Of those
+predictions, the ones of tokens that the policy wrote in verifiable samples are trained. Tokens of its environment
+are context. So are those of versions below the batch's `mask_below`, and a sequence that fits no micro-batch loses its
+last tokens or its whole gradient (`trainer.overlong`); but the loss is divided by the count with them, so that neither
+ever makes the gradient of the others larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from async_grpo.algorithms import AGGREGATIONS, advantage_of
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.wire import Batch, Group, Sample
+from trainer.batch.packed import PackedSequences, pack
+
+MIXED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A prompt with one completion. C = completion length."""
+
+    tokens: npt.NDArray[np.int32]
+    prompt_tokens: int
+    behaviour_C: npt.NDArray[np.float32]
+    versions_C: npt.NDArray[np.int32]
+    """Of the policy that sampled each token."""
+    places_N: npt.NDArray[np.int64]
+    """Of the tokens of the completion that get a gradient; none if no verifier could judge it."""
+    advantage: float
+    weight: float
+    """Of each trained token in the loss of the batch."""
+    first: int
+    """Place of the first trained token among those of the batch."""
+    counted: int
+    """Tokens in the denominator of the loss: those that the policy wrote, if a verifier could judge it."""
+    group: int
+    """Its place in the batch."""
+    overlong: bool = False
+    """Whether it had to be truncated or dropped."""
+
+    @property
+    def length(self) -> int:
+        """Positions that the network reads."""
+        return len(self.tokens) - 1
+
+    @property
+    def trained_tokens(self) -> int:
+        """Completion tokens that get a gradient."""
+        return len(self.places_N)
+
+    @property
+    def version(self) -> int:
+        """Of the policy that sampled the whole completion; MIXED if several did."""
+        oldest, newest = int(self.versions_C[0]), int(self.versions_C[-1])
+        return newest if oldest == newest else MIXED
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """N trained tokens of whole sequences, and what is known of them before the step."""
+
+    labels_N: Tensor
+    """int64: the token that was sampled."""
+    behaviour_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    versions_N: Tensor
+    """int64: version of the policy that sampled this token."""
+    whole_N: Tensor
+    """int64: version of the policy that sampled the whole completion of this token, or MIXED."""
+    segment_N: Tensor
+    """int64: the sequence of each token, counted from 0 over those with trained tokens."""
+    segments: int
+    index_N: Tensor
+    """int64: place of each token among the trained ones of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Targets):
+    """T packed positions, N of which predict a trained token."""
+
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    packing: PackedSequences
+    trained_N: Tensor
+    """int64: positions whose prediction is trained."""
+    given_N: Tensor | None = None
+    """Multiplier of the corrections, where it was found before the step."""
+    prox_N: Tensor | None = None
+    """log pi_prox, where it was computed before the step."""
+    reference_N: Tensor | None = None
+    """log pi_ref, if there is a reference model."""
+
+
+def sequences_of(
+    batch: Batch, objective: ObjectiveConfig, longest: int, *, room: int | None = None, truncate: bool = False
+) -> list[Sequence]:
+    """All samples of the batch, with advantages and loss weights computed over the whole of it.
+
+    `longest`: the most tokens that a completion may have. `room`: the most that a sequence may have, None if that does
+    not matter; what is longer is truncated, or else gets no gradient.
+    """
+    groups = batch.groups
+    samples = [sample for group in groups for sample in group.samples]
+    advantages = _advantages(groups, objective.advantage)
+    tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
+    weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
+    places = [place for place, group in enumerate(groups) for _ in group.samples]
+    sequences, first = [], 0
+    for place, sample, advantage, weight in zip(places, samples, advantages, weights, strict=True):
+        sequence = _sequence(groups[place], place, sample, advantage, weight, batch.mask_below, first)
+        if room is not None and sequence.length > room:
+            sequence = _shortened(sequence, room if truncate else 0)
+        first += sequence.trained_tokens
+        sequences.append(sequence)
+    return sequences
+
+
+def reweighed(members: Many[Sequence], objective: ObjectiveConfig, longest: int) -> list[Sequence]:
+    """With the loss weights that they have as a batch of their own: the mini-batch of one update."""
+    tokens = torch.tensor([member.counted for member in members])
+    weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
+    return [replace(member, weight=weight) for member, weight in zip(members, weights, strict=True)]
+
+
+def micro_batch(members: Many[Sequence]) -> MicroBatch:
+    """Sequences end to end. An empty one is a single token that nothing is predicted from."""
+    inputs = [member.tokens[:-1] for member in members] or [np.zeros(1, np.int32)]
+    lengths = [len(tokens) for tokens in inputs]
+    starts = np.cumsum([0, *lengths[:-1]])
+    where = [
+        start + member.prompt_tokens - 1 + member.places_N
+        for start, member in zip(starts, members, strict=False)  # one start and no member: the empty one
+    ]
+    return MicroBatch(
+        **_target_fields(members),
+        tokens_1T=_join(inputs, np.int64)[None],
+        positions_1T=_join([np.arange(length) for length in lengths], np.int64)[None],
+        packing=pack(lengths),
+        trained_N=_join(where, np.int64),
+    )
+
+
+def targets_of(members: Many[Sequence]) -> Targets:
+    """Of the trained tokens of these sequences, in their order."""
+    return Targets(**_target_fields(members))
+
+
+def _target_fields(members: Many[Sequence]) -> dict[str, Any]:
+    trained = [member for member in members if member.trained_tokens]
+
+    def repeated(values: Many[float]) -> list[npt.NDArray[Any]]:
+        return [np.repeat(value, member.trained_tokens) for value, member in zip(values, trained, strict=True)]
+
+    return {
+        "labels_N": _join([m.tokens[m.prompt_tokens + m.places_N] for m in trained], np.int64),
+        "behaviour_N": _join([m.behaviour_C[m.places_N] for m in trained], np.float32),
+        "advantages_N": _join(repeated([m.advantage for m in trained]), np.float32),
+        "weights_N": _join(repeated([m.weight for m in trained]), np.float32),
+        "versions_N": _join([m.versions_C[m.places_N] for m in trained], np.int64),
+        "whole_N": _join(repeated([m.version for m in trained]), np.int64),
+        "segment_N": _join(repeated(range(len(trained))), np.int64),
+        "segments": len(trained),
+        "index_N": _join([m.first + np.arange(m.trained_tokens) for m in trained], np.int64),
+    }
+
+
+def _join(arrays: Many[npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype))
+
+
+def _judged_tokens(sample: Sample) -> int:
+    """Tokens that count in the denominator of the loss; none if no verifier could judge the sample."""
+    return 0 if sample.reward is None else int(sample.written_by_policy().sum())
+
+
+def _advantages(groups: Many[Group], rule: str) -> list[float]:
+    """Of all samples, group after group. Groups of unequal size are padded with samples that are not valid."""
+    size = max(len(group.samples) for group in groups)
+    rewards_BG = torch.full((len(groups), size), float("nan"), dtype=torch.float64)
+    lengths_BG = torch.zeros(len(groups), size, dtype=torch.int64)
+    for row, group in enumerate(groups):
+        for column, sample in enumerate(group.samples):
+            lengths_BG[row, column] = _judged_tokens(sample)
+            if sample.reward is not None:
+                rewards_BG[row, column] = sample.reward
+    values = advantage_of(rule)(rewards_BG, _valid(groups, size), lengths_BG).tolist()
+    return [a for row, group in zip(values, groups, strict=True) for a in row[: len(group.samples)]]
+
+
+def _valid(groups: Many[Group], size: int) -> Tensor:
+    rows = [[sample.reward is not None for sample in group.samples] for group in groups]
+    return torch.tensor([row + [False] * (size - len(row)) for row in rows])
+
+
+def _sequence(
+    group: Group, place: int, sample: Sample, advantage: float, weight: float, mask_below: int, first: int
+) -> Sequence:
+    prompt, versions_C = group.task.prompt_ids(), sample.token_versions()
+    trained_C = sample.written_by_policy() & (versions_C >= mask_below) & (sample.reward is not None)
+    return Sequence(
+        tokens=np.concatenate([prompt, sample.token_ids()]),
+        prompt_tokens=len(prompt),
+        behaviour_C=sample.token_logprobs(),
+        versions_C=versions_C,
+        places_N=np.flatnonzero(trained_C),
+        advantage=advantage,
+        weight=weight,
+        first=first,
+        counted=_judged_tokens(sample),
+        group=place,
+    )
+
+
+def _shortened(sequence: Sequence, room: int) -> Sequence:
+    """Only its first `room` positions; none of them means no gradient."""
+    kept = max(0, room + 1 - sequence.prompt_tokens)
+    return replace(
+        sequence,
+        tokens=sequence.tokens[: room + 1],
+        behaviour_C=sequence.behaviour_C[:kept],
+        versions_C=sequence.versions_C[:kept],
+        places_N=sequence.places_N[sequence.places_N < kept],
+        overlong=True,
+    )

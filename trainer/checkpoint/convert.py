@@ -1,0 +1,158 @@
+"""Checkpoints from one form into the other, in one process on the CPU.
+
+    Hugging Face folder --(to_megatron)--> Megatron distributed checkpoint, which ranks in any layout load
+    Megatron distributed checkpoint of this project or of a run --(to_hugging_face)--> Hugging Face folder
+
+The weights are in memory once; tensors are read, and shards of a Hugging Face folder written, one after another. No bit
+of them changes. A target is whole or not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.config.trainer import TrainerConfig
+from async_grpo.errors import ConfigError
+from trainer.platform import Platform, select_platform
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from transformers import PretrainedConfig
+
+Progress = Callable[[int, int], None]
+"""(tensors done, tensors in all)."""
+
+_KINDS = {"F32": "float32", "BF16": "bfloat16"}
+_WRITTEN_TIMEOUT_S = 60.0
+"""For a file that has been written already."""
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether it is a Megatron distributed checkpoint; anything else may be a Hugging Face folder."""
+    return (folder / ".metadata").is_file()
+
+
+def to_megatron(source: Path, target: Path, progress: Progress) -> None:
+    """Convert a Hugging Face folder. Raises ConfigError for a model that cannot be built, DataError for bad files."""
+    _check_free(target)
+    with _alone() as platform:
+        from trainer.model.checks import check_architecture
+        from trainer.model.hf_folder import SafetensorsFolder, copy_settings, read_config
+        from trainer.model.hf_weights import load_hf
+        from trainer.model.weight_map import model_tensors
+
+        hf = read_config(source)
+        check_architecture(hf, TrainerConfig())
+        tensors = SafetensorsFolder(source, _counting(progress, sum(1 for _ in model_tensors(hf, 1))))
+        model, dtype = _build(hf, platform, _precision(source, tensors.kinds()))
+        load_hf(model, hf, tensors)
+        draft = _draft(target)
+        copy_settings(source, draft)
+        _write(draft, model, hf, dtype)
+        draft.rename(target)
+
+
+def to_hugging_face(checkpoint: Path, settings: Path, target: Path, progress: Progress) -> None:
+    """Convert a Megatron checkpoint; configuration and tokenizer come from `settings`.
+
+    Raises CheckpointError, before anything is written, if it is damaged or of another model than `settings`.
+    """
+    _check_free(target)
+    with _alone() as platform:
+        from megatron.core import dist_checkpointing
+
+        from trainer.checkpoint.manifest import changed, check_fits, read_manifest, unreadable
+        from trainer.checkpoint.state import metadata, traits_of_model
+        from trainer.model.hf_folder import read_config, stream_folder
+        from trainer.model.hf_weights import export_hf
+        from trainer.model.weight_map import model_tensors
+
+        manifest, hf = read_manifest(checkpoint), read_config(settings)
+        model, dtype = _build(hf, platform, str(manifest.model["precision"]))
+        check_fits(checkpoint, manifest, version=manifest.version, model=traits_of_model(hf, dtype))
+        if damaged := changed(checkpoint, manifest, manifest.files):
+            raise unreadable(checkpoint, f"{', '.join(damaged)} does not hold what was written")
+        wanted = {"model": model.sharded_state_dict(metadata=metadata())}
+        model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint))["model"])
+        count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
+        stream_folder(target, settings, _counted(export_hf(model, hf), count))
+
+
+def _check_free(target: Path) -> None:
+    if target.exists():
+        raise ConfigError(
+            f"{target} is there already, and nothing is overwritten. Give another target, or remove that one first"
+        )
+
+
+@contextmanager
+def _alone() -> Iterator[Platform]:
+    """A world of one rank on the CPU. This process does nothing else afterwards."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    platform = select_platform("cpu")
+    platform.activate(os.cpu_count() or 1)
+    from trainer.distributed import start_ranks, stop_ranks
+
+    start_ranks(TrainerConfig(), platform, seed=1, longest_wait_s=_WRITTEN_TIMEOUT_S)
+    yield platform
+    stop_ranks()
+
+
+def _build(hf: PretrainedConfig, platform: Platform, precision: str) -> tuple[GPTModel, torch.dtype]:
+    from trainer.model.builder import DTYPES, build_model
+
+    dtype = DTYPES[precision]
+    return build_model(hf, platform, dtype, TrainerConfig()), dtype
+
+
+def _precision(source: Path, kinds: set[str]) -> str:
+    if len(kinds) != 1 or not kinds <= _KINDS.keys():
+        raise ConfigError(
+            f"{source} holds tensors of type {' and '.join(sorted(kinds))}; a Megatron checkpoint is all F32 or all "
+            "BF16, and a conversion that changed the type would not keep the bits. Save the model in one of the two"
+        )
+    return _KINDS[kinds.pop()]
+
+
+def _draft(target: Path) -> Path:
+    draft = target.with_name(target.name + ".part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    return draft
+
+
+def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Like the checkpoint of a run at version 0, without an optimizer."""
+    from trainer.checkpoint.manifest import Manifest, seal
+    from trainer.checkpoint.snapshot import Snapshot
+    from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of_model
+
+    state = {"model": model.sharded_state_dict(metadata=metadata())}
+    snapshot = Snapshot(state, folder, metadata(), live=())  # nobody trains: the weights need not be copied
+    part = snapshot.write()
+    snapshot.finish([part])
+    manifest = Manifest(version=0, epoch=0, model=traits_of_model(hf, dtype), layout=layout_of_ranks())
+    seal(folder, manifest, part.files)
+
+
+def _counting(progress: Progress, total: int) -> Callable[[], None]:
+    done = 0
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    return one_more
+
+
+def _counted(tensors: Iterator[tuple[str, Any]], count: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    for pair in tensors:
+        yield pair
+        count()

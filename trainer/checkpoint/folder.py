@@ -1,0 +1,343 @@
+"""Checkpoints that a trainer resumes from exactly, and the weights for everybody else.
+
+    checkpoints/00000010/      Megatron distributed checkpoint of policy version 10, with its manifest
+    checkpoints/latest         the version to resume from
+    checkpoints/best           the version that was evaluated best, with keep_best
+    checkpoints/hf-00000010/   Hugging Face export of version 10, with export_every_steps
+    checkpoints/hf/            Hugging Face export of the last version
+
+    save: all ranks copy their part into memory --> each rank's thread writes its file into a draft
+          --> rank 0's thread waits for these files, writes index and manifest, renames, marks `latest`
+
+The threads meet in files, never in collective calls, so training and writing cannot wait for each
+other. A draft is renamed when everything in it is on disk, and only then named by `latest`: a
+trainer killed at any moment leaves a checkpoint to resume from. The state is stored in a form that
+does not depend on how the ranks are laid out.
+
+Which checkpoints are deleted, and which is the best: pure decisions.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from async_grpo.config.trainer import CheckpointConfig
+from async_grpo.errors import CheckpointError
+from async_grpo.wire.board import Evaluation
+from trainer.checkpoint.manifest import (
+    Manifest,
+    changed,
+    check_fits,
+    read_manifest,
+    seal,
+    sync,
+    unreadable,
+    write_synced,
+)
+from trainer.checkpoint.snapshot import Job, Snapshot, State, draft_of, drafts, read_part, write_part
+from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
+from trainer.distributed import is_leader, max_over_ranks, share_bytes, share_ints
+from trainer.model.hf_folder import write_folder
+from trainer.model.policy import Policy
+from trainer.model.reference import Reference
+
+
+def superfluous(versions: Collection[int], *, saved: int, keep: int, spared: Collection[int] = ()) -> list[int]:
+    """All but `saved`, the newest `keep` - 1 below it and the `spared`, in order; `saved` itself never.
+
+    Versions above `saved` were renamed but never named by `latest`: their trainer was killed in
+    between, and the one that followed resumed below them. They go even if spared.
+
+    >>> superfluous([2, 4, 6, 8], saved=6, keep=2)
+    [2, 8]
+    >>> superfluous([2, 4, 6], saved=6, keep=1, spared=[2])
+    [4]
+    """
+    below = sorted(version for version in versions if version < saved)
+    above = sorted(version for version in versions if version > saved)
+    oldest = below[: max(0, len(below) - (keep - 1))]
+    return [version for version in oldest if version not in spared] + above
+
+
+def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: int) -> list[int]:
+    """The versions that have an evaluation, best first; of equals the newer.
+
+    A server that was busy evaluates a later version than it was to: an evaluation counts for the
+    newest checkpoint at or before it that is less than `span` versions older, the first one first.
+
+    >>> ranked([10, 20, 30], {10: 0.5, 21: 0.7, 35: 0.6}, span=10)
+    [20, 30, 10]
+    """
+    scores: dict[int, float] = {}
+    for evaluated in sorted(accuracies):
+        owner = max((version for version in versions if version <= evaluated), default=None)
+        if owner is not None and evaluated - owner < span:
+            scores.setdefault(owner, accuracies[evaluated])
+    return sorted(scores, key=lambda version: (scores[version], version), reverse=True)
+
+
+def spared(
+    versions: Collection[int], accuracies: Mapping[int, float], *, span: int, keep: int, keep_best: int
+) -> list[int]:
+    """The `keep_best` best; and beyond the newest `keep`, as many whose evaluation may still come, newest first.
+
+    >>> spared([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
+    [10, 40]
+    """
+    if keep_best == 0:
+        return []
+    newest_evaluated = max(accuracies, default=-1)
+    older = sorted(versions, reverse=True)[keep:]
+    waiting = [version for version in older if version > newest_evaluated]
+    return ranked(versions, accuracies, span=span)[:keep_best] + waiting[:keep_best]
+
+
+_LATEST, _BEST = "latest", "best"
+
+
+_REFERENCE = "reference"
+
+
+_SLACK_S = 10.0
+"""Waiting for a thread, beyond what the thread itself may wait."""
+
+
+@dataclass(slots=True)
+class CheckpointFolder:
+    """The checkpoints of one run. All calls are collective: every rank makes them, in the same order."""
+
+    path: Path
+    config: CheckpointConfig
+    reference: Reference | None = None
+    """Saved and loaded with the policy."""
+    _saving: tuple[int, Job] | None = field(default=None, init=False)
+    _exporting: tuple[int, Job] | None = field(default=None, init=False)
+
+    def newest(self) -> int | None:
+        """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
+        found = self._marked(_LATEST) if is_leader() else None
+        (version,) = share_ints([-1 if found is None else found] if is_leader() else None, 1)
+        return version if version >= 0 else None
+
+    def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
+        """Begin to write `version`; `settle` says when it is safe, and raises what went wrong.
+
+        The one before it must have been settled. Once it is safe, checkpoints that neither their age
+        nor (on rank 0) their evaluation keeps are deleted.
+        """
+        assert self._saving is None, "settle the checkpoint in flight before the next one"
+        draft = draft_of(self.path, epoch, version)
+        if is_leader():
+            for left_over, writer in drafts(self.path):
+                if writer <= epoch:
+                    shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
+            draft.mkdir(parents=True)
+        dist.barrier()
+        snapshot = Snapshot(state_of(policy) | self._reference_state(), draft, metadata(), live_tensors(policy))
+        manifest = Manifest(version=version, epoch=epoch, model=traits_of(policy), layout=layout_of_ranks())
+        accuracies = {found.version: found.sampled_accuracy for found in evaluations}
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
+
+        def write() -> None:
+            try:
+                write_part(snapshot, draft, rank)
+                if rank == 0:
+                    self._complete(snapshot, draft, manifest, ranks, accuracies)
+            except OSError:
+                self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
+                raise
+
+        self._saving = version, Job(f"checkpoint-{version}", write)
+
+    def settle(self, *, wait: bool) -> int | None:
+        """The version whose checkpoint has become safe since the last call, if any; with `wait`, the one in flight.
+
+        Raises CheckpointError on all ranks if writing it failed; `latest` then names the one before it.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        version, job = saving
+        state = self._outcome(job, f"the checkpoint of version {version}", wait=wait)
+        if state is State.RUNNING:
+            self._saving = saving
+            return None
+        return version
+
+    def load(self, policy: Policy, version: int) -> None:
+        """Bring back weights, optimizer and random state of `version`.
+
+        Raises CheckpointError for a damaged one, or one of another model, before anything is loaded.
+        """
+        folder = self._folder(version)
+        manifest = read_manifest(folder)
+        check_fits(folder, manifest, version=version, model=traits_of(policy))
+        _check_bytes(folder, manifest)
+        wanted = state_of(policy, written_by=manifest.layout) | self._reference_state()
+        try:
+            loaded = dist_checkpointing.load(wanted, str(folder))
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            raise unreadable(folder, f"reading it failed: {error}") from error
+        fill(policy, loaded)
+        if self.reference is not None and _REFERENCE in loaded:
+            self.reference.load_state_dict(loaded[_REFERENCE])
+
+    def _reference_state(self) -> dict[str, Any]:
+        """Nothing for one that never changes."""
+        state = {} if self.reference is None else self.reference.state_dict(metadata())
+        return {_REFERENCE: state} if state else {}
+
+    def judge(self, evaluations: Sequence[Evaluation]) -> None:
+        """Name the best checkpoint by what is known now, and delete what nothing keeps any more."""
+        if not is_leader() or self.config.keep_best == 0:
+            return
+        saved = self._marked(_LATEST)
+        if saved is not None:
+            self._prune(saved, {found.version: found.sampled_accuracy for found in evaluations})
+
+    def export(self, policy: Policy, source: Path) -> Path:
+        """The present weights as checkpoints/hf, with configuration and tokenizer from `source`; whole on return."""
+        tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
+        target = self.path / "hf"
+        if is_leader():
+            write_folder(target, source, tensors)
+        return target
+
+    def begin_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
+        """Begin to write the present weights as an export of `version`; waits for the one before it."""
+        self.settle_export()
+        tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
+        accuracies = {found.version: found.sampled_accuracy for found in evaluations}
+
+        def write() -> None:
+            if tensors:
+                write_folder(self._export_folder(version), source, tensors)
+                for old in self._unkept(self._versions("hf-"), version, self.config.export_every_steps, accuracies):
+                    shutil.rmtree(self._export_folder(old))
+
+        self._exporting = version, Job(f"export-{version}", write)
+        if not self.config.background:
+            self.settle_export()
+
+    def settle_export(self) -> None:
+        """Wait for the export in flight. Raises CheckpointError on all ranks if it failed."""
+        exporting, self._exporting = self._exporting, None
+        if exporting is not None:
+            version, job = exporting
+            self._outcome(job, f"the export of version {version}", wait=True)
+
+    def _outcome(self, job: Job, what: str, *, wait: bool) -> State:
+        """What rank 0's job has come to, on all ranks."""
+        if wait:
+            job.wait(self.config.timeout_s + _SLACK_S)
+        (number,) = share_ints([job.state] if is_leader() else None, 1)
+        state = State(number)
+        if state is State.FAILED or (wait and state is State.RUNNING):
+            late = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
+            reason = share_bytes((job.failure or late).encode() if is_leader() else None).decode()
+            raise CheckpointError(
+                f"{what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
+                "room or mend the disk, and the same command resumes"
+            )
+        return state
+
+    def _complete(
+        self, snapshot: Snapshot, draft: Path, manifest: Manifest, ranks: int, accuracies: dict[int, float]
+    ) -> None:
+        """From the files of all ranks to a checkpoint that `latest` names. On rank 0's thread."""
+        parts = [read_part(draft, rank, self.config.timeout_s) for rank in range(ranks)]
+        snapshot.finish(parts)
+        seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
+        self._put_in_place(draft, manifest)
+        self._prune(manifest.version, accuracies)
+
+    def _put_in_place(self, draft: Path, manifest: Manifest) -> None:
+        """Rename the draft, and let `latest` name it. Another trainer may do the same at any moment, and so every
+        step can be taken back: the one of the newer epoch wins."""
+        self._check_not_overtaken(manifest.epoch)
+        target, replaced = self._folder(manifest.version), draft.with_name(f"{draft.name}-replaced")
+        if target.exists():
+            target.rename(replaced)
+            if _epoch_of(replaced) > manifest.epoch:
+                replaced.rename(target)
+                self._check_not_overtaken(manifest.epoch)
+        draft.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        sync(self.path)
+        self._mark(manifest.version, manifest.epoch)
+        epochs = {version: _epoch_of(self._folder(version)) for version in self._versions()}
+        newest = max(epochs, key=lambda version: (epochs[version], version))
+        if epochs[newest] > manifest.epoch:
+            self._mark(newest, manifest.epoch)
+        self._check_not_overtaken(manifest.epoch)
+
+    def _mark(self, version: int, epoch: int) -> None:
+        write_synced(self.path / _LATEST, f"{version}\n".encode(), writer=f"-{epoch}")
+
+    def _check_not_overtaken(self, epoch: int) -> None:
+        """A trainer that was thought dead must not put its checkpoint before that of the one that took over."""
+        saved = [_epoch_of(self._folder(version)) for version in self._versions()]
+        newest = max([*saved, *(writer for _, writer in drafts(self.path))], default=0)
+        if newest > epoch:
+            raise CheckpointError(f"a newer trainer (epoch {newest}) has taken over from this one ({epoch})")
+
+    def _prune(self, saved: int, accuracies: dict[int, float]) -> None:
+        for version in self._unkept(self._versions(), saved, self.config.every_steps, accuracies):
+            shutil.rmtree(self._folder(version))
+        best = ranked(self._versions(), accuracies, span=self.config.every_steps)
+        if self.config.keep_best and best:
+            write_synced(self.path / _BEST, f"{best[0]}\n".encode())
+
+    def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
+        keep, keep_best = self.config.keep, self.config.keep_best
+        mine = [version for version in versions if version <= saved]
+        good = spared(mine, accuracies, span=span, keep=keep, keep_best=keep_best)
+        return superfluous(versions, saved=saved, keep=keep, spared=good)
+
+    def _versions(self, prefix: str = "") -> list[int]:
+        names = [path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*") if path.is_dir()]
+        return [int(name) for name in names if name.isdigit()]
+
+    def _marked(self, name: str) -> int | None:
+        marker = self.path / name
+        if not marker.exists():
+            return None
+        text = marker.read_text().strip()
+        if not text.isdigit():
+            raise CheckpointError(
+                f"{marker} should hold the version to resume from, but holds {text[:40]!r}. Write the number of the "
+                "newest folder beside it there"
+            )
+        return int(text)
+
+    def _folder(self, version: int) -> Path:
+        return self.path / f"{version:08d}"
+
+    def _export_folder(self, version: int) -> Path:
+        return self.path / f"hf-{version:08d}"
+
+
+def _epoch_of(folder: Path) -> int:
+    """Of a whole checkpoint; 0 for anything else."""
+    try:
+        return read_manifest(folder).epoch
+    except CheckpointError:
+        return 0
+
+
+def _check_bytes(folder: Path, manifest: Manifest) -> None:
+    """Every file is read by one rank. Raises CheckpointError on all of them."""
+    wrong = changed(folder, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    if max_over_ranks(torch.tensor([len(wrong)])).item():
+        names = ", ".join(wrong) or "a file that another rank has read"
+        raise unreadable(folder, f"{names} does not hold what was written")

@@ -1,0 +1,254 @@
+"""This rank's part of a checkpoint, in memory: taken together, written apart.
+
+    take   (all ranks together)   who writes what; copies of the tensors that training goes on changing
+    write  (each rank alone)      its file, on disk when this returns; what lies where in it
+    finish (rank 0)               the index over the files of all ranks
+
+The files are those of Megatron's `torch_dist` format. Its own background writer forks workers
+around a manager process that stays: seconds for a first, small checkpoint, and a SIGTERM to the
+process group would take it away under the last one.
+
+Work beside the training: one job on one thread, whose failure is kept until somebody asks.
+
+The thread makes no collective calls, so it cannot get in the way of those of the step. It is a
+daemon: a trainer that ends with an error does not stay for a file that is half written.
+
+Where the threads of a checkpoint's ranks meet: one file of each in the draft, `draft-EPOCH-VERSION`.
+
+part-00001.json      rank 1 has written its file; what lies where in it
+part-00001.failed    rank 1 cannot, and why
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as megatron_strategies
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from async_grpo.errors import WaitTimeout
+from trainer.checkpoint.manifest import File, describe, write_synced
+
+
+class State(IntEnum):
+    """How far a job is."""
+
+    RUNNING = 0
+    DONE = 1
+    FAILED = 2
+
+
+class Job:
+    """Runs `work` at once, on a thread named `name`."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self._work = work
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> State:
+        """Does not wait."""
+        if self._thread.is_alive():
+            return State.RUNNING
+        return State.DONE if self._failure is None else State.FAILED
+
+    @property
+    def failure(self) -> str:
+        """Why it failed; "" if it did not (yet)."""
+        return f"{type(self._failure).__name__}: {self._failure}" if self._failure is not None else ""
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended, or the time is over."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # kept, and raised by whoever settles the job: torch's are no Exceptions
+            self._failure = error
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Where one shard lies."""
+
+    name: str
+    offsets: list[int] | None
+    index: int | None
+    bytes: int
+    file: str
+    start: int
+    length: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank has written."""
+
+    shards: list[Written]
+    files: dict[str, File]
+
+
+class Snapshot:
+    """What is to be written into `folder`, which exists. Making one is collective."""
+
+    def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], live: Collection[Tensor]) -> None:
+        """`live` are the tensors that the next step changes: what shares memory with them is copied."""
+        self._folder = folder
+        self._strategy = _Take({_memory(tensor) for tensor in live})
+        dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata)
+
+    def write(self) -> Part:
+        """This rank's file (none, if other ranks have all of its state too)."""
+        shards = [_written(result) for result in self._strategy.write()]
+        return Part(shards, {name: describe(self._folder / name) for name in {shard.file for shard in shards}})
+
+    def finish(self, parts: list[Part]) -> None:
+        """The index. Rank 0 only."""
+        results = [[_result(shard) for shard in part.shards] for part in parts]
+        self._strategy.writer.finish(self._strategy.index, results)
+
+
+class _Take(megatron_strategies.TorchDistSaveShardedStrategy):
+    """Does what torch's `save` does before it writes; writes when told."""
+
+    writer: torch_checkpoint.FileSystemWriter
+    index: Metadata
+    """Rank 0 has it."""
+
+    def __init__(self, live: set[int]) -> None:
+        super().__init__("torch_dist", 1)
+        self._planner = _Copies(live)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        renamed, _, _ = megatron_strategies._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        self.writer = torch_checkpoint.FileSystemWriter(checkpoint_dir)
+        self._plan = self._make_plan(megatron_strategies.mcore_to_pyt_state_dict(renamed, False))
+        self._planner.copy(self._plan)
+
+    def write(self) -> list[WriteResult]:
+        results: list[WriteResult] = self.writer.write_data(self._plan, self._planner).wait()
+        return results
+
+    def _make_plan(self, state: dict[str, Any]) -> SavePlan:
+        ranks = _DistWrapper(None, True, 0)
+
+        def local_step() -> SavePlan:
+            self._planner.set_up_planner(state, self.writer.storage_meta(), ranks.is_coordinator)
+            self.writer.set_up_storage_writer(ranks.is_coordinator)
+            return self.writer.prepare_local_plan(self._planner.create_local_plan())
+
+        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self.index = self._planner.create_global_plan(plans)
+            return self.writer.prepare_global_plan(plans)
+
+        return self._planner.finish_plan(ranks.reduce_scatter("plan", local_step, global_step))
+
+
+class _Copies(megatron_strategies.MCoreSavePlanner):
+    """Hands out what was copied, once."""
+
+    def __init__(self, live: set[int]) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._live = live
+        self._held: dict[MetadataIndex, Any] = {}
+
+    def copy(self, plan: SavePlan) -> None:
+        """After this, training may go on."""
+        self._held = {item.index: self._own(super(_Copies, self).resolve_data(item)) for item in plan.items}
+        self.state_dict: dict[str, Any] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._held.pop(write_item.index)
+
+    def _own(self, data: Any) -> Any:
+        if not isinstance(data, Tensor):
+            return data  # serialised already
+        if data.is_cpu and _memory(data) not in self._live:
+            return data.detach()  # gathered for this checkpoint
+        return data.detach().to("cpu", copy=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _written(result: WriteResult) -> Written:
+    index, place = result.index, result.storage_data
+    offsets = list(index.offset) if index.offset is not None else None
+    return Written(
+        index.fqn, offsets, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length
+    )
+
+
+def _result(one: Written) -> WriteResult:
+    offsets = torch.Size(one.offsets) if one.offsets is not None else None
+    place = _StorageInfo(one.file, one.start, one.length)
+    return WriteResult(MetadataIndex(one.name, offsets, one.index), one.bytes, place)
+
+
+_LOOK_EVERY_S = 0.02
+
+
+def draft_of(folder: Path, epoch: int, version: int) -> Path:
+    """Every trainer has drafts of its own: one that was thought dead may still be writing."""
+    return folder / f"draft-{epoch:08d}-{version:08d}"
+
+
+def drafts(folder: Path) -> list[tuple[Path, int]]:
+    """Those in the folder, with the epochs of their writers; 0 for a name without one."""
+    found = []
+    for path in folder.glob("draft-*"):
+        _, epoch, *version = path.name.split("-")
+        found.append((path, int(epoch) if version and epoch.isdigit() else 0))
+    return found
+
+
+def write_part(snapshot: Snapshot, draft: Path, rank: int) -> None:
+    """This rank's file and its part; or, before the error is raised, why not."""
+    try:
+        write_synced(_part(draft, rank), msgspec.json.encode(snapshot.write()))
+    except Exception as error:
+        _failed(draft, rank).write_text(f"rank {rank}: {error}")
+        raise
+
+
+def read_part(draft: Path, rank: int, timeout_s: float) -> Part:
+    """Wait for it, and remove it. Raises OSError if the rank failed or the draft was removed, WaitTimeout."""
+    path, deadline_s = _part(draft, rank), time.monotonic() + timeout_s
+    while not path.exists():
+        if _failed(draft, rank).exists():
+            raise OSError(_failed(draft, rank).read_text() or f"rank {rank} failed")
+        if not draft.is_dir():
+            raise FileNotFoundError(f"{draft} was removed by somebody else")
+        if time.monotonic() > deadline_s:
+            fix = "Is the folder shared by all machines? Raise trainer.checkpoint.timeout_s"
+            raise WaitTimeout(f"rank {rank}'s part of {draft}", timeout_s, fix)
+        time.sleep(_LOOK_EVERY_S)
+    part = msgspec.json.decode(path.read_bytes(), type=Part)
+    path.unlink()
+    return part
+
+
+def _part(draft: Path, rank: int) -> Path:
+    return draft / f"part-{rank:05d}.json"
+
+
+def _failed(draft: Path, rank: int) -> Path:
+    return draft / f"part-{rank:05d}.failed"

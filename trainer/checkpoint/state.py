@@ -1,0 +1,122 @@
+"""What a checkpoint holds of the policy, and what it says about the model and the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from trainer.checkpoint.manifest import Layout
+from trainer.model.optimizer import load_state, make_storable, parameter_states
+from trainer.model.policy import Policy
+
+_TRAITS = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
+)
+
+
+def metadata() -> dict[str, Any]:
+    """The form of what is stored. A new one for every call: Megatron notes its process groups in it."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # Gathered by the first data-parallel rank alone, in its host's memory, in place of by all.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+    }
+
+
+def state_of(policy: Policy, *, written_by: Layout | None = None) -> dict[str, Any]:
+    """As Megatron's sharded tensors of this rank: to be saved, or to be filled from a checkpoint of that layout.
+
+    The random state belongs to a (pipeline, tensor) rank: where these were others, it stays as it
+    was seeded. No step draws from it, so the steps are the same.
+    """
+    make_storable(policy.optimizer)
+    loading = written_by is not None
+    model = policy.model.sharded_state_dict(metadata=metadata())
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata())
+    _forget_gathered_elsewhere(optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    own = layout_of_ranks()
+    if written_by is None or (written_by.pipeline, written_by.tensor) == (own.pipeline, own.tensor):
+        state["random"] = _random_state()
+    return state
+
+
+def fill(policy: Policy, loaded: dict[str, Any]) -> None:
+    """Put what was loaded in its place."""
+    policy.model.load_state_dict(loaded["model"])
+    load_state(policy.optimizer, loaded["optimizer"])
+    if policy.offload is not None:
+        policy.offload.store()
+    if "random" in loaded:
+        _set_random_state(loaded["random"])
+
+
+def live_tensors(policy: Policy) -> list[Tensor]:
+    """All that a step changes in place."""
+    weights = [*policy.model.parameters(), *policy.model.buffers()]
+    states = [
+        tensor
+        for parameter, state in parameter_states(policy.optimizer)
+        for tensor in (parameter.data, *state.values())
+    ]
+    return [tensor for tensor in (*weights, *states) if isinstance(tensor, Tensor)]
+
+
+def traits_of(policy: Policy) -> dict[str, str | int | bool | None]:
+    """What another model would differ in."""
+    return traits_of_model(policy.hf, policy.dtype)
+
+
+def traits_of_model(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, str | int | bool | None]:
+    """Likewise, of a model without an optimizer."""
+    traits = {name: getattr(hf, name) for name in _TRAITS if hasattr(hf, name)}
+    return {**traits, "precision": str(dtype).removeprefix("torch.")}
+
+
+def layout_of_ranks() -> Layout:
+    """How many ranks of each kind there are now."""
+    return Layout(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        data=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def _forget_gathered_elsewhere(state: dict[Any, Any]) -> None:
+    """Ranks that gathered nothing have None for it, which would be stored as if it were the state."""
+    parts = [state] if "param_state" in state else list(state.values())
+    for part in parts:
+        if part["param_state"] is None:
+            part["param_state"] = {}
+
+
+def _random_state() -> ShardedObject:
+    """Of each (pipeline, tensor) rank; data- and context-parallel ranks have the same."""
+    return ShardedObject(
+        "random",
+        {
+            "torch": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state(),
+            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        },
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.cuda.set_rng_state(state["device"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

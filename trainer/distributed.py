@@ -1,0 +1,111 @@
+"""The ranks of the trainer: process groups, and the few exchanges outside of Megatron."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_grpo.config.trainer import TrainerConfig
+from async_grpo.errors import ConfigError
+from async_grpo.utils.network import LOOPBACK, card_environment
+from trainer.platform import Platform
+from trainer.platform.base import set_defaults
+
+_SLACK_S = 120.0
+"""Ranks wait for rank 0 this much longer than rank 0 waits for anybody."""
+
+
+def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float) -> None:
+    """Join the other ranks, where the environment says that they are (or be the only one), and lay them out.
+
+    Raises ConfigError if another number of ranks than `config.processes` was started.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != config.processes:
+        raise ConfigError(
+            f"trainer.processes is {config.processes}, but WORLD_SIZE says that {started} ranks were started. Start "
+            "`python -m trainer.node_main`, which starts them all, or correct one of the two"
+        )
+    platform.configure(config)
+    timeout = timedelta(seconds=longest_wait_s + _SLACK_S)
+    if started == 1:
+        set_defaults(card_environment(platform.name, LOOPBACK))
+        dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(platform.backend, timeout=timeout)
+    lay_out(config, seed)
+
+
+def lay_out(config: TrainerConfig, seed: int) -> None:
+    """Cut the ranks that have joined into groups, one for each kind of parallelism."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=1,  # an expert is never cut: gloo cannot do the exchange that this needs
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop_ranks() -> None:
+    """Leave together."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def is_leader() -> bool:
+    """Whether this is rank 0, which alone talks to the buffer and writes files."""
+    return dist.get_rank() == 0
+
+
+def counts_once() -> bool:
+    """Whether this rank adds what it finds of its tokens to the sums over ranks.
+
+    Those that share a matrix or a sequence end with the same log-probabilities: the first one counts.
+    """
+    from megatron.core import parallel_state
+
+    shared = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    return shared == (0, 0)
+
+
+def share_bytes(payload: bytes | None) -> bytes:
+    """Rank 0's bytes, on every rank (raw, never pickled)."""
+    if dist.get_world_size() == 1:
+        assert payload is not None
+        return payload
+    (size,) = share_ints([len(payload)] if payload is not None else None, 1)
+    if payload is not None:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    else:
+        data = torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    return data.numpy().tobytes()
+
+
+def share_ints(values: list[int] | None, count: int) -> list[int]:
+    """Rank 0's `count` integers, on every rank."""
+    data = torch.tensor(values if values is not None else [0] * count, dtype=torch.int64)
+    dist.broadcast(data, 0)
+    shared: list[int] = data.tolist()
+    return shared
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise sum of a small tensor over all ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise maximum of a small tensor over all ranks, in place."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

@@ -1,0 +1,273 @@
+"""What the trainer tells Prometheus: figures of its steps, and of the run's groups. docs/http.md has the table.
+
+    row of a step --> Progress --> TrainerCollector <-- BufferStats, asked for at every scrape
+
+Counters count what this process did; they begin anew with it, as Prometheus expects. What is of the whole run, whoever
+trained it, is named `async_grpo_run_*`.
+
+/metrics, /healthz and /readyz of the trainer: one thread beside the training, on rank 0.
+
+    Diary --Progress--> Exposition (thread, uvicorn) <--GET-- Prometheus, health checks
+                            |
+                            +--stats, at most once a second--> buffer, over a connection of its own
+
+The training never waits for it: a step replaces one reference. Where it cannot listen or dies, the log says so and the
+training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.timeline import START
+from async_grpo.utils.http_server import HttpServer, address_of, listen
+from buffer import RecentStats, RedisBuffer, attach
+from buffer.stats import BufferStats
+from trainer.step.results import PHASES
+
+LATEST = {
+    "reward_mean": ("reward_mean", "Of the last step's samples"),
+    "age_mean_steps": ("age_mean", "Of the last step's trained tokens"),
+    "age_max_steps": ("age_max", "Of the last step's oldest trained token"),
+    "logprob_gap_mean": ("logprob_gap_mean", "Between engine and trainer, of tokens of this very version"),
+    "logprob_gap_max": ("logprob_gap_max", "The largest of them"),
+    "loss": ("loss", "Of the last step"),
+    "grad_norm": ("grad_norm", "Of the last step"),
+    "learning_rate": ("lr", "Of the last step"),
+}
+"""Metric: key of the step's row, and what it is. What a step did not measure is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What this process has done so far."""
+
+    ready: bool = False
+    """Whether rollout servers can fetch weights from it."""
+    epoch: int = 0
+    """0: it has not taken over the run, and there may be none yet."""
+    version: int = 0
+    """Of its own weights; while it replays, servers have newer ones."""
+    steps: int = 0
+    skipped: int = 0
+    replayed: int = 0
+    groups: int = 0
+    tokens: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Spent, by phase."""
+    latest: Mapping[str, Any] = field(default_factory=dict)
+    """The row of the last step."""
+
+    def joined(self, epoch: int, version: int) -> Progress:
+        """It has taken over the run, at `version`."""
+        return replace(self, epoch=epoch, version=version)
+
+    def serving(self) -> Progress:
+        """The weights of its version are out."""
+        return replace(self, ready=True)
+
+    def after(self, row: Mapping[str, Any]) -> Progress:
+        """One more step, as `step_row` describes it."""
+        spent = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
+        return replace(
+            self,
+            epoch=row["epoch"],
+            version=row["step"],
+            steps=self.steps + 1,
+            skipped=self.skipped + row["skipped_steps"],
+            replayed=self.replayed + int(row["replayed"]),
+            groups=self.groups + row["groups"],
+            tokens=self.tokens + row.get("trained_tokens", 0),
+            seconds=spent,
+            latest=row,
+        )
+
+
+class TrainerCollector(Collector):
+    """Families of one moment: whoever scrapes sets `progress` and `stats` before."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.progress = Progress()
+        self.stats: BufferStats | None = None
+        """None if the buffer did not answer."""
+
+    def collect(self) -> Iterable[Metric]:
+        """All families."""
+        config, progress = self._config, self.progress
+        info = GaugeMetricFamily("async_grpo_trainer_info", "This trainer, always 1", labels=["run"])
+        info.add_metric([config.name], 1)
+        yield info
+        yield _gauge("ready", "1: weights are served", float(progress.ready))
+        yield _gauge("version", "Optimizer steps in its weights", progress.version)
+        yield _gauge("epoch", "Of this trainer; one more each time that a trainer takes over", progress.epoch)
+        yield _gauge("target_version", "At which the run ends", config.steps)
+        yield _gauge("age_bound_steps", "No trained token is older", config.replay_policy.age_bound)
+        yield from _of_steps(progress, config.group_size)
+        for name, (key, help_text) in LATEST.items():
+            if key in progress.latest:
+                yield _gauge(name, help_text, progress.latest[key])
+        yield from _of_groups(self.stats)
+
+
+def _of_steps(progress: Progress, group_size: int) -> Iterable[Metric]:
+    yield _count("steps", "Made by this process, skipped ones too", progress.steps)
+    yield _count("skipped_steps", "Whose loss or gradient was not finite", progress.skipped)
+    yield _count("replayed_steps", "Made once more after a crash", progress.replayed)
+    yield _count("groups", "Of those steps", progress.groups)
+    yield _count("samples", "Of those groups", progress.groups * group_size)
+    yield _count("trained_tokens", "That got a gradient, each as often as it did", progress.tokens)
+    yield _counts("async_grpo_trainer_phase_seconds", "Of those steps", "phase", progress.seconds)
+    if progress.latest:
+        yield _gauge("last_step_timestamp_seconds", "When the last step ended, as Unix time", progress.latest["time_s"])
+
+
+def _of_groups(stats: BufferStats | None) -> Iterable[Metric]:
+    yield _gauge("buffer_up", "1: the buffer answered", float(stats is not None))
+    if stats is None:
+        return
+    yield CounterMetricFamily("async_grpo_run_admitted_groups", "Ever, by all servers", value=stats.admitted)
+    yield _counts("async_grpo_run_released_groups", "Ever, by reason", "reason", stats.released)
+    yield GaugeMetricFamily("async_grpo_run_active_groups", "Admitted and not released", value=stats.active)
+    yield GaugeMetricFamily("async_grpo_run_ready_groups", "Of those, finished and not taken", value=stats.ready)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"async_grpo_trainer_{name}", help_text, value=value)
+
+
+def _count(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"async_grpo_trainer_{name}", help_text, value=value)
+
+
+def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+MAX_REQUESTS = 64
+
+
+CLOSE_S = 5.0
+
+
+log = structlog.get_logger()
+
+
+class Exposition:
+    """`open`, then `joined`, `serving` and `step` as the training goes on, then `close`. No call raises or waits for a
+    client."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._http = config.telemetry.http
+        self._pages = _Pages(config)
+        self._server = HttpServer(self._pages.app(), MAX_REQUESTS)
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> str:
+        """Listen; returns the address, "" if nobody listens."""
+        host, port = self._http.host, self._http.port
+        if not self._http.is_on or port is None:
+            return ""
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            log.warning(f"telemetry.http: cannot listen on {host!r}, port {port}: no metrics. {error}")
+            return ""
+        address = address_of(*listener.getsockname()[:2])
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="metrics", daemon=True)
+        self._thread.start()
+        return address
+
+    def joined(self, epoch: int, version: int) -> None:
+        """This trainer has taken over the run, at `version`: from now on there is one to ask the buffer about."""
+        self._pages.progress = self._pages.progress.joined(epoch, version)
+
+    def serving(self) -> None:
+        """Rollout servers can fetch the weights of this trainer's version: it is ready."""
+        self._pages.progress = self._pages.progress.serving()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A finished step."""
+        self._pages.progress = self._pages.progress.after(row)
+
+    def close(self) -> None:
+        """Stop listening; a thread that does not end by then ends with the process."""
+        if self._thread is not None:
+            self._server.stop()
+            self._thread.join(CLOSE_S)
+
+    def _run(self, listener: socket.socket) -> None:
+        try:
+            asyncio.run(self._serve(listener))
+        except Exception:  # no fault of a page of figures may end a training
+            log.exception("/metrics is gone")
+        finally:
+            listener.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        try:
+            await self._server.serve(listener)
+        finally:
+            await self._pages.aclose()
+
+
+class _Pages:
+    """What is answered. `progress` is set by the training's thread and read by that of the pages."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.progress = Progress()
+        self._config = config
+        self._collector = TrainerCollector(config)
+        self._registry = CollectorRegistry()
+        self._registry.register(self._collector)
+        ProcessCollector(registry=self._registry)
+        self._buffer: RedisBuffer | None = None
+        self._recent = RecentStats()
+
+    def app(self) -> Starlette:
+        """The routes; they need no key and tell no text."""
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
+        return Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
+
+    async def aclose(self) -> None:
+        """Close the connection to the buffer."""
+        if self._buffer is not None:
+            await self._buffer.aclose()
+
+    async def _healthz(self, _request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def _readyz(self, _request: Request) -> Response:
+        if self.progress.ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": "no weights are served yet"}, 503)
+
+    async def _metrics(self, _request: Request) -> Response:
+        progress = self.progress
+        if progress.epoch > 0:
+            await self._recent.refresh(self._ask)
+        self._collector.progress, self._collector.stats = progress, self._recent.stats
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _ask(self) -> BufferStats:
+        if self._buffer is None:
+            self._buffer = attach(self._config.redis, self._config.name)
+        return await self._buffer.stats()

@@ -1,0 +1,138 @@
+"""A Megatron GPTModel with the architecture of a Hugging Face configuration.
+
+A GPTModel whose output layer reads only the positions that are trained.
+
+Predictions of prompt tokens and of the environment's have no loss; of math problems they are a third of all, and the
+vocabulary is the widest matrix of a model. What is left out would be multiplied by 0, so nothing changes but the time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from async_grpo.config.trainer import TrainerConfig
+from trainer.batch.packed import PackedSequences
+from trainer.model.families import family_of, head_dim, rope_of
+from trainer.platform import Platform
+
+
+class TrainedPositionsModel(GPTModel):
+    """On the last pipeline stage: logits [1, M, V] of the M positions `packed_seq_params.trained`."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> Any:
+        """hidden_states [T, 1, H]; with sequence parallelism T is cut over the ranks, and the output layer joins it."""
+        scattered, trained_M = self.config.sequence_parallel, packed_seq_params.trained
+        if self.post_process and not scattered:
+            hidden_states = hidden_states.index_select(0, trained_M)
+        output = super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        return output.index_select(1, trained_M) if self.post_process and scattered else output
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: TrainerConfig) -> TransformerConfig:
+    """The Megatron configuration of this model; `layout` is how the ranks are laid out now."""
+    family = family_of(hf)
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        ffn_hidden_size=hf.moe_intermediate_size if family.experts else hf.intermediate_size,
+        kv_channels=head_dim(hf),
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor_parallel,
+        pipeline_model_parallel_size=layout.pipeline_parallel,
+        context_parallel_size=layout.context_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence_parallel,
+        # The token weights of a batch are set before the step, so gradients are summed as they are.
+        calculate_per_token_loss=True,
+        # Micro-batches differ in length; Megatron then insists on this dispatcher, for dense models too.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        **(_expert_options(hf) if family.experts else {}),
+        **_RECOMPUTE[layout.recompute],
+    )
+
+
+def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
+    """Every token reaches all its experts: none is dropped, and no auxiliary loss bends the policy's gradient."""
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        # Softmax over the chosen experts is softmax over all of them, normalised to 1 afterwards.
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig) -> GPTModel:
+    """This rank's part of the model on its device, the weights not yet loaded."""
+    config = transformer_config(hf, dtype, layout)
+    rope = rope_of(hf)
+    model = TrainedPositionsModel(
+        config,
+        platform.layer_spec(config),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=rope.theta,
+        rope_scaling=rope.factor is not None,
+        rope_scaling_factor=rope.factor or 1.0,
+    )
+    _set_experts_apart(model)
+    return model.to(platform.device)
+
+
+def _set_experts_apart(model: GPTModel) -> None:
+    """Sum the gradients of experts over all ranks that have a copy of them.
+
+    Megatron does so by itself only with expert_parallel above 1. Without, it takes tensor-parallel ranks for ones that
+    have different experts, while in truth each has seen other tokens. This way, checkpoints have one form as well.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

@@ -1,0 +1,204 @@
+"""Hugging Face tensors into this rank's Megatron parameters, and back.
+
+Both directions go tensor by tensor: no rank ever holds two copies of the model.
+
+Which ranks have a part of a tensor, and which one of them sends it to rank 0 when the model is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from async_grpo.errors import DataError
+from trainer.model.checks import check_known, check_tensor
+from trainer.model.families import head_dim
+from trainer.model.weight_map import Cut, Weight, parameter_of, stage_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Of a rank in the layout. Replicas of a tensor are counted apart for experts, which other ranks share."""
+
+    stage: int
+    tensor: int
+    replica: int
+    expert: int
+    expert_replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The seats of all ranks, seen from `rank`."""
+
+    rank: int
+    seats: tuple[Seat, ...]
+
+    def source(self, stage: int, holder: int | None) -> int:
+        """The rank that ends up with the whole tensor; `holder` as in `Weight`."""
+        return next(
+            rank
+            for rank, seat in enumerate(self.seats)
+            if self._first(seat, stage, holder) and (holder is not None or seat.tensor == 0)
+        )
+
+    def has_part(self, stage: int, holder: int | None) -> bool:
+        """Whether this rank takes part in gathering it: its first replica does."""
+        return self._first(self.seats[self.rank], stage, holder)
+
+    @staticmethod
+    def _first(seat: Seat, stage: int, holder: int | None) -> bool:
+        if seat.stage != stage:
+            return False
+        return seat.replica == 0 if holder is None else (seat.expert, seat.expert_replica) == (holder, 0)
+
+
+def find_owners() -> Owners:
+    """All ranks ask together."""
+    seat = [
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_data_parallel_rank(),
+    ]
+    seats = [torch.empty(len(seat), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(seats, torch.tensor(seat))
+    return Owners(dist.get_rank(), tuple(Seat(*found.tolist()) for found in seats))
+
+
+@torch.no_grad()
+def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the parameters of this rank. Raises DataError for a tensor that is missing, misshapen or not known."""
+    check_known(tensors, hf)
+    parameters = dict(model.named_parameters())
+    for weight in _own_weights(hf):
+        full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
+        rank, ranks = _cut_of(weight)
+        name = parameter_of(weight.megatron, parameters)
+        parameters.pop(name).copy_(shard(weight.cut, full, hf.num_key_value_heads, rank, ranks))
+    if parameters:
+        raise DataError(f"no Hugging Face tensor is known for {', '.join(parameters)}: the model was not filled")
+
+
+@torch.no_grad()
+def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the whole model, on global rank 0; nothing on the other ranks.
+
+    All ranks must iterate to the end: a tensor is gathered over the tensor-parallel ranks of its stage, or is
+    whole on the expert-parallel rank that has it, and is then sent to rank 0 by the first of them.
+    """
+    owners = find_owners()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    parameters = dict(model.named_parameters())
+    for stage in range(stages):
+        for weight in stage_weights(hf, stage, stages, expert_ranks):
+            if not weight.exported:
+                continue
+            source = owners.source(stage, weight.holder)
+            full = None
+            if owners.has_part(stage, weight.holder):
+                full = _gather(parameters[parameter_of(weight.megatron, parameters)], weight, hf)
+            if source != 0:
+                full = _to_first_rank(full, weight, source, owners, model.config.params_dtype)
+            if owners.rank == 0:
+                assert full is not None
+                yield from zip(weight.hf, full, strict=True)
+
+
+def shard(cut: Cut, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
+    """Rank `rank`'s part of a parameter, from the full Hugging Face tensors."""
+    if cut is Cut.WHOLE:
+        return full[0]
+    if cut is Cut.ROWS:
+        return full[0].chunk(ranks, 0)[rank]
+    if cut is Cut.COLUMNS:
+        return full[0].chunk(ranks, 1)[rank]
+    if cut is Cut.GATE_UP:
+        return torch.cat([tensor.chunk(ranks, 0)[rank] for tensor in full])
+    return _interleave(full, groups).chunk(ranks, 0)[rank]
+
+
+def unshard(cut: Cut, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
+    """The full Hugging Face tensors, from the parts of all ranks: the inverse of `shard`."""
+    if cut is Cut.WHOLE:
+        return [parts[0]]
+    if cut is Cut.ROWS:
+        return [torch.cat(list(parts))]
+    if cut is Cut.COLUMNS:
+        return [torch.cat(list(parts), 1)]
+    if cut is Cut.GATE_UP:
+        gates, ups = zip(*(part.chunk(2, 0) for part in parts), strict=True)
+        return [torch.cat(gates), torch.cat(ups)]
+    return _separate(torch.cat(list(parts)), groups, head_dim)
+
+
+def _interleave(qkv: Sequence[Tensor], groups: int) -> Tensor:
+    """q [heads * d, ...], k and v [groups * d, ...] -> [groups * (heads per group + 2) * d, ...]"""
+    dim, tail = qkv[1].shape[0] // groups, qkv[1].shape[1:]
+    return torch.cat([part.reshape(groups, -1, dim, *tail) for part in qkv], 1).reshape(-1, *tail)
+
+
+def _separate(merged: Tensor, groups: int, head_dim: int) -> list[Tensor]:
+    """The inverse of `_interleave`: query, key, value."""
+    tail = merged.shape[1:]
+    by_group = merged.reshape(groups, -1, head_dim, *tail)
+    heads = by_group.shape[1] - 2
+    return [part.reshape(-1, *tail) for part in by_group.split([heads, 1, 1], 1)]
+
+
+def _own_weights(hf: PretrainedConfig) -> list[Weight]:
+    weights = stage_weights(
+        hf,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    return [w for w in weights if w.holder in (None, parallel_state.get_expert_model_parallel_rank())]
+
+
+def _cut_of(weight: Weight) -> tuple[int, int]:
+    """(rank, ranks) that the parameter is cut over; an expert is whole."""
+    if weight.holder is not None:
+        return 0, 1
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = tensors.get(name)
+    check_tensor(name, None if tensor is None else tensor.shape, shape)
+    assert tensor is not None
+    return tensor
+
+
+def _gather(parameter: Tensor, weight: Weight, hf: PretrainedConfig) -> list[Tensor]:
+    """Full tensors, on every rank that the parameter is cut over."""
+    parts = [parameter.data]
+    _, ranks = _cut_of(weight)
+    if weight.cut is not Cut.WHOLE and ranks > 1:
+        parts = [torch.empty_like(parameter.data) for _ in range(ranks)]
+        dist.all_gather(parts, parameter.data.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return unshard(weight.cut, parts, hf.num_key_value_heads, head_dim(hf))
+
+
+def _to_first_rank(
+    full: list[Tensor] | None, weight: Weight, source: int, owners: Owners, dtype: torch.dtype
+) -> list[Tensor] | None:
+    """Send from rank `source` to rank 0; the received tensors there, what was given elsewhere."""
+    if owners.rank == source:
+        assert full is not None
+        for tensor in full:
+            dist.send(tensor.contiguous(), 0)
+    if owners.rank == 0:
+        full = [torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()) for shape in weight.shapes]
+        for tensor in full:
+            dist.recv(tensor, source)
+    return full

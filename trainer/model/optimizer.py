@@ -1,0 +1,218 @@
+"""Megatron's distributed AdamW: its settings, one update, and where its state lies between two.
+
+    gradients --norm, refused if not finite--> clip --> AdamW on fp32 masters --> weights of the model
+
+Weights decay, norms and biases do not. The learning rate is given anew at every update (see
+schedule.py), so nothing of the schedule is state.
+
+The learning rate of every step. Pure, so that a resumed run needs nothing but its version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from torch import Tensor
+
+from async_grpo.config.trainer import OptimizerConfig
+from async_grpo.errors import NonFiniteStep
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    """For `get_megatron_optimizer`; `dtype` is that of the weights."""
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def update(optimizer: Any, lr: float, weight_decay: float, offload: StateOffload | None = None) -> float:
+    """One optimizer step; returns the gradient norm before clipping.
+
+    Raises NonFiniteStep, on all ranks and before any weight changes, if the gradient is not finite.
+    """
+    if offload is None:
+        return _update(optimizer, lr, weight_decay)
+    offload.fetch()
+    try:
+        return _update(optimizer, lr, weight_decay)
+    finally:
+        offload.store()
+
+
+def _update(optimizer: Any, lr: float, weight_decay: float) -> float:
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        raise NonFiniteStep(
+            f"the gradient norm is {grad_norm}: this step would destroy the weights, so it was not taken. "
+            "Lower trainer.optimizer.lr or trainer.objective.behaviour_cap"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        # Megatron states which groups decay (wd_mult) but leaves applying it to its scheduler.
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+    optimizer.step()
+    return grad_norm
+
+
+class StateOffload:
+    """Keeps fp32 masters and moments (12 bytes a parameter of this rank) in the host's memory between updates.
+
+    The device holds them during an update only, when the activations are gone; the numbers are the
+    same. Weights that are their own masters (float32) stay where they are. Megatron's own offload
+    computes AdamW on the CPU, whose rounding is another.
+    """
+
+    def __init__(self, optimizer: Any, device: str) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._homes: dict[tuple[int, str], Tensor] = {}
+        self._masters = [
+            master
+            for part in distributed_parts(optimizer)
+            for group in part.shard_fp32_from_float16_groups
+            for master in group
+        ]
+        self.store()
+
+    def fetch(self) -> None:
+        """To the device, before the gradients come."""
+        for master in self._masters:
+            master.data = self._on_device(master.data)
+        for _, state in parameter_states(self._optimizer):
+            for name in _MOMENTS:
+                if name in state:
+                    state[name] = self._on_device(state[name])
+
+    def store(self) -> None:
+        """To the host, with the gradients of the masters dropped."""
+        for master in self._masters:
+            master.grad = None
+            master.data = self._at_home(master, "master", master.data)
+        for parameter, state in parameter_states(self._optimizer):
+            for name in _MOMENTS:
+                if name in state:
+                    state[name] = self._at_home(parameter, name, state[name])
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, copy=True, non_blocking=True)
+
+    def _at_home(self, owner: Tensor, name: str, tensor: Tensor) -> Tensor:
+        """Pinned where there is a device to copy from, and allocated once."""
+        home = self._homes.get((id(owner), name))
+        if home is None:
+            home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._device != "cpu")
+            self._homes[id(owner), name] = home
+        if home is not tensor:
+            home.copy_(tensor)
+        return home
+
+
+def distributed_parts(optimizer: Any) -> list[Any]:
+    """Megatron's distributed optimizers, of which experts have one of their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def parameter_states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """(parameter shard, its AdamW state) of this rank."""
+    for part in distributed_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, part.optimizer.state.get(parameter, {})
+
+
+def make_storable(optimizer: Any) -> None:
+    """Before Megatron's `sharded_state_dict` is called, to store or to load.
+
+    torch's AdamW makes its state in the first step, and it is needed before; and Megatron reads the
+    state by the places that parameters have in its buffer, having left out the padding of the buffer.
+    """
+    for part in distributed_parts(optimizer):
+        part.get_parameter_state_dp_zero = MethodType(_state_in_places, part)
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                if not state:
+                    moments = {name: torch.zeros_like(parameter.data) for name in _MOMENTS}
+                    state.update(step=torch.tensor(0.0), **moments)
+
+
+def load_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """What Megatron's `sharded_state_dict` was filled with, without what torch's AdamW would trip over."""
+    torch_parts = [part for part in distributed_parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW)]
+    for part in torch_parts:
+        part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
+    optimizer.load_state_dict(state)
+    for part in torch_parts:
+        for found in part.optimizer.state.values():
+            # Loading gives all parameters one `step` tensor, which AdamW would then raise once per parameter.
+            found["step"] = found["step"].clone()
+
+
+def _state_in_places(part: Any, **options: Any) -> Any:
+    """Megatron's method of this name, with every parameter's state at the parameter's own place in the buffer.
+
+    Without it a second bucket (tied embeddings of a pipeline have one) is stored shifted by the padding of the first.
+    """
+    state = type(part).get_parameter_state_dp_zero(part, **options)
+    if state is None:
+        return None
+    for number, buffer in enumerate(part.buffers):
+        if len(buffer.buckets) > 1:
+            state[number] = {dtype: _with_padding(buffer, world) for dtype, world in state[number].items()}
+    return state
+
+
+def _with_padding(buffer: Any, world: dict[str, Any]) -> dict[str, Any]:
+    padded = dict(world)
+    for name, tensor in world.items():
+        if isinstance(tensor, Tensor):
+            padded[name] = torch.zeros(buffer.numel, dtype=tensor.dtype)
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            for bucket, piece in zip(buffer.buckets, tensor.split(sizes), strict=True):
+                padded[name][bucket.offset : bucket.offset + len(piece)] = piece
+    return padded
+
+
+@torch.no_grad()
+def _set_states(part: Any, model_parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Megatron's method of this name, for torch's AdamW: its `step` is not among the stored tensors."""
+    group, order = part.model_param_group_index_map[model_parameter]
+    parameter = part.optimizer.param_groups[group]["params"][order]
+    for name, target in {"param": parameter, **part.optimizer.state[parameter]}.items():
+        if name in tensors:
+            target.copy_(tensors[name])
+
+
+def learning_rate(config: OptimizerConfig, version: int, steps: int) -> float:
+    """Of the step `version` -> `version + 1` in a run of `steps` steps.
+
+    Linear warm-up from lr / warmup_steps to lr in the first `warmup_steps` steps; then constant, or
+    down to min_lr (never below) at the last step, as a cosine or a line.
+    """
+    if version < config.warmup_steps:
+        return config.lr * (version + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max(1, steps - 1 - config.warmup_steps)
+    progress = min(1.0, (version - config.warmup_steps) / span)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.min_lr + (config.lr - config.min_lr) * share

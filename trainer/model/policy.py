@@ -1,0 +1,234 @@
+"""The policy being trained: Megatron's model, DDP and distributed optimizer, as one noun.
+
+The entropy of the next-token distribution where every tensor-parallel rank has a slice of the vocabulary.
+
+H = log Z - sum_v p_v l_v      with three small reductions: of the peak, of Z and of the sum
+dH / dl_v = -p_v (log p_v + H) needs only this rank's slice
+
+Tensors from one device to another, whatever holds them.
+
+Batches are made on the CPU, where they come from. Of a micro-batch, what the network reads goes to the device when its
+turn has come; the log-probabilities that it finds come back, because the objective is evaluated on the CPU, on every
+platform alike: a few numbers a token, statistics in float64 (which not every accelerator has), and one meeting of host
+and device a micro-batch.
+
+The policy that a run begins with: this rank's part of a Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from async_grpo.config import RunConfig
+from async_grpo.config.trainer import TrainerConfig
+from trainer.batch.context_parallel import own_place, part_of
+from trainer.batch.sequences import MicroBatch
+from trainer.model.builder import DTYPES, build_model
+from trainer.model.checks import check_architecture
+from trainer.model.hf_folder import SafetensorsFolder, read_config
+from trainer.model.hf_weights import export_hf, load_hf
+from trainer.model.optimizer import StateOffload, optimizer_settings, update
+from trainer.platform import Platform
+
+
+def vocab_parallel_entropy(logits_NV: Tensor) -> Tensor:
+    """[N], in nats, with gradient. `logits_NV` may be overwritten afterwards: nothing of it is kept."""
+    entropy_N: Tensor = _VocabParallelEntropy.apply(logits_NV)
+    return entropy_N
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        peak_N = logits_NV.amax(-1)
+        dist.all_reduce(peak_N, dist.ReduceOp.MAX, group)
+        shifted_NV = logits_NV - peak_N[:, None]
+        weights_NV = shifted_NV.exp()
+        sums_2N = torch.stack([weights_NV.sum(-1), (weights_NV * shifted_NV).sum(-1)])
+        dist.all_reduce(sums_2N, group=group)
+        total_N, weighted_N = sums_2N
+        entropy_N = total_N.log() - weighted_N / total_N
+        ctx.save_for_backward(weights_NV.div_(total_N[:, None]), entropy_N)
+        return entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        probabilities_NV, entropy_N = ctx.saved_tensors
+        gradient_NV: Tensor = torch.special.entr(probabilities_NV) - probabilities_NV * entropy_N[:, None]
+        return gradient_NV * gradients[0][:, None]
+
+
+T = TypeVar("T")
+
+
+def place(value: T, device: torch.device | str) -> T:
+    """`value` with its tensors on `device`: a tensor, or dataclasses, tuples and lists of them, at any depth.
+
+    Tensors that are there already are not copied; anything else is left as it is. A gradient finds its way back.
+    """
+    placed: Any = value
+    if isinstance(value, Tensor):
+        placed = value.to(device)
+    elif isinstance(value, tuple | list):
+        placed = type(value)(place(part, device) for part in value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        placed = dataclasses.replace(value, **{name: place(part, device) for name, part in parts.items()})
+    return placed
+
+
+LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
+"""(logprobs_N, entropy_N if asked for, micro-batch) -> (loss to differentiate, anything to hand back)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """This rank's part. `wrapped` is what is called; `model` is the GPTModel inside."""
+
+    hf: PretrainedConfig
+    model: GPTModel
+    wrapped: DistributedDataParallel
+    optimizer: Any
+    weight_decay: float
+    temperature: float
+    offload: StateOffload | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.model.config.params_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.model.parameters()).device
+
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        *,
+        train: bool,
+        entropy: bool = False,
+        total: bool = True,
+    ) -> list[Any]:
+        """Forward (and, to train, backward) over the micro-batches, through Megatron's schedule.
+
+        Returns what `loss` handed back for each, on the last pipeline stage; [] on the others.
+        Gradients end up summed over micro-batches and over the ranks that have different tokens, with no other
+        scaling. `loss` sees the whole micro-batch even where ranks share its sequences.
+        Without `total` each rank keeps adding up its own, until `total_gradients`.
+        """
+        self.model.config.finalize_model_grads_func = _finalize if total else None
+        with torch.set_grad_enabled(train):
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=lambda iterator, model: self._forward(iterator, model, loss, entropy),
+                data_iterator=iter(batches),
+                model=[self.wrapped],
+                num_microbatches=len(batches),
+                seq_length=max(batch.tokens_1T.shape[1] for batch in batches),
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+        return results
+
+    def total_gradients(self, scale: float) -> None:
+        """Sum what the ranks have added up, and multiply it. Once, after the last pass."""
+        _finalize([self.wrapped])
+        self.wrapped.scale_gradients(scale)
+
+    def zero_grad(self) -> None:
+        """Before the backward passes of a step."""
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update(self, lr: float) -> float:
+        """See `trainer.model.optimizer.update`."""
+        return update(self.optimizer, lr, self.weight_decay, self.offload)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """See `export_hf`; on the CPU, one tensor at a time."""
+        for name, tensor in export_hf(self.model, self.hf):
+            yield name, tensor.cpu()
+
+    def _forward(
+        self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+        batch = next(iterator)
+        part = place(part_of(batch, own_place(self.model.config.sequence_parallel)), self.device)
+        packing = replace(part.packing, trained=part.trained_M)
+        output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
+
+        def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
+            logits_MV = trained_logits(logits_1MV, self.temperature)
+            entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
+            labels_M = part.own(batch.labels_N.to(self.device))
+            logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
+            count = len(batch.labels_N)
+            entropy_N = None if entropy_M is None else part.whole(entropy_M, count)
+            logprobs_N, entropy_N = place((part.whole(logprobs_M, count), entropy_N), "cpu")
+            value, handed_back = loss(logprobs_N, entropy_N, batch)
+            return value.to(self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
+
+        return output, finish
+
+
+def trained_logits(logits_1MV: Tensor, temperature: float) -> Tensor:
+    """float32 [M, V] logits of the distribution that the trained tokens are sampled from.
+
+    Each tensor-parallel rank has its slice of the vocabulary V. They are a tensor of their own (the division makes
+    one, whatever the temperature is), so that what follows may overwrite them.
+    """
+    return logits_1MV[0].float() / temperature
+
+
+def build_policy(
+    hf: PretrainedConfig, platform: Platform, config: TrainerConfig, dtype: torch.dtype, temperature: float
+) -> Policy:
+    """Model and optimizer of this rank; the weights are to be loaded before the first use of the optimizer."""
+    model = build_model(hf, platform, dtype, config)
+    inner = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        inner,
+    )
+    settings = optimizer_settings(config.optimizer, dtype)
+    optimizer = get_megatron_optimizer(settings, [wrapped], config_overrides=get_standard_config_overrides(settings))
+    model.config.grad_scale_func = optimizer.scale_loss
+    offload = StateOffload(optimizer, platform.device) if config.optimizer.offload else None
+    return Policy(hf, model, wrapped, optimizer, config.optimizer.weight_decay, temperature, offload)
+
+
+def _finalize(chunks: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Sum gradients over ranks. Token counts are in the weights already: nothing is divided here."""
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
+    """Build and fill it. Raises ConfigError for an unsupported architecture, DataError for bad files."""
+    hf = read_config(folder)
+    check_architecture(hf, config.trainer)
+    dtype = DTYPES[config.model.precision]
+    policy = build_policy(hf, platform, config.trainer, dtype, config.sampling.temperature)
+    load_hf(policy.model, hf, SafetensorsFolder(folder))
+    # The distributed optimizer made its fp32 master copies when it was built: bring them up to date.
+    policy.optimizer.reload_model_params()
+    return policy

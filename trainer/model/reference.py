@@ -1,0 +1,198 @@
+"""The reference model, which the KL divergence is measured from.
+
+    frozen   the first policy of the run, or another checkpoint; for ever
+    synced   the same, and the policy's own weights of every version that is a multiple of `sync_every`
+
+Where its weights are (`placement`):
+
+    swap     in CPU memory, exchanged with the policy's, tensor by tensor, for each pass and back after it. A copy is a
+             copy: the policy's weights come back bit for bit. The optimizer's fp32 masters are not touched where they
+             are tensors of their own; where the weights are their own masters (float32) they are exchanged with them,
+             and no update happens in between
+    model    in a second model of the same layout, beside the policy
+
+A synced reference is part of a checkpoint (`state_dict`, `load_state_dict`). A frozen one is not: whoever resumes loads
+it from where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from trainer.model.builder import build_model
+from trainer.model.hf_folder import SafetensorsFolder, read_config
+from trainer.model.hf_weights import load_hf
+from trainer.model.policy import Policy
+from trainer.platform import Platform
+
+PREFIX = "reference."
+"""Of the names in a checkpoint."""
+
+SHAPES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+class Placement(Protocol):
+    """Where the reference's weights are."""
+
+    def active(self) -> AbstractContextManager[Policy]:
+        """A policy that computes with them, within the block."""
+        ...
+
+    def follow(self, policy: Policy) -> None:
+        """Take over the policy's present weights."""
+        ...
+
+    def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Copies of them, as Megatron's sharded tensors of this rank."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bring them back from what `state_dict` was filled with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Weights, and when they change. All calls are collective."""
+
+    weights: Placement
+    sync_every: int | None = None
+
+    def active(self) -> AbstractContextManager[Policy]:
+        """A policy that computes with the reference's weights, within the block. Only forward passes."""
+        return self.weights.active()
+
+    def after_step(self, policy: Policy, version: int) -> None:
+        """The policy has become `version`."""
+        if self.sync_every is not None and version % self.sync_every == 0:
+            self.weights.follow(policy)
+
+    def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint must hold of it; {} if it never changes. `metadata`: of Megatron's sharded tensors."""
+        return {} if self.sync_every is None else self.weights.state_dict(metadata)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bring back what `state_dict` gave."""
+        if self.sync_every is not None:
+            self.weights.load_state_dict(state)
+
+
+def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Platform) -> Reference | None:
+    """To be called while `policy` has the weights of `first`. Raises ConfigError for another architecture."""
+    wanted = config.trainer.reference
+    if wanted.source == "none":
+        return None
+    folder = wanted.path or first
+    _check_same_shapes(policy.hf, read_config(folder), folder)
+    weights: Placement
+    if wanted.placement == "model":
+        weights = SecondModel(_build_beside(config, policy, platform))
+        load_hf(weights.policy.model, policy.hf, SafetensorsFolder(folder))
+    else:
+        weights = SwappedWeights(policy)
+        if folder != first:
+            with weights.active():
+                load_hf(policy.model, policy.hf, SafetensorsFolder(folder))
+    return Reference(weights, wanted.sync_every)
+
+
+class SwappedWeights:
+    """In CPU memory, between passes."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._parameters = list(policy.model.parameters())
+        self._held = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    @contextmanager
+    def active(self) -> Iterator[Policy]:
+        self._exchange()
+        try:
+            yield self._policy
+        finally:
+            self._exchange()
+
+    def follow(self, policy: Policy) -> None:
+        for held, parameter in zip(self._held, self._parameters, strict=True):
+            held.copy_(parameter.detach())
+
+    def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        places = {parameter.data_ptr(): held for parameter, held in zip(self._parameters, self._held, strict=True)}
+        state: dict[str, Any] = self._policy.model.sharded_state_dict(prefix=PREFIX, metadata=metadata)
+        return _with_data(state, places)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.active() as policy:
+            policy.model.load_state_dict(_without_prefix(state))
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for held, parameter in zip(self._held, self._parameters, strict=True):
+            present = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(held)
+            held.copy_(present)
+
+
+class SecondModel:
+    """In a model of its own; `policy` has no optimizer."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    @contextmanager
+    def active(self) -> Iterator[Policy]:
+        yield self.policy
+
+    @torch.no_grad()
+    def follow(self, policy: Policy) -> None:
+        for mine, theirs in zip(self.policy.model.parameters(), policy.model.parameters(), strict=True):
+            mine.copy_(theirs)
+
+    def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        places = {parameter.data_ptr(): parameter.detach() for parameter in self.policy.model.parameters()}
+        return _with_data(self.policy.model.sharded_state_dict(prefix=PREFIX, metadata=metadata), places)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.policy.model.load_state_dict(_without_prefix(state))
+
+
+def _build_beside(config: RunConfig, policy: Policy, platform: Platform) -> Policy:
+    model = build_model(policy.hf, platform, policy.dtype, config.trainer)
+    model.requires_grad_(False)
+    inner = Float16Module(model.config, model) if policy.dtype == torch.bfloat16 else model
+    return replace(policy, model=model, wrapped=inner, optimizer=None, offload=None)
+
+
+def _with_data(state: dict[str, Any], places: dict[int, Tensor]) -> dict[str, Any]:
+    """Sharded tensors of parameters, with copies of other data in their place: what is written in the background must
+    not change with the next exchange."""
+    for sharded in state.values():
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data is not None:
+            sharded.data = places[sharded.data.data_ptr()].clone()
+    return state
+
+
+def _without_prefix(state: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(PREFIX): value for name, value in state.items()}
+
+
+def _check_same_shapes(policy: PretrainedConfig, reference: PretrainedConfig, folder: Path) -> None:
+    for name in SHAPES:
+        ours, theirs = getattr(policy, name), getattr(reference, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"trainer.reference.path {folder} has {name} {theirs}, and the policy {ours}: its weights would not "
+                "fit. Give a checkpoint of the same architecture"
+            )

@@ -1,0 +1,165 @@
+"""Which Megatron parameter holds which Hugging Face tensors, how it is cut, and which ranks have it.
+
+Pure: from the Hugging Face configuration alone, so that rank 0 knows the names and shapes of the
+tensors of every pipeline stage.
+
+What layer specs call a parameter. Ours has every norm and every expert apart; Transformer Engine's fuses them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from transformers import PretrainedConfig
+
+from trainer.model.families import family_of, head_dim
+
+_FUSED = (
+    (r"input_layernorm\.weight$", r"self_attention.linear_qkv.layer_norm_weight"),
+    (r"pre_mlp_layernorm\.weight$", r"mlp.linear_fc1.layer_norm_weight"),
+    (r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight$", r"experts.\2.weight\1"),
+)
+
+
+def parameter_of(name: str, parameters: Container[str]) -> str:
+    """`name` as it is among `parameters`, whichever spec they were built from. Raises KeyError.
+
+    >>> parameter_of("decoder.layers.3.input_layernorm.weight",
+    ...              ["decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"])
+    'decoder.layers.3.self_attention.linear_qkv.layer_norm_weight'
+    """
+    if name in parameters:
+        return name
+    for pattern, fused in _FUSED:
+        other, found = re.subn(pattern, fused, name)
+        if found and other in parameters:
+            return other
+    raise KeyError(name)
+
+
+Shape = tuple[int, ...]
+
+
+class Cut(Enum):
+    """How one full parameter lies on the tensor-parallel ranks."""
+
+    WHOLE = auto()
+    """Every rank has all of it."""
+    ROWS = auto()
+    """Dimension 0 is split."""
+    COLUMNS = auto()
+    """Dimension 1 is split."""
+    QKV = auto()
+    """Query, key, value interleaved by group: [groups, heads per group + 2, head_dim]; groups are split."""
+    GATE_UP = auto()
+    """Gate and up are split first, then concatenated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of a stage."""
+
+    megatron: str
+    """Its name on the ranks that have it, as the spec of this project names it."""
+    cut: Cut
+    hf: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    exported: bool = True
+    """False for a second copy of a tensor that another stage exports."""
+    holder: int | None = None
+    """The expert-parallel rank that has this expert's parameter, whole; None: all have it, cut over the
+    tensor-parallel ranks."""
+
+
+def stage_weights(hf: PretrainedConfig, stage: int, stages: int, expert_ranks: int = 1) -> list[Weight]:
+    """The parameters of pipeline stage `stage` of `stages`, in export order, over all expert-parallel ranks."""
+    first, last = stage == 0, stage == stages - 1
+    vocabulary = ((hf.vocab_size, hf.hidden_size),)
+    weights = []
+    if first:
+        weights.append(Weight("embedding.word_embeddings.weight", Cut.ROWS, ("model.embed_tokens.weight",), vocabulary))
+    layers = hf.num_hidden_layers // stages
+    for local in range(layers):
+        weights += _layer_weights(hf, local, stage * layers + local, expert_ranks)
+    if last:
+        weights.append(
+            Weight("decoder.final_layernorm.weight", Cut.WHOLE, ("model.norm.weight",), ((hf.hidden_size,),))
+        )
+        weights += _head_weights(hf, vocabulary, first)
+    return weights
+
+
+def model_tensors(hf: PretrainedConfig, stages: int) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of every tensor that an export yields, in its order."""
+    for stage in range(stages):
+        for weight in stage_weights(hf, stage, stages):
+            if weight.exported:
+                yield from zip(weight.hf, weight.shapes, strict=True)
+
+
+def _head_weights(hf: PretrainedConfig, vocabulary: tuple[Shape, ...], first: bool) -> list[Weight]:
+    """The output layer; a tied one is a parameter of its own only where the embedding is another stage's."""
+    if not hf.tie_word_embeddings:
+        return [Weight("output_layer.weight", Cut.ROWS, ("lm_head.weight",), vocabulary)]
+    if first:
+        return []
+    return [Weight("output_layer.weight", Cut.ROWS, ("model.embed_tokens.weight",), vocabulary, exported=False)]
+
+
+def _layer_weights(hf: PretrainedConfig, local: int, layer: int, expert_ranks: int) -> list[Weight]:
+    ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
+    experts = family_of(hf).experts
+    mlp = _expert_weights(hf, ours, theirs, expert_ranks) if experts else _mlp_weights(hf, ours, theirs)
+    return [
+        _norm(hf, f"{ours}input_layernorm", f"{theirs}input_layernorm"),
+        *_attention_weights(hf, ours + "self_attention.", theirs + "self_attn."),
+        _norm(hf, f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm"),
+        *mlp,
+    ]
+
+
+def _norm(hf: PretrainedConfig, ours: str, theirs: str, size: int | None = None) -> Weight:
+    return Weight(f"{ours}.weight", Cut.WHOLE, (f"{theirs}.weight",), ((size or hf.hidden_size,),))
+
+
+def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Weight]:
+    family, hidden = family_of(hf), hf.hidden_size
+    query, group = hf.num_attention_heads * head_dim(hf), hf.num_key_value_heads * head_dim(hf)
+    sizes = (query, group, group)
+
+    def qkv(part: str, shapes: tuple[Shape, ...]) -> Weight:
+        return Weight(f"{ours}linear_qkv.{part}", Cut.QKV, tuple(f"{theirs}{x}_proj.{part}" for x in "qkv"), shapes)
+
+    yield qkv("weight", tuple((size, hidden) for size in sizes))
+    if family.qkv_bias:
+        yield qkv("bias", tuple((size,) for size in sizes))
+    if family.qk_norm:
+        for name in "qk":
+            yield _norm(hf, f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim(hf))
+    yield Weight(f"{ours}linear_proj.weight", Cut.COLUMNS, (f"{theirs}o_proj.weight",), ((hidden, query),))
+
+
+def _mlp_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Weight]:
+    yield from _gated(hf.hidden_size, hf.intermediate_size, ours + "mlp.", theirs + "mlp.")
+
+
+def _expert_weights(hf: PretrainedConfig, ours: str, theirs: str, ranks: int) -> Iterator[Weight]:
+    """The router, and the experts in order: each rank has as many, numbered from 0 on it."""
+    hidden, count = hf.hidden_size, hf.num_experts
+    yield Weight(f"{ours}mlp.router.weight", Cut.WHOLE, (f"{theirs}mlp.gate.weight",), ((count, hidden),))
+    for expert in range(count):
+        holder, local = divmod(expert, count // ranks)
+        names = f"{ours}mlp.experts.local_experts.{local}.", f"{theirs}mlp.experts.{expert}."
+        yield from _gated(hidden, hf.moe_intermediate_size, *names, holder)
+
+
+def _gated(hidden: int, inner: int, ours: str, theirs: str, holder: int | None = None) -> Iterator[Weight]:
+    """down(silu(gate(x)) * up(x))"""
+    gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    shapes = ((inner, hidden), (inner, hidden))
+    yield Weight(f"{ours}linear_fc1.weight", Cut.GATE_UP, gate_up, shapes, holder=holder)
+    down = (f"{theirs}down_proj.weight",)
+    yield Weight(f"{ours}linear_fc2.weight", Cut.COLUMNS, down, ((hidden, inner),), holder=holder)

@@ -1,0 +1,291 @@
+"""One machine of the trainer, from the meeting to the end of its ranks. Node 0 keeps the store of all ranks.
+
+What it waits for: the other nodes (`meeting`, bounded; a node that is alone meets nobody) or SIGTERM, then at once for
+its ranks, for the other nodes and for SIGTERM, whichever comes first.
+
+- all ranks end with 0: so does the node. Node 0 stays until the others are done, since it keeps their store
+- a rank fails, or another node does: nothing that is still done here counts. The ranks are ended, the others
+  told, and the node ends with the reason, a rank's last error in it; the supervisors start all nodes again, which
+  meet again
+- SIGTERM, to whichever node: node 0 passes it to rank 0, which writes a checkpoint and lets all leave. If it ends rank
+  0 before that has joined the run, there is nothing to save: all nodes end their ranks, and that is as good an end.
+  During the meeting it ends this node alone
+
+The trainer on one machine: the only one, or one of several.
+
+    python -m trainer.node_main [--node-rank R] --config runs/NAME/roles.yaml --model FOLDER
+
+Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint holds what was trained. 78: its
+configuration, its data or what is installed is at fault. Otherwise that of the rank that has failed, or 1: see the last
+line of the log; started again, on all machines, it resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from async_grpo.config import RunConfig, dump, load
+from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, NodeLost, TrainingError
+from async_grpo.telemetry.logging import configure_logging
+from async_grpo.utils.network import LOOPBACK
+from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
+from trainer.ranks import LocalRanks, RankFailed, RankStore, Terminated, network_environment, rank_environments
+from trainer.rendezvous import Host, Invitation, fingerprint, hosted, join, listen
+
+CAUSE_S = 2.0
+"""A rank whose connection to another broke ends before the reason has arrived from there."""
+
+
+LINGER_S = 60.0
+"""Node 0 keeps the store for ranks that leave later; so long at most."""
+
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a node has when its ranks may start."""
+
+    peers: Peers
+    host: Host | None = None
+    """On node 0 of several."""
+    store_at: tuple[str, int] | None = None
+    """Where the ranks find each other; None for a single rank, which finds nobody."""
+    store: RankStore | None = None
+    """On node 0."""
+
+
+@dataclass(slots=True)
+class Node:
+    """Node `rank` of the trainer."""
+
+    config: RunConfig
+    config_file: Path
+    model: Path
+    rank: int
+    stop_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Returns when the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
+        with _sigterm_sets(self.stop_asked):
+            async with AsyncExitStack() as stack:
+                met = await self._meet(stack)
+                if met is None:
+                    log.info("stopped before all nodes had met", node=self.rank)
+                else:
+                    await self._train(met)
+
+    async def _meet(self, stack: AsyncExitStack) -> Met | None:
+        """The others, until the stack ends; None if this node was asked to stop before all were there."""
+        meeting = asyncio.create_task(stack.enter_async_context(self._met()))
+        asked = asyncio.create_task(self.stop_asked.wait())
+        try:
+            await asyncio.wait({meeting, asked}, return_when=asyncio.FIRST_COMPLETED)
+            return meeting.result() if meeting.done() else None
+        finally:
+            for task in (meeting, asked):
+                task.cancel()
+            await asyncio.gather(meeting, asked, return_exceptions=True)
+
+    async def _train(self, met: Met) -> None:
+        """From the start of this node's ranks to their end, whatever that is; the others are told."""
+        async with met.peers.followed():
+            ranks = await LocalRanks.start(self._argv(), self._environments(met))
+            try:
+                await self._oversee(ranks, met)
+            except StoppedEarly:
+                log.info("stopped before the ranks had joined the run", node=self.rank)
+                met.peers.tell(Stopped())
+            except AsyncGrpoError as error:
+                met.peers.tell(Ended(reason=str(error)))
+                raise
+            finally:
+                await ranks.end()
+
+    @asynccontextmanager
+    async def _met(self) -> AsyncIterator[Met]:
+        """All nodes are there and begin now."""
+        trainer, where = self.config.trainer, self.config.trainer.rendezvous
+        if trainer.processes == 1:
+            yield Met(Peers([], where.silence_s))
+        elif trainer.nodes == 1:
+            with self._store(LOOPBACK, 0) as store:
+                yield Met(Peers([], where.silence_s), None, (LOOPBACK, store.port), store)
+        elif self.rank == 0:
+            invitation = self._invitation()
+            place = (invitation.address, where.port + 1)
+            with self._store(*place) as store:  # taken or not: known before anybody is waited for
+                async with hosted(invitation) as host:
+                    await store.open()
+                    peers = Peers(host.lines.values(), where.silence_s)
+                    peers.tell(Start())
+                    yield Met(peers, host, place, store)
+        else:
+            invitation = self._invitation()
+            line = await join(invitation)
+            try:
+                yield Met(Peers([line], where.silence_s), None, (invitation.address, where.port + 1))
+            finally:
+                await line.close()
+
+    @contextlib.contextmanager
+    def _store(self, address: str, port: int) -> Iterator[RankStore]:
+        store = RankStore(listen(address, port), self.config.trainer.rendezvous.timeout_s)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    async def _oversee(self, ranks: LocalRanks, met: Met) -> None:
+        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(met.peers, met.host))
+        stopping = asyncio.create_task(self._stop_when_asked(ranks, met.peers))
+        # Beside the ranks, which connect before they are answered: they take as long to import PyTorch as this does.
+        opening = [asyncio.create_task(met.store.open())] if met.store is not None else []
+        mine = (working, watching, stopping, *opening)
+        tasks = set(mine)
+        try:
+            while not working.done():
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if working in done:
+                    await self._judge(working, watching, met.peers)
+                for ended in done:
+                    ended.result()
+            if met.host is not None:
+                await met.peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
+        finally:
+            for task in mine:
+                task.cancel()
+            await asyncio.gather(*mine, return_exceptions=True)
+
+    async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
+        """Raises TrainingError if the ranks have not left in time; they are killed then."""
+        await self._asked(peers)
+        if self.rank == 0:
+            ranks.stop()
+        else:
+            peers.tell(Stop())
+        timeout_s = self.config.launch.stop_timeout_s
+        await asyncio.sleep(timeout_s)
+        raise TrainingError(
+            f"the ranks were still at work launch.stop_timeout_s ({timeout_s:g} s) after SIGTERM, and were killed. "
+            "What was trained since the newest checkpoint is trained again"
+        )
+
+    async def _judge(self, working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
+        """The ranks have ended; tell. Raises TrainingError if not well, with what the others say of it; StoppedEarly if
+        SIGTERM ended one, here or there, because of which the others fail."""
+        error = working.exception()
+        if isinstance(error, Terminated) and await self._was_asked(peers):
+            raise StoppedEarly
+        peers.tell(Ended(reason="" if error is None else str(error)))
+        if error is None:
+            return
+        await asyncio.wait({watching}, timeout=CAUSE_S)
+        theirs = watching.exception() if watching.done() else None
+        if isinstance(theirs, StoppedEarly):
+            raise theirs
+        echo = str(error) in str(theirs)  # they ended because of what they were just told
+        raise error if theirs is None or echo else NodeLost(f"{error}; {theirs}")
+
+    async def _was_asked(self, peers: Peers) -> bool:
+        """Whether this node or another was asked to stop; one that was at the same time as its rank will soon know."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUSE_S):
+                await self._asked(peers)
+                return True
+        return False
+
+    async def _asked(self, peers: Peers) -> None:
+        """Until this node or another is asked to stop."""
+        asked = [asyncio.create_task(event.wait()) for event in (self.stop_asked, peers.stop_asked)]
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in asked:
+                task.cancel()
+
+    def _invitation(self) -> Invitation:
+        where = self.config.trainer.rendezvous
+        assert where.address is not None, "the configuration asks for it"
+        folder = self.config.run_dir.absolute() / "checkpoints"
+        hello = Hello(
+            id=where.id or self.config.name,
+            rank=self.rank,
+            config=dump(self.config),
+            model=fingerprint(self.model),
+        )
+        return Invitation(where, where.address, self.config.trainer.nodes, hello, folder)
+
+    def _argv(self) -> list[str]:
+        files = ["--config", str(self.config_file), "--model", str(self.model)]
+        return [sys.executable, "-m", "trainer.main", *files]
+
+    def _environments(self, met: Met) -> list[dict[str, str]]:
+        trainer = self.config.trainer
+        network = network_environment(trainer.platform, met.peers.own_address, os.environ)
+        return [network | environment for environment in rank_environments(trainer, self.rank, met.store_at)]
+
+
+async def _watch(peers: Peers, host: Host | None) -> None:
+    """As `Peers.watch`; on node 0 it raises NodeLost also for a node that is back before its end was noticed."""
+    watching = asyncio.create_task(peers.watch())
+    again = asyncio.create_task(host.again.wait()) if host is not None else None
+    try:
+        await asyncio.wait({watching, *([again] if again else [])}, return_when=asyncio.FIRST_COMPLETED)
+        if host is not None and host.again.is_set():
+            raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier life")
+        await watching
+    finally:
+        for task in (watching, *([again] if again else [])):
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _sigterm_sets(asked: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def main() -> None:
+    """Entry point; see the module."""
+    parser = argparse.ArgumentParser(prog="trainer.node_main", description="The trainer on one machine.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration of the run")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of the first policy")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of trainer.nodes this is, from 0")
+    arguments = parser.parse_args()
+    configure_logging("trainer")
+    try:
+        node = Node(load(arguments.config), arguments.config, arguments.model, arguments.node_rank)
+        asyncio.run(node.run())
+    except AsyncGrpoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: AsyncGrpoError) -> int:
+    if isinstance(error, CONFIG_FAULTS):
+        return EXIT_CONFIG
+    return error.code if isinstance(error, RankFailed) else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Whether the other nodes are still there, and what they say of themselves.
+
+Node 0 has a line to every other node, each of these one to node 0, which passes on what concerns all. A node
+that is killed is known by the end of its connection, one whose machine or network is gone by its silence.
+
+What the nodes of a trainer tell each other. A frame is its length (4 bytes, big-endian) and one record.
+
+node R --Hello--> node 0      --Refused, Busy, Look, Start--> node R
+       --Seen--->
+both:  Beat, Stop, Stopped, Ended      and the connection itself, which ends when either process does
+
+A connection between two nodes, on which records travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+
+from async_grpo.errors import NodeLost, WireError
+from async_grpo.utils.network import LOOPBACK
+from async_grpo.wire import encode
+from async_grpo.wire.records import Record
+
+MAX_FRAME_BYTES = 1 << 20
+
+
+LENGTH = struct.Struct(">I")
+
+
+class Hello(Record, frozen=True, kw_only=True, tag="hello"):
+    """Node `rank` is there, and what it would train with."""
+
+    id: str
+    rank: int
+    config: str
+    """The resolved configuration, as YAML."""
+    model: str
+    """Fingerprint of the folder of the first policy."""
+
+
+class Refused(Record, frozen=True, kw_only=True, tag="refused"):
+    """There will be no training with this node as it is."""
+
+    reason: str
+
+
+class Busy(Record, frozen=True, kw_only=True, tag="busy"):
+    """The nodes have met without this one, or with an earlier life of it: ask again."""
+
+
+class Look(Record, frozen=True, kw_only=True, tag="look"):
+    """There is a file of this name in the folder of the checkpoints."""
+
+    name: str
+
+
+class Seen(Record, frozen=True, kw_only=True, tag="seen"):
+    """Whether it is there here, too; and the name of a file that this node has put beside it."""
+
+    found: bool
+    folder: str
+    name: str
+
+
+class Start(Record, frozen=True, kw_only=True, tag="start"):
+    """All nodes are there and agree: start the ranks."""
+
+
+class Beat(Record, frozen=True, kw_only=True, tag="beat"):
+    """Still there."""
+
+
+class Stop(Record, frozen=True, kw_only=True, tag="stop"):
+    """Somebody wants the trainer to stop (SIGTERM to the node that says so); rank 0 decides when."""
+
+
+class Stopped(Record, frozen=True, kw_only=True, tag="stopped"):
+    """SIGTERM has ended a rank before it had joined the run: there is nothing to save, and no rank will lead the others
+    to an end. The last word of a node, like `Ended`."""
+
+
+class Ended(Record, frozen=True, kw_only=True, tag="ended"):
+    """The ranks of this node have ended; "" is as they should."""
+
+    reason: str
+
+
+Message = Hello | Refused | Busy | Look | Seen | Start | Beat | Stop | Stopped | Ended
+
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Line:
+    """One end. `peer` names the other one in errors: `node 1 (10.0.0.6)`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+        self.peer = peer
+        self._reader, self._writer = reader, writer
+
+    @property
+    def own_address(self) -> str:
+        """Of this machine, on the network that reaches the other end."""
+        address: str = self._writer.get_extra_info("sockname")[0]
+        return address
+
+    def send(self, message: Message) -> None:
+        """Does not wait: frames are small, and an end that takes none is found silent."""
+        payload = encode(message)
+        self._writer.write(LENGTH.pack(len(payload)) + payload)
+
+    async def receive(self) -> Message:
+        """The next one. Raises NodeLost when the connection ends, WireError for what is no message."""
+        try:
+            (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if size > MAX_FRAME_BYTES:
+                raise WireError(f"{self.peer} announces a message of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+            payload = await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise NodeLost(f"{self.peer} is gone: its connection has ended ({error})") from None
+        try:
+            return _decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise WireError(f"{self.peer} sends what is no message of this release: {error}") from None
+
+    async def expect(self, kind: type[M]) -> M:
+        """The next message, which must be of that kind. Raises NodeLost, WireError."""
+        message = await self.receive()
+        if not isinstance(message, kind):
+            raise WireError(f"{self.peer} sent {type(message).__name__} where {kind.__name__} was to come")
+        return message
+
+    async def close(self) -> None:
+        """What was sent goes out first, if the other end takes it within a second."""
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+
+
+BEATS_OF_SILENCE = 8
+
+
+class StoppedEarly(Exception):
+    """The trainer was asked to stop before its ranks had joined the run, and has nothing to save; not an error."""
+
+
+class Peers:
+    """The nodes at the other ends of this one's lines; none for a node that is alone."""
+
+    def __init__(self, lines: Iterable[Line], silence_s: float) -> None:
+        self.stop_asked = asyncio.Event()
+        """One of them wants the trainer to stop."""
+        self._lines = list(lines)
+        self._silence_s = silence_s
+        self._following: list[asyncio.Task[None]] = []
+
+    @property
+    def own_address(self) -> str:
+        """Of this machine, in figures, on the network that reaches the others; of the loopback if there are none."""
+        return self._lines[0].own_address if self._lines else LOOPBACK
+
+    def tell(self, message: Message) -> None:
+        """All of them; those that are gone do not hear it."""
+        for line in self._lines:
+            line.send(message)
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """As long as the block lasts, they are told that this node is there, whatever they have said of their own end,
+        and are listened to."""
+        beating = asyncio.create_task(self._beat())
+        self._following = [asyncio.create_task(self._follow(line)) for line in self._lines]
+        try:
+            yield
+        finally:
+            for task in (beating, *self._following):
+                task.cancel()
+            await asyncio.gather(beating, *self._following, return_exceptions=True)
+
+    async def watch(self) -> None:
+        """Until all have ended as they should. Raises NodeLost or WireError for the first that has not, StoppedEarly
+        if one says so."""
+        if not self._following:
+            return
+        ended, _ = await asyncio.wait(self._following, return_when=asyncio.FIRST_EXCEPTION)
+        for following in ended:
+            following.result()
+
+    async def left(self, timeout_s: float) -> None:
+        """Until all have ended, however they did, but no longer than that."""
+        await asyncio.wait(self._following, timeout=timeout_s)
+
+    async def _follow(self, line: Line) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    message = await line.receive()
+            except TimeoutError:
+                raise NodeLost(
+                    f"{line.peer} was not heard for {self._silence_s:g} s (trainer.rendezvous.silence_s): its machine "
+                    "or its network is gone"
+                ) from None
+            match message:
+                case Stop():
+                    self.stop_asked.set()
+                case Stopped():
+                    raise StoppedEarly
+                case Ended(reason=""):
+                    return
+                case Ended(reason=reason):
+                    raise NodeLost(f"{line.peer} has ended: {reason}")
+
+    async def _beat(self) -> None:
+        while True:
+            self.tell(Beat())
+            await asyncio.sleep(self._silence_s / BEATS_OF_SILENCE)

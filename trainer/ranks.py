@@ -1,0 +1,229 @@
+"""The ranks of this machine: what they are told, the store where they find each other, their errors, their end.
+
+    node --environment--> rank 0 .. N-1 --standard error--> node --the same lines--> log
+      `--> RankStore <---- ranks of all nodes, who write into it where they listen
+
+The node waits for its ranks; a rank waits for the store, which takes connections before any rank is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from async_grpo.config.trainer import TrainerConfig
+from async_grpo.errors import CONFIG_FAULTS, TrainingError
+from async_grpo.telemetry.logging import redact_secrets
+from async_grpo.utils.child_process import child_argv
+from async_grpo.utils.network import card_environment
+
+GRACE_S = 10.0
+"""Ranks that must end have so long before they are killed: to say what they have to say."""
+
+_STANDARD_ERROR = 2
+_TAIL_BYTES = 16 << 10
+_LAST_OUTPUT_S = 1.0
+"""What a rank wrote before its end has been read by then, though a child of it may still hold its standard error."""
+_SHOWN_CHARACTERS = 500
+
+_RANK = r"(?:\[rank\d+\]: ?)?"  # torch puts it before every line of a traceback
+_FAULTS = "|".join(fault.__name__ for fault in CONFIG_FAULTS)
+_ERROR = re.compile(
+    rf"(?:^{_RANK}[ \t]+\S.*\n{_RANK}(?=[A-Za-z_])|^(?=(?:{_FAULTS}): ))([\w.]+(?:: .*)?)$", re.MULTILINE
+)
+"""The line that ends a traceback: not indented, below one that is. Faults of the configuration have none."""
+
+
+class RankFailed(TrainingError):
+    """A rank has ended with an exit code above 0, which is `code`."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Terminated(TrainingError):
+    """SIGTERM has ended a rank. From the moment that it has joined the run on, none lets that happen."""
+
+
+def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, int] | None) -> list[dict[str, str]]:
+    """One a rank of this node. `store`: where the ranks find each other; None for a single one."""
+    count = config.processes_per_node
+    shared = {
+        "WORLD_SIZE": str(config.processes),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(config.nodes),
+    }
+    if store is not None:
+        address, port = store
+        shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # to PyTorch: no rank is to open it
+    return [shared | {"RANK": str(node_rank * count + local), "LOCAL_RANK": str(local)} for local in range(count)]
+
+
+def network_environment(platform: str, own_address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The network card on which this node reaches the others, for those that would guess it from the host's name.
+
+    What the user has set stands; nothing is said of an address that no card has.
+    """
+    found = card_environment(platform, own_address)
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+class RankStore:
+    """PyTorch's store, on one socket that was bound here: by itself it would listen on all interfaces.
+
+    Ranks that connect before `open` are answered then.
+    """
+
+    def __init__(self, listener: socket.socket, timeout_s: float) -> None:
+        """`listener` listens; it is closed with this."""
+        self.port: int = listener.getsockname()[1]
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._store: Any = None
+
+    async def open(self) -> None:
+        """Answer the ranks. Takes seconds, in a thread: PyTorch is imported."""
+        if self._store is None:
+            self._store = await asyncio.to_thread(self._open)
+
+    def close(self) -> None:
+        """Nobody finds anybody any more."""
+        self._store = None
+        self._listener.close()
+
+    def _open(self) -> Any:
+        from torch.distributed import TCPStore
+
+        return TCPStore(
+            self._listener.getsockname()[0],
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )
+
+
+class ErrorOutput:
+    """What a rank writes to standard error: passed on line by line, so that ranks do not mix, with its end kept.
+
+    A thread reads it, since a rank must not wait for a node that is busy.
+    """
+
+    def __init__(self) -> None:
+        reading, self.write_end = os.pipe()
+        self._tail = b""
+        self._thread = threading.Thread(target=self._pass_on, args=(reading,), name="rank-errors", daemon=True)
+        self._thread.start()
+
+    def last_error(self) -> str:
+        """The last error that a traceback names, else the last line; "" if nothing was written."""
+        tail = self._tail.decode("utf-8", "replace")
+        found = _ERROR.findall(tail) or [line.strip() for line in tail.splitlines() if line.strip()]
+        return redact_secrets(found[-1])[:_SHOWN_CHARACTERS] if found else ""
+
+    async def read_to_the_end(self) -> None:
+        """Until all is passed on."""
+        await asyncio.to_thread(self._thread.join, _LAST_OUTPUT_S)
+
+    def _pass_on(self, reading: int) -> None:
+        with os.fdopen(reading, "rb") as stream:
+            for line in stream:
+                self._tail = (self._tail + line)[-_TAIL_BYTES:]
+                try:
+                    os.write(_STANDARD_ERROR, line)
+                except OSError:  # the disk of the log is full: the rank goes on
+                    continue
+
+
+@dataclass(slots=True)
+class Rank:
+    """One process; it dies with this one."""
+
+    number: int
+    """Among the ranks of all nodes."""
+    process: asyncio.subprocess.Process
+    errors: ErrorOutput
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Rank:
+        """In a session of its own: Ctrl-C is for the node, which tells it."""
+        errors = ErrorOutput()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *child_argv(argv), env={**os.environ, **environment}, stderr=errors.write_end, start_new_session=True
+            )
+        finally:
+            os.close(errors.write_end)
+        return cls(int(environment["RANK"]), process, errors)
+
+    async def wait(self) -> None:
+        """Until it has ended with 0. Raises RankFailed, Terminated, TrainingError for another signal."""
+        code = await self.process.wait()
+        if code == -signal.SIGTERM:
+            raise Terminated(f"rank {self.number} was killed by SIGTERM")
+        if code < 0:
+            raise TrainingError(f"rank {self.number} was killed by {signal.Signals(-code).name}")
+        if code > 0:
+            await self.errors.read_to_the_end()
+            cause = self.errors.last_error()
+            raise RankFailed(f"rank {self.number} ended with exit code {code}{': ' + cause if cause else ''}", code)
+
+    def terminate(self) -> None:
+        """SIGTERM, if it is still there."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, if it is still there."""
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+@dataclass(slots=True)
+class LocalRanks:
+    """The ranks of this node."""
+
+    ranks: list[Rank]
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> LocalRanks:
+        """One for each environment."""
+        return cls([await Rank.start(argv, environment) for environment in environments])
+
+    async def wait(self) -> None:
+        """Until all have ended with 0. Raises TrainingError, as `Rank.wait`, for the first that has not."""
+        waiting = [asyncio.create_task(rank.wait()) for rank in self.ranks]
+        try:
+            await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def stop(self) -> None:
+        """SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one that
+        has not joined the run yet would not survive the signal."""
+        self.ranks[0].terminate()
+
+    async def end(self) -> None:
+        """Whatever is left of them: SIGTERM, patience, SIGKILL."""
+        for rank in self.ranks:
+            rank.terminate()
+        left = [asyncio.create_task(rank.process.wait()) for rank in self.ranks]
+        await asyncio.wait(left, timeout=GRACE_S)
+        for rank in self.ranks:
+            rank.kill()
+        await asyncio.gather(*left)
+        await asyncio.gather(*(rank.errors.read_to_the_end() for rank in self.ranks))

@@ -1,0 +1,332 @@
+"""How the nodes find each other, and what they make sure of before a rank is started.
+
+    node 0    listens --> Hello of every other one --> do they agree? --> do they see one folder? --> Start
+    node R    connects, again and again, until node 0 is there and begins
+
+Node 0 waits for the others, they for node 0, all of them `rendezvous.timeout_s`. A node that comes when the
+others have met already was started again: node 0 is told, since its ranks wait in vain for the earlier
+life of this one, and the newcomer asks again until all have been started again.
+
+Whether two nodes would train the same thing: configuration and first policy.
+
+Whether all nodes see the same folder of checkpoints: each leaves a file there that the others look for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import xxhash
+import yaml
+
+from async_grpo.config.load import differing_keys
+from async_grpo.config.trainer import RendezvousConfig
+from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, WaitTimeout, WireError
+from trainer.peers import Busy, Ended, Hello, Line, Look, Refused, Seen, Start
+
+_ENDS_BYTES = 1 << 20
+
+
+def objection(own: Hello, other: Hello, *, nodes: int, place: str) -> str | None:
+    """Why node 0, which says `own` of itself at `place`, cannot take the other node in. Value, rule and fix."""
+    if other.id != own.id:
+        return (
+            f"node 0 at {place} trains {own.id!r}, and this one {other.id!r} (trainer.rendezvous.id, or the name of "
+            "the run). Give each run its own port"
+        )
+    if not 0 < other.rank < nodes:
+        return f"a node {other.rank} came to node 0, but trainer.nodes is {nodes}. Correct --node-rank"
+    if keys := differing_keys(yaml.safe_load(own.config), yaml.safe_load(other.config)):
+        return (
+            f"node {other.rank} has other values than node 0 of {', '.join(keys)}: their ranks would not do the same. "
+            "Start all nodes with the same CONFIG and -o"
+        )
+    if other.model != own.model:
+        return (
+            f"node {other.rank} has another first policy than node 0: their ranks would train parts of different "
+            "models. Set model.path to one folder that all see, or to copies of the same files"
+        )
+    return None
+
+
+def fingerprint(model: Path) -> str:
+    """Of a model's configuration and weights: names, sizes, and the first and the last MiB of every file.
+
+    Enough to tell models apart that were made or fetched differently, without reading all of one.
+    """
+    state = xxhash.xxh3_128()
+    for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json")]):
+        size = file.stat().st_size
+        state.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            state.update(stream.read(_ENDS_BYTES))
+            stream.seek(max(0, size - _ENDS_BYTES))
+            state.update(stream.read(_ENDS_BYTES))
+    return state.hexdigest()
+
+
+LOOK_S = 30.0
+"""A file of another machine may take so long to appear: as long as NFS remembers a folder without it."""
+
+
+_LOOK_EVERY_S = 0.1
+
+
+@contextlib.contextmanager
+def left_file(folder: Path) -> Iterator[str]:
+    """The name of a new file in the folder (made if it is not there); removed afterwards. Raises ConfigError."""
+    file = folder / f".met-{os.urandom(8).hex()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to ({error}), and every node writes its part of a checkpoint there. Mount "
+            "runs_dir for writing on each of them"
+        ) from None
+    try:
+        yield file.name
+    finally:
+        file.unlink(missing_ok=True)
+
+
+async def is_there(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
+    """Whether the file appears in the folder in that time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(look_s):
+            while not (folder / Path(name).name).exists():  # noqa: ASYNC110  (nobody could set an event)
+                await asyncio.sleep(_LOOK_EVERY_S)
+            return True
+    return False
+
+
+HELLO_S = 10.0
+"""Who connects must have said who it is by then."""
+
+
+START_IT = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
+
+
+_RETRY_S = 0.5
+
+
+_ANSWER_S = 2 * LOOK_S
+
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a node knows of the meeting before it has begun."""
+
+    where: RendezvousConfig
+    address: str
+    nodes: int
+    hello: Hello
+    """What this node says of itself."""
+    folder: Path
+    """Of the checkpoints."""
+
+    @property
+    def place(self) -> str:
+        """In errors."""
+        return f"trainer.rendezvous, {self.address}:{self.where.port}"
+
+
+@dataclass(slots=True)
+class Host:
+    """Node 0: who has come."""
+
+    invitation: Invitation
+    lines: dict[int, Line] = field(default_factory=dict)
+    """By rank of the node."""
+    again: asyncio.Event = field(default_factory=asyncio.Event)
+    """A node that had come has been started again."""
+    again_peer: str = ""
+    turned_away: str = ""
+    """Who was last, and why."""
+    _complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody connects: taken in, or told why not and hung up on."""
+        address = writer.get_extra_info("peername")[0]
+        line = Line(reader, writer, f"somebody at {address}")
+        stays = False
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await line.expect(Hello)
+            line.peer = f"node {hello.rank} ({address})"
+            stays = await self._takes_in(line, hello)
+        except WireError as error:
+            self._turn_away(line, str(error))
+        except (TimeoutError, NodeLost):
+            pass  # it never said that it was a node: a port scan, or a health check
+        finally:
+            if not stays:
+                await line.close()
+
+    async def _takes_in(self, line: Line, hello: Hello) -> bool:
+        """Whether it is one of us; else it has been told why not."""
+        reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
+        if reason is not None:
+            self._turn_away(line, reason)
+            line.send(Refused(reason=reason))
+            return False
+        if self._complete.is_set():
+            self.again_peer = line.peer
+            self.again.set()
+            line.send(Busy())
+            return False
+        earlier_life = self.lines.get(hello.rank)
+        self.lines[hello.rank] = line
+        if len(self.lines) == self.invitation.nodes - 1:
+            self._complete.set()
+        if earlier_life is not None:
+            await earlier_life.close()
+        return True
+
+    def _turn_away(self, line: Line, reason: str) -> None:
+        log.warning("a node is turned away", node=line.peer, reason=reason)
+        self.turned_away = f"{line.peer} was turned away: {reason}"
+
+    async def gather(self) -> None:
+        """Until everybody has come, agrees, and sees the same folder. Raises WaitTimeout, ConfigError, NodeLost, and
+        WireError for a node of another release."""
+        timeout_s = self.invitation.where.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._complete.wait()
+        except TimeoutError:
+            missing = ", ".join(str(rank) for rank in range(1, self.invitation.nodes) if rank not in self.lines)
+            fix = self.turned_away or START_IT
+            raise WaitTimeout(f"node {missing} of the trainer ({self.invitation.place})", timeout_s, fix) from None
+        with left_file(self.invitation.folder) as name:
+            for line in self.lines.values():
+                line.send(Look(name=name))
+            await asyncio.gather(*(self._check_folder(line) for line in self.lines.values()))
+
+    async def _check_folder(self, line: Line) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                seen = await line.expect(Seen)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{line.peer} to look into its run folder", _ANSWER_S, "Does its file system hang?"
+            ) from None
+        if not (seen.found and await is_there(self.invitation.folder, seen.name)):
+            raise ConfigError(
+                f"{self.invitation.folder} of node 0 is not the folder that {line.peer} has as {seen.folder}: a file "
+                f"written to one was not seen in the other within {LOOK_S:g} s, and no checkpoint would be whole. "
+                "Set runs_dir to a folder that all nodes share (NFS, Lustre)"
+            )
+
+    async def dismiss(self, error: AsyncGrpoError) -> None:
+        """Tell everybody who has come why there will be no training."""
+        for line in self.lines.values():
+            line.send(Refused(reason=str(error)) if isinstance(error, ConfigError) else Ended(reason=str(error)))
+
+    async def close(self) -> None:
+        """Hang up."""
+        await asyncio.gather(*(line.close() for line in self.lines.values()))
+
+
+@asynccontextmanager
+async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
+    """Node 0, with all the others there; they wait for `Start`. Raises WaitTimeout, ConfigError, NodeLost, WireError;
+    the others are told. No line is open afterwards."""
+    host = Host(invitation)
+    listener = listen(invitation.address, invitation.where.port)
+    server = await asyncio.start_server(host.receive, sock=listener)
+    found, port = listener.getsockname()  # not what was meant, where a name stands for the loopback
+    log.info("waiting for the other nodes", listening=f"{found}:{port}", nodes=invitation.nodes)
+    try:
+        try:
+            await host.gather()
+        except AsyncGrpoError as error:
+            await host.dismiss(error)
+            raise
+        yield host
+    finally:
+        server.close()
+        await host.close()
+
+
+async def join(invitation: Invitation) -> Line:
+    """Any other node, with the line to node 0 on which `Start` has come. Raises WaitTimeout, ConfigError, NodeLost, and
+    WireError for a node 0 of another release; no line is open then."""
+    timeout_s = invitation.where.timeout_s
+    log.info("looking for node 0", at=f"{invitation.address}:{invitation.where.port}", node=invitation.hello.rank)
+    state = "it does not answer: is it started, and is the port open?"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                with contextlib.suppress(OSError):
+                    line = await _call(invitation)
+                    state = "it answers, but other nodes are missing, or it still runs an earlier life of this one"
+                    if await _begins(line, invitation):
+                        return line
+                await asyncio.sleep(_RETRY_S)
+    except TimeoutError:
+        raise WaitTimeout(f"node 0 of the trainer ({invitation.place}) to begin", timeout_s, state) from None
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket at that address, and at no other. Raises ConfigError."""
+    try:
+        return socket.create_server((address, port), backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"node 0 cannot listen at {address}:{port} (trainer.rendezvous): {error}. It must be an address of this "
+            "machine, with this port and the next one free: another trainer may still be running here"
+        ) from None
+
+
+async def _call(invitation: Invitation) -> Line:
+    async with asyncio.timeout(HELLO_S):
+        reader, writer = await asyncio.open_connection(invitation.address, invitation.where.port)
+    line = Line(reader, writer, f"node 0 ({invitation.address})")
+    line.send(invitation.hello)
+    return line
+
+
+async def _begins(line: Line, invitation: Invitation) -> bool:
+    """Whether the training starts; if not, the line is closed. Raises ConfigError, NodeLost, WireError."""
+    begins = False
+    try:
+        begins = await _starts(line, invitation)
+        return begins
+    finally:
+        if not begins:
+            await line.close()
+
+
+async def _starts(line: Line, invitation: Invitation) -> bool:
+    """Whether `Start` has come; False if node 0 is to be asked again. Raises ConfigError, NodeLost, WireError."""
+    with contextlib.ExitStack() as files:
+        while True:
+            try:
+                message = await line.receive()
+            except NodeLost:
+                return False
+            match message:
+                case Look(name=name):
+                    own = files.enter_context(left_file(invitation.folder))
+                    found = await is_there(invitation.folder, name)
+                    line.send(Seen(found=found, folder=str(invitation.folder), name=own))
+                case Start():
+                    return True
+                case Busy():
+                    return False
+                case Refused(reason=reason):
+                    raise ConfigError(reason)
+                case Ended(reason=reason):
+                    raise NodeLost(f"{line.peer} has ended: {reason}")

@@ -1,0 +1,78 @@
+"""What the trainer says of itself: metrics.jsonl, TensorBoard scalars, log lines, timeline, /metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.jsonl import JsonLines
+from async_grpo.telemetry.logging import configure_logging
+from async_grpo.telemetry.timeline import Phases, Timeline
+from async_grpo.telemetry.trackers.tensorboard import ScalarWriter
+from trainer.distributed import is_leader
+from trainer.metrics_server import Exposition
+
+ROLE = "trainer"
+
+
+class Diary:
+    """Rank 0 writes; on the other ranks every call does nothing, and only phases are timed."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._leads = is_leader()
+        self._timeline: Timeline | None = None
+        if self._leads:
+            self._log = configure_logging(ROLE)
+            self._rows = JsonLines(config.run_dir / "metrics.jsonl")
+            self._scalars = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
+            self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
+            self._exposition = Exposition(config)
+            if address := self._exposition.open():
+                self._log.info("http", address=address)
+        self.phases = Phases(self._timeline)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """A finished step."""
+        if self._leads:
+            self._rows.write(row)
+            self._scalars.write_step(row)
+            self._exposition.step(row)
+            shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
+            self._log.info("step trained", **{key: row[key] for key in shown if key in row})
+
+    def joined(self, epoch: int, version: int, head_version: int) -> None:
+        """This trainer has taken over the run, at `version`; rollout servers have `head_version`."""
+        if self._leads:
+            self._exposition.joined(epoch, version)
+            self._log.info("run joined", version=version, epoch=epoch, head_version=head_version)
+
+    def serving(self) -> None:
+        """Rollout servers can fetch the weights of the trainer's version."""
+        if self._leads:
+            self._exposition.serving()
+
+    def note(self, event: str, **facts: Any) -> None:
+        """A log line."""
+        if self._leads:
+            self._log.info(event, **facts)
+
+    def probe(self, version: int, gap: dict[str, float]) -> None:
+        """The log-probability gap of the final version."""
+        if self._leads:
+            self._rows.write({"kind": "probe", "version": version, "time_s": time.time(), **gap})
+            self._log.info("probe compared", version=version, **gap)
+
+    def warn(self, step: int, message: str) -> None:
+        """Something that a person should look at."""
+        if self._leads:
+            self._rows.write({"kind": "warning", "step": step, "time_s": time.time(), "message": message})
+            self._log.warning(message, step=step)
+
+    def close(self) -> None:
+        """Close the files, and stop listening."""
+        if self._leads and self._timeline is not None:
+            self._exposition.close()
+            self._rows.close()
+            self._scalars.close()
+            self._timeline.close()

@@ -1,0 +1,115 @@
+"""The statistics of a step: each micro-batch adds to them, then ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
+from async_grpo.config.objective import ObjectiveConfig
+from trainer.batch.sequences import Targets
+from trainer.distributed import counts_once, max_over_ranks, sum_over_ranks
+
+SUMS = (
+    "loss",
+    "tokens",
+    "clipped",
+    "clipped_low",
+    "clipped_high",
+    "rejected",
+    "weight",
+    "weight_squared",
+    "sequence_weight",
+    "sequence_weight_squared",
+    "sequences",
+    "logprob",
+    "entropy",
+    "kl",
+    "gap",
+    "gap_tokens",
+)
+MAXIMA = ("weight", "gap")
+NO_VERSION = -2
+"""Neither a version nor MIXED."""
+
+Tally = tuple[Tensor, Tensor]
+"""(SUMS, MAXIMA), float64."""
+
+
+SEQUENCE_RATIO = ("gspo", "topr")
+"""Losses whose trust region is around the ratio of a sequence."""
+
+
+def tally(
+    tokens: Tokens, targets: Targets, found: Objective, loss: Tensor, objective: ObjectiveConfig, version: int | None
+) -> Tally:
+    """Of one micro-batch. `version`: of the weights that evaluated it; None between the updates of a step."""
+    logprobs_N = tokens.logprobs_N.detach().double()
+    weight_N = tokens.log_rho_N.exp().double()
+    gap_N, gap_tokens = _gap(logprobs_N, targets, version)
+    risen_N = _risen(tokens, objective)
+    sums = [
+        loss.detach().double(),
+        _number(len(logprobs_N)),
+        found.clipped_N.sum().double(),
+        (found.clipped_N & ~risen_N).sum().double(),
+        (found.clipped_N & risen_N).sum().double(),
+        found.rejected_N.sum().double(),
+        weight_N.sum(),
+        weight_N.square().sum(),
+        *ess_sums(tokens.detached()),
+        logprobs_N.sum(),
+        _number(0) if tokens.entropy_N is None else tokens.entropy_N.detach().double().sum(),
+        _divergence(tokens, objective),
+        gap_N.sum(),
+        gap_tokens,
+    ]
+    return torch.stack(sums), torch.stack([_largest(weight_N), _largest(gap_N)])
+
+
+def tally_gap(logprobs_N: Tensor, targets: Targets, version: int) -> Tally:
+    """The gap alone: all other statistics are 0."""
+    gap_N, gap_tokens = _gap(logprobs_N.detach().double(), targets, version)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    sums[SUMS.index("gap")], sums[SUMS.index("gap_tokens")] = gap_N.sum(), gap_tokens
+    return sums, torch.stack([_number(0), _largest(gap_N)])
+
+
+def reduce_tallies(found: Many[Tally]) -> tuple[dict[str, float], dict[str, float]]:
+    """Over micro-batches and ranks."""
+    sums, maxima = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
+    if found and counts_once():
+        sums = torch.stack([part for part, _ in found]).sum(0)
+        maxima = torch.stack([part for _, part in found]).amax(0)
+    return (
+        dict(zip(SUMS, sum_over_ranks(sums).tolist(), strict=True)),
+        dict(zip(MAXIMA, max_over_ranks(maxima).tolist(), strict=True)),
+    )
+
+
+def _risen(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
+    """bool [N]: the ratio, of the token or of its sequence, is above 1."""
+    log_r_N = tokens.log_r_N.detach()
+    return tokens.spread(tokens.sum(log_r_N)) > 0 if objective.loss in SEQUENCE_RATIO else log_r_N > 0
+
+
+def _divergence(tokens: Tokens, objective: ObjectiveConfig) -> Tensor:
+    if tokens.reference_N is None:
+        return _number(0)
+    return token_kl(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl_estimator).double().sum()
+
+
+def _gap(logprobs_N: Tensor, targets: Targets, version: int | None) -> tuple[Tensor, Tensor]:
+    """|behaviour - trainer| where it can be compared, 0 elsewhere; and how many can be."""
+    current_N = targets.whole_N == (NO_VERSION if version is None else version)
+    return (logprobs_N - targets.behaviour_N).abs() * current_N, current_N.sum().double()
+
+
+def _largest(values_N: Tensor) -> Tensor:
+    return torch.cat([values_N, torch.zeros(1, dtype=torch.float64)]).max()
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)

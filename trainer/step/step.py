@@ -1,0 +1,192 @@
+"""One step from one batch: version v -> v + 1, in one optimizer update or several.
+
+    groups -> sequences -> micro-batches --(look ahead)--> what must be known of the whole batch first
+                                |
+       for every mini-batch:    +--> forward, backward --> gradients --optimizer--> next weights
+
+All ranks see the whole batch, so advantages, loss weights and the packing need no communication; gradients and a few
+statistics do. `num_iterations` passes over the batch of `mini_batches` updates each: the loss weights are those of the
+mini-batch, the advantages those of the whole batch, and pi_prox, corrections and reference are of the policy before
+the step. Only what is needed costs a pass of its own (see `survey`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from async_grpo.algorithms import ess_scale, rewards_less_kl, token_objective
+from async_grpo.config import RunConfig
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.telemetry.timeline import Phases
+from async_grpo.wire import Batch
+from trainer.batch.packing import Packed, pack, pack_for_rank, sequences_in, split_groups
+from trainer.batch.sequences import MicroBatch, Sequence, reweighed, targets_of
+from trainer.model.policy import Policy
+from trainer.model.reference import Reference
+from trainer.step.precompute import Known, look_ahead, prepared, theta_version, tokens_of
+from trainer.step.results import StepFigures, StepResult, model_cost, refuse_non_finite
+from trainer.step.statistics import Tally, reduce_tallies, tally, tally_gap
+
+
+class Ready(NamedTuple):
+    """A batch, or a part of one, of which all is known that must be."""
+
+    members: list[Sequence]
+    packed: Packed
+    known: Known
+
+
+def train_step(
+    policy: Policy,
+    batch: Batch,
+    config: RunConfig,
+    *,
+    lr: float,
+    phases: Phases,
+    reference: Reference | None = None,
+) -> StepResult:
+    """Turn version `batch.version` into the next one.
+
+    The result does not depend on the number of micro-batches or ranks (up to rounding). Raises NonFiniteStep if the
+    loss or the gradient of an update is not finite: that update changes nothing, and those before it stand.
+    """
+    objective = config.trainer.objective
+    ready = make_ready(policy, batch, config, reference, phases)
+    figures = StepFigures(model_cost(policy.hf), members=ready.members)
+    for number, packed in enumerate(_mini_batches(ready, batch, config, figures, phases)):
+        loss = Loss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
+        with phases.span("train", micro_batches=len(packed.micro_batches)):
+            policy.zero_grad()
+            micro_batches = prepared(packed.micro_batches, ready.known)
+            found = policy.run(micro_batches, loss, train=True, entropy=objective.entropy_coef > 0)
+            sums, maxima = reduce_tallies(found)
+        figures.read(packed)
+        take_update(policy, figures, sums, maxima, ready.known, config, lr=lr, version=batch.version, phases=phases)
+    return figures.result(entropy=objective.entropy_coef > 0, reference=reference is not None)
+
+
+def make_ready(policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: Phases) -> Ready:
+    """Sequences and packing, and the passes that must come before the first update."""
+    objective, quadratic = config.trainer.objective, model_cost(policy.hf).quadratic
+    with phases.span("pack"):
+        members = sequences_in(batch, config)
+        packed = pack(members, config, quadratic)
+    updates = config.trainer.updates
+    known = look_ahead(policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases)
+    if objective.kl_beta > 0 and objective.kl_in == "reward":
+        with phases.span("pack"):
+            members = sequences_in(_penalised(batch, members, known, objective), config)
+            packed = pack(members, config, quadratic)
+    return Ready(members, packed, known)
+
+
+def take_update(
+    policy: Policy,
+    figures: StepFigures,
+    sums: dict[str, float],
+    maxima: dict[str, float],
+    known: Known,
+    config: RunConfig,
+    *,
+    lr: float,
+    version: int,
+    phases: Phases,
+) -> None:
+    """Change the weights by the gradient that was accumulated. Raises NonFiniteStep before it does."""
+    refuse_non_finite(sums["loss"], version)
+    if config.trainer.objective.scales_step:
+        of_this = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
+        figures.lr_scale = of_this if known.lr_scale is None else known.lr_scale
+    with phases.span("optimizer"):
+        figures.norms.append(policy.update(lr * figures.lr_scale))
+    figures.add(sums, maxima)
+
+
+def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:
+    """|behaviour - trainer| of tokens that `batch.version`, the present weights, sampled; rewards do not matter."""
+    groups = [
+        structs.replace(group, samples=[structs.replace(one, reward=0.0) for one in group.samples])
+        for group in batch.groups
+    ]
+    packed = pack_for_rank(structs.replace(batch, groups=groups), config)
+
+    def gap(logprobs_N: Tensor, _entropy_N: Tensor | None, targets: MicroBatch) -> tuple[Tensor, Tally]:
+        return logprobs_N.sum(), tally_gap(logprobs_N, targets, batch.version)
+
+    sums, maxima = reduce_tallies(policy.run(packed.micro_batches, gap, train=False))
+    return {
+        "logprob_gap_mean": sums["gap"] / max(1.0, sums["gap_tokens"]),
+        "logprob_gap_max": maxima["gap"],
+        "gap_tokens": int(sums["gap_tokens"]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss function of a micro-batch; hands back its tally."""
+
+    objective: ObjectiveConfig
+    version: int
+    """Of the weights before the step."""
+    updates: int = 1
+    """Of the whole step."""
+    first: bool = True
+    """Whether the weights are still those before the step."""
+    scale: float = 1.0
+    """What the weights of the tokens are multiplied by."""
+
+    def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tally]:
+        objective, theta = self.objective, theta_version(self.version, self.updates)
+        tokens = tokens_of(logprobs_N, batch, objective, theta, entropy_N)
+        if batch.prox_N is not None:
+            tokens = replace(tokens, prox_N=batch.prox_N)
+        tokens = replace(tokens, reference_N=batch.reference_N)
+        if batch.given_N is not None:  # of all corrections: none is left to be found here
+            objective = objective.model_copy(update={"corrections": []})
+        found = token_objective(tokens, objective, batch.given_N)
+        loss = (found.loss_N * batch.weights_N).sum() * self.scale
+        return loss, tally(tokens, batch, found, loss, objective, self.version if self.first else None)
+
+
+def _mini_batches(
+    ready: Ready, batch: Batch, config: RunConfig, figures: StepFigures, phases: Phases
+) -> Iterator[Packed]:
+    """What each update is made from, in order."""
+    trainer = config.trainer
+    if trainer.updates == 1:
+        yield ready.packed
+        return
+    for iteration in range(trainer.num_iterations):
+        parts = split_groups(
+            len(batch.groups), trainer.mini_batches, seed=config.seed, version=batch.version, iteration=iteration
+        )
+        for part in parts:
+            with phases.span("pack"):
+                members = [member for member in ready.members if member.group in part]
+                weighed = reweighed(members, trainer.objective, config.sampling.max_tokens)
+                packed = pack(weighed, config, figures.cost.quadratic)
+            yield packed
+
+
+def _penalised(batch: Batch, members: list[Sequence], known: Known, objective: ObjectiveConfig) -> Batch:
+    """The batch with beta * (divergence of each sample, summed over its trained tokens) taken from its reward."""
+    assert known.reference_N is not None
+    targets = targets_of(members)
+    tokens = tokens_of(targets.behaviour_N, targets, objective, batch.version)
+    samples = [sample for group in batch.groups for sample in group.samples]
+    trained = [place for place, member in enumerate(members) if member.trained_tokens]
+    rewards_M = torch.tensor([samples[place].reward for place in trained], dtype=torch.float64)
+    less_M = rewards_less_kl(
+        rewards_M, tokens, known.reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
+    )
+    for place, reward in zip(trained, less_M.tolist(), strict=True):
+        samples[place] = structs.replace(samples[place], reward=reward)
+    rest = iter(samples)
+    groups = [structs.replace(group, samples=[next(rest) for _ in group.samples]) for group in batch.groups]
+    return structs.replace(batch, groups=groups)

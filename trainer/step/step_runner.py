@@ -1,0 +1,163 @@
+"""The groups of a step and what becomes of them.
+
+    take -----------------> train_step ----------+--> version + 1
+    take_part, again and again --> StreamedStep -+        |
+                                                 |        +--> reference model, every sync_every steps
+              loss or gradient not finite: dumped, counted, the rest of the step is left out
+
+Waits for the coordinator alone: P groups, or with `trainer.streaming` one after another.
+
+Steps that are skipped because their loss or gradient is not finite, and what is left of them to look at.
+
+    NonFiniteStep --> batch into run_dir/dumps/step-N.msgpack --> version N with the weights as they are then
+                                  |
+                                  +--> as many in a row as trainer.max_skipped_steps: TrainingError
+
+One such step may be bad luck, and the groups of it are gone from the buffer like trained ones; several in a row are
+not. All ranks come to the same decision, because they see the same loss and norm; the first one writes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import NonFiniteStep, TrainingError
+from async_grpo.wire import Batch, encode
+from async_grpo.wire.records import Record
+from trainer.coordinator import Coordinator
+from trainer.model.optimizer import learning_rate
+from trainer.model.policy import Policy
+from trainer.model.reference import Reference
+from trainer.run_logger import Diary
+from trainer.step.results import StepResult
+from trainer.step.step import train_step
+from trainer.step.streaming import StreamedStep
+
+KEPT = 8
+"""Dumps of a run; the oldest steps go first."""
+
+
+class Dump(Record, frozen=True, kw_only=True, tag="dump"):
+    """The batch of a step that was skipped, readable with the plain `msgpack` package."""
+
+    step: int
+    reason: str
+    time_s: float
+    batch: Batch
+
+
+@dataclass(slots=True)
+class Skips:
+    """Of one trainer process."""
+
+    folder: Path
+    limit: int
+    writes: bool
+    """Whether this rank writes the dumps."""
+    in_a_row: int = 0
+
+    def made(self) -> None:
+        """A step was trained."""
+        self.in_a_row = 0
+
+    def skipped(self, batch: Batch, fault: NonFiniteStep) -> Path:
+        """A step was not, because of `fault`; returns its dump. Raises TrainingError if that was one too many."""
+        self.in_a_row += 1
+        path = self.folder / f"step-{batch.version + 1}.msgpack"
+        if self.writes:
+            self._write(path, Dump(step=batch.version + 1, reason=str(fault), time_s=time.time(), batch=batch))
+        if self.in_a_row >= self.limit:
+            raise TrainingError(
+                f"{self.in_a_row} steps in a row had a loss or a gradient that is not finite "
+                f"(trainer.max_skipped_steps is {self.limit}), the last one with: {fault}. Its batch is in {path}; "
+                "checkpoints hold the weights before them"
+            ) from fault
+        return path
+
+    def _write(self, path: Path, dump: Dump) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        draft.write_bytes(encode(dump))
+        draft.replace(path)
+        for old in sorted(self.folder.glob("step-*.msgpack"), key=_step, reverse=True)[KEPT:]:
+            if old != path:
+                old.unlink()
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+class Made(NamedTuple):
+    """A step of the policy."""
+
+    batch: Batch
+    result: StepResult | None
+    """None: the step was skipped."""
+    lr: float
+
+
+@dataclass(slots=True)
+class Stepper:
+    """Makes one step after another. All calls are collective."""
+
+    config: RunConfig
+    policy: Policy
+    reference: Reference | None
+    coordinator: Coordinator
+    diary: Diary
+    skips: Skips
+
+    def make(self, version: int, *, waiting: str) -> Made | None:
+        """The step `version` -> `version + 1`; None if the run is to stop now, and then nothing has changed.
+
+        `waiting`: what the time spent waiting for groups is called. Raises TrainingError after too many skipped steps.
+        """
+        made = self._stream(version, waiting) if self.config.trainer.streaming else self._train(version, waiting)
+        if made is not None and self.reference is not None:
+            self.reference.after_step(self.policy, version + 1)
+        return made
+
+    def _train(self, version: int, waiting: str) -> Made | None:
+        phases, lr = self.diary.phases, self._lr(version)
+        with phases.span(waiting, version=version):
+            batch = self.coordinator.take(version)
+        if batch is None:
+            return None
+        try:
+            result = train_step(self.policy, batch, self.config, lr=lr, phases=phases, reference=self.reference)
+        except NonFiniteStep as fault:
+            return self._skip(batch, fault, lr)
+        return self._done(batch, result, lr)
+
+    def _stream(self, version: int, waiting: str) -> Made | None:
+        phases, lr = self.diary.phases, self._lr(version)
+        step = StreamedStep(self.policy, self.config, version, phases, self.reference)
+        while not step.complete:
+            with phases.span(waiting, version=version, have=step.have):
+                part = self.coordinator.take_part(version, step.have)
+            if part is None:
+                return None
+            step.add(part)
+        try:
+            result = step.close(lr)
+        except NonFiniteStep as fault:
+            return self._skip(step.batch, fault, lr)
+        return self._done(step.batch, result, lr)
+
+    def _done(self, batch: Batch, result: StepResult, lr: float) -> Made:
+        self.skips.made()
+        return Made(batch, result, lr)
+
+    def _skip(self, batch: Batch, fault: NonFiniteStep, lr: float) -> Made:
+        path = self.skips.skipped(batch, fault)
+        self.diary.warn(batch.version + 1, f"step skipped: {fault}. Its batch is in {path}")
+        return Made(batch, None, lr)
+
+    def _lr(self, version: int) -> float:
+        """Of every update of the step: the schedule counts steps, not updates."""
+        return learning_rate(self.config.trainer.optimizer, version, self.config.steps)

@@ -1,0 +1,97 @@
+"""A step that begins with the groups that are there, while others are still being generated.
+
+    some groups --add--> forward, backward --> gradients, not yet divided, not yet summed over ranks
+       ^                        |
+       +--- some are missing ---+--- none is --close--> sum over ranks, divide, optimizer --> next weights
+
+The loss is a sum over sequences of (own weight / D), and D (tokens or sequences of the batch, by `aggregation`) is
+known only when all groups are there. So gradients are accumulated without it and divided once, before the optimizer
+sees them: the step is the one that waits for the whole batch, up to rounding. Advantages are those of a group. What
+needs the whole batch before its first micro-batch is refused in the configuration.
+
+Each part is packed by itself. It is trained at once, whether it fills its micro-batches or not: the trainer would
+have nothing else to do, and while it computes, more groups gather for the next part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from msgspec import structs
+
+from async_grpo.algorithms import denominator
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.timeline import Phases
+from async_grpo.wire import Batch
+from trainer.batch.sequences import Sequence
+from trainer.model.policy import Policy
+from trainer.model.reference import Reference
+from trainer.step.precompute import Known, prepared
+from trainer.step.results import StepFigures, StepResult, model_cost
+from trainer.step.statistics import Tally, reduce_tallies
+from trainer.step.step import Loss, make_ready, take_update
+
+
+@dataclass(slots=True)
+class StreamedStep:
+    """The step `version` -> `version + 1`, in the making. All calls are collective."""
+
+    policy: Policy
+    config: RunConfig
+    version: int
+    phases: Phases
+    reference: Reference | None = None
+    parts: list[Batch] = field(default_factory=list)
+    found: list[Tally] = field(default_factory=list)
+    figures: StepFigures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.figures = StepFigures(model_cost(self.policy.hf))
+        self.policy.zero_grad()
+
+    @property
+    def have(self) -> int:
+        """Groups so far."""
+        return sum(len(part.groups) for part in self.parts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the batch has no more groups."""
+        return bool(self.parts) and self.parts[-1].missing == 0
+
+    @property
+    def batch(self) -> Batch:
+        """All of them as one."""
+        return structs.replace(self.parts[-1], groups=[group for part in self.parts for group in part.groups])
+
+    def add(self, part: Batch) -> None:
+        """Further groups of the batch: accumulate their gradient."""
+        self.parts.append(part)
+        objective = self.config.trainer.objective
+        ready = make_ready(self.policy, part, self.config, self.reference, self.phases)
+        loss = Loss(objective, self.version, scale=self._denominator(ready.members))
+        with self.phases.span("train", groups=len(part.groups)):
+            micro_batches = prepared(ready.packed.micro_batches, ready.known)
+            entropy = objective.entropy_coef > 0
+            self.found += self.policy.run(micro_batches, loss, train=True, entropy=entropy, total=False)
+        self.figures.members += ready.members
+        self.figures.read(ready.packed)
+
+    def close(self, lr: float) -> StepResult:
+        """Change the weights. Raises NonFiniteStep before it does."""
+        total = self._denominator(self.figures.members)
+        with self.phases.span("train"):
+            self.policy.total_gradients(scale=1.0 / total)
+            sums, maxima = reduce_tallies(self.found)
+        sums["loss"] /= total
+        known = Known()
+        take_update(
+            self.policy, self.figures, sums, maxima, known, self.config, lr=lr, version=self.version, phases=self.phases
+        )
+        entropy = self.config.trainer.objective.entropy_coef > 0
+        return self.figures.result(entropy=entropy, reference=self.reference is not None)
+
+    def _denominator(self, members: list[Sequence]) -> float:
+        tokens_N = torch.tensor([member.counted for member in members])
+        return denominator(self.config.trainer.objective.aggregation, tokens_N)

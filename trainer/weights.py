@@ -1,0 +1,69 @@
+"""Where new weights leave the trainer: gathered from all ranks, handed to the publisher by rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from async_grpo.config import RunConfig
+from async_grpo.weights.manifest import layout_of
+from async_grpo.weights.zmq import WeightPublisher
+from trainer.coordinator import Coordinator
+from trainer.distributed import is_leader
+from trainer.model.policy import Policy
+from trainer.model.weight_map import model_tensors
+
+
+class WeightOutlet:
+    """Publishes versions of one epoch; the servers learn its address with the first of them."""
+
+    def __init__(self, policy: Policy, config: RunConfig, coordinator: Coordinator, epoch: int) -> None:
+        self._policy = policy
+        self._coordinator = coordinator
+        self._announced = False
+        self._publisher: WeightPublisher | None = None
+        if is_leader():
+            layout = layout_of(_tensor_kinds(policy.hf, policy.dtype))
+            self._publisher = WeightPublisher(layout, config.local_name, epoch, config.weights)
+
+    def publish(self, version: int) -> None:
+        """Weights first, then the version that tickets carry: no ticket asks for weights that are not there."""
+        if self._publisher is None:
+            for _ in self._policy.export():
+                pass  # this rank's part of the gathering
+            return
+        self._publisher.publish(version, _arrays(self._policy))
+        if not self._announced:
+            self._coordinator.set_publisher(self._publisher.address)
+            self._announced = True
+        self._coordinator.publish_version(version)
+
+    def close(self) -> None:
+        """End the publisher process."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def _tensor_kinds(hf: PretrainedConfig, dtype: torch.dtype) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of the whole model."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return [(name, str(dtype).removeprefix("torch."), shape) for name, shape in model_tensors(hf, stages)]
+
+
+def _arrays(policy: Policy) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    for name, tensor in policy.export():
+        yield name, _array(tensor.contiguous())
+
+
+def _array(tensor: Tensor) -> npt.NDArray[Any]:
+    """No copy; bfloat16, which numpy does not know, as raw uint16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
