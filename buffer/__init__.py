@@ -1,7 +1,7 @@
 """The replay buffer and the run board: contracts, in-memory references, Redis, and a server of our own."""
 
 from buffer.base import ReplayBuffer, Resume, RunBoard
-from buffer.capacity import TASKS_AHEAD, MemoryPlan, memory_plan
+from buffer.capacity import TASKS_AHEAD, BufferMemoryPlan, memory_plan
 from buffer.connect import attach, connect, connect_board, is_over, knows_run, open_run, wipe, wipe_run
 from buffer.memory import InMemoryBoard, InMemoryBuffer
 from buffer.redis.board import RedisBoard
@@ -9,17 +9,17 @@ from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
 from buffer.redis.errors import PASSWORD_VARIABLE
 from buffer.server import EmbeddedServer
-from buffer.stats import BufferStats, RecentStats
+from buffer.stats import BufferStats, CachedStats
 
 __all__ = [
     "PASSWORD_VARIABLE",
     "TASKS_AHEAD",
+    "BufferMemoryPlan",
     "BufferStats",
+    "CachedStats",
     "EmbeddedServer",
     "InMemoryBoard",
     "InMemoryBuffer",
-    "MemoryPlan",
-    "RecentStats",
     "RedisBoard",
     "RedisBuffer",
     "ReplayBuffer",

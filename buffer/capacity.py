@@ -31,7 +31,7 @@ TASKS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class BufferMemoryPlan:
     """Bytes, at worst."""
 
     group_bytes: int
@@ -63,11 +63,11 @@ class MemoryPlan:
             )
 
 
-def memory_plan(config: RunConfig) -> MemoryPlan:
+def memory_plan(config: RunConfig) -> BufferMemoryPlan:
     """At worst: every completion as long as allowed, every slot of the window full."""
     prompt = config.data.max_prompt_tokens * PROMPT_TOKEN_BYTES
     sample = config.sampling.max_tokens * TOKEN_BYTES + SAMPLE_BYTES
-    return MemoryPlan(
+    return BufferMemoryPlan(
         group_bytes=config.group_size * sample + prompt + GROUP_BYTES,
         task_bytes=prompt + GROUP_BYTES,
         active_groups=config.capacity_groups,

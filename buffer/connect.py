@@ -15,8 +15,8 @@ from buffer.capacity import memory_plan
 from buffer.redis.board import RedisBoard
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
-from buffer.redis.retrying import Link, close
-from buffer.redis.scripts import Keys
+from buffer.redis.retrying import RetryingClient, close
+from buffer.redis.scripts import RunKeys
 
 _LOOK_AT_ONCE = 1000
 
@@ -38,7 +38,7 @@ async def connect(
 def attach(redis: RedisConfig, run: str) -> RedisBuffer:
     """The buffer of a run that somebody else has opened, to look at it: nothing is checked, and nothing is written.
     It connects when first used."""
-    return RedisBuffer(Link(make_client(redis, run), redis.timeout_s), run)
+    return RedisBuffer(RetryingClient(make_client(redis, run), redis.timeout_s), run)
 
 
 async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
@@ -50,7 +50,7 @@ async def memory_limit(redis: RedisConfig, run: str) -> int:
     """The server's maxmemory in bytes, or else the memory of its machine; 0 if it tells neither."""
     client = await _checked_client(redis, run)
     try:
-        about = await Link(client, redis.timeout_s).call(lambda: client.info("memory"))
+        about = await RetryingClient(client, redis.timeout_s).call(lambda: client.info("memory"))
         return int(about.get("maxmemory") or about.get("total_system_memory") or 0)
     finally:
         await close(client)
@@ -60,7 +60,7 @@ async def knows_run(redis: RedisConfig, run: str) -> bool:
     """Whether the server holds anything of `run`; nothing is changed."""
     client = await _checked_client(redis, run)
     try:
-        known: int = await Link(client, redis.timeout_s).call(lambda: client.exists(Keys(run).of("meta")))
+        known: int = await RetryingClient(client, redis.timeout_s).call(lambda: client.exists(RunKeys(run).of("meta")))
         return bool(known)
     finally:
         await close(client)
@@ -80,17 +80,17 @@ async def wipe(client: Redis, run: str, *, timeout_s: float = 30.0) -> int:
 
     It ends with a pass that finds nothing: a failover in the middle of a pass may hide keys from it.
     """
-    link, deleted = Link(client, timeout_s), 0
+    link, deleted = RetryingClient(client, timeout_s), 0
     while found := await _wipe_once(link, run):
         deleted += found
     return deleted
 
 
-async def _wipe_once(link: Link, run: str) -> int:
+async def _wipe_once(link: RetryingClient, run: str) -> int:
     cursor, deleted = 0, 0
     while True:
         cursor, names = await link.call(
-            lambda at=cursor: link.client.scan(at, match=Keys(run).pattern, count=_LOOK_AT_ONCE)  # type: ignore[misc]
+            lambda at=cursor: link.client.scan(at, match=RunKeys(run).pattern, count=_LOOK_AT_ONCE)  # type: ignore[misc]
         )
         if names:
             deleted += await link.call(lambda page=names: link.client.unlink(*page))  # type: ignore[misc]
@@ -101,7 +101,7 @@ async def _wipe_once(link: Link, run: str) -> int:
 async def _checked_client(redis: RedisConfig, run: str) -> Redis:
     client = make_client(redis, run)
     try:
-        await Link(client, redis.timeout_s).call(lambda: check_server(client))
+        await RetryingClient(client, redis.timeout_s).call(lambda: check_server(client))
     except BaseException:
         await close(client)
         raise

@@ -21,9 +21,9 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow, age
 from buffer.redis.buffer import RedisBuffer
-from buffer.redis.client import make_client, where
-from buffer.redis.retrying import Link
-from buffer.redis.scripts import Keys, script
+from buffer.redis.client import endpoint_of, make_client
+from buffer.redis.retrying import RetryingClient
+from buffer.redis.scripts import RunKeys, script
 from buffer.stats import BufferStats
 
 BOOKS_FORMAT = 3
@@ -33,7 +33,7 @@ GROUPS_AT_ONCE = 4
 """Payloads held in memory at a time."""
 
 
-class State(StrEnum):
+class GroupState(StrEnum):
     """Where a group is. WAITING tasks are no groups yet."""
 
     INFLIGHT = "inflight"
@@ -48,7 +48,7 @@ class GroupFacts:
     """What the books say of one group; None: they do not say."""
 
     seq: int
-    state: State
+    state: GroupState
     attempt: int
     """Leases so far."""
     strikes: int = 0
@@ -129,16 +129,16 @@ class _Books:
 class Inspector:
     """A run seen from outside. Made by `attach`; close it with `aclose`."""
 
-    def __init__(self, link: Link, run: str) -> None:
+    def __init__(self, link: RetryingClient, run: str) -> None:
         self._link = link
         self._run = run
-        self._keys = Keys(run)
+        self._keys = RunKeys(run)
         self._buffer = RedisBuffer(link, run)
 
     @classmethod
     async def attach(cls, redis: RedisConfig, run: str) -> Inspector:
         """Raises ServerLost, ServerRefused, and BufferFault if the server knows no such run."""
-        inspector = cls(Link(make_client(redis, run), redis.timeout_s), run)
+        inspector = cls(RetryingClient(make_client(redis, run), redis.timeout_s), run)
         try:
             await inspector._check_known()
         except BaseException:
@@ -166,7 +166,7 @@ class Inspector:
             memory=await self._memory(),
         )
 
-    async def groups(self, states: Iterable[State] = tuple(State)) -> list[GroupFacts]:
+    async def groups(self, states: Iterable[GroupState] = tuple(GroupState)) -> list[GroupFacts]:
         """Every group in one of `states`, by sequence. Raises BufferFault for books of another format."""
         wanted, books = set(states), await self._books()
         found = [facts for seq in sorted(books.records) if (facts := _facts(books, seq)).state in wanted]
@@ -226,7 +226,7 @@ class Inspector:
     async def _check_known(self) -> None:
         if not await self._link.call(lambda: self._link.client.exists(self._keys.of("meta"))):
             raise BufferFault(
-                f"the server at {where(self._link.client)} holds no run named {self._run}. "
+                f"the server at {endpoint_of(self._link.client)} holds no run named {self._run}. "
                 "Check the name (overrides become part of it), or whether the run has begun"
             )
 
@@ -259,7 +259,7 @@ class Inspector:
     async def _sizes(self, groups: Sequence[GroupFacts]) -> list[int]:
         keys = [
             self._keys.of(f"partial:{group.seq}")
-            if group.state is State.INFLIGHT
+            if group.state is GroupState.INFLIGHT
             else self._keys.group(group.seq, group.attempt)
             for group in groups
         ]
@@ -287,7 +287,7 @@ class Inspector:
 
 def _facts(books: _Books, seq: int) -> GroupFacts:
     record, state, deadline_ms = books.records[seq], _state(books, seq), books.leases.get(seq, 0.0)
-    finished = state is not State.INFLIGHT
+    finished = state is not GroupState.INFLIGHT
     return GroupFacts(
         seq=seq,
         state=state,
@@ -302,12 +302,12 @@ def _facts(books: _Books, seq: int) -> GroupFacts:
     )
 
 
-def _state(books: _Books, seq: int) -> State:
+def _state(books: _Books, seq: int) -> GroupState:
     if seq in books.leases:
-        return State.INFLIGHT
+        return GroupState.INFLIGHT
     if seq in books.ready:
-        return State.READY
-    return State.TAKEN if seq in books.taken else State.KEPT
+        return GroupState.READY
+    return GroupState.TAKEN if seq in books.taken else GroupState.KEPT
 
 
 def _ages(books: _Books) -> dict[int, int]:

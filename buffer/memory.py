@@ -1,6 +1,6 @@
 """The replay buffer within one process: the reference implementation, and the one for tests.
 
-`Ledger` decides; this file only waits. Whatever changes the counters wakes every waiter, and each
+`BufferState` decides; this file only waits. Whatever changes the counters wakes every waiter, and each
 looks again. A wait also ends when the next lease expires.
 
 The run board within one process: the reference implementation, and the one for tests.
@@ -21,7 +21,7 @@ from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
 from buffer.base import Resume
 from buffer.errors import groups_of_step
-from buffer.state import Ledger
+from buffer.state import BufferState
 from buffer.stats import BufferStats
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class InMemoryBuffer:
     def __init__(
         self, policy: ReplayPolicy, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time
     ) -> None:
-        self._ledger = Ledger(policy, lease_s, max_attempts)
+        self._ledger = BufferState(policy, lease_s, max_attempts)
         self._clock = clock
         self._changed = asyncio.Event()
 
@@ -110,7 +110,7 @@ class InMemoryBuffer:
         """Nothing is open."""
 
     @contextmanager
-    def _change(self) -> Iterator[Ledger]:
+    def _change(self) -> Iterator[BufferState]:
         before = self._ledger.stats()
         yield self._ledger
         if self._ledger.stats() != before:

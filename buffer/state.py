@@ -21,7 +21,7 @@ ENDINGS_KEPT = 4096
 
 
 @dataclass(slots=True)
-class Slot:
+class ActiveGroup:
     """An active group: INFLIGHT while `group` is None. `deadline_s` 0: given back, nobody holds it."""
 
     task: Task
@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Step:
+class TakenStep:
     """A batch that was taken, until a checkpoint contains it."""
 
     epoch: int
@@ -56,7 +56,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Ledger:
+class BufferState:
     """All state of a run's buffer; the methods are those of `ReplayBuffer`."""
 
     policy: ReplayPolicy
@@ -72,10 +72,10 @@ class Ledger:
     inserted: int = 0
     used: int = 0
     """Groups taken, each as often as it was."""
-    open: dict[int, Slot] = field(default_factory=dict)
+    open: dict[int, ActiveGroup] = field(default_factory=dict)
     """INFLIGHT and READY."""
-    taken: dict[int, Slot] = field(default_factory=dict)
-    steps: dict[int, Step] = field(default_factory=dict)
+    taken: dict[int, ActiveGroup] = field(default_factory=dict)
+    steps: dict[int, TakenStep] = field(default_factory=dict)
     released: Counter[str] = field(default_factory=Counter)
     lengths: Counter[tuple[str, int]] = field(default_factory=Counter)
     endings: OrderedDict[tuple[str, int, int], None] = field(default_factory=OrderedDict)
@@ -249,7 +249,7 @@ class Ledger:
 
     def _admit_one(self) -> int:
         seq = self.admitted
-        self.open[seq] = Slot(task=self.tasks.pop(0), begun=self.version)
+        self.open[seq] = ActiveGroup(task=self.tasks.pop(0), begun=self.version)
         self.admitted += 1
         return seq
 
@@ -281,7 +281,7 @@ class Ledger:
         return len(self.ready) >= size and balanced
 
     def _deliver(self, epoch: int, version: int, seqs: list[int], have: int) -> Batch:
-        step = self.steps.setdefault(version, Step(epoch, 0, self.policy.window.groups_per_step))
+        step = self.steps.setdefault(version, TakenStep(epoch, 0, self.policy.window.groups_per_step))
         step.epoch = epoch
         step.mask_below = max(step.mask_below, self.policy.mask_below(version))  # retuned between two parts
         for seq in seqs:
@@ -352,7 +352,7 @@ def length_bucket(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def _batch(step: Step, epoch: int, version: int, have: int) -> Batch:
+def _batch(step: TakenStep, epoch: int, version: int, have: int) -> Batch:
     return Batch(
         epoch=epoch,
         version=version,

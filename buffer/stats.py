@@ -61,7 +61,7 @@ STATS_MAX_AGE_S = 1.0
 STATS_TIMEOUT_S = 2.0
 
 
-class RecentStats:
+class CachedStats:
     """Asks the buffer at most once a second, however often somebody wants to know."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.wire import Sample, Task
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 QUESTION = "\nAre you sure? "
 
@@ -18,7 +18,7 @@ class AskTwice:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         """Two turns with our question between them, which gets no gradient. The second answer is judged."""
         first = await session.turn()
         if first.finish_reason != "stop":  # cut short by new weights, or no room left

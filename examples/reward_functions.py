@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Mapping
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 
 
@@ -42,9 +42,9 @@ async def main() -> None:
         RewardConfig(name="examples.reward_functions:Brevity", weight=0.2, required=False),
     ]
     items = [
-        Item("It is 4.", "4", prompt="2 + 2 = ?"),
-        Item("It is 5.", "4", prompt="2 + 2 = ?"),
-        Item("Because it is there.", "", prompt="Why?", metadata={"open_ended": "yes"}),
+        RewardInput("It is 4.", "4", prompt="2 + 2 = ?"),
+        RewardInput("It is 5.", "4", prompt="2 + 2 = ?"),
+        RewardInput("Because it is there.", "", prompt="Why?", metadata={"open_ended": "yes"}),
     ]
     async with RewardPool(RewardsConfig(functions=functions, deadline_s=5.0)) as pool:
         for item, verdict in zip(items, await pool.judge(items), strict=True):

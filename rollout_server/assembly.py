@@ -22,20 +22,20 @@ from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.shared_memory import store_path
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from buffer.base import ReplayBuffer, RunBoard
-from rollout_server.context import Cast
+from rollout_server.context import ServerContext
 from rollout_server.engines.base import sample_seed
 from rollout_server.engines.model_files import vocabulary_size
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.evaluation.milestones import LOOK_EVERY_S
-from rollout_server.run_logger import Diary
+from rollout_server.run_logger import RolloutLogger
 from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import make_workflow
 
 if TYPE_CHECKING:
-    from rollout_server.http.server import HttpFront
+    from rollout_server.http.server import ApiServer
 
 log = structlog.get_logger()
 
@@ -74,20 +74,20 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
 
 async def _open_front(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
-) -> HttpFront | None:
+) -> ApiServer | None:
     """Early: it is there to say that the engine is not."""
     if not config.rollout.http.is_on:
         return None
     try:
-        from rollout_server.http.prompts import Prompts
-        from rollout_server.http.server import HttpFront
+        from rollout_server.http.prompts import PromptEncoder
+        from rollout_server.http.server import ApiServer
     except ImportError as error:
         raise DependencyError(
             f"HTTP needs FastAPI, uvicorn and prometheus-client ({error}). Install the extra http, or set "
             "rollout.http.port to -1"
         ) from error
     longest = config.rollout.vllm.max_model_len
-    front = HttpFront(config, name, Prompts(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
+    front = ApiServer(config, name, PromptEncoder(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
     await front.open()
     stack.push_async_callback(front.aclose)
     return front
@@ -101,13 +101,13 @@ async def _assemble(
     state: ReplayBuffer,
     board: RunBoard,
     tokenizer: Tokenizer,
-) -> Cast:
+) -> ServerContext:
     pool = RewardPool(config.rewards)
     await stack.enter_async_context(pool)
     source = make_source(config, tokenizer)
     if source.dropped:
         log.warning("rows of the data are not used", rows=str(source.dropped))
-    diary = Diary(config.run_dir, name, samples_every=config.telemetry.samples_every)
+    diary = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every)
     stack.callback(diary.close)
     engine = VllmEngine(
         model,
@@ -118,13 +118,15 @@ async def _assemble(
     )
     stack.push_async_callback(engine.aclose)
     await engine.start()
-    return Cast(config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, diary)
+    return ServerContext(
+        config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, diary
+    )
 
 
-async def _follow_weights(stack: AsyncExitStack, cast: Cast) -> WeightWatcher:
+async def _follow_weights(stack: AsyncExitStack, cast: ServerContext) -> WeightWatcher:
     config = cast.config
     path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
-    receiver = WeightReceiver(cast.board.publisher, path, config.weights, name=cast.name)
+    receiver = ZmqWeightReceiver(cast.board.publisher, path, config.weights, name=cast.name)
     stack.push_async_callback(receiver.close)
     watcher = WeightWatcher(
         receiver,

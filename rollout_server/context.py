@@ -9,12 +9,12 @@ from async_grpo.data.base import TaskSource
 from async_grpo.rewards.pool import RewardPool
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.engines.base import Engine
-from rollout_server.run_logger import Diary
+from rollout_server.run_logger import RolloutLogger
 from rollout_server.workflows import Workflow
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class ServerContext:
     """`name` is this server's, unique in the run; it holds leases and claims."""
 
     config: RunConfig
@@ -25,4 +25,4 @@ class Cast:
     pool: RewardPool
     workflow: Workflow
     source: TaskSource
-    diary: Diary
+    diary: RolloutLogger

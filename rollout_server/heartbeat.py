@@ -11,10 +11,10 @@ import time
 
 from async_grpo.telemetry.rows import GENERATED_TOKENS
 from async_grpo.wire.board import ServerBeat
-from rollout_server.context import Cast
+from rollout_server.context import ServerContext
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import EngineLoad
-from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.weight_watcher import WeightWatcher
 
 EVERY_S = 1.0
@@ -22,11 +22,17 @@ TTL_S = 5.0
 SHORT_WAIT_S = 0.2
 
 
-class Pulse:
+class Heartbeat:
     """Heartbeat, and the count of generated tokens."""
 
     def __init__(
-        self, cast: Cast, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: Evaluator, *, http: str = ""
+        self,
+        cast: ServerContext,
+        watcher: WeightWatcher,
+        dispatcher: Dispatcher,
+        evaluator: MilestoneEvaluator,
+        *,
+        http: str = "",
     ) -> None:
         """`http`: where the server answers over HTTP, for the board."""
         self._cast = cast

@@ -26,7 +26,7 @@ import uvloop
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError
 from async_grpo.telemetry.logging import configure_logging, redact_secrets
-from async_grpo.utils.aio import first_cause, watched_loop
+from async_grpo.utils.aio import root_cause, watched_loop
 
 EXIT_FAULT, EXIT_ENGINE = 1, 3
 STOP_SHARE = 0.8
@@ -55,7 +55,7 @@ def run(config_file: Path, model: Path, name: str) -> int:
     try:
         uvloop.run(_serve_until_told(load(config_file), model, name))
     except Exception as error:
-        return _explain(first_cause(error))
+        return _explain(root_cause(error))
     return 0
 
 
@@ -95,7 +95,7 @@ async def _serve(config: RunConfig, model: Path, name: str) -> None:
             _exit_at_deadline(STOP_SHARE * config.launch.stop_timeout_s)
             return
         except Exception as error:
-            cause = first_cause(error)
+            cause = root_cause(error)
             if left == 0 or not isinstance(cause, EngineError):
                 raise
             log.warning("the engine died and is started again", error=redact_secrets(str(cause)), restarts_left=left)

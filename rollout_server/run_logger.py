@@ -12,7 +12,7 @@ from async_grpo.telemetry.timeline import Timeline
 from async_grpo.wire import Group
 
 
-class Diary:
+class RolloutLogger:
     """samples/<name>.jsonl (every `samples_every`-th group) and timeline/<name>.jsonl."""
 
     def __init__(self, run_dir: Path, name: str, *, samples_every: int) -> None:

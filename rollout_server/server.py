@@ -2,19 +2,19 @@
 
     buffer --ticket--> Dispatcher --> engine --> RewardPool --group--> buffer
        ^                   |             ^
-       +-- tasks -- Feeder +     WeightWatcher <-- receiver <-- publisher
+       +-- tasks -- TaskFeeder +     WeightWatcher <-- receiver <-- publisher
                                          ^
-                        Evaluator --pin--+--> board <-- Pulse
+                        MilestoneEvaluator --pin--+--> board <-- Heartbeat
 
 The cast:
 
 - `Dispatcher`     keeps the engine full; tickets in, groups out
-- `Feeder`         keeps tasks waiting in the buffer
+- `TaskFeeder`         keeps tasks waiting in the buffer
 - `WeightWatcher`  new weights into the engine
-- `Evaluator`      held-out prompts at pinned versions
-- `Throttle`       as many samples in flight as the engine can run
-- `Pulse`          a heartbeat every second
-- `HttpFront`      health, metrics, completions, administration (`rollout_server.http`), unless it is off
+- `MilestoneEvaluator`      held-out prompts at pinned versions
+- `ConcurrencyController`       as many samples in flight as the engine can run
+- `Heartbeat`          a heartbeat every second
+- `ApiServer`      health, metrics, completions, administration (`rollout_server.http`), unless it is off
 
 Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher (until
 the buffer says that the run has ended, or somebody has drained this server) and for the evaluator (until
@@ -29,34 +29,36 @@ from typing import TYPE_CHECKING
 
 from async_grpo.errors import WaitTimeout
 from buffer import TASKS_AHEAD
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Feeder
-from rollout_server.dispatch.concurrency import Throttle
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.concurrency import ConcurrencyController
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.evaluation.milestones import Evaluator
-from rollout_server.heartbeat import Pulse
+from rollout_server.evaluation.milestones import MilestoneEvaluator
+from rollout_server.heartbeat import Heartbeat
 from rollout_server.weight_watcher import WeightWatcher
 
 if TYPE_CHECKING:
-    from rollout_server.http.server import HttpFront
+    from rollout_server.http.server import ApiServer
 
 
 class RolloutServer:
     """One engine's server; the engine has started and has its first weights."""
 
-    def __init__(self, cast: Cast, watcher: WeightWatcher, front: HttpFront | None = None) -> None:
+    def __init__(self, cast: ServerContext, watcher: WeightWatcher, front: ApiServer | None = None) -> None:
         """`front` is open; from here on it is ready."""
         self._front = front
         self._cast = cast
         self._watcher = watcher
-        self._feeder = Feeder(cast.buffer, cast.source, target=TASKS_AHEAD * cast.config.capacity_groups)
+        self._feeder = TaskFeeder(cast.buffer, cast.source, target=TASKS_AHEAD * cast.config.capacity_groups)
         self._dispatcher = Dispatcher(cast, watcher, self._feeder)
-        self._evaluator = Evaluator(cast, watcher)
+        self._evaluator = MilestoneEvaluator(cast, watcher)
         rollout = cast.config.rollout
         least = rollout.min_concurrency or rollout.max_concurrency
-        self._throttle = Throttle(cast.engine, self._dispatcher.slots, least=least, most=rollout.max_concurrency)
+        self._throttle = ConcurrencyController(
+            cast.engine, self._dispatcher.slots, least=least, most=rollout.max_concurrency
+        )
         address = front.address if front is not None else ""
-        self._pulse = Pulse(cast, watcher, self._dispatcher, self._evaluator, http=address)
+        self._pulse = Heartbeat(cast, watcher, self._dispatcher, self._evaluator, http=address)
         if front is not None:
             front.attach(cast, watcher, self._dispatcher, self._evaluator)
 

@@ -25,11 +25,11 @@ from typing import Protocol
 import structlog
 
 from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import Engine, Interruption
-from rollout_server.run_logger import Diary
+from rollout_server.run_logger import RolloutLogger
 
-NOTHING = Identity(-1, -1)
+NOTHING = WeightVersion(-1, -1)
 
 log = structlog.get_logger()
 
@@ -37,12 +37,12 @@ log = structlog.get_logger()
 class Receiver(Protocol):
     """Where new weights come from (`async_grpo.weights.receiver.WeightReceiver`)."""
 
-    async def next_version(self, after: Identity, timeout_s: float) -> Identity:
+    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         """The newest weights, once they are newer than `after`. Raises WaitTimeout, or PublisherLost if the
         publisher is silent."""
         ...
 
-    def hold(self) -> AbstractAsyncContextManager[Identity]:
+    def hold(self) -> AbstractAsyncContextManager[WeightVersion]:
         """The newest weights; they stay in the store for the length of the block. Raises WaitTimeout."""
         ...
 
@@ -58,7 +58,7 @@ class WeightWatcher:
         store: Path,
         interruption: Interruption,
         update_timeout_s: float,
-        diary: Diary,
+        diary: RolloutLogger,
     ) -> None:
         self._receiver = receiver
         self._engine = engine
@@ -130,7 +130,7 @@ class WeightWatcher:
                 await self._update(newest)
             self._seen = newest
 
-    async def _update(self, identity: Identity) -> None:
+    async def _update(self, identity: WeightVersion) -> None:
         started_s = time.time()
         with self._diary.span("weights", f"version {identity.version}"):
             self.last_pause_s = await self._load(identity)
@@ -146,7 +146,7 @@ class WeightWatcher:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _load(self, identity: Identity) -> float:
+    async def _load(self, identity: WeightVersion) -> float:
         """Raises EngineError also for an engine that never answers: it may have died during the update."""
         try:
             async with asyncio.timeout(self._update_timeout_s):

@@ -22,7 +22,7 @@ from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
 from buffer import connect_board, open_run
 from buffer.base import ReplayBuffer, Resume, RunBoard
-from trainer.distributed import is_leader, share_bytes, share_ints
+from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader
 
 R = TypeVar("R")
 
@@ -110,21 +110,21 @@ class Leader:
             )
         resume = self._run(self._buffer.rollback(version))
         self._epoch = resume.epoch
-        share_ints([resume.epoch, resume.head_version], 2)
+        broadcast_ints([resume.epoch, resume.head_version], 2)
         return resume
 
     def take(self, version: int) -> Batch | None:
         timeout_s = self._config.trainer.take_timeout_s
         # A take that is given up is no loss: the same groups are delivered when it is asked again.
         batch = self._run(self._or_stop(self._buffer.take(epoch=self._epoch, version=version, timeout_s=timeout_s)))
-        share_bytes(encode(batch) if batch is not None else b"")
+        broadcast_bytes(encode(batch) if batch is not None else b"")
         return batch
 
     def take_part(self, version: int, have: int) -> Batch | None:
         timeout_s = self._config.trainer.take_timeout_s
         call = self._buffer.take_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
         part = self._run(self._or_stop(call))
-        share_bytes(encode(part) if part is not None else b"")
+        broadcast_bytes(encode(part) if part is not None else b"")
         return part
 
     def set_publisher(self, address: PublisherAddress) -> None:
@@ -148,7 +148,7 @@ class Leader:
         except WaitTimeout:
             probe = None
         batch = Batch(epoch=self._epoch, version=version, groups=probe.groups) if probe and probe.groups else None
-        share_bytes(encode(batch) if batch is not None else b"")
+        broadcast_bytes(encode(batch) if batch is not None else b"")
         return batch
 
     def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
@@ -156,7 +156,7 @@ class Leader:
             found = self._run(self._or_stop(self._look_for_evaluation(version, timeout_s))) is not None
         except TimeoutError:
             found = False
-        share_ints([int(found)], 1)
+        broadcast_ints([int(found)], 1)
         return found
 
     def evaluations(self) -> list[Evaluation]:
@@ -203,7 +203,7 @@ class Follower:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def resume(self, version: int) -> Resume:
-        epoch, head_version = share_ints(None, 2)
+        epoch, head_version = broadcast_ints(None, 2)
         return Resume(epoch, head_version)
 
     def take(self, version: int) -> Batch | None:
@@ -226,7 +226,7 @@ class Follower:
         return self._shared_batch()
 
     def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
-        (found,) = share_ints(None, 1)
+        (found,) = broadcast_ints(None, 1)
         return bool(found)
 
     def evaluations(self) -> list[Evaluation]:
@@ -236,5 +236,5 @@ class Follower:
 
     @staticmethod
     def _shared_batch() -> Batch | None:
-        payload = share_bytes(None)
+        payload = broadcast_bytes(None)
         return decode(payload, Batch) if payload else None

@@ -66,7 +66,7 @@ def is_leader() -> bool:
     return dist.get_rank() == 0
 
 
-def counts_once() -> bool:
+def is_counting_rank() -> bool:
     """Whether this rank adds what it finds of its tokens to the sums over ranks.
 
     Those that share a matrix or a sequence end with the same log-probabilities: the first one counts.
@@ -77,12 +77,12 @@ def counts_once() -> bool:
     return shared == (0, 0)
 
 
-def share_bytes(payload: bytes | None) -> bytes:
+def broadcast_bytes(payload: bytes | None) -> bytes:
     """Rank 0's bytes, on every rank (raw, never pickled)."""
     if dist.get_world_size() == 1:
         assert payload is not None
         return payload
-    (size,) = share_ints([len(payload)] if payload is not None else None, 1)
+    (size,) = broadcast_ints([len(payload)] if payload is not None else None, 1)
     if payload is not None:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     else:
@@ -91,7 +91,7 @@ def share_bytes(payload: bytes | None) -> bytes:
     return data.numpy().tobytes()
 
 
-def share_ints(values: list[int] | None, count: int) -> list[int]:
+def broadcast_ints(values: list[int] | None, count: int) -> list[int]:
     """Rank 0's `count` integers, on every rank."""
     data = torch.tensor(values if values is not None else [0] * count, dtype=torch.int64)
     dist.broadcast(data, 0)

@@ -1,6 +1,6 @@
 """The training loop.
 
-    take(v) --> Stepper.make --> weights of v + 1 --publish--> servers
+    take(v) --> StepRunner.make --> weights of v + 1 --publish--> servers
        ^                              |
        +------- release(v) <----------+--> checkpoint every N steps --on disk--> commit
 
@@ -26,11 +26,11 @@ from trainer.coordinator import Coordinator
 from trainer.distributed import is_leader
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.run_logger import Diary
+from trainer.run_logger import TrainerLogger
 from trainer.step.results import step_row
 from trainer.step.step import measure_gap
-from trainer.step.step_runner import Made, Skips, Stepper
-from trainer.weights import WeightOutlet
+from trainer.step.step_runner import SkippedSteps, StepOutcome, StepRunner
+from trainer.weights import WeightExporter
 
 
 @dataclass(slots=True)
@@ -42,22 +42,22 @@ class TrainingLoop:
     policy: Policy
     coordinator: Coordinator
     checkpoints: CheckpointFolder
-    diary: Diary
+    diary: TrainerLogger
     version: int
     reference: Reference | None = None
     peak_flops: float | None = None
     """Of all ranks together, a second; None where it is not known."""
-    stepper: Stepper = field(init=False)
+    stepper: StepRunner = field(init=False)
     epoch: int = field(init=False)
     head_version: int = field(init=False)
-    outlet: WeightOutlet = field(init=False)
+    outlet: WeightExporter = field(init=False)
     saved: int = field(init=False)
     stepped: bool = False
     """Whether this process has made a step; before it, waiting is for engines to start."""
 
     def __post_init__(self) -> None:
-        skips = Skips(self.config.run_dir / "dumps", self.config.trainer.max_skipped_steps, writes=is_leader())
-        self.stepper = Stepper(self.config, self.policy, self.reference, self.coordinator, self.diary, skips)
+        skips = SkippedSteps(self.config.run_dir / "dumps", self.config.trainer.max_skipped_steps, writes=is_leader())
+        self.stepper = StepRunner(self.config, self.policy, self.reference, self.coordinator, self.diary, skips)
 
     def run(self) -> None:
         """Train until version `steps`, or until SIGTERM; either way a checkpoint holds what was trained."""
@@ -78,12 +78,12 @@ class TrainingLoop:
     def _take_over(self) -> None:
         resume = self.coordinator.resume(self.version)
         self.epoch, self.head_version, self.saved = resume.epoch, resume.head_version, self.version
-        self.outlet = WeightOutlet(self.policy, self.config, self.coordinator, self.epoch)
+        self.outlet = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
         self.diary.joined(self.epoch, self.version, self.head_version)
         self._publish()
         self.diary.phases.reset()
 
-    def _complete(self, made: Made) -> None:
+    def _complete(self, made: StepOutcome) -> None:
         self.version += 1
         self.stepped = True
         self._publish()
@@ -127,7 +127,7 @@ class TrainingLoop:
     def _evaluations(self) -> list[Evaluation]:
         return self.coordinator.evaluations() if self.config.trainer.checkpoint.keep_best else []
 
-    def _write(self, made: Made) -> None:
+    def _write(self, made: StepOutcome) -> None:
         seconds, peak_flops = self.diary.phases.seconds, self.peak_flops
         self.diary.step(step_row(made.batch, made.result, lr=made.lr, seconds=seconds, peak_flops=peak_flops))
         self.diary.phases.reset()

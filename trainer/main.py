@@ -50,12 +50,12 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     from trainer.loop import TrainingLoop
     from trainer.model.policy import load_policy
     from trainer.model.reference import load_reference
-    from trainer.run_logger import Diary
+    from trainer.run_logger import TrainerLogger
 
     check_objective(config.trainer.objective)
     longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s, config.trainer.checkpoint.timeout_s)
     start_ranks(config.trainer, platform, config.seed, longest_wait_s)
-    diary = Diary(config)
+    diary = TrainerLogger(config)
     policy = load_policy(config, model, platform)
     reference = load_reference(config, policy, model, platform)
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)

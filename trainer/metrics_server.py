@@ -7,7 +7,7 @@ trained it, is named `async_grpo_run_*`.
 
 /metrics, /healthz and /readyz of the trainer: one thread beside the training, on rank 0.
 
-    Diary --Progress--> Exposition (thread, uvicorn) <--GET-- Prometheus, health checks
+    TrainerLogger --Progress--> MetricsServer (thread, uvicorn) <--GET-- Prometheus, health checks
                             |
                             +--stats, at most once a second--> buffer, over a connection of its own
 
@@ -36,7 +36,7 @@ from starlette.routing import Route
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.timeline import START
 from async_grpo.utils.http_server import HttpServer, address_of, listen
-from buffer import RecentStats, RedisBuffer, attach
+from buffer import CachedStats, RedisBuffer, attach
 from buffer.stats import BufferStats
 from trainer.step.results import PHASES
 
@@ -54,7 +54,7 @@ LATEST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainerProgress:
     """What this process has done so far."""
 
     ready: bool = False
@@ -73,15 +73,15 @@ class Progress:
     latest: Mapping[str, Any] = field(default_factory=dict)
     """The row of the last step."""
 
-    def joined(self, epoch: int, version: int) -> Progress:
+    def joined(self, epoch: int, version: int) -> TrainerProgress:
         """It has taken over the run, at `version`."""
         return replace(self, epoch=epoch, version=version)
 
-    def serving(self) -> Progress:
+    def serving(self) -> TrainerProgress:
         """The weights of its version are out."""
         return replace(self, ready=True)
 
-    def after(self, row: Mapping[str, Any]) -> Progress:
+    def after(self, row: Mapping[str, Any]) -> TrainerProgress:
         """One more step, as `step_row` describes it."""
         spent = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
         return replace(
@@ -103,7 +103,7 @@ class TrainerCollector(Collector):
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self.progress = Progress()
+        self.progress = TrainerProgress()
         self.stats: BufferStats | None = None
         """None if the buffer did not answer."""
 
@@ -125,7 +125,7 @@ class TrainerCollector(Collector):
         yield from _of_groups(self.stats)
 
 
-def _of_steps(progress: Progress, group_size: int) -> Iterable[Metric]:
+def _of_steps(progress: TrainerProgress, group_size: int) -> Iterable[Metric]:
     yield _count("steps", "Made by this process, skipped ones too", progress.steps)
     yield _count("skipped_steps", "Whose loss or gradient was not finite", progress.skipped)
     yield _count("replayed_steps", "Made once more after a crash", progress.replayed)
@@ -171,7 +171,7 @@ CLOSE_S = 5.0
 log = structlog.get_logger()
 
 
-class Exposition:
+class MetricsServer:
     """`open`, then `joined`, `serving` and `step` as the training goes on, then `close`. No call raises or waits for a
     client."""
 
@@ -233,14 +233,14 @@ class _Pages:
     """What is answered. `progress` is set by the training's thread and read by that of the pages."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.progress = Progress()
+        self.progress = TrainerProgress()
         self._config = config
         self._collector = TrainerCollector(config)
         self._registry = CollectorRegistry()
         self._registry.register(self._collector)
         ProcessCollector(registry=self._registry)
         self._buffer: RedisBuffer | None = None
-        self._recent = RecentStats()
+        self._recent = CachedStats()
 
     def app(self) -> Starlette:
         """The routes; they need no key and tell no text."""

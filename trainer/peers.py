@@ -101,7 +101,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 M = TypeVar("M", bound=Message)
 
 
-class Line:
+class PeerConnection:
     """One end. `peer` names the other one in errors: `node 1 (10.0.0.6)`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
@@ -158,7 +158,7 @@ class StoppedEarly(Exception):
 class Peers:
     """The nodes at the other ends of this one's lines; none for a node that is alone."""
 
-    def __init__(self, lines: Iterable[Line], silence_s: float) -> None:
+    def __init__(self, lines: Iterable[PeerConnection], silence_s: float) -> None:
         self.stop_asked = asyncio.Event()
         """One of them wants the trainer to stop."""
         self._lines = list(lines)
@@ -201,7 +201,7 @@ class Peers:
         """Until all have ended, however they did, but no longer than that."""
         await asyncio.wait(self._following, timeout=timeout_s)
 
-    async def _follow(self, line: Line) -> None:
+    async def _follow(self, line: PeerConnection) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._silence_s):

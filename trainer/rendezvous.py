@@ -30,7 +30,7 @@ import yaml
 from async_grpo.config.load import differing_keys
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, WaitTimeout, WireError
-from trainer.peers import Busy, Ended, Hello, Line, Look, Refused, Seen, Start
+from trainer.peers import Busy, Ended, Hello, Look, PeerConnection, Refused, Seen, Start
 
 _ENDS_BYTES = 1 << 20
 
@@ -147,7 +147,7 @@ class Host:
     """Node 0: who has come."""
 
     invitation: Invitation
-    lines: dict[int, Line] = field(default_factory=dict)
+    lines: dict[int, PeerConnection] = field(default_factory=dict)
     """By rank of the node."""
     again: asyncio.Event = field(default_factory=asyncio.Event)
     """A node that had come has been started again."""
@@ -159,7 +159,7 @@ class Host:
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody connects: taken in, or told why not and hung up on."""
         address = writer.get_extra_info("peername")[0]
-        line = Line(reader, writer, f"somebody at {address}")
+        line = PeerConnection(reader, writer, f"somebody at {address}")
         stays = False
         try:
             async with asyncio.timeout(HELLO_S):
@@ -174,7 +174,7 @@ class Host:
             if not stays:
                 await line.close()
 
-    async def _takes_in(self, line: Line, hello: Hello) -> bool:
+    async def _takes_in(self, line: PeerConnection, hello: Hello) -> bool:
         """Whether it is one of us; else it has been told why not."""
         reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
         if reason is not None:
@@ -194,7 +194,7 @@ class Host:
             await earlier_life.close()
         return True
 
-    def _turn_away(self, line: Line, reason: str) -> None:
+    def _turn_away(self, line: PeerConnection, reason: str) -> None:
         log.warning("a node is turned away", node=line.peer, reason=reason)
         self.turned_away = f"{line.peer} was turned away: {reason}"
 
@@ -214,7 +214,7 @@ class Host:
                 line.send(Look(name=name))
             await asyncio.gather(*(self._check_folder(line) for line in self.lines.values()))
 
-    async def _check_folder(self, line: Line) -> None:
+    async def _check_folder(self, line: PeerConnection) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 seen = await line.expect(Seen)
@@ -260,7 +260,7 @@ async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
         await host.close()
 
 
-async def join(invitation: Invitation) -> Line:
+async def join(invitation: Invitation) -> PeerConnection:
     """Any other node, with the line to node 0 on which `Start` has come. Raises WaitTimeout, ConfigError, NodeLost, and
     WireError for a node 0 of another release; no line is open then."""
     timeout_s = invitation.where.timeout_s
@@ -290,15 +290,15 @@ def listen(address: str, port: int) -> socket.socket:
         ) from None
 
 
-async def _call(invitation: Invitation) -> Line:
+async def _call(invitation: Invitation) -> PeerConnection:
     async with asyncio.timeout(HELLO_S):
         reader, writer = await asyncio.open_connection(invitation.address, invitation.where.port)
-    line = Line(reader, writer, f"node 0 ({invitation.address})")
+    line = PeerConnection(reader, writer, f"node 0 ({invitation.address})")
     line.send(invitation.hello)
     return line
 
 
-async def _begins(line: Line, invitation: Invitation) -> bool:
+async def _begins(line: PeerConnection, invitation: Invitation) -> bool:
     """Whether the training starts; if not, the line is closed. Raises ConfigError, NodeLost, WireError."""
     begins = False
     try:
@@ -309,7 +309,7 @@ async def _begins(line: Line, invitation: Invitation) -> bool:
             await line.close()
 
 
-async def _starts(line: Line, invitation: Invitation) -> bool:
+async def _starts(line: PeerConnection, invitation: Invitation) -> bool:
     """Whether `Start` has come; False if node 0 is to be asked again. Raises ConfigError, NodeLost, WireError."""
     with contextlib.ExitStack() as files:
         while True:

@@ -8,15 +8,15 @@ from typing import Any
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.logging import configure_logging
-from async_grpo.telemetry.timeline import Phases, Timeline
-from async_grpo.telemetry.trackers.tensorboard import ScalarWriter
+from async_grpo.telemetry.timeline import PhaseTimer, Timeline
+from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
 from trainer.distributed import is_leader
-from trainer.metrics_server import Exposition
+from trainer.metrics_server import MetricsServer
 
 ROLE = "trainer"
 
 
-class Diary:
+class TrainerLogger:
     """Rank 0 writes; on the other ranks every call does nothing, and only phases are timed."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -25,12 +25,12 @@ class Diary:
         if self._leads:
             self._log = configure_logging(ROLE)
             self._rows = JsonLines(config.run_dir / "metrics.jsonl")
-            self._scalars = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
+            self._scalars = TensorBoardTracker(config.run_dir, config.telemetry.tensorboard)
             self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
-            self._exposition = Exposition(config)
+            self._exposition = MetricsServer(config)
             if address := self._exposition.open():
                 self._log.info("http", address=address)
-        self.phases = Phases(self._timeline)
+        self.phases = PhaseTimer(self._timeline)
 
     def step(self, row: dict[str, Any]) -> None:
         """A finished step."""

@@ -14,24 +14,24 @@ from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
 from async_grpo.weights.manifest import layout_of
-from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq import ZmqWeightSender
 from trainer.coordinator import Coordinator
 from trainer.distributed import is_leader
 from trainer.model.policy import Policy
 from trainer.model.weight_map import model_tensors
 
 
-class WeightOutlet:
+class WeightExporter:
     """Publishes versions of one epoch; the servers learn its address with the first of them."""
 
     def __init__(self, policy: Policy, config: RunConfig, coordinator: Coordinator, epoch: int) -> None:
         self._policy = policy
         self._coordinator = coordinator
         self._announced = False
-        self._publisher: WeightPublisher | None = None
+        self._publisher: ZmqWeightSender | None = None
         if is_leader():
             layout = layout_of(_tensor_kinds(policy.hf, policy.dtype))
-            self._publisher = WeightPublisher(layout, config.local_name, epoch, config.weights)
+            self._publisher = ZmqWeightSender(layout, config.local_name, epoch, config.weights)
 
     def publish(self, version: int) -> None:
         """Weights first, then the version that tickets carry: no ticket asks for weights that are not there."""

@@ -27,7 +27,7 @@ from rollout_server.engines.base import GenerationRequest, Sampler
 from rollout_server.http.detokenizer import TextStream
 
 
-class Wording(Protocol):
+class ChatPrompt(Protocol):
     """`remembers`: whether the messages before the question are part of what the policy reads."""
 
     remembers: bool
@@ -38,7 +38,7 @@ class Wording(Protocol):
         ...
 
 
-class Plain:
+class PlainPrompt:
     """`data.template` around the question, as for generated problems and JSON-lines files."""
 
     remembers = False
@@ -53,7 +53,7 @@ class Plain:
         return text, list(self._tokenizer.encode(text))
 
 
-class Templated:
+class TemplatePrompt:
     """A template of `async-grpo prepare`: raw, qwen_r1, chat or a Jinja file."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, system: str) -> None:
@@ -71,17 +71,17 @@ class Templated:
         return text, encode_one(self._tokenizer, text, special_tokens=self._template.special_tokens)
 
 
-def wording_of(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", system: str = "") -> Wording:
+def wording_of(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", system: str = "") -> ChatPrompt:
     """`template`, or else what the run's data have. Raises ConfigError, DataError."""
     if template:
-        return Templated(template, tokenizer, system)
+        return TemplatePrompt(template, tokenizer, system)
     path = config.data.path
     if path is None or not path.is_dir():
         if system:
             raise ConfigError(
                 "--system goes with --template chat, or with a file of your own: data.template has no place"
             )
-        return Plain(config.data.template, tokenizer)
+        return PlainPrompt(config.data.template, tokenizer)
     recipe = open_prepared(path).manifest.recipe
     name = str(recipe.get("template", "raw"))
     if name not in BUILTIN:
@@ -89,7 +89,7 @@ def wording_of(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", s
             f"{path} was prepared with a template of your own, {name!r}, whose text is not kept. Name the file: "
             "--template FILE"
         )
-    return Templated(name, tokenizer, system or str(recipe.get("system", "")))
+    return TemplatePrompt(name, tokenizer, system or str(recipe.get("system", "")))
 
 
 @dataclass
@@ -108,10 +108,10 @@ class Reply:
         return sum(self.tokens_by_version.values())
 
 
-class Conversation:
+class ChatSession:
     """`async for text in talk.ask(question)`; then `talk.last` says what is to be said of the reply."""
 
-    def __init__(self, config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, wording: Wording) -> None:
+    def __init__(self, config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, wording: ChatPrompt) -> None:
         self._longest = config.rollout.vllm.max_model_len
         self._sampler = sampler
         self._tokenizer = tokenizer

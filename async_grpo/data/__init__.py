@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from async_grpo.config import RunConfig
+from async_grpo.config.schema import RunConfig
 from async_grpo.data.base import TaskSource
 from async_grpo.data.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from async_grpo.config import RunConfig
 from async_grpo.wire import Task, tokens_to_bytes
 
 
-class Unusable(Exception):
+class RejectedRow(Exception):
     """A row that is not taken. `reason` is for counting, the text says what it was."""
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.config.data import DataConfig
-from async_grpo.data.base import Unusable, make_task, prompt_limit
+from async_grpo.data.base import RejectedRow, make_task, prompt_limit
 from async_grpo.data.prepare.formats import FieldMap, Rejections, example_of
 from async_grpo.data.prepare.readers import RawRow, kind_of, read_lines
-from async_grpo.data.shuffle import Passes
-from async_grpo.data.tokenizer import Encoder, Tokenizer, check_characters
+from async_grpo.data.shuffle import ShuffledPasses
+from async_grpo.data.tokenizer import BatchTokenizer, Tokenizer, check_characters
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
 
@@ -26,7 +26,7 @@ ALSO_HELD_OUT, ALSO_TRAINED_ON = "also held out", "also trained on"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JsonlRow:
     """A usable line of a file, prompt in its template."""
 
     file: Path
@@ -39,7 +39,7 @@ class Row:
 class Prompt:
     """A row whose prompt has been tokenized, and is not too long."""
 
-    row: Row
+    row: JsonlRow
     tokens: list[int]
 
 
@@ -55,7 +55,7 @@ class JsonlSource:
         self.dropped = Rejections()
         data, wanted = config.data, config.eval.prompts
         assert data.path is not None
-        encoder = Encoder(tokenizer, special_tokens=True, longest=prompt_limit(config))
+        encoder = BatchTokenizer(tokenizer, special_tokens=True, longest=prompt_limit(config))
         rows = self._usable(data.path, data, encoder)
         if data.eval_path is not None:
             held_out = self._usable(data.eval_path, data, encoder)[:wanted]
@@ -66,7 +66,7 @@ class JsonlSource:
         held_out = held_out[:kept] + self._without(held_out[kept:], self._rows, ALSO_TRAINED_ON)
         self._held_out = [self._task(index, prompt) for index, prompt in enumerate(held_out)]
         _check_not_empty(data, len(self._rows), len(held_out), wanted, self.dropped)
-        self._passes = Passes(len(self._rows), seed=config.seed, shuffle=data.shuffle)
+        self._passes = ShuffledPasses(len(self._rows), seed=config.seed, shuffle=data.shuffle)
 
     def task(self, index: int) -> Task:
         """The task at this position of the stream."""
@@ -81,12 +81,12 @@ class JsonlSource:
         """Rows in one pass."""
         return len(self._rows)
 
-    def _usable(self, path: Path, data: DataConfig, encoder: Encoder) -> list[Prompt]:
+    def _usable(self, path: Path, data: DataConfig, encoder: BatchTokenizer) -> list[Prompt]:
         prompts = []
         for row in usable_rows(path, data, self.dropped):
             try:
                 prompts.append(Prompt(row, encoder.prompt(row.prompt)))
-            except Unusable as why:
+            except RejectedRow as why:
                 self.dropped.add(path, row.line, why)
         return prompts
 
@@ -95,7 +95,7 @@ class JsonlSource:
         texts = {other.row.prompt for other in others}
         for prompt in prompts:
             if prompt.row.prompt in texts:
-                self.dropped.add(prompt.row.file, prompt.row.line, Unusable(reason))
+                self.dropped.add(prompt.row.file, prompt.row.line, RejectedRow(reason))
         return [prompt for prompt in prompts if prompt.row.prompt not in texts]
 
     @staticmethod
@@ -104,7 +104,7 @@ class JsonlSource:
         return make_task(index, row.prompt, prompt.tokens, row.answer, {"line": str(row.line)})
 
 
-def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[Row]:
+def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[JsonlRow]:
     """Every row with a prompt and a reference; the others are counted. Raises DataError for a file that is no JSON
     lines, and for a row without one of the fields."""
     _check_kind(path, data)
@@ -112,7 +112,7 @@ def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[R
     for raw in read_lines(path):
         try:
             yield _row(path, raw, where, data)
-        except Unusable as why:
+        except RejectedRow as why:
             if why.reason == "field missing":
                 raise DataError(
                     f"{path}, line {raw.line}: {why}. Set data.prompt_field ({data.prompt_field!r}) and "
@@ -135,16 +135,18 @@ def check_rows(config: RunConfig) -> Rejections:
     return dropped
 
 
-def _row(path: Path, raw: RawRow, where: FieldMap, data: DataConfig) -> Row:
-    """Raises Unusable."""
+def _row(path: Path, raw: RawRow, where: FieldMap, data: DataConfig) -> JsonlRow:
+    """Raises RejectedRow."""
     if raw.problem:
-        raise Unusable("not a row", raw.problem)
+        raise RejectedRow("not a row", raw.problem)
     example = example_of(raw.fields, where)
     if len(example.chat) > 1:
-        raise Unusable("not a text", f"the field {where.prompt!r} is a conversation, which `async-grpo prepare` takes")
+        raise RejectedRow(
+            "not a text", f"the field {where.prompt!r} is a conversation, which `async-grpo prepare` takes"
+        )
     prompt = data.template.replace("{prompt}", example.question)
     check_characters(prompt, data.max_prompt_tokens)
-    return Row(path, raw.line, prompt, example.answer)
+    return JsonlRow(path, raw.line, prompt, example.answer)
 
 
 def _check_kind(path: Path, data: DataConfig) -> None:

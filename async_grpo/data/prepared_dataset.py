@@ -53,7 +53,7 @@ class FileFacts(msgspec.Struct, frozen=True):
     """xxh3 of 128 bits, in hexadecimal digits."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class DatasetManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`prepared.json`."""
 
     magic: str
@@ -128,7 +128,7 @@ class SplitWriter:
         self._files["index"].write(_PAIR.pack(self._tokens, self._bytes))
 
 
-class Split:
+class DatasetSplit:
     """Rows of one split, mapped into memory: what is not being read takes none of it."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -169,9 +169,9 @@ def remove_split(folder: Path, name: str) -> None:
 class PreparedSet:
     """A prepared folder that has been proved."""
 
-    manifest: Manifest
-    train: Split
-    held_out: Split
+    manifest: DatasetManifest
+    train: DatasetSplit
+    held_out: DatasetSplit
 
     def close(self) -> None:
         """Give the mappings back."""
@@ -184,13 +184,13 @@ def open_prepared(folder: Path) -> PreparedSet:
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         _check_file(folder / name, facts)
-    train, held_out = (Split(folder, name) for name in (TRAIN, HELD_OUT))
+    train, held_out = (DatasetSplit(folder, name) for name in (TRAIN, HELD_OUT))
     if (len(train), len(held_out)) != (manifest.rows[TRAIN], manifest.rows[HELD_OUT]):
         raise _damaged(folder / MANIFEST, f"it counts {manifest.rows}, the files {len(train)} and {len(held_out)} rows")
     return PreparedSet(manifest, train, held_out)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DatasetManifest:
     """`prepared.json`, checked. Raises DataError."""
     path = folder / MANIFEST
     try:
@@ -208,7 +208,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} is {head.get('magic')!r} of format {head.get('format')!r}; this version reads {MAGIC!r} of "
                 f"format {FORMAT}. Prepare the data again with this version"
             )
-        manifest = msgspec.convert(head, Manifest)
+        manifest = msgspec.convert(head, DatasetManifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     expected = {f"{split}.{part}" for split in (TRAIN, HELD_OUT) for part in _PARTS}
@@ -217,7 +217,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
     """Last of all files."""
     with (folder / MANIFEST).open("xb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")

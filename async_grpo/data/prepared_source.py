@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PLAIN_TEMPLATE, DataConfig
 from async_grpo.data.base import prompt_limit
-from async_grpo.data.prepared_dataset import Manifest, PreparedSet, Split, open_prepared
-from async_grpo.data.shuffle import Passes
+from async_grpo.data.prepared_dataset import DatasetManifest, DatasetSplit, PreparedSet, open_prepared
+from async_grpo.data.shuffle import ShuffledPasses
 from async_grpo.data.tokenizer import Tokenizer, encode_one
 from async_grpo.errors import DataError
 from async_grpo.wire import Task, tokens_to_bytes
@@ -29,7 +29,7 @@ class PreparedSource:
         _check_tokenizer(config.data, self._set, tokenizer)
         held_out = min(len(self._set.held_out), config.eval.prompts)
         self._held_out = [_task(self._set.held_out, i, i) for i in range(held_out)]
-        self._passes = Passes(len(self._set.train), seed=config.seed, shuffle=config.data.shuffle)
+        self._passes = ShuffledPasses(len(self._set.train), seed=config.seed, shuffle=config.data.shuffle)
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -63,7 +63,7 @@ def open_folder(config: RunConfig) -> PreparedSet:
     return prepared
 
 
-def _task(split: Split, row: int, index: int) -> Task:
+def _task(split: DatasetSplit, row: int, index: int) -> Task:
     tokens, stored = split.row(row)
     return Task(
         index=index,
@@ -91,7 +91,7 @@ def _check_settled(data: DataConfig) -> None:
         )
 
 
-def _check_lengths(config: RunConfig, manifest: Manifest) -> None:
+def _check_lengths(config: RunConfig, manifest: DatasetManifest) -> None:
     limit, longest = prompt_limit(config), manifest.longest_prompt_tokens
     if longest > limit:
         raise DataError(

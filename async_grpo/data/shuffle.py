@@ -52,7 +52,7 @@ class Permutation:
         return left << self._half_bits | right
 
 
-class Passes:
+class ShuffledPasses:
     """Position in the stream -> row. Deterministic by seed; a pass is a permutation of the rows."""
 
     def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:

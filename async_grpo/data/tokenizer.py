@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from async_grpo.data.base import Unusable
+from async_grpo.data.base import RejectedRow
 from async_grpo.errors import ConfigError
 
 _MOST_CHARACTERS = 256
 """Of a token, on average. Longer tokens are white space."""
 
 
-class Encoder:
+class BatchTokenizer:
     """The ids that `tokenizer.encode` gives, by the batch; a fast tokenizer then uses every core.
 
     `special_tokens`: whether the tokenizer adds its own (a chat template has written them already).
@@ -29,8 +29,8 @@ class Encoder:
             self._backend.no_truncation()
             self._backend.no_padding()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int] | Unusable]:
-        """Token ids of every text, in order; Unusable for one that the tokenizer refuses."""
+    def encode(self, texts: Sequence[str]) -> list[list[int] | RejectedRow]:
+        """Token ids of every text, in order; RejectedRow for one that the tokenizer refuses."""
         if self._backend is not None:
             try:
                 encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
@@ -40,33 +40,33 @@ class Encoder:
         return [self._encode(text) for text in texts]
 
     def prompt(self, text: str) -> list[int]:
-        """Token ids of one text that is a prompt. Raises Unusable."""
+        """Token ids of one text that is a prompt. Raises RejectedRow."""
         return self.fitting(self._encode(text))
 
-    def fitting(self, ids: list[int] | Unusable) -> list[int]:
-        """The ids, if they can be a prompt. Raises Unusable."""
-        if isinstance(ids, Unusable):
+    def fitting(self, ids: list[int] | RejectedRow) -> list[int]:
+        """The ids, if they can be a prompt. Raises RejectedRow."""
+        if isinstance(ids, RejectedRow):
             raise ids
         if not ids:
-            raise Unusable("prompt without tokens")
+            raise RejectedRow("prompt without tokens")
         if len(ids) > self._longest:
-            raise Unusable("prompt too long", f"{len(ids)} tokens, and {self._longest} is the most")
+            raise RejectedRow("prompt too long", f"{len(ids)} tokens, and {self._longest} is the most")
         return ids
 
-    def _encode(self, text: str) -> list[int] | Unusable:
+    def _encode(self, text: str) -> list[int] | RejectedRow:
         try:
             if self._backend is not None:
                 return list(self._backend.encode(text, add_special_tokens=self._special_tokens).ids)
             return encode_one(self._tokenizer, text, special_tokens=self._special_tokens)
         except Exception as error:  # whatever a tokenizer raises for a text that it does not know
-            return Unusable("refused by the tokenizer", f"{type(error).__name__}: {str(error)[:200]}")
+            return RejectedRow("refused by the tokenizer", f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def check_characters(prompt: str, max_prompt_tokens: int) -> None:
-    """Raise Unusable for a prompt that is too long whatever the tokenizer: to count the tokens of 16 MiB takes half a
-    minute."""
+    """Raise RejectedRow for a prompt that is too long whatever the tokenizer: to count the tokens of 16 MiB takes half
+    a minute."""
     if len(prompt) > (most := max_prompt_tokens * _MOST_CHARACTERS):
-        raise Unusable("prompt too long", f"{len(prompt)} characters, and {most} is the most that is tokenized")
+        raise RejectedRow("prompt too long", f"{len(prompt)} characters, and {most} is the most that is tokenized")
 
 
 def encode_one(tokenizer: Tokenizer, text: str, *, special_tokens: bool) -> list[int]:

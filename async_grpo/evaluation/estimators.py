@@ -77,7 +77,7 @@ def _ratio(total: float, count: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Grade:
+class GradedAnswer:
     """One completion: its score, None if it could not be judged, and the answer in it, None if it gives none, or if
     looking for it failed (`unextracted`)."""
 
@@ -90,8 +90,8 @@ class Grade:
 class GradedPrompt:
     """All completions of one held-out prompt. `source` says where the prompt is from, "" if the data do not."""
 
-    sampled: Sequence[Grade]
-    greedy: Sequence[Grade] = ()
+    sampled: Sequence[GradedAnswer]
+    greedy: Sequence[GradedAnswer] = ()
     source: str = ""
 
 
@@ -109,7 +109,7 @@ def pass_at(k: int, *, made: int, right: int) -> float:
     return 1.0 - math.comb(made - right, k) / math.comb(made, k)
 
 
-def majority(grades: Sequence[Grade], *, right_at: float) -> float:
+def majority(grades: Sequence[GradedAnswer], *, right_at: float) -> float:
     """How right the answer is that most completions give; 0 if none gives one.
 
     Votes are cast by completions that were judged and give an answer. Of several answers with the most votes one is
@@ -129,10 +129,10 @@ def majority(grades: Sequence[Grade], *, right_at: float) -> float:
     return math.fsum(right for answer, right in votes if answer in winners) / (most * len(winners))
 
 
-def ladder(samples: int) -> list[int]:
+def k_values(samples: int) -> list[int]:
     """The k for which pass@k is reported: powers of two below `samples`, and `samples`.
 
-    >>> [ladder(samples) for samples in (1, 4, 6)]
+    >>> [k_values(samples) for samples in (1, 4, 6)]
     [[1], [1, 2, 4], [1, 2, 4, 6]]
     """
     return [1 << power for power in range(samples.bit_length()) if 1 << power < samples] + [samples]

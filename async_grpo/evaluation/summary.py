@@ -11,8 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_grpo.evaluation.estimators import LEVEL, RESAMPLES, Grade, GradedPrompt, estimates, ladder, majority, pass_at
-from async_grpo.wire.board import Estimate, Figures
+from async_grpo.evaluation.estimators import (
+    LEVEL,
+    RESAMPLES,
+    GradedAnswer,
+    GradedPrompt,
+    estimates,
+    k_values,
+    majority,
+    pass_at,
+)
+from async_grpo.wire.board import Estimate, EvalMetrics
 
 MOST_SOURCES = 16
 
@@ -27,13 +36,13 @@ Observation = tuple[float, float]
 _NOTHING: Observation = (0.0, 0.0)
 
 
-def figures_of(prompts: Sequence[GradedPrompt], *, samples: int, right_at: float, votes: bool) -> Figures:
+def eval_metrics(prompts: Sequence[GradedPrompt], *, samples: int, right_at: float, votes: bool) -> EvalMetrics:
     """Mean score, pass@k, maj@k (if there are `votes`: the reward function gives answers) and greedy score.
 
     `samples`: completions asked of each prompt. Completions that could not be judged are left out; a prompt with
     fewer than k judged completions is left out of pass@k, one without any of all figures.
     """
-    ks = ladder(samples)
+    ks = k_values(samples)
     columns = [
         [_scores(prompt.sampled) for prompt in prompts],
         [_scores(prompt.greedy) for prompt in prompts],
@@ -43,7 +52,7 @@ def figures_of(prompts: Sequence[GradedPrompt], *, samples: int, right_at: float
     table_PF2 = np.array(columns, np.float64).reshape(len(columns), len(prompts), 2).transpose(1, 0, 2)
     mean, greedy, most, *passes = estimates(table_PF2[:, :, 0], table_PF2[:, :, 1])
     judged = [_judged(prompt.sampled) for prompt in prompts]
-    return Figures(
+    return EvalMetrics(
         prompts=sum(count > 0 for count in judged),
         completions=sum(judged),
         unjudged=sum(len(prompt.sampled) for prompt in prompts) - sum(judged),
@@ -57,7 +66,7 @@ def figures_of(prompts: Sequence[GradedPrompt], *, samples: int, right_at: float
 
 def figures_by_source(
     prompts: Sequence[GradedPrompt], *, samples: int, right_at: float, votes: bool
-) -> dict[str, Figures]:
+) -> dict[str, EvalMetrics]:
     """The same of every source, if there is more than one; of many the largest, and the rest as one."""
     sizes = Counter(prompt.source for prompt in prompts)
     if len(sizes) < 2:
@@ -69,11 +78,11 @@ def figures_by_source(
     for prompt in prompts:
         parts.setdefault(prompt.source if prompt.source in shown else OTHERS, []).append(prompt)
     return {
-        source: figures_of(parts[source], samples=samples, right_at=right_at, votes=votes) for source in sorted(parts)
+        source: eval_metrics(parts[source], samples=samples, right_at=right_at, votes=votes) for source in sorted(parts)
     }
 
 
-def _scores(grades: Sequence[Grade]) -> Observation:
+def _scores(grades: Sequence[GradedAnswer]) -> Observation:
     scores = [grade.score for grade in grades if grade.score is not None]
     return math.fsum(scores), float(len(scores))
 
@@ -88,7 +97,7 @@ def _pass_at(k: int, prompt: GradedPrompt, right_at: float) -> Observation:
     return (pass_at(k, made=made, right=right), 1.0) if made >= k else _NOTHING
 
 
-def _judged(grades: Sequence[Grade]) -> int:
+def _judged(grades: Sequence[GradedAnswer]) -> int:
     return sum(grade.score is not None for grade in grades)
 
 
@@ -98,7 +107,7 @@ INTERVALS = (
 )
 
 
-def rows_of(figures: Figures, samples: int) -> dict[str, Estimate]:
+def rows_of(figures: EvalMetrics, samples: int) -> dict[str, Estimate]:
     """Name -> estimate, in the order of a report; what is absent has no row."""
     rows = {
         f"mean@{samples}": figures.mean,

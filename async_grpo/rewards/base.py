@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from async_grpo.wire import Sample, Task
 
 
-class Item(NamedTuple):
+class RewardInput(NamedTuple):
     """One completion with the task that it answers."""
 
     completion: str
@@ -45,7 +45,7 @@ class Item(NamedTuple):
         return cls(sample.text, task.answer, task.prompt, task.metadata, answered)
 
 
-DRY_ITEM = Item("<think>0 + 1 = 1</think><answer>1</answer>", "1", "0 + 1 = ?")
+DRY_ITEM = RewardInput("<think>0 + 1 = 1</think><answer>1</answer>", "1", "0 + 1 = ?")
 """What every reward function of a user is tried on before anything starts."""
 
 
@@ -88,18 +88,18 @@ FailureKind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RewardFailure:
     """Why one reward has no score; `reason` is for people, `kind` for counting."""
 
     kind: FailureKind
     reason: str
 
 
-Outcome = float | Failure
+Outcome = float | RewardFailure
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RewardResult:
     """`reward` is the weighted sum of `scores`, or None: then the sample is masked, never scored 0.
 
     `failures` has every reward that failed, by name, also those that are not required;
@@ -108,36 +108,38 @@ class Verdict:
 
     scores: dict[str, float] = field(default_factory=dict)
     reward: float | None = None
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failures: dict[str, RewardFailure] = field(default_factory=dict)
     failure: FailureKind | Literal[""] = ""
     reason: str = ""
 
 
-def unverifiable(kind: FailureKind, reason: str, *, name: str = "reward") -> Verdict:
+def unverifiable(kind: FailureKind, reason: str, *, name: str = "reward") -> RewardResult:
     """No judgement, because of one failure."""
-    return Verdict(failures={name: Failure(kind, reason)}, failure=kind, reason=reason)
+    return RewardResult(failures={name: RewardFailure(kind, reason)}, failure=kind, reason=reason)
 
 
-def verdict_of(outcomes: Mapping[str, Outcome], functions: Sequence[RewardConfig]) -> Verdict:
+def verdict_of(outcomes: Mapping[str, Outcome], functions: Sequence[RewardConfig]) -> RewardResult:
     """sum of weight * score over all rewards that have one, unless a required one has none."""
-    scores = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failure)}
-    failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    scores = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, RewardFailure)}
+    failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RewardFailure)}
     for function in functions:
         if function.required and function.name in failures:
             failure = failures[function.name]
-            return Verdict(scores, None, failures, failure.kind, f"{function.name}: {failure.reason}")
+            return RewardResult(scores, None, failures, failure.kind, f"{function.name}: {failure.reason}")
     reward = math.fsum(function.weight * scores[function.name] for function in functions if function.name in scores)
     if not math.isfinite(reward):
-        total = Failure("bad_value", f"the weighted sum of {scores} is {reward}. Lower the weights")
-        return Verdict(scores, None, {**failures, "sum": total}, total.kind, total.reason)
-    return Verdict(scores, reward, failures)
+        total = RewardFailure("bad_value", f"the weighted sum of {scores} is {reward}. Lower the weights")
+        return RewardResult(scores, None, {**failures, "sum": total}, total.kind, total.reason)
+    return RewardResult(scores, reward, failures)
 
 
 CUT = "length"
 """Finish reason of a completion that reached max_tokens."""
 
 
-def with_length(verdict: Verdict, rule: RewardsConfig, *, length: int, finish_reason: str, max_tokens: int) -> Verdict:
+def with_length(
+    verdict: RewardResult, rule: RewardsConfig, *, length: int, finish_reason: str, max_tokens: int
+) -> RewardResult:
     """The verdict on a completion of `length` tokens once the rule for length is applied.
 
     A sample that is unverifiable already stays so, for its own reason.
@@ -164,7 +166,7 @@ def soft_punishment(length: int, *, max_tokens: int, last: int, factor: float) -
     return 0.0 if exceed == 0 else -factor * exceed / last
 
 
-def _masked(verdict: Verdict, max_tokens: int) -> Verdict:
+def _masked(verdict: RewardResult, max_tokens: int) -> RewardResult:
     cut = unverifiable(
         "overlong", f"the completion was cut at {max_tokens} tokens. Raise sampling.max_tokens", name=OVERLONG
     )

@@ -22,7 +22,7 @@ import msgspec
 
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Failure, Item, Outcome, as_score
+from async_grpo.rewards.base import Outcome, RewardFailure, RewardInput, as_score
 
 _WORTH_ANOTHER_TRY = frozenset({408, 425, 429, *range(500, 600)})
 _READ_BYTES = 16 << 10
@@ -40,7 +40,7 @@ class HttpJudge:
         self._random = random.Random()
         self._session: aiohttp.ClientSession | None = None
 
-    async def judge(self, item: Item) -> dict[str, Outcome]:
+    async def judge(self, item: RewardInput) -> dict[str, Outcome]:
         """The score, or what kept it from coming in the last attempt."""
         async with self._room:
             for attempt in range(self._config.retries + 1):
@@ -56,22 +56,24 @@ class HttpJudge:
         if self._session is not None:
             await self._session.close()
 
-    async def _attempt(self, item: Item) -> tuple[Outcome, bool]:
+    async def _attempt(self, item: RewardInput) -> tuple[Outcome, bool]:
         """The outcome, and whether another attempt may do better."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status, reply = await self._post(item)
         except TimeoutError:
-            return Failure("http_timeout", f"no reply within {self._config.timeout_s:g} s"), True
+            return RewardFailure("http_timeout", f"no reply within {self._config.timeout_s:g} s"), True
         except (aiohttp.ClientError, OSError) as error:
-            return Failure("http_connection", f"the judge cannot be reached: {type(error).__name__}"), True
+            return RewardFailure("http_connection", f"the judge cannot be reached: {type(error).__name__}"), True
         if status != 200:
-            return Failure("http_status", f"the judge answered with status {status}"), status in _WORTH_ANOTHER_TRY
+            return RewardFailure(
+                "http_status", f"the judge answered with status {status}"
+            ), status in _WORTH_ANOTHER_TRY
         if len(reply) > self._config.max_reply_bytes:
-            return Failure("http_bad_reply", f"the reply is above {self._config.max_reply_bytes} bytes"), False
+            return RewardFailure("http_bad_reply", f"the reply is above {self._config.max_reply_bytes} bytes"), False
         return score_of(reply, self._config.score_pointer), False
 
-    async def _post(self, item: Item) -> tuple[int, bytes]:
+    async def _post(self, item: RewardInput) -> tuple[int, bytes]:
         """Status and body; of a body that is too large, or of an error, no more than shows that."""
         body = msgspec.json.encode({**self._config.extra, **item._asdict()})
         headers = {"Content-Type": "application/json", **self._headers}
@@ -106,15 +108,15 @@ def score_of(reply: bytes, pointer: str) -> Outcome:
     try:
         value = look_up(msgspec.json.decode(reply), pointer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Failure("http_bad_reply", f"the reply is no JSON: {error}")
+        return RewardFailure("http_bad_reply", f"the reply is no JSON: {error}")
     except LookupError as error:
-        return Failure("http_bad_reply", f"the reply has nothing at {pointer!r}: {error}")
+        return RewardFailure("http_bad_reply", f"the reply has nothing at {pointer!r}: {error}")
     if value is None:
-        return Failure("none", "the judge answered null")
+        return RewardFailure("none", "the judge answered null")
     try:
         return as_score(value)
     except ValueError as error:
-        return Failure("http_bad_reply", f"the reply has no score at {pointer!r}: {error}")
+        return RewardFailure("http_bad_reply", f"the reply has no score at {pointer!r}: {error}")
 
 
 def look_up(document: Any, pointer: str) -> Any:

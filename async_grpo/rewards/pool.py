@@ -23,11 +23,11 @@ import structlog
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.base import DRY_ITEM, Failure, Item, Outcome, Verdict, verdict_of
+from async_grpo.rewards.base import DRY_ITEM, Outcome, RewardFailure, RewardInput, RewardResult, verdict_of
 from async_grpo.rewards.http_judge import HttpJudge
 from async_grpo.rewards.registry import BUILTIN, SIGNATURE, check_name
-from async_grpo.rewards.workers.client import WardenLink, worker_environment
-from async_grpo.rewards.workers.slot import Limits, WorkerSlot
+from async_grpo.rewards.workers.client import SupervisorClient, worker_environment
+from async_grpo.rewards.workers.slot import WorkerLimits, WorkerSlot
 
 T = TypeVar("T")
 
@@ -54,8 +54,8 @@ class RewardPool:
             check_name(name)
         environment = worker_environment(os.environ, rewards.environment)
         self._judges = {f.name: HttpJudge(f.name, f.http, os.environ) for f in rewards.functions if f.http is not None}
-        self._link = WardenLink(self._names, rewards.memory_bytes, environment)
-        limits = Limits(rewards.deadline_s, rewards.start_timeout_s, rewards.items_per_worker)
+        self._link = SupervisorClient(self._names, rewards.memory_bytes, environment)
+        limits = WorkerLimits(rewards.deadline_s, rewards.start_timeout_s, rewards.items_per_worker)
         self._slots = [
             WorkerSlot(self._link, self._names, limits) for _ in range(rewards.workers if self._names else 0)
         ]
@@ -93,7 +93,7 @@ class RewardPool:
         for slot in reversed(self._slots):  # the last in is the first out: the one that is warm
             self._free.put_nowait(slot)
 
-    async def judge(self, items: Sequence[Item]) -> list[Verdict]:
+    async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         """A verdict per item, in order. Never raises for what a verifier does.
 
         Raises WaitTimeout if the kernel does not end a process that was killed, and AsyncGrpoError once the
@@ -111,7 +111,7 @@ class RewardPool:
             return f"{name} is a judge behind HTTP, which gives a score and no answer"
         return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[str | Failure | None]:
+    async def extract(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
         """The answer in each completion, in order, as the reward function `name` finds it: None where there is none,
         and why where it failed. Raises as `judge`."""
         if self._closed:
@@ -136,7 +136,7 @@ class RewardPool:
         """Also a verifier of one's own may raise (that is how it says that it cannot judge), but it must be
         possible to call it, and what it returns must be a score."""
         for name, outcome in (await slot.judge(DRY_ITEM)).items():
-            if not isinstance(outcome, Failure):
+            if not isinstance(outcome, RewardFailure):
                 continue
             if outcome.kind in ("import", "start"):
                 raise ConfigError(outcome.reason)
@@ -147,7 +147,7 @@ class RewardPool:
                     f"{DRY_ITEM.answer!r}, and failed ({outcome.kind}): {outcome.reason}. It should be {SIGNATURE}"
                 )
 
-    async def _judge(self, item: Item) -> Verdict:
+    async def _judge(self, item: RewardInput) -> RewardResult:
         outcomes = await self._outcomes(item)
         verdict = verdict_of(outcomes, self._rewards.functions)
         self.judged += 1
@@ -155,14 +155,14 @@ class RewardPool:
             self._count(name, failure)
         return verdict
 
-    async def _outcomes(self, item: Item) -> dict[str, Outcome]:
+    async def _outcomes(self, item: RewardInput) -> dict[str, Outcome]:
         if not self._judges:
             return await self._in_process(item)
         requests = [judge.judge(item) for judge in self._judges.values()]
         parts = await _all([self._in_process(item), *requests])
         return {name: outcome for part in parts for name, outcome in part.items()}
 
-    async def _in_process(self, item: Item) -> dict[str, Outcome]:
+    async def _in_process(self, item: RewardInput) -> dict[str, Outcome]:
         if not self._slots:
             return {}
         slot = await self._free.get()
@@ -171,17 +171,17 @@ class RewardPool:
         finally:
             self._free.put_nowait(slot)
 
-    async def _extract(self, name: str, completion: str) -> str | Failure | None:
+    async def _extract(self, name: str, completion: str) -> str | RewardFailure | None:
         slot = await self._free.get()
         try:
             found = await slot.extract(completion, name)
         finally:
             self._free.put_nowait(slot)
-        if isinstance(found, Failure):
+        if isinstance(found, RewardFailure):
             self._count(name, found)
         return found
 
-    def _count(self, name: str, failure: Failure) -> None:
+    def _count(self, name: str, failure: RewardFailure) -> None:
         """Into the log at the 1st, 10th, 100th... time: a verifier that always fails must not fill a disk."""
         self.failures[name, failure.kind] += 1
         count = self.failures[name, failure.kind]

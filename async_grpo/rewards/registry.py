@@ -15,9 +15,9 @@ from typing import Any
 
 from async_grpo.errors import ConfigError
 from async_grpo.plugins import load_plugin
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 
-Judge = Callable[[Item], Any]
+Judge = Callable[[RewardInput], Any]
 """The score of an item, or an awaitable of it."""
 Extract = Callable[[str], Any]
 """The answer that a completion gives, as a text; None if it gives none."""
@@ -69,7 +69,7 @@ SIGNATURE = (
 _EXTRAS = ("prompt", "metadata", "tool_calls")
 
 
-def resolve_verifier(name: str) -> Judge:
+def load_verifier(name: str) -> Judge:
     """A built-in verifier, or `module:attribute` (on the Python path or in the working folder).
 
     Raises ConfigError that says what to change.

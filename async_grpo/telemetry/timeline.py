@@ -141,7 +141,7 @@ START, WAIT = "start", "wait"
 """Waiting for a batch: the first one of a process, while engines load; and every later one."""
 
 
-class Phases:
+class PhaseTimer:
     """Collects the durations of one step; `timeline` is None on ranks that write nothing."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:

@@ -79,12 +79,12 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
-def claim_ownership() -> None:
+def become_owner() -> None:
     """Called in the rollout server before it starts vLLM."""
     os.environ[OWNER] = f"{_here()} {os.getpid()}"
 
 
-def end_with_owner() -> None:
+def exit_with_owner() -> None:
     """Called in a worker: when the rollout server ends, however it ends, so does the engine; at once if it has ended
     already, while the engine was starting.
 

@@ -18,10 +18,10 @@ _INVISIBLE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Control, format (direction overrides), surrogate, private-use and unassigned characters; line separators."""
 
 
-def visible(text: str, limit: int | None = None) -> str:
+def escape_controls(text: str, limit: int | None = None) -> str:
     r"""One line in which every unsafe character is spelled out; longer text is cut, and says so.
 
-    >>> print(visible("a\x1b[2Jb\nc"))
+    >>> print(escape_controls("a\x1b[2Jb\nc"))
     a\x1b[2Jb\nc
     """
     shown = "".join(map(_spelled, text if limit is None else text[:limit]))

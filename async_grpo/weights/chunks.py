@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.weights.manifest import Layout, Manifest, item_bytes_of
+from async_grpo.weights.manifest import TensorLayout, WeightManifest, item_bytes_of
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
         return block[self.start : self.stop]
 
 
-def cut(layout: Layout, chunk_bytes: int) -> list[Chunk]:
+def cut(layout: TensorLayout, chunk_bytes: int) -> list[Chunk]:
     """Chunks of at most `chunk_bytes` that cover the block, each with items of one size.
 
     >>> from async_grpo.weights.manifest import layout_of
@@ -70,7 +70,7 @@ def pack_hashes(hashes: Sequence[int]) -> bytes:
     return np.asarray(hashes, _HASH_DTYPE).tobytes()
 
 
-def hashes_of(manifest: Manifest, chunks: Sequence[Chunk]) -> Hashes:
+def hashes_of(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
     """Raises WeightsCorrupt unless there is one for every chunk."""
     hashes = np.frombuffer(manifest.hashes, _HASH_DTYPE)
     if len(hashes) != len(chunks):
@@ -86,7 +86,7 @@ def digest(hashes: bytes) -> bytes:
     return xxhash.xxh3_128_digest(hashes)
 
 
-def _runs(layout: Layout) -> list[tuple[int, int, int]]:
+def _runs(layout: TensorLayout) -> list[tuple[int, int, int]]:
     """(start, stop, item bytes) of neighbouring tensors whose items have one size."""
     runs: list[tuple[int, int, int]] = []
     ends = [spec.offset for spec in layout.tensors[1:]] + [layout.total_bytes]
@@ -100,7 +100,12 @@ def _runs(layout: Layout) -> list[tuple[int, int, int]]:
 
 
 def changed_tensors(
-    layout: Layout, chunks: Sequence[Chunk], old_hashes: Hashes, new_hashes: Hashes, old: memoryview, new: memoryview
+    layout: TensorLayout,
+    chunks: Sequence[Chunk],
+    old_hashes: Hashes,
+    new_hashes: Hashes,
+    old: memoryview,
+    new: memoryview,
 ) -> list[bool]:
     """One flag a tensor, exact: the bytes decide where a chunk that changed holds several tensors."""
     differs = old_hashes != new_hashes

@@ -1,8 +1,8 @@
 """What one version of the weights looks like as bytes.
 
-- `Identity`    (epoch, version), ordered: a restarted trainer is newer whatever its version
-- `Layout`      where every tensor lies in one flat, 64-byte aligned block
-- `Manifest`    one version of that block: the hashes of its chunks, and what its patches build on
+- `WeightVersion`    (epoch, version), ordered: a restarted trainer is newer whatever its version
+- `TensorLayout`      where every tensor lies in one flat, 64-byte aligned block
+- `WeightManifest`    one version of that block: the hashes of its chunks, and what its patches build on
 
 Records are MessagePack maps with named fields; the plain `msgpack` package reads them. Dtypes are
 strings ("bfloat16", "float32"): nothing here knows torch.
@@ -39,7 +39,7 @@ DTYPE_BYTES = {
 }
 
 
-class Identity(NamedTuple):
+class WeightVersion(NamedTuple):
     """Which weights: compares by epoch first, then by version."""
 
     epoch: int
@@ -59,7 +59,7 @@ class TensorSpec(Record, frozen=True, kw_only=True, tag="tensor"):
     nbytes: int
 
 
-class Layout(Record, frozen=True, kw_only=True, tag="layout"):
+class TensorLayout(Record, frozen=True, kw_only=True, tag="layout"):
     """All tensors of the model, in the order in which they are loaded."""
 
     tensors: list[TensorSpec]
@@ -70,7 +70,7 @@ class Layout(Record, frozen=True, kw_only=True, tag="layout"):
         return {spec.name: spec for spec in self.tensors}
 
 
-class Base(Record, frozen=True, kw_only=True, tag="base"):
+class BaseVersion(Record, frozen=True, kw_only=True, tag="base"):
     """The version that patches build on; `digest` proves that a receiver holds exactly these bytes."""
 
     epoch: int
@@ -78,29 +78,29 @@ class Base(Record, frozen=True, kw_only=True, tag="base"):
     digest: bytes
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> WeightVersion:
         """(epoch, version)."""
-        return Identity(self.epoch, self.version)
+        return WeightVersion(self.epoch, self.version)
 
 
-class Manifest(Record, frozen=True, kw_only=True, tag="manifest"):
+class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
     """One version of the block, cut into chunks (`chunks.cut`). With a `base` there are patches for some chunks."""
 
     format: int = FORMAT
     epoch: int
     version: int
-    layout: Layout
+    layout: TensorLayout
     chunk_bytes: int
     hashes: bytes
     """xxh3_64 of every chunk, little-endian uint64."""
     key: bytes
     """Every request for a chunk of this version is signed with it (`messages.sign`)."""
-    base: Base | None = None
+    base: BaseVersion | None = None
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> WeightVersion:
         """(epoch, version)."""
-        return Identity(self.epoch, self.version)
+        return WeightVersion(self.epoch, self.version)
 
     @property
     def encoding(self) -> str:
@@ -120,7 +120,7 @@ class Manifest(Record, frozen=True, kw_only=True, tag="manifest"):
             raise WeightsCorrupt(f"the tensors of {self.identity} do not lie where their shapes put them.")
 
 
-def layout_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Layout:
+def layout_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> TensorLayout:
     """Layout of (name, dtype, shape) triples, in that order.
 
     >>> layout_of([("a", "bfloat16", [3]), ("b", "float32", [2, 2])]).total_bytes
@@ -136,7 +136,7 @@ def layout_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Layout:
         raise WeightsError("two tensors of the layout have the same name.")
     if not specs:
         raise WeightsError("a layout needs at least one tensor.")
-    return Layout(tensors=specs, total_bytes=offset)
+    return TensorLayout(tensors=specs, total_bytes=offset)
 
 
 def item_bytes_of(spec: TensorSpec) -> int:

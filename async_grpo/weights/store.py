@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import chunks
-from async_grpo.weights.manifest import FORMAT, Identity, Layout, TensorSpec
+from async_grpo.weights.manifest import FORMAT, TensorLayout, TensorSpec, WeightVersion
 from async_grpo.weights.shared_memory import PAGE, SHARED_MEMORY, allocate, page_up
 from async_grpo.wire import decode, encode
 from async_grpo.wire.records import Record
@@ -48,7 +48,7 @@ _SEQUENCE, _EPOCH, _VERSION, _COMMIT, _NOTES = range(5)
 _LOCK_RETRY_S = 0.0005
 
 
-class Notes(Record, frozen=True, kw_only=True, tag="notes"):
+class VersionNotes(Record, frozen=True, kw_only=True, tag="notes"):
     """Where a committed version came from. A receiver that is started again takes them over."""
 
     base: tuple[int, int] | None = None
@@ -61,13 +61,13 @@ class Notes(Record, frozen=True, kw_only=True, tag="notes"):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StoreSnapshot:
     """A look at one slot. `still_valid` says whether what was read since then is whole."""
 
-    identity: Identity
-    layout: Layout
+    identity: WeightVersion
+    layout: TensorLayout
     block: memoryview
-    notes: Notes
+    notes: VersionNotes
     _store: WeightStore
     _slot: int
     _sequence: int
@@ -82,9 +82,9 @@ class Snapshot:
         for spec in self.layout.tensors:
             yield spec, self.block[spec.offset : spec.offset + spec.nbytes]
 
-    def changed_since(self, base: Identity) -> list[TensorSpec] | None:
+    def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
         """The tensors whose bytes differ from those of `base`; None if that is not known."""
-        if self.notes.base is None or Identity(*self.notes.base) != base:
+        if self.notes.base is None or WeightVersion(*self.notes.base) != base:
             return None
         flags = chunks.unpack(self.notes.changed, len(self.layout.tensors))
         return [spec for spec, changed in zip(self.layout.tensors, flags, strict=True) if changed]
@@ -113,7 +113,7 @@ class WeightStore:
         magic, version, layout_bytes, self._notes_bytes = _PREFIX.unpack_from(memory, 0)
         if (magic, version) != (MAGIC, FORMAT):
             raise WeightsError(f"{path} is not a weight store of format {FORMAT}.")
-        self.layout = decode(memory[PAGE : PAGE + layout_bytes], Layout)
+        self.layout = decode(memory[PAGE : PAGE + layout_bytes], TensorLayout)
         notes_at = page_up(PAGE + layout_bytes)
         self._counters = np.frombuffer(memory, np.int64, _COUNTERS, _COUNTERS_OFFSET)
         block = memoryview(memory)
@@ -123,7 +123,7 @@ class WeightStore:
         self._slots = [block[slots_at + slot * slot_bytes :][: self.layout.total_bytes] for slot in (0, 1)]
 
     @classmethod
-    def create(cls, path: Path, layout: Layout, *, chunks: int = 0) -> WeightStore:
+    def create(cls, path: Path, layout: TensorLayout, *, chunks: int = 0) -> WeightStore:
         """Make (or replace) the store at `path`, mode 600, all pages allocated, with room for notes on `chunks`.
 
         Raises WeightsError where there is no room for two copies of the model.
@@ -161,14 +161,14 @@ class WeightStore:
             raise WeightsError(f"no weight store can be mapped at {path}: {error}.") from error
 
     @property
-    def identity(self) -> Identity | None:
+    def identity(self) -> WeightVersion | None:
         """What was committed last and is whole; None if there is nothing."""
         with self._header(fcntl.LOCK_SH):
             whole = [slot for slot in (0, 1) if self._is_whole(slot)]
             return self._identity(max(whole, key=self._commit_number)) if whole else None
 
     @property
-    def identities(self) -> set[Identity]:
+    def identities(self) -> set[WeightVersion]:
         """All that can be read now."""
         with self._header(fcntl.LOCK_SH):
             return {self._identity(slot) for slot in (0, 1) if self._is_whole(slot)}
@@ -183,7 +183,7 @@ class WeightStore:
         with self._header(fcntl.LOCK_SH):
             return int(self._counters[_at(slot, _SEQUENCE)])
 
-    def begin(self, sparing: Identity | None = None) -> memoryview:
+    def begin(self, sparing: WeightVersion | None = None) -> memoryview:
         """A slot to write into: the one without the newest version, unless it holds `sparing`.
 
         Readers of what it held find their snapshots invalid.
@@ -195,20 +195,20 @@ class WeightStore:
             self._writing = slot
         return self._slots[slot]
 
-    def next_victim(self) -> Identity | None:
+    def next_victim(self) -> WeightVersion | None:
         """What `begin` would overwrite."""
         with self._header(fcntl.LOCK_SH):
             slot = self._next_slot(None)
             return self._identity(slot) if self._is_whole(slot) else None
 
-    def commit(self, identity: Identity, notes: Notes | None = None) -> None:
+    def commit(self, identity: WeightVersion, notes: VersionNotes | None = None) -> None:
         """The slot that was begun, now whole, becomes the newest."""
         if self._writing is None:
             raise WeightsError(f"commit of {identity} without begin.")
         slot, self._writing = self._writing, None
-        described = encode(notes or Notes())
+        described = encode(notes or VersionNotes())
         if len(described) > self._notes_bytes:  # other chunks than the store was made for
-            described = encode(Notes())
+            described = encode(VersionNotes())
         with self._header(fcntl.LOCK_EX):
             self._counters[0] += 1
             self._counters[_at(slot, _EPOCH)] = identity.epoch
@@ -218,13 +218,13 @@ class WeightStore:
             self._notes[slot][: len(described)] = described
             self._counters[_at(slot, _SEQUENCE)] += 1
 
-    def snapshot(self, identity: Identity) -> Snapshot:
+    def snapshot(self, identity: WeightVersion) -> StoreSnapshot:
         """Exactly these weights, in place. Raises WeightsReplaced if the store does not hold them."""
         with self._header(fcntl.LOCK_SH):
             for slot in (0, 1):
                 if self._is_whole(slot) and self._identity(slot) == identity:
                     sequence = int(self._counters[_at(slot, _SEQUENCE)])
-                    return Snapshot(
+                    return StoreSnapshot(
                         identity, self.layout, self._slots[slot], self._read_notes(slot), self, slot, sequence
                     )
         raise WeightsReplaced(f"{self.path} does not hold {identity}; it was replaced by {self.identity}.")
@@ -256,7 +256,7 @@ class WeightStore:
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _next_slot(self, sparing: Identity | None) -> int:
+    def _next_slot(self, sparing: WeightVersion | None) -> int:
         if not (self._is_whole(0) and self._is_whole(1)):
             return 1 if self._is_whole(0) else 0
         older = min((0, 1), key=self._commit_number)
@@ -268,11 +268,11 @@ class WeightStore:
     def _commit_number(self, slot: int) -> int:
         return int(self._counters[_at(slot, _COMMIT)])
 
-    def _identity(self, slot: int) -> Identity:
-        return Identity(int(self._counters[_at(slot, _EPOCH)]), int(self._counters[_at(slot, _VERSION)]))
+    def _identity(self, slot: int) -> WeightVersion:
+        return WeightVersion(int(self._counters[_at(slot, _EPOCH)]), int(self._counters[_at(slot, _VERSION)]))
 
-    def _read_notes(self, slot: int) -> Notes:
-        return decode(bytes(self._notes[slot][: int(self._counters[_at(slot, _NOTES)])]), Notes)
+    def _read_notes(self, slot: int) -> VersionNotes:
+        return decode(bytes(self._notes[slot][: int(self._counters[_at(slot, _NOTES)])]), VersionNotes)
 
 
 def _at(slot: int, field: int) -> int:

@@ -40,7 +40,7 @@ class Estimate(msgspec.Struct, frozen=True):
     high: float
 
 
-class Figures(Record, frozen=True, kw_only=True, tag="figures"):
+class EvalMetrics(Record, frozen=True, kw_only=True, tag="figures"):
     """What graded completions say; None or missing: not measured. `async_grpo.evaluation.summary` makes them."""
 
     prompts: int
@@ -73,9 +73,9 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     completion_tokens_mean: float = 0.0
     wall_s: float = 0.0
     server: str = ""
-    figures: Figures | None = None
+    figures: EvalMetrics | None = None
     """With intervals; None in what an older release has measured."""
-    by_source: dict[str, Figures] = {}
+    by_source: dict[str, EvalMetrics] = {}
     """Of each source of the data, if there are several."""
     no_majority: str = ""
     """Why there is no maj@k."""

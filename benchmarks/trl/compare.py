@@ -38,7 +38,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TrlComparison:
     """All runs of a workload: by side, one a repetition."""
 
     workload: Workload
@@ -97,7 +97,7 @@ def chosen(workload: Workload, arguments: argparse.Namespace) -> Workload:
     return tuned.counting(max(arguments.staleness), arguments.steps or workload.steps)
 
 
-def compare(workload: Workload, arguments: argparse.Namespace, console: Console) -> Comparison:
+def compare(workload: Workload, arguments: argparse.Namespace, console: Console) -> TrlComparison:
     """Every side once in each repetition; the order turns around, so that none always comes first."""
     workload.write_prompts()
     sides: dict[str, Callable[[Path], SideRun]] = {
@@ -113,10 +113,10 @@ def compare(workload: Workload, arguments: argparse.Namespace, console: Console)
             counted = pace(run, workload.skip, workload.tail)
             console.print(f"  {counted.samples_per_s:.3g} samples/s, first step after {run.start_up_s:.0f} s")
             runs[side].append(run)
-    return Comparison(workload, runs)
+    return TrlComparison(workload, runs)
 
 
-def show(comparison: Comparison, machine: Machine) -> Table:
+def show(comparison: TrlComparison, machine: Machine) -> Table:
     """A side a row: medians of its repetitions."""
     view = Table(title=f"{comparison.workload.name}: TRL with {comparison.workload.dials}", caption=str(machine))
     view.add_column("side")
@@ -138,7 +138,7 @@ def show(comparison: Comparison, machine: Machine) -> Table:
     return view
 
 
-def write(out: Path, comparisons: Sequence[Comparison], machine: Machine) -> None:
+def write(out: Path, comparisons: Sequence[TrlComparison], machine: Machine) -> None:
     """result.json and plot.png."""
     workloads = [comparison.result() for comparison in comparisons]
     content = {"machine": asdict(machine), "command": " ".join(sys.argv[1:]), "workloads": workloads}

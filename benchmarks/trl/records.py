@@ -89,7 +89,7 @@ class TrlSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrlStep:
     """One optimizer step, on either side."""
 
     step: int
@@ -103,7 +103,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TrlGroup:
     """Completions of one group: their tokens, and from when until when (Unix time) they were generated and judged."""
 
     start_s: float
@@ -123,8 +123,8 @@ class SideRun:
     side: str
     started_s: float
     """Unix time at which its first process was started."""
-    steps: tuple[Step, ...]
-    made: tuple[Made, ...] | None = None
+    steps: tuple[TrlStep, ...]
+    made: tuple[TrlGroup, ...] | None = None
     """Every group; None where each step generates what it trains."""
 
     @property
@@ -153,7 +153,7 @@ class Pace:
     """Tokens generated in that time to tokens trained in it: below 1 where a lead was used up."""
 
 
-def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[Step, ...]:
+def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[TrlStep, ...]:
     """The steps of a TRL run from the rows of its processes: each has a share of the samples."""
     ranks = [[json.loads(line) for line in rank] for rank in lines]
     steps, ended_s = [], 0.0
@@ -162,7 +162,7 @@ def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[Step, ...]:
         ended_s, before_s = max(part["time_s"] for part in parts), ended_s
         generated_s = max(part["generate_s"] for part in parts)
         steps.append(
-            Step(
+            TrlStep(
                 step=parts[0]["step"],
                 ended_s=ended_s,
                 samples=samples,
@@ -174,13 +174,13 @@ def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def our_steps(lines: Iterable[str], group_size: int) -> tuple[Step, ...]:
+def our_steps(lines: Iterable[str], group_size: int) -> tuple[TrlStep, ...]:
     """The steps of a run of this project from its metrics.jsonl. Raises ValueError if it was not made in one go."""
     rows: list[dict[str, Any]] = [row for line in lines if (row := json.loads(line))["kind"] == "step"]
     if len({row["epoch"] for row in rows}) > 1 or len({row["step"] for row in rows}) < len(rows):
         raise ValueError("its trainer was started again on the way: its times are not those of a run. Run it again")
     return tuple(
-        Step(
+        TrlStep(
             step=row["step"],
             ended_s=row["time_s"],
             samples=row["groups"] * group_size,
@@ -192,11 +192,13 @@ def our_steps(lines: Iterable[str], group_size: int) -> tuple[Step, ...]:
     )
 
 
-def our_groups(lines: Iterable[str]) -> tuple[Made, ...]:
+def our_groups(lines: Iterable[str]) -> tuple[TrlGroup, ...]:
     """The groups of a rollout server from its timeline."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return tuple(
-        Made(row["start_s"], row["end_s"], row["args"]["tokens"]) for row in rows if row.get("track") == "generation"
+        TrlGroup(row["start_s"], row["end_s"], row["args"]["tokens"])
+        for row in rows
+        if row.get("track") == "generation"
     )
 
 

@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
-from buffer.redis.retrying import Link, NotYet, Payload
-from buffer.redis.scripts import Keys, script
+from buffer.redis.retrying import Payload, RetryingClient, RetryLater
+from buffer.redis.scripts import RunKeys, script
 
 REMEMBER_COUNT_MS = 120_000
 """A repeated `count` is recognised for this long."""
@@ -21,9 +21,9 @@ class RedisBoard:
 
     def __init__(self, client: Redis, run: str, *, timeout_s: float = 30.0) -> None:
         """`client` is closed by `aclose`."""
-        self._link = Link(client, timeout_s)
+        self._link = RetryingClient(client, timeout_s)
         self._client = self._link.client
-        self._prefix = Keys(run).of("board:")
+        self._prefix = RunKeys(run).of("board:")
 
     async def set_origin(self, origin: str) -> None:
         """Which run folder the run belongs to."""
@@ -78,10 +78,10 @@ class RedisBoard:
     async def probe(self, version: int, *, timeout_s: float) -> Probe:
         waited_for = f"the probe of version {version} from a rollout server"
 
-        async def look() -> Probe | NotYet:
+        async def look() -> Probe | RetryLater:
             (payload,) = await self._link.fetch([self._of("probe")])
             if payload is None or (probe := decode(payload, Probe)).version < version:
-                return NotYet()
+                return RetryLater()
             if probe.version > version:
                 raise WaitTimeout(waited_for, 0, f"The probe of version {probe.version} has already replaced it")
             return probe

@@ -32,8 +32,8 @@ from buffer.errors import (
     lease_lost,
     run_ended,
 )
-from buffer.redis.retrying import Link, NotYet, Payload
-from buffer.redis.scripts import Keys, script
+from buffer.redis.retrying import Payload, RetryingClient, RetryLater
+from buffer.redis.scripts import RunKeys, script
 from buffer.stats import BufferStats
 
 _COUNTERS = (
@@ -45,10 +45,10 @@ _COUNTERS = (
 class RedisBuffer:
     """`ReplayBuffer` shared by all processes of a run. Made by `open`, or by `buffer.connect`."""
 
-    def __init__(self, link: Link, run: str) -> None:
+    def __init__(self, link: RetryingClient, run: str) -> None:
         self._link = link
         self._run_name = run
-        self._keys = Keys(run)
+        self._keys = RunKeys(run)
 
     @classmethod
     async def open(
@@ -67,7 +67,7 @@ class RedisBuffer:
         joins with the same configuration does not undo a live retuning. Raises BufferFault for a run that was
         stored by a release with other books.
         """
-        buffer = cls(Link(client, timeout_s), run)
+        buffer = cls(RetryingClient(client, timeout_s), run)
         status, *formats = await buffer._script("open", *_dials(policy), round(1000 * lease_s), max_attempts)
         if status == b"format":
             raise BufferFault(
@@ -180,7 +180,7 @@ class RedisBuffer:
     async def aclose(self) -> None:
         await self._link.aclose()
 
-    async def _admit_or_give_back(self, limit: int, holder: str, request: str) -> list[Ticket] | NotYet:
+    async def _admit_or_give_back(self, limit: int, holder: str, request: str) -> list[Ticket] | RetryLater:
         """One attempt. If the caller is cancelled, the server may have granted tickets already: the answer is waited
         for, and they are given back."""
         asking = asyncio.create_task(self._try_admit(limit, holder, request))
@@ -193,7 +193,7 @@ class RedisBuffer:
                     await self.give_back(ticket)
             raise
 
-    async def _try_admit(self, limit: int, holder: str, request: str) -> list[Ticket] | NotYet:
+    async def _try_admit(self, limit: int, holder: str, request: str) -> list[Ticket] | RetryLater:
         status, *rest = await self._script("admit", limit, request)
         if status != b"ok":
             return _not_yet(status, rest)
@@ -220,7 +220,7 @@ class RedisBuffer:
             timeout_s=timeout_s,
         )
 
-    async def _try_take(self, epoch: int, version: int, have: int, extent: str) -> Batch | NotYet:
+    async def _try_take(self, epoch: int, version: int, have: int, extent: str) -> Batch | RetryLater:
         status, *rest = reply = await self._script("take", epoch, version, have, extent)
         _check_epoch(reply, epoch)
         if status != b"ok":
@@ -230,7 +230,7 @@ class RedisBuffer:
         groups = [decode(payload, Group) for payload in await self._link.fetch(keys) if payload is not None]
         if len(groups) < len(keys):
             if await self._script("take", epoch, version, have, extent) != reply:
-                return NotYet(0.0)  # overtaken meanwhile, or the server came back with less: ask again
+                return RetryLater(0.0)  # overtaken meanwhile, or the server came back with less: ask again
             raise BufferFault(
                 f"{len(keys) - len(groups)} of the {len(keys)} groups taken for version {version} are no longer "
                 f"stored: something else deletes keys of the run {self._run_name}. Give the run a server of its own"
@@ -281,9 +281,9 @@ def _check_epoch(reply: list[Any], epoch: int) -> None:
         raise fenced(epoch, reply[1])
 
 
-def _not_yet(status: bytes, rest: list[Any]) -> NotYet:
+def _not_yet(status: bytes, rest: list[Any]) -> RetryLater:
     """How long to wait at most. Raises RunEnded where waiting is in vain."""
     if status == b"ended":
         raise run_ended()
     next_lease_ms = rest[0]
-    return NotYet(next_lease_ms / 1000) if next_lease_ms >= 0 else NotYet()
+    return RetryLater(next_lease_ms / 1000) if next_lease_ms >= 0 else RetryLater()

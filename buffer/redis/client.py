@@ -18,10 +18,10 @@ from redis.exceptions import BusyLoadingError, ResponseError
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
 from async_grpo.utils.private_names import check_private_names
-from buffer.redis.discovery import ClusterFinder, Finder, FoundConnection, FoundTlsConnection, SentinelFinder
+from buffer.redis.discovery import ClusterFinder, FoundConnection, FoundTlsConnection, NodeDiscovery, SentinelFinder
 from buffer.redis.errors import PASSWORD_VARIABLE, SENTINEL_PASSWORD_VARIABLE, USERNAME_VARIABLE
-from buffer.redis.scripts import Keys
-from buffer.redis.url import Address, parse
+from buffer.redis.scripts import RunKeys
+from buffer.redis.url import RedisUrl, parse
 
 OLDEST_SERVER = (7, 0)
 SAFE_POLICY = "noeviction"
@@ -31,17 +31,17 @@ KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 15, 5, 3
 """TCP keepalive: an idle connection is probed after so long (which keeps a NAT entry alive, too), and is closed when
 that many probes have found no peer. Data that nobody has confirmed for as long close it as well."""
 MOST_CONNECTIONS = 1000
-"""Of one client; `Link` keeps it far below."""
+"""Of one client; `RetryingClient` keeps it far below."""
 log = structlog.get_logger()
 
 _MODES = {"cluster": "a node of a cluster: use redis+cluster://", "sentinel": "a sentinel: use redis+sentinel://"}
 
 
 class RunClient(Redis):
-    """redis-py's client, and what `Link` has to know to use it."""
+    """redis-py's client, and what `RetryingClient` has to know to use it."""
 
-    address: Address
-    finder: Finder | None = None
+    address: RedisUrl
+    finder: NodeDiscovery | None = None
     """Where the node that serves the run may change."""
     durable = True
     """Whether a server without an append-only file is refused."""
@@ -53,8 +53,8 @@ class RunClient(Redis):
 def make_client(redis: RedisConfig, run: str = "") -> RunClient:
     """A client that connects when first used. `run` decides which node of a cluster that is.
 
-    It never repeats a command by itself: `Link` does, and knows which may be repeated. Raises ConfigError for a
-    URL that is missing or no server's, and for files of `redis.tls_*` that cannot be used; DependencyError for a
+    It never repeats a command by itself: `RetryingClient` does, and knows which may be repeated. Raises ConfigError for
+    a URL that is missing or no server's, and for files of `redis.tls_*` that cannot be used; DependencyError for a
     redis-py that was not tested.
     """
     check_private_names("buffer")
@@ -75,11 +75,11 @@ def make_client(redis: RedisConfig, run: str = "") -> RunClient:
     )
     client = cast(RunClient, RunClient.from_pool(pool))  # which owns the pool, and closes it
     client.address, client.finder, client.durable = address, finder, redis.durable
-    client.replicas_to_wait_for, client.barrier_key = redis.replicas_to_wait_for, Keys(run).of("barrier")
+    client.replicas_to_wait_for, client.barrier_key = redis.replicas_to_wait_for, RunKeys(run).of("barrier")
     return client
 
 
-def where(client: Redis) -> str:
+def endpoint_of(client: Redis) -> str:
     """What a client connects to, without its password."""
     return str(getattr(client, "finder", None) or getattr(client, "address", "the given client"))
 
@@ -92,16 +92,18 @@ async def check_server(client: Redis) -> None:
     version = str(about.get("valkey_version") or about["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
         raise ServerRefused(
-            f"the server at {where(client)} is version {version}, older than 7.0: it does not know script flags, so "
+            f"the server at {endpoint_of(client)} is version {version}, older than 7.0: it does not know script "
+            f"flags, so "
             "once its memory is full it could not be drained. Use Redis >= 7.0 or Valkey"
         )
     mode = str(about.get("server_mode") or about.get("redis_mode"))
     if mode in _MODES and getattr(client, "finder", None) is None:
-        raise ServerRefused(f"the server at {where(client)} is {_MODES[mode]}")
+        raise ServerRefused(f"the server at {endpoint_of(client)} is {_MODES[mode]}")
     policy = await _eviction_policy(client)
     if policy != SAFE_POLICY:
         raise ServerRefused(
-            f"the server at {where(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when memory "
+            f"the server at {endpoint_of(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when "
+            f"memory "
             f"is short it would drop finished groups. Run CONFIG SET maxmemory-policy {SAFE_POLICY} on it"
         )
     await _check_file(client)
@@ -115,10 +117,11 @@ async def _check_file(client: Redis) -> None:
         return
     if getattr(client, "durable", True):
         raise ServerRefused(
-            f"the server at {where(client)} has appendonly no, but it must keep an append-only file: its death would "
+            f"the server at {endpoint_of(client)} has appendonly no, but it must keep an append-only file: its death "
+            f"would "
             "lose the run. Run CONFIG SET appendonly yes on it, or, if it may be lost, set redis.durable: false"
         )
-    _warn_of_memory_alone(where(client))
+    _warn_of_memory_alone(endpoint_of(client))
 
 
 @functools.cache
@@ -136,12 +139,13 @@ async def _eviction_policy(client: Redis) -> str:
     return str(found.get("maxmemory-policy") or (await client.info("memory")).get("maxmemory_policy"))
 
 
-def _options(redis: RedisConfig, address: Address) -> dict[str, Any]:
+def _options(redis: RedisConfig, address: RedisUrl) -> dict[str, Any]:
     """Of every connection, to a server or to a seed."""
     options: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         # No timeout in the socket layer: redis-py would send under asyncio.wait_for, which on Python 3.11 can
-        # swallow a cancellation (CPython issue 86296), and the cancelled task would go on. `Link` has a clock.
+        # swallow a cancellation (CPython issue 86296), and the cancelled task would go on. `RetryingClient` has a
+        # clock.
         "socket_timeout": None,
         "socket_connect_timeout": min(redis.timeout_s, CONNECT_TIMEOUT_S),
         "socket_read_size": READ_BYTES,
@@ -167,14 +171,14 @@ def _keepalive() -> dict[int, int]:
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 
-def _credentials(address: Address) -> dict[str, Any]:
+def _credentials(address: RedisUrl) -> dict[str, Any]:
     """User and password; both may be absent. The user of the environment belongs to its password."""
     password = os.environ.get(PASSWORD_VARIABLE) or None
     username = address.username or (os.environ.get(USERNAME_VARIABLE) if password else None)
     return {"username": username, "password": password}
 
 
-def _connection_class(address: Address) -> type[Any]:
+def _connection_class(address: RedisUrl) -> type[Any]:
     if address.kind == "socket":
         return UnixDomainSocketConnection
     if address.kind == "server":
@@ -182,7 +186,7 @@ def _connection_class(address: Address) -> type[Any]:
     return FoundTlsConnection if address.tls else FoundConnection
 
 
-def _target(address: Address, finder: Finder | None) -> dict[str, Any]:
+def _target(address: RedisUrl, finder: NodeDiscovery | None) -> dict[str, Any]:
     if finder is not None:
         return {"finder": finder, "db": address.db}
     if address.kind == "socket":
@@ -190,10 +194,10 @@ def _target(address: Address, finder: Finder | None) -> dict[str, Any]:
     return {"host": address.nodes[0].host, "port": address.nodes[0].port, "db": address.db}
 
 
-def _finder(redis: RedisConfig, address: Address, run: str, options: dict[str, Any]) -> Finder | None:
+def _finder(redis: RedisConfig, address: RedisUrl, run: str, options: dict[str, Any]) -> NodeDiscovery | None:
     patience_s = min(CONNECT_TIMEOUT_S, redis.timeout_s / (1 + len(address.nodes)))
     if address.kind == "cluster":
-        return ClusterFinder(address, Keys(run).of(""), options | _credentials(address), patience_s)
+        return ClusterFinder(address, RunKeys(run).of(""), options | _credentials(address), patience_s)
     if address.kind == "sentinel":
         password = os.environ.get(SENTINEL_PASSWORD_VARIABLE) or None
         return SentinelFinder(address, options | {"password": password}, patience_s)

@@ -57,7 +57,7 @@ async def one_connection(client: Redis) -> AsyncIterator[Any]:
     kept.append(connection)
 
 
-async def let_go(client: Redis) -> None:
+async def release_kept(client: Redis) -> None:
     """Give free connections back to the pool, which looks at them before they are used again."""
     kept = _kept.pop(client.connection_pool, [])
     for connection in kept:

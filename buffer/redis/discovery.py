@@ -4,7 +4,7 @@
     Link --forget, after every failure that another node may mend--> Finder, and its idle connections are closed
 
 All keys of a run are under one hash tag, so one node serves all of it at a time: transactions, scripts and
-BLPOP go over plain connections to that node. When it changes (a failover, a moved slot), calls fail, `Link`
+BLPOP go over plain connections to that node. When it changes (a failover, a moved slot), calls fail, `RetryingClient`
 forgets the node and repeats them, and the next connection asks anew. Every question is bounded in time, and
 seeds take turns, so that one that hangs or knows the past only stops nobody for long.
 """
@@ -22,24 +22,24 @@ from redis.crc import key_slot
 
 from async_grpo.errors import ServerRefused
 from buffer.redis.errors import cause_of, may_pass
-from buffer.redis.url import Address, Node
+from buffer.redis.url import HostPort, RedisUrl
 
 
-class Finder(ABC):
+class NodeDiscovery(ABC):
     """Asks the seeds for the node, and remembers the answer until `forget`."""
 
-    def __init__(self, address: Address, options: dict[str, Any], patience_s: float) -> None:
+    def __init__(self, address: RedisUrl, options: dict[str, Any], patience_s: float) -> None:
         """`options`: of a connection to a seed. `patience_s`: for one seed."""
         self._address = address
         self._seeds = deque(address.nodes)
         self._options = options
         self._patience_s = patience_s
-        self._found: Node | None = None
+        self._found: HostPort | None = None
 
     def __str__(self) -> str:
         return f"{self._address} (now at {self._found})" if self._found else str(self._address)
 
-    async def find(self) -> Node:
+    async def find(self) -> HostPort:
         """The node. Raises redis-py's ConnectionError if no seed can tell, ServerRefused if none ever will."""
         if self._found is None:
             self._found = await self._search()
@@ -56,7 +56,7 @@ class Finder(ABC):
         """What a seed may not know."""
 
     @abstractmethod
-    async def _ask(self, seed: Node) -> Node | None:
+    async def _ask(self, seed: HostPort) -> HostPort | None:
         """What one seed says; None if it does not know."""
 
     async def confirm(self, connection: Any) -> None:
@@ -64,7 +64,7 @@ class Finder(ABC):
         says so at every command."""
         return None
 
-    async def _search(self) -> Node:
+    async def _search(self) -> HostPort:
         heard = []
         for seed in list(self._seeds):
             try:
@@ -78,7 +78,7 @@ class Finder(ABC):
                 heard.append(f"{seed}: {str(error) or 'no reply'}")
         raise server_errors.ConnectionError(f"no node could be found ({'; '.join(heard)})")
 
-    async def _exchange(self, seed: Node, *command: str) -> Any:
+    async def _exchange(self, seed: HostPort, *command: str) -> Any:
         kind = SSLConnection if self._address.tls else Connection
         connection = kind(host=seed.host, port=seed.port, **self._options)
         try:
@@ -89,10 +89,10 @@ class Finder(ABC):
             await connection.disconnect(nowait=True)
 
 
-class ClusterFinder(Finder):
+class ClusterFinder(NodeDiscovery):
     """The primary of the slot of a run. Every node of the cluster that is met becomes a seed."""
 
-    def __init__(self, address: Address, key: str, options: dict[str, Any], patience_s: float) -> None:
+    def __init__(self, address: RedisUrl, key: str, options: dict[str, Any], patience_s: float) -> None:
         super().__init__(address, options, patience_s)
         self._slot: int = key_slot(key.encode())
 
@@ -100,14 +100,14 @@ class ClusterFinder(Finder):
     def _sought(self) -> str:
         return f"node for slot {self._slot}"
 
-    async def _ask(self, seed: Node) -> Node | None:
+    async def _ask(self, seed: HostPort) -> HostPort | None:
         try:
             ranges = await self._exchange(seed, "CLUSTER", "SLOTS")
         except server_errors.ResponseError as error:
             if "cluster support disabled" not in str(error):
                 raise
             raise ServerRefused(f"the server at {seed} is not part of a cluster. Use redis://{seed}") from error
-        found, met = None, set[Node]()
+        found, met = None, set[HostPort]()
         for first, last, *entries in ranges:
             nodes = [_node(entry, seed) for entry in entries]
             met.update(nodes)
@@ -116,23 +116,23 @@ class ClusterFinder(Finder):
         self._learn(met)
         return found
 
-    def _learn(self, met: set[Node]) -> None:
+    def _learn(self, met: set[HostPort]) -> None:
         """The configured seeds stay; of the others, those that the cluster has now."""
         kept = [node for node in self._seeds if node in self._address.nodes or node in met]
         self._seeds = deque([*kept, *sorted(met.difference(kept))])
 
 
-class SentinelFinder(Finder):
+class SentinelFinder(NodeDiscovery):
     """The primary that the sentinels name."""
 
     @property
     def _sought(self) -> str:
         return f"service {self._address.service}"
 
-    async def _ask(self, seed: Node) -> Node | None:
+    async def _ask(self, seed: HostPort) -> HostPort | None:
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._address.service)
         answer = await self._exchange(seed, *command)
-        return Node(answer[0].decode(), int(answer[1])) if answer else None
+        return HostPort(answer[0].decode(), int(answer[1])) if answer else None
 
     async def confirm(self, connection: Any) -> None:
         """A sentinel that lags may name the old primary, and a replica would answer reads with the past."""
@@ -144,7 +144,7 @@ class SentinelFinder(Finder):
 class FoundConnection(Connection):
     """A connection to wherever the finder says."""
 
-    def __init__(self, *, finder: Finder, **options: Any) -> None:
+    def __init__(self, *, finder: NodeDiscovery, **options: Any) -> None:
         super().__init__(redis_connect_func=_greet, **options)
         self.finder = finder
 
@@ -162,7 +162,7 @@ async def _greet(connection: Any) -> None:
     await connection.finder.confirm(connection)
 
 
-def _node(entry: list[Any], seed: Node) -> Node:
+def _node(entry: list[Any], seed: HostPort) -> HostPort:
     """An address in the reply to CLUSTER SLOTS. No host means the one that was asked."""
     host, port = entry[0], entry[1]
-    return Node(host.decode() if host and host != b"?" else seed.host, port)
+    return HostPort(host.decode() if host and host != b"?" else seed.host, port)

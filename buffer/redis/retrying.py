@@ -22,8 +22,8 @@ from redis import exceptions as server_errors
 from redis.asyncio import Redis
 
 from async_grpo.errors import ReplicasBehind, WaitTimeout
-from buffer.redis.client import where
-from buffer.redis.connection import Call, Command, exchange, let_go, one_connection, script_head, transact
+from buffer.redis.client import endpoint_of
+from buffer.redis.connection import Call, Command, exchange, one_connection, release_kept, script_head, transact
 from buffer.redis.errors import LOST, cause_of, may_pass, named
 from buffer.redis.scripts import Script, script
 
@@ -48,7 +48,7 @@ BARRIER = script("barrier")
 
 
 @dataclass(frozen=True, slots=True)
-class NotYet:
+class RetryLater:
     """The answer of an attempt that is to be made again, after `for_s` at the latest."""
 
     for_s: float = RECHECK_S
@@ -64,7 +64,7 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
+class ScriptCall:
     """A script with its arguments, and the payloads that go with it."""
 
     script: Script
@@ -84,7 +84,7 @@ class Transition:
         return [*sets, Call(*script_head(self.script.digest, tuple(self.keys)), self.args)]
 
 
-class Link:
+class RetryingClient:
     """A client, and the policy for its failures."""
 
     def __init__(self, client: Redis, timeout_s: float) -> None:
@@ -114,7 +114,7 @@ class Link:
 
         Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
         """
-        transition = Transition(script, keys, args, payloads, together)
+        transition = ScriptCall(script, keys, args, payloads, together)
         return await self._persist(lambda until: self._run(transition, until))
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -125,13 +125,13 @@ class Link:
         return found
 
     async def until(
-        self, wake: str, attempt: Callable[[], Awaitable[T | NotYet]], *, waited_for: str, timeout_s: float
+        self, wake: str, attempt: Callable[[], Awaitable[T | RetryLater]], *, waited_for: str, timeout_s: float
     ) -> T:
         """The first answer of `attempt` other than NotYet; it is made again whenever the list `wake` has an
         element. Raises WaitTimeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while isinstance(answer := await attempt(), NotYet):
+        while isinstance(answer := await attempt(), RetryLater):
             left_s = deadline - loop.time()
             if left_s <= 0:
                 raise WaitTimeout(waited_for, timeout_s)
@@ -158,7 +158,7 @@ class Link:
                 # An attempt that the clock has cut short knows less than the one before it.
                 cause = cause if cause and clock.expired() else cause_of(error, before)
                 if not may_pass(cause) or loop.time() + pause_s > deadline:
-                    raise named(cause, where(self.client), self._timeout_s) from error
+                    raise named(cause, endpoint_of(self.client), self._timeout_s) from error
             await self._look_elsewhere(cause)
             await asyncio.sleep(pause_s)
             pause_s, patience_s = min(2 * pause_s, LONGEST_BACKOFF_S), 2 * patience_s
@@ -166,7 +166,7 @@ class Link:
     async def _look_elsewhere(self, cause: Exception) -> None:
         """The next attempt asks for the node where another may serve the run by now, and trusts no connection: if one
         has been lost, or was silent, so may be those that are idle."""
-        await let_go(self.client)
+        await release_kept(self.client)
         finder = getattr(self.client, "finder", None)
         if finder is not None:
             finder.forget()
@@ -185,10 +185,10 @@ class Link:
         except (server_errors.RedisError, OSError) as error:
             cause = cause_of(error, before)
             if not may_pass(cause):
-                raise named(cause, where(self.client), self._timeout_s) from error
+                raise named(cause, endpoint_of(self.client), self._timeout_s) from error
             await asyncio.sleep(FIRST_BACKOFF_S)
 
-    async def _run(self, transition: Transition, until: float) -> Any:
+    async def _run(self, transition: ScriptCall, until: float) -> Any:
         try:
             return await self._once(transition, until)
         except server_errors.NoScriptError:  # a new server, or one that was restarted
@@ -196,7 +196,7 @@ class Link:
                 await self.client.script_load(each.source)
             return await self._once(transition, until)
 
-    async def _once(self, transition: Transition, until: float) -> Any:
+    async def _once(self, transition: ScriptCall, until: float) -> Any:
         commands = transition.commands()
         async with one_connection(self.client) as connection:
             send = transact(connection, commands) if transition.atomic else exchange(connection, *commands)
@@ -213,7 +213,8 @@ class Link:
         _, have = await exchange(connection, barrier, ("WAIT", self._replicas, max(1, int(1000 * left_s))))
         if have < self._replicas:
             raise ReplicasBehind(
-                f"{have} of {self._replicas} replicas of the server at {where(self.client)} have confirmed a change "
+                f"{have} of {self._replicas} replicas of the server at {endpoint_of(self.client)} have confirmed a "
+                f"change "
                 f"within {self._timeout_s:g} s. It has happened on the primary, and repeating the call is harmless, "
                 "but a failover now could undo it. Bring the replicas back, or lower redis.replicas_to_wait_for"
             )

@@ -47,7 +47,7 @@ _BOOKS = (
 )
 
 
-class Keys:
+class RunKeys:
     """Names of the keys of `run`."""
 
     def __init__(self, run: str) -> None:

@@ -31,7 +31,7 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-class Node(NamedTuple):
+class HostPort(NamedTuple):
     """One address of TCP."""
 
     host: str
@@ -42,12 +42,12 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class RedisUrl:
     """A parsed URL."""
 
     kind: Kind
     tls: bool
-    nodes: Sequence[Node]
+    nodes: Sequence[HostPort]
     """The server; or seeds of the cluster; or sentinels. Empty for a socket."""
     username: str | None
     path: str
@@ -66,7 +66,7 @@ class Address:
         }[self.kind]
 
 
-def parse(url: str) -> Address:
+def parse(url: str) -> RedisUrl:
     """Raises ConfigError for a URL that is none of the forms above."""
     parts = urlsplit(url)
     if parts.scheme not in _KINDS:
@@ -75,7 +75,7 @@ def parse(url: str) -> Address:
     username, _, hosts = parts.netloc.rpartition("@")
     default_port = SENTINEL_PORT if kind == "sentinel" else SERVER_PORT
     path = unquote(parts.path)
-    address = Address(
+    address = RedisUrl(
         kind=kind,
         tls=parts.scheme.startswith("rediss"),
         nodes=() if kind == "socket" else tuple(_node(url, host, default_port) for host in hosts.split(",")),
@@ -88,7 +88,7 @@ def parse(url: str) -> Address:
     return address
 
 
-def _check(url: str, address: Address) -> None:
+def _check(url: str, address: RedisUrl) -> None:
     if address.kind == "socket" and not address.path:
         raise _wrong(url, "unix:// needs the path of a socket: unix:///run/redis/redis.sock")
     if address.kind == "server" and len(address.nodes) > 1:
@@ -99,12 +99,12 @@ def _check(url: str, address: Address) -> None:
         raise _wrong(url, f"A cluster has database 0 alone, not {address.db}")
 
 
-def _node(url: str, text: str, default_port: int) -> Node:
+def _node(url: str, text: str, default_port: int) -> HostPort:
     try:
         parts = urlsplit(f"//{text}")
         if not parts.hostname:
             raise ValueError("a host is missing")
-        return Node(parts.hostname, default_port if parts.port is None else parts.port)
+        return HostPort(parts.hostname, default_port if parts.port is None else parts.port)
     except ValueError as error:
         raise _wrong(url, f"{error}. Write HOST:PORT") from None
 

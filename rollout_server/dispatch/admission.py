@@ -8,7 +8,7 @@ The dispatcher waits here while it is paused; `resume` unblocks it, and `drain` 
 
 Keeps tasks waiting in the buffer.
 
-    dispatcher --nudge (a ticket was admitted)--> Feeder --put_tasks--> buffer
+    dispatcher --nudge (a ticket was admitted)--> TaskFeeder --put_tasks--> buffer
 
 The feeder waits for a nudge; admissions and its own start unblock it. Several servers may feed at
 once: the buffer keeps one stream, tasks that are there already are skipped. A failover of the server between look and
@@ -34,7 +34,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class State(Enum):
+class AdmissionState(Enum):
     """Of the admission of groups."""
 
     OPEN = "open"
@@ -42,11 +42,11 @@ class State(Enum):
     DRAINING = "draining"
 
 
-class Admission:
+class AdmissionGate:
     """A switch that somebody else may turn."""
 
     def __init__(self) -> None:
-        self.state = State.OPEN
+        self.state = AdmissionState.OPEN
         self.hurry = asyncio.Event()
         """Do not wait for what is in flight: store it and give it back."""
         self._open = asyncio.Event()
@@ -56,26 +56,26 @@ class Admission:
     @property
     def is_open(self) -> bool:
         """Whether a new group may be taken up."""
-        return self.state is State.OPEN
+        return self.state is AdmissionState.OPEN
 
     @property
     def is_draining(self) -> bool:
         """Whether the server is about to leave."""
-        return self.state is State.DRAINING
+        return self.state is AdmissionState.DRAINING
 
     def pause(self) -> None:
         """Take up nothing new; what is in flight goes on. A server that drains goes on draining."""
-        if self._turn(State.PAUSED):
+        if self._turn(AdmissionState.PAUSED):
             self._open.clear()
 
     def resume(self) -> None:
         """Take up groups again. A server that drains goes on draining."""
-        if self._turn(State.OPEN):
+        if self._turn(AdmissionState.OPEN):
             self._open.set()
 
     def drain(self, *, now: bool = False) -> None:
         """Take up nothing more, and leave once what is in flight has finished, or `now` with partials."""
-        self._turn(State.DRAINING)
+        self._turn(AdmissionState.DRAINING)
         self._open.clear()
         self._draining.set()
         if now:
@@ -96,7 +96,7 @@ class Admission:
             draining.cancel()
             await asyncio.gather(working, draining, return_exceptions=True)
 
-    def _turn(self, state: State) -> bool:
+    def _turn(self, state: AdmissionState) -> bool:
         """Whether it may be turned."""
         if self.is_draining:
             return False
@@ -106,7 +106,7 @@ class Admission:
         return True
 
 
-class Feeder:
+class TaskFeeder:
     """Tops up to `target` waiting tasks whenever at most half of them are left."""
 
     def __init__(self, buffer: ReplayBuffer, source: TaskSource, *, target: int) -> None:

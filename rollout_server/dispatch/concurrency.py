@@ -110,7 +110,7 @@ STEP = 0.1
 """The share by which the number changes."""
 
 
-class Throttle:
+class ConcurrencyController:
     """Moves the capacity of the slots between `least` and `most`."""
 
     def __init__(self, engine: Engine, slots: SampleSlots, *, least: int, most: int) -> None:

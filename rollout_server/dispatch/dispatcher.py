@@ -1,6 +1,6 @@
 """Keeps the engine full, without waves: groups are admitted whenever a sample slot is free.
 
-    buffer --admit--> GroupWork --G samples--> engine --> reward pool --> insert | discard --> buffer
+    buffer --admit--> GroupRollout --G samples--> engine --> reward pool --> insert | discard --> buffer
 
 - admission waits for a free slot (a sample that finishes unblocks it), then for a ticket (room in
   the staleness window: the trainer's release; a task: the feeder)
@@ -35,20 +35,26 @@ from collections.abc import Sequence
 import structlog
 
 from async_grpo.errors import EngineError, LeaseLost, RoleFailed, RunEnded, SampleOverdue, WaitTimeout
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 from async_grpo.telemetry.rows import REWARD_FAILURES_PREFIX
-from async_grpo.utils.aio import first_cause
+from async_grpo.utils.aio import root_cause
 from async_grpo.wire import ReleaseReason, Sample, Ticket
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Admission, Feeder
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import AdmissionGate, TaskFeeder
 from rollout_server.dispatch.concurrency import SampleSlots
-from rollout_server.dispatch.group_rollout import GroupWork
+from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.dispatch.leases import Leases
-from rollout_server.dispatch.outcomes import Tally, at_its_length, reason_to_discard, what_is_broken, with_verdict
+from rollout_server.dispatch.outcomes import (
+    GroupCounters,
+    at_its_length,
+    reason_to_discard,
+    what_is_broken,
+    with_verdict,
+)
 from rollout_server.engines.base import sample_seed
 from rollout_server.weight_watcher import WeightWatcher
-from rollout_server.workflows.sample_rollout import Pace, SampleMaker
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
+from rollout_server.workflows.session import SampleSession
 
 ADMIT_TIMEOUT_S = 10.0
 HAND_BACK_TIMEOUT_S = 10.0
@@ -63,13 +69,13 @@ log = structlog.get_logger()
 class Dispatcher:
     """One server's stream of groups."""
 
-    def __init__(self, cast: Cast, watcher: WeightWatcher, feeder: Feeder) -> None:
+    def __init__(self, cast: ServerContext, watcher: WeightWatcher, feeder: TaskFeeder) -> None:
         self._cast = cast
         self._watcher = watcher
         self._feeder = feeder
-        self._maker = SampleMaker(cast.workflow, cast.config.rollout.workflow, Pace.of_training(cast.config))
-        self.admission = Admission()
-        self.tally = Tally()
+        self._maker = SampleMaker(cast.workflow, cast.config.rollout.workflow, SampleDeadline.of_training(cast.config))
+        self.admission = AdmissionGate()
+        self.tally = GroupCounters()
         self.slots = SampleSlots(cast.config.rollout.min_concurrency or cast.config.rollout.max_concurrency)
         rollout = cast.config.rollout
         self.leases = Leases(cast.buffer, every_s=cast.config.lease_s / 3, store_every_s=rollout.progress_interval_s)
@@ -143,7 +149,7 @@ class Dispatcher:
             for work in taken_up:
                 work.doing = works.create_task(self._make(work), name=f"group {work.ticket.seq}")
 
-    async def _next_works(self) -> list[GroupWork]:
+    async def _next_works(self) -> list[GroupRollout]:
         """Groups for all free slots in one request, so that a buffer that answers slowly costs one wait and not one a
         group; fewer, or none after a while, if there are no more. Raises RunEnded."""
         await self.slots.room()
@@ -160,15 +166,15 @@ class Dispatcher:
             self._feeder.nudge()
         return [self._take_up(ticket) for ticket in tickets]  # at once: what is held is given back, come what may
 
-    async def _return(self, works: Sequence[GroupWork]) -> None:
+    async def _return(self, works: Sequence[GroupRollout]) -> None:
         """Groups that came after a pause, or as the server was drained."""
         for work in works:
             self.slots.finish(work.committed)
             await self.leases.hand_back(work)
 
-    def _take_up(self, ticket: Ticket) -> GroupWork:
+    def _take_up(self, ticket: Ticket) -> GroupRollout:
         config = self._cast.config
-        work = GroupWork.resume(ticket, config.group_size, oversample=config.rollout.oversample)
+        work = GroupRollout.resume(ticket, config.group_size, oversample=config.rollout.oversample)
         self.slots.commit(work.committed)
         self.leases.hold(work)
         return work
@@ -179,7 +185,7 @@ class Dispatcher:
         if now_s - since_s >= NOTED_WAIT_S:
             self._cast.diary.wait("ticket", since_s, now_s)
 
-    async def _make(self, work: GroupWork) -> None:
+    async def _make(self, work: GroupRollout) -> None:
         """A group from ticket to release. Raises EngineError, RoleFailed."""
         try:
             await self._watcher.wait_for_version(work.version_needed, self._weights_timeout_s)
@@ -193,7 +199,7 @@ class Dispatcher:
             self.slots.finish(work.committed)
             work.committed = 0
 
-    async def _generate(self, work: GroupWork) -> None:
+    async def _generate(self, work: GroupRollout) -> None:
         """Make the missing samples, until enough have finished; a workflow that fails makes the group `failed`."""
         try:
             async with asyncio.TaskGroup() as samples:
@@ -205,12 +211,12 @@ class Dispatcher:
                 for task in making:
                     task.cancel()
         except ExceptionGroup as errors:
-            cause = first_cause(errors)
+            cause = root_cause(errors)
             if isinstance(cause, EngineError):
                 raise cause from None
             work.error, work.is_overdue = f"{type(cause).__name__}: {cause}", isinstance(cause, SampleOverdue)
 
-    async def _make_sample(self, work: GroupWork, index: int) -> None:
+    async def _make_sample(self, work: GroupRollout, index: int) -> None:
         try:
             async with self.slots.running():
                 session = work.sessions[index] = self._session(work, index)
@@ -223,9 +229,9 @@ class Dispatcher:
             work.committed -= 1
             self.slots.finish(1)
 
-    def _session(self, work: GroupWork, index: int) -> Session:
+    def _session(self, work: GroupRollout, index: int) -> SampleSession:
         ticket, config = work.ticket, self._cast.config
-        return Session(
+        return SampleSession(
             self._cast.engine,
             f"{ticket.seq}-{ticket.attempt}-{index}",
             ticket.task.prompt_ids(),
@@ -237,7 +243,7 @@ class Dispatcher:
             index=index,
         )
 
-    async def _settle(self, work: GroupWork) -> None:
+    async def _settle(self, work: GroupRollout) -> None:
         """Insert the group, discard it, or give it back if the engine cut samples short."""
         if work.error:
             await self._discard(work, ReleaseReason.FAILED, work.error)
@@ -263,10 +269,10 @@ class Dispatcher:
         self.tally.inserted(samples)
         self._cast.diary.group(group, version=self._cast.engine.version)
 
-    async def _judge(self, work: GroupWork, samples: Sequence[Sample]) -> list[Sample]:
+    async def _judge(self, work: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards; what kept rewards from coming is counted by kind."""
         task = work.ticket.task
-        items = [Item.of(sample, task) for sample in samples]
+        items = [RewardInput.of(sample, task) for sample in samples]
         judged = zip(samples, await self._cast.pool.judge(items), strict=True)
         verdicts = [at_its_length(sample, verdict, self._cast.config) for sample, verdict in judged]
         kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())
@@ -275,7 +281,7 @@ class Dispatcher:
             await self._cast.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
         return [with_verdict(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
-    async def _discard(self, work: GroupWork, reason: ReleaseReason, why: str) -> None:
+    async def _discard(self, work: GroupRollout, reason: ReleaseReason, why: str) -> None:
         work.settling = True
         await self._cast.buffer.discard(work.ticket, reason)
         self.leases.forget(work)

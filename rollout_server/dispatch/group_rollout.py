@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 
 from async_grpo.wire import Group, Partial, Sample, Ticket
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 
 @dataclass(eq=False)
-class GroupWork:
+class GroupRollout:
     """Bookkeeping for one ticket. `samples[i]` is None (nothing yet), unfinished ("") or finished.
 
     It has `group_size` samples and, if it over-samples, some more: it is whole once `group_size` have finished.
@@ -20,7 +20,7 @@ class GroupWork:
     ticket: Ticket
     group_size: int
     samples: list[Sample | None]
-    sessions: dict[int, Session] = field(default_factory=dict)
+    sessions: dict[int, SampleSession] = field(default_factory=dict)
     """Of the samples that are being made now."""
     finish_order: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.time)
@@ -39,7 +39,7 @@ class GroupWork:
     """That is because it has not returned by its deadline."""
 
     @classmethod
-    def resume(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupWork:
+    def resume(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupRollout:
         """Take up what an earlier attempt left."""
         samples = list(ticket.partial.samples) if ticket.partial is not None else []
         size = group_size + oversample

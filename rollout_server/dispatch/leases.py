@@ -14,7 +14,7 @@ import structlog
 from async_grpo.errors import BufferFault, LeaseLost
 from async_grpo.wire import Partial
 from buffer.base import ReplayBuffer
-from rollout_server.dispatch.group_rollout import GroupWork, tokens_of
+from rollout_server.dispatch.group_rollout import GroupRollout, tokens_of
 
 log = structlog.get_logger()
 
@@ -26,27 +26,27 @@ class Leases:
         self._buffer = buffer
         self._every_s = every_s
         self._store_every_s = store_every_s
-        self._works: dict[int, GroupWork] = {}
+        self._works: dict[int, GroupRollout] = {}
         self.lost = 0
 
-    def __iter__(self) -> Iterator[GroupWork]:
+    def __iter__(self) -> Iterator[GroupRollout]:
         return iter(list(self._works.values()))
 
     def __len__(self) -> int:
         return len(self._works)
 
-    def hold(self, work: GroupWork) -> None:
+    def hold(self, work: GroupRollout) -> None:
         """Take up a group; an earlier attempt at it that is still in work here is dropped."""
         if (earlier := self._works.get(work.ticket.seq)) is not None:
             self.drop(earlier)
         self._works[work.ticket.seq] = work
 
-    def forget(self, work: GroupWork) -> None:
+    def forget(self, work: GroupRollout) -> None:
         """The group has ended here."""
         if self._works.get(work.ticket.seq) is work:
             del self._works[work.ticket.seq]
 
-    def drop(self, work: GroupWork) -> None:
+    def drop(self, work: GroupRollout) -> None:
         """The lease was lost: stop working on the group."""
         self.forget(work)
         self.lost += 1
@@ -85,7 +85,7 @@ class Leases:
             ):
                 await self._store(work, partial)
 
-    async def hand_back(self, work: GroupWork) -> None:
+    async def hand_back(self, work: GroupRollout) -> None:
         """Store what exists and end the lease, so that another server goes on at once. One that is cancelled stays
         to be handed back."""
         self.forget(work)
@@ -105,7 +105,7 @@ class Leases:
         for work in self:
             work.frozen = work.partial()  # which is the same from then on
 
-    async def _store(self, work: GroupWork, partial: Partial) -> None:
+    async def _store(self, work: GroupRollout, partial: Partial) -> None:
         try:
             await self._buffer.progress(work.ticket, partial)
         except LeaseLost:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from async_grpo.config import RunConfig
-from async_grpo.rewards.base import Verdict, with_length
+from async_grpo.rewards.base import RewardResult, with_length
 from async_grpo.wire import ReleaseReason, Sample
 
 MIN_JUDGED = 2
@@ -29,7 +29,7 @@ def what_is_broken(samples: Sequence[Sample]) -> str:
     return ""
 
 
-def at_its_length(sample: Sample, verdict: Verdict, config: RunConfig) -> Verdict:
+def at_its_length(sample: Sample, verdict: RewardResult, config: RunConfig) -> RewardResult:
     """The verdict once the rule for overlong samples is applied."""
     return with_length(
         verdict,
@@ -40,7 +40,7 @@ def at_its_length(sample: Sample, verdict: Verdict, config: RunConfig) -> Verdic
     )
 
 
-def with_verdict(sample: Sample, verdict: Verdict) -> Sample:
+def with_verdict(sample: Sample, verdict: RewardResult) -> Sample:
     """The sample with its rewards, or with the kind of failure and the reason why there are none."""
     why = f"{verdict.failure}: {verdict.reason}" if verdict.failure else ""
     return msgspec.structs.replace(sample, rewards=verdict.scores, reward=verdict.reward, unverifiable=why)
@@ -61,7 +61,7 @@ def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class GroupCounters:
     """`groups` by outcome (inserted, interrupted, and the release reasons of discarded ones), `samples` of inserted
     groups by finish reason, `reward_failures` by kind."""
 

@@ -46,7 +46,7 @@ class _Reply(msgspec.Struct, frozen=True):
     error: dict[str, Any] | None = None
 
 
-class RemoteSampler:
+class HttpSampler:
     """The `Sampler` protocol over one or more servers of a run."""
 
     def __init__(self, addresses: Sequence[str], *, at_once: int, patience_s: float, key: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from async_grpo.errors import DataError, EngineError, WeightsCorrupt
-from async_grpo.weights.manifest import Layout
+from async_grpo.weights.manifest import TensorLayout
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -54,7 +54,7 @@ def has_tied_head(model_dir: Path) -> bool:
     return bool(read_settings(model_dir / "config.json").get("tie_word_embeddings", False))
 
 
-def check_layout(layout: Layout, shapes: Mapping[str, list[int]], *, tied_head: bool) -> None:
+def check_layout(layout: TensorLayout, shapes: Mapping[str, list[int]], *, tied_head: bool) -> None:
     """Raise WeightsCorrupt unless `layout` is exactly the checkpoint's tensors.
 
     A missing tensor would silently keep its old values, a missing part of a fused layer would be

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import EngineError
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import (
     CHECKPOINT_VERSION,
@@ -48,7 +48,7 @@ def scripted_logprobs(tokens: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDAr
 
 
 @dataclass
-class ScriptedFlight:
+class ScriptedRequest:
     """One request under way."""
 
     log: SpanLog
@@ -79,14 +79,14 @@ class ScriptedEngine:
         update_s: float = 0.0,
         reads_store: bool = False,
     ) -> None:
-        self.updates: list[tuple[Identity, Interruption]] = []
+        self.updates: list[tuple[WeightVersion, Interruption]] = []
         self._script = script or hashed_script()
         self._token_s = 1 / tokens_per_s
         self._update_s = update_s
         self._reads_store = reads_store
         self._version = CHECKPOINT_VERSION
-        self._flights: dict[str, ScriptedFlight] = {}
-        self._lost: dict[str, ScriptedFlight] = {}
+        self._flights: dict[str, ScriptedRequest] = {}
+        self._lost: dict[str, ScriptedRequest] = {}
         self._generated = 0
         self._streamed = 0
         self._failure: EngineError | None = EngineError("the engine was not started.")
@@ -118,11 +118,11 @@ class ScriptedEngine:
                 yield flight.generation(since=passed_on)
                 passed_on = len(flight.tokens)
 
-    async def _fly(self, request: GenerationRequest) -> AsyncGenerator[ScriptedFlight, None]:
+    async def _fly(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
         """The flight after every token, and once more when it has a finish reason."""
         await self._open.wait()
         rest = list(self._script(request))[len(request.prefix) :]
-        flight = self._flights[request.request_id] = ScriptedFlight(SpanLog(self._version), request.interruptible)
+        flight = self._flights[request.request_id] = ScriptedRequest(SpanLog(self._version), request.interruptible)
         try:
             for token in rest[: request.max_tokens]:
                 await asyncio.sleep(self._token_s)
@@ -151,7 +151,7 @@ class ScriptedEngine:
     async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
         """Hold all requests for `update_s` (or let them land, or end them), then go on with `version`."""
         self._raise_failure()
-        identity = Identity(epoch, version)
+        identity = WeightVersion(epoch, version)
         self._open.clear()
         try:
             while interruption == "drain" and self._flights:

@@ -19,17 +19,17 @@ from typing import Any, Protocol, TypeVar
 
 from async_grpo.config import RunConfig
 from async_grpo.data.base import TaskSource
-from async_grpo.evaluation.estimators import Grade, GradedPrompt
-from async_grpo.evaluation.summary import figures_by_source, figures_of
-from async_grpo.rewards.base import Failure, Item, Verdict
+from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt
+from async_grpo.evaluation.summary import eval_metrics, figures_by_source
+from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.utils.aio import first_cause
+from async_grpo.utils.aio import root_cause
 from async_grpo.wire import Group, Sample, Task
-from async_grpo.wire.board import Figures
+from async_grpo.wire.board import EvalMetrics
 from rollout_server.engines.base import Sampler, sample_seed
 from rollout_server.workflows import Workflow
-from rollout_server.workflows.sample_rollout import Pace, SampleMaker
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
+from rollout_server.workflows.session import SampleSession
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ SOURCE_FIELDS = ("data_source", "source", "file")
 """Metadata of a task, the first of which that it has says where the task is from."""
 
 
-class Hall(Protocol):
+class EvalContext(Protocol):
     """What an exam needs; a rollout server's cast has it."""
 
     @property
@@ -57,7 +57,7 @@ class Hall(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ExamPlan:
+class EvalPlan:
     """How much is asked. Other `prompts` than the configuration's: the first of the same ones."""
 
     prompts: int
@@ -66,7 +66,7 @@ class ExamPlan:
     greedy: bool = True
 
     @classmethod
-    def of(cls, config: RunConfig) -> ExamPlan:
+    def of(cls, config: RunConfig) -> EvalPlan:
         """What a run asks at its milestones."""
         return cls(config.eval.prompts, config.eval.samples, greedy=config.eval.greedy)
 
@@ -77,22 +77,22 @@ class ExamPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GradedCompletion:
     """A completion, graded; of a greedy one nobody extracts the answer. `extraction`: why that failed."""
 
     sample: Sample
-    verdict: Verdict
-    grade: Grade
-    extraction: Failure | None = None
+    verdict: RewardResult
+    grade: GradedAnswer
+    extraction: RewardFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
+class PromptResult:
     """One prompt with all its completions."""
 
     task: Task
-    sampled: list[Answer]
-    greedy: list[Answer]
+    sampled: list[GradedCompletion]
+    greedy: list[GradedCompletion]
 
     @property
     def source(self) -> str:
@@ -106,19 +106,19 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True)
-class Grades:
+class EvalResult:
     """Accuracy is the mean score of the first reward function over the completions it could judge
     (nan if none)."""
 
-    papers: list[Paper]
-    figures: Figures
-    by_source: dict[str, Figures]
+    papers: list[PromptResult]
+    figures: EvalMetrics
+    by_source: dict[str, EvalMetrics]
     no_majority: str
     """Why there is no maj@k, "" if there is."""
     completion_tokens_mean: float
 
     @property
-    def extraction_failures(self) -> list[Failure]:
+    def extraction_failures(self) -> list[RewardFailure]:
         """Of all sampled completions in which looking for the answer failed."""
         answers = (answer for paper in self.papers for answer in paper.sampled)
         return [answer.extraction for answer in answers if answer.extraction is not None]
@@ -136,12 +136,12 @@ class Grades:
         return math.nan if self.figures.greedy is None else self.figures.greedy.value
 
 
-class Exam:
+class EvalRunner:
     """For completions of one version only, the caller holds the pin."""
 
     def __init__(
         self,
-        hall: Hall,
+        hall: EvalContext,
         on_answer: Callable[[], None] = lambda: None,
         on_grades: Callable[[int], None] = lambda _: None,
         *,
@@ -150,7 +150,7 @@ class Exam:
         """`on_answer` is called after every completion, `on_grades` with so many of them when all of a prompt are
         graded. A completion that is not there by `deadline_s` ends the exam with SampleOverdue."""
         self._hall = hall
-        self._maker = SampleMaker(hall.workflow, hall.config.rollout.workflow, Pace(deadline_s))
+        self._maker = SampleMaker(hall.workflow, hall.config.rollout.workflow, SampleDeadline(deadline_s))
         self._on_answer = on_answer
         self._on_grades = on_grades
         self._room = asyncio.Semaphore(hall.config.rollout.max_concurrency)
@@ -159,16 +159,16 @@ class Exam:
         self.generating = 0
         """Completions that are asked for and not there yet."""
 
-    async def grade(self, plan: ExamPlan) -> Grades:
+    async def grade(self, plan: EvalPlan) -> EvalResult:
         """mean@k and the like, and greedy if it is asked for."""
         tasks = self._hall.source.held_out()[: plan.prompts]
         sampled = await self._answer_all(tasks, plan.samples, plan.temperature)
         greedy = await self._answer_all(tasks, 1, 0.0) if plan.greedy else [[] for _ in tasks]
-        papers = [Paper(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
+        papers = [PromptResult(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
         lengths = [answer.sample.length for answers in sampled for answer in answers]
         no_majority = self._hall.pool.why_no_answers(self._judged_by)
         figures, by_source = await asyncio.to_thread(self._figures, papers, plan.samples, votes=not no_majority)
-        return Grades(papers, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan)
+        return EvalResult(papers, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan)
 
     async def probe(self, version: int) -> list[Group]:
         """Groups sampled as for training, with behaviour log-probabilities, without rewards."""
@@ -189,22 +189,26 @@ class Exam:
             for seq, (task, samples) in enumerate(zip(tasks, await _all(makes), strict=True))
         ]
 
-    def _figures(self, papers: Sequence[Paper], samples: int, *, votes: bool) -> tuple[Figures, dict[str, Figures]]:
+    def _figures(
+        self, papers: Sequence[PromptResult], samples: int, *, votes: bool
+    ) -> tuple[EvalMetrics, dict[str, EvalMetrics]]:
         """A moment of arithmetic that must not hold the event loop."""
         graded, right_at = [paper.graded for paper in papers], self._hall.config.eval.right_at
         return (
-            figures_of(graded, samples=samples, right_at=right_at, votes=votes),
+            eval_metrics(graded, samples=samples, right_at=right_at, votes=votes),
             figures_by_source(graded, samples=samples, right_at=right_at, votes=votes),
         )
 
-    async def _answer_all(self, tasks: Sequence[Task], samples: int, temperature: float) -> list[list[Answer]]:
+    async def _answer_all(
+        self, tasks: Sequence[Task], samples: int, temperature: float
+    ) -> list[list[GradedCompletion]]:
         return await _all(self._answer(task, samples, temperature) for task in tasks)
 
-    async def _answer(self, task: Task, count: int, temperature: float) -> list[Answer]:
+    async def _answer(self, task: Task, count: int, temperature: float) -> list[GradedCompletion]:
         samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
         pool, name = self._hall.pool, self._judged_by
-        verdicts = await pool.judge([Item.of(sample, task) for sample in samples])
-        found: list[str | Failure | None] = [None] * count
+        verdicts = await pool.judge([RewardInput.of(sample, task) for sample in samples])
+        found: list[str | RewardFailure | None] = [None] * count
         if temperature and not pool.why_no_answers(name):
             found = await pool.extract(name, [sample.text for sample in samples])
         self._on_grades(count)
@@ -226,8 +230,8 @@ class Exam:
         self._on_answer()
         return sample
 
-    def _session(self, task: Task, index: int, temperature: float, purpose: str) -> Session:
-        return Session(
+    def _session(self, task: Task, index: int, temperature: float, purpose: str) -> SampleSession:
+        return SampleSession(
             self._hall.engine,
             f"{purpose}-{task.index}-{index}-{self.tokens}",
             task.prompt_ids(),
@@ -239,11 +243,13 @@ class Exam:
         )
 
 
-def _answer(sample: Sample, verdict: Verdict, score: float | None, found: str | Failure | None) -> Answer:
+def _answer(
+    sample: Sample, verdict: RewardResult, score: float | None, found: str | RewardFailure | None
+) -> GradedCompletion:
     """`found`: what the extraction gave."""
-    if isinstance(found, Failure):
-        return Answer(sample, verdict, Grade(score, unextracted=True), found)
-    return Answer(sample, verdict, Grade(score, found))
+    if isinstance(found, RewardFailure):
+        return GradedCompletion(sample, verdict, GradedAnswer(score, unextracted=True), found)
+    return GradedCompletion(sample, verdict, GradedAnswer(score, found))
 
 
 async def _all(makes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -252,5 +258,5 @@ async def _all(makes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(make) for make in makes]
     except ExceptionGroup as errors:
-        raise first_cause(errors) from None
+        raise root_cause(errors) from None
     return [task.result() for task in tasks]

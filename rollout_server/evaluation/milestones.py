@@ -1,6 +1,6 @@
 """Measures the policy on held-out prompts, at milestones, with the version pinned meanwhile.
 
-    weight watcher --version--> Evaluator --pin, claim--> engine --> reward pool --> board
+    weight watcher --version--> MilestoneEvaluator --pin, claim--> engine --> reward pool --> board
 
 It waits for the next milestone's weights (the watcher unblocks it, or the final evaluation on the
 board: then nobody needs those weights any more), for the pin (an update under way), and at the final
@@ -27,8 +27,8 @@ import structlog
 from async_grpo.config import RunConfig
 from async_grpo.errors import SampleOverdue, WaitTimeout
 from async_grpo.wire.board import Evaluation, Probe
-from rollout_server.context import Cast
-from rollout_server.evaluation.eval_runner import Exam, ExamPlan
+from rollout_server.context import ServerContext
+from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.weight_watcher import WeightWatcher
 
 
@@ -65,14 +65,14 @@ COMPLETION_SHARE = 0.9
 log = structlog.get_logger()
 
 
-class Evaluator:
+class MilestoneEvaluator:
     """`first` before the first ticket, then `run` until the final evaluation is on the board."""
 
-    def __init__(self, cast: Cast, watcher: WeightWatcher) -> None:
+    def __init__(self, cast: ServerContext, watcher: WeightWatcher) -> None:
         self._cast = cast
         self._watcher = watcher
-        self._exam = Exam(cast, deadline_s=longest_completion_s(cast.config))
-        self._plan = ExamPlan.of(cast.config)
+        self._exam = EvalRunner(cast, deadline_s=longest_completion_s(cast.config))
+        self._plan = EvalPlan.of(cast.config)
         self._final = cast.config.steps
         self._handled = -1
         self.busy = False

@@ -1,6 +1,6 @@
 """HTTP of a rollout server: health, metrics, completions of the current policy, administration.
 
-    client --> HttpFront (uvicorn, in the server's event loop) --> app
+    client --> ApiServer (uvicorn, in the server's event loop) --> app
                     |-- probes        /healthz /readyz
                     |-- metrics       /metrics
                     |-- completions   /v1/*            --> Writers --> Engine.stream
@@ -8,11 +8,11 @@
 
 The cast:
 
-- `HttpFront`   the socket, from before the engine starts until after it has ended
-- `Lobby`       what the routes share: how far the server is, and its nouns once they are there
-- `Keys`        who may do what
-- `Prompts`     request -> token ids
-- `Writers`     completions under way for HTTP, so many at once and no more
+- `ApiServer`   the socket, from before the engine starts until after it has ended
+- `HttpContext`       what the routes share: how far the server is, and its nouns once they are there
+- `ApiKeys`        who may do what
+- `PromptEncoder`     request -> token ids
+- `CompletionJobs`     completions under way for HTTP, so many at once and no more
 - `TextStream`  token ids -> text, piece by piece
 
 What waits for what: a request waits for its body (bounded), then for its pieces, which the engine unblocks;

@@ -1,6 +1,6 @@
 """The routes put together, behind what every request passes.
 
-request --> Doorstep (known host? counted) --> route --> answer, or {"error": ...} with a status
+request --> HostCheck (known host? counted) --> route --> answer, or {"error": ...} with a status
 
 /admin: take no more groups, take them again, leave the run.
 
@@ -19,14 +19,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_server.dispatch.admission import Admission
+from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.http.completions import completion_routes
-from rollout_server.http.context import Lobby
+from rollout_server.http.context import HttpContext
 from rollout_server.http.metrics import metrics_routes
 from rollout_server.http.streaming import HttpError
 
 
-def admin_routes(lobby: Lobby) -> APIRouter:
+def admin_routes(lobby: HttpContext) -> APIRouter:
     """All of them need the administration token."""
 
     async def token(request: Request) -> None:
@@ -52,18 +52,18 @@ def admin_routes(lobby: Lobby) -> APIRouter:
         admission().drain(now=now)
         return _state(lobby)
 
-    def admission() -> Admission:
+    def admission() -> AdmissionGate:
         return lobby.open().dispatcher.admission
 
     return routes
 
 
-def _state(lobby: Lobby) -> JSONResponse:
+def _state(lobby: HttpContext) -> JSONResponse:
     dispatcher = lobby.open().dispatcher
     return JSONResponse({"admission": dispatcher.admission.state.value, "groups_in_work": len(dispatcher.leases)}, 202)
 
 
-def probe_routes(lobby: Lobby) -> APIRouter:
+def probe_routes(lobby: HttpContext) -> APIRouter:
     """They need no key and tell no text."""
     routes = APIRouter()
 
@@ -84,7 +84,7 @@ def probe_routes(lobby: Lobby) -> APIRouter:
     return routes
 
 
-def make_app(lobby: Lobby) -> ASGIApp:
+def make_app(lobby: HttpContext) -> ASGIApp:
     """Everything but the socket. No documentation pages and no CORS: no web page has business here."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for routes in (probe_routes(lobby), metrics_routes(lobby), completion_routes(lobby), admin_routes(lobby)):
@@ -92,10 +92,10 @@ def make_app(lobby: Lobby) -> ASGIApp:
     app.add_exception_handler(HttpError, _explain)
     app.add_exception_handler(HTTPException, _explain_unknown)
     local_only = lobby.config.rollout.http.is_local and not lobby.keys.completions
-    return Doorstep(app, lobby.responses, local_only=local_only)
+    return HostCheck(app, lobby.responses, local_only=local_only)
 
 
-class Doorstep:
+class HostCheck:
     """Counts answers. Without a key, refuses names that are not this machine's: a web page whose name resolves to
     the loopback would otherwise be of the same origin."""
 

@@ -16,14 +16,14 @@ ADMIN_VARIABLE = "ASYNC_GRPO_ADMIN_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ApiKeys:
     """ "" where none is set. Neither appears in `repr`."""
 
     admin: str = field(default="", repr=False)
     completions: str = field(default="", repr=False)
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], config: HttpConfig) -> Keys:
+    def of(cls, environment: Mapping[str, str], config: HttpConfig) -> ApiKeys:
         """Raises ConfigError for a server that anybody on the network could use."""
         keys = cls(environment.get(ADMIN_VARIABLE, ""), environment.get(KEY_VARIABLE, ""))
         if not config.is_local and not keys.completions:

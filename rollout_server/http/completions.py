@@ -18,23 +18,23 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.http.context import Backstage, Lobby
+from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.detokenizer import TextStream
-from rollout_server.http.jobs import Job, Piece
+from rollout_server.http.jobs import CompletionChunk, CompletionJob
 from rollout_server.http.requests import ChatBody, CompletionBody, Sampling, parse
-from rollout_server.http.responses import ChatForm, Choice, CompletionForm, Form, Wants
+from rollout_server.http.responses import ChatForm, CompletionChoice, CompletionForm, ResponseFormat, ResponseOptions
 from rollout_server.http.streaming import EventStream, HttpError, read_json, unless_gone
 
 VERSION_HEADER = "x-policy-version"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CompletionRequest:
     """What a request comes to: its prompts, what is asked of each, and how the answer looks."""
 
     prompts: Sequence[list[int]]
     sampling: Sampling
-    form: Form
+    form: ResponseFormat
 
     @property
     def prompt_tokens(self) -> int:
@@ -42,7 +42,7 @@ class Order:
         return sum(len(prompt) for prompt in self.prompts)
 
 
-def completion_routes(lobby: Lobby) -> APIRouter:
+def completion_routes(lobby: HttpContext) -> APIRouter:
     """/v1/models, /v1/completions, /v1/chat/completions."""
     bound = lobby.config.rollout.http
     numbers = count(1)
@@ -65,7 +65,7 @@ def completion_routes(lobby: Lobby) -> APIRouter:
         _check(body, prompts=len(body.prompts))
         prompts = [await lobby.prompts.of_text(prompt) for prompt in body.prompts]
         form = CompletionForm(lobby.config.name, lobby.prompts.name, wants=_wants(body))
-        return await _answer(request, Order(prompts, body, form), body.max_tokens)
+        return await _answer(request, CompletionRequest(prompts, body, form), body.max_tokens)
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
@@ -74,7 +74,9 @@ def completion_routes(lobby: Lobby) -> APIRouter:
         _check(body, prompts=1)
         prompt = await lobby.prompts.of_chat(body.messages)
         form = ChatForm(lobby.config.name, lobby.prompts.name, wants=_wants(body))
-        return await _answer(request, Order([prompt], body, form), body.max_completion_tokens or body.max_tokens)
+        return await _answer(
+            request, CompletionRequest([prompt], body, form), body.max_completion_tokens or body.max_tokens
+        )
 
     def _check(body: Sampling, *, prompts: int) -> None:
         if body.model not in (None, lobby.config.name):
@@ -86,7 +88,7 @@ def completion_routes(lobby: Lobby) -> APIRouter:
                 "(rollout.http.max_n, rollout.http.max_concurrency). Ask for the rest in other requests",
             )
 
-    async def _answer(request: Request, order: Order, max_tokens: int | None) -> Response:
+    async def _answer(request: Request, order: CompletionRequest, max_tokens: int | None) -> Response:
         requests = [
             _generation(order.sampling, prompt, index, max_tokens)
             for index, prompt in enumerate(prompt for prompt in order.prompts for _ in range(order.sampling.n))
@@ -128,7 +130,9 @@ def completion_routes(lobby: Lobby) -> APIRouter:
             )
         return asked
 
-    async def _streamed(request: Request, order: Order, backstage: Backstage, job: Job) -> Response:
+    async def _streamed(
+        request: Request, order: CompletionRequest, backstage: ReadyServer, job: CompletionJob
+    ) -> Response:
         """The first piece is waited for: until then, an error still has a status."""
         pieces = job.pieces()
         try:
@@ -143,12 +147,12 @@ def completion_routes(lobby: Lobby) -> APIRouter:
     return routes
 
 
-def _wants(body: Sampling) -> Wants:
-    return Wants(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
+def _wants(body: Sampling) -> ResponseOptions:
+    return ResponseOptions(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
 
 
-async def _whole(order: Order, backstage: Backstage, job: Job, count: int) -> Response:
-    choices = [Choice() for _ in range(count)]
+async def _whole(order: CompletionRequest, backstage: ReadyServer, job: CompletionJob, count: int) -> Response:
+    choices = [CompletionChoice() for _ in range(count)]
     async with aclosing(job.pieces()) as pieces:
         async for piece in pieces:
             choices[piece.index].add(piece)
@@ -158,12 +162,15 @@ async def _whole(order: Order, backstage: Backstage, job: Job, count: int) -> Re
     return JSONResponse(body, headers={VERSION_HEADER: fingerprint})
 
 
-async def _first_of(pieces: AsyncGenerator[Piece, None]) -> Piece:
+async def _first_of(pieces: AsyncGenerator[CompletionChunk, None]) -> CompletionChunk:
     return await anext(pieces)
 
 
 async def _events(
-    order: Order, backstage: Backstage, first: Piece, rest: AsyncGenerator[Piece, None]
+    order: CompletionRequest,
+    backstage: ReadyServer,
+    first: CompletionChunk,
+    rest: AsyncGenerator[CompletionChunk, None],
 ) -> AsyncGenerator[dict[str, Any], None]:
     tokens, fingerprint = len(first.tokens), _fingerprint(backstage, first)
     yield order.form.piece(first, fingerprint)
@@ -174,6 +181,6 @@ async def _events(
         yield order.form.usage(order.prompt_tokens, tokens, fingerprint)
 
 
-def _fingerprint(backstage: Backstage, piece: Piece) -> str:
+def _fingerprint(backstage: ReadyServer, piece: CompletionChunk) -> str:
     versions = [span.version for span in piece.spans]
     return backstage.identity_of(max(versions, default=backstage.cast.engine.version))

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from async_grpo.config import RunConfig
-from rollout_server.context import Cast
+from rollout_server.context import ServerContext
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.evaluation.milestones import Evaluator
-from rollout_server.http.auth import Keys
-from rollout_server.http.jobs import Writers
-from rollout_server.http.prompts import Prompts
+from rollout_server.evaluation.milestones import MilestoneEvaluator
+from rollout_server.http.auth import ApiKeys
+from rollout_server.http.jobs import CompletionJobs
+from rollout_server.http.prompts import PromptEncoder
 from rollout_server.http.streaming import not_ready
 from rollout_server.weight_watcher import WeightWatcher
 
@@ -19,14 +19,14 @@ STARTING, LEAVING = "the engine is starting, or waits for its first weights", "t
 
 
 @dataclass(frozen=True, slots=True)
-class Backstage:
+class ReadyServer:
     """The server's nouns that the routes look at or speak to."""
 
-    cast: Cast
+    cast: ServerContext
     watcher: WeightWatcher
     dispatcher: Dispatcher
-    evaluator: Evaluator
-    writers: Writers
+    evaluator: MilestoneEvaluator
+    writers: CompletionJobs
 
     @property
     def policy(self) -> str:
@@ -38,17 +38,17 @@ class Backstage:
         return f"{self.watcher.applied.epoch}-{version}"
 
 
-class Lobby:
+class HttpContext:
     """One for the life of the front; `backstage` is there from the first weights to the server's end."""
 
-    def __init__(self, config: RunConfig, name: str, keys: Keys, prompts: Prompts) -> None:
+    def __init__(self, config: RunConfig, name: str, keys: ApiKeys, prompts: PromptEncoder) -> None:
         self.config = config
         self.name = name
         self.keys = keys
         self.prompts = prompts
         self.responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""
-        self.backstage: Backstage | None = None
+        self.backstage: ReadyServer | None = None
         self.missing = STARTING
         """Why there is no backstage."""
 
@@ -59,13 +59,13 @@ class Lobby:
             return self.missing
         return LEAVING if self.backstage.dispatcher.admission.is_draining else ""
 
-    def ready(self) -> Backstage:
+    def ready(self) -> ReadyServer:
         """For whoever wants completions. Raises HttpError 503."""
         if self.backstage is None or self.why_not_ready:
             raise not_ready(self.why_not_ready)
         return self.backstage
 
-    def open(self) -> Backstage:
+    def open(self) -> ReadyServer:
         """For whoever administers, also while the server drains. Raises HttpError 503."""
         if self.backstage is None:
             raise not_ready(self.missing)

@@ -3,7 +3,7 @@
     request --start--> task a completion --Engine.stream--> queue --> whoever answers the client
 
 A task reads its stream without pause, whatever the client does: an update that lets requests finish first never
-waits for a slow reader. It ends with the completion, with `Job.aclose` (the client left), or with `close`.
+waits for a slow reader. It ends with the completion, with `CompletionJob.aclose` (the client left), or with `close`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout_server.http.streaming import HttpError, not_ready
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CompletionChunk:
     """More of completion `index`: text that is settled, and the tokens that came (whose text may come later)."""
 
     index: int
@@ -33,10 +33,10 @@ class Piece:
     finish_reason: str
 
 
-Pieces = asyncio.Queue[Piece | BaseException | None]
+Pieces = asyncio.Queue[CompletionChunk | BaseException | None]
 
 
-class Writers:
+class CompletionJobs:
     """At most `limit` completions at once."""
 
     def __init__(self, engine: Engine, limit: int) -> None:
@@ -49,7 +49,7 @@ class Writers:
         """Completions under way."""
         return len(self._tasks)
 
-    def start(self, requests: Sequence[GenerationRequest], texts: Sequence[TextStream]) -> Job:
+    def start(self, requests: Sequence[GenerationRequest], texts: Sequence[TextStream]) -> CompletionJob:
         """Begin all of them. Raises HttpError 429 if there is no room for all."""
         if self.busy + len(requests) > self._limit:
             raise HttpError(
@@ -67,7 +67,7 @@ class Writers:
         for task in tasks:
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, pieces))
-        return Job(pieces, tasks)
+        return CompletionJob(pieces, tasks)
 
     async def finish(self, timeout_s: float) -> None:
         """Wait for those under way, then end them."""
@@ -89,7 +89,7 @@ class Writers:
                 if part.finish_reason:
                     more += text.finish()
                 reason = "stop" if text.is_stopped else part.finish_reason
-                piece = Piece(index, more, part.tokens.tolist(), part.logprobs.tolist(), part.spans, reason)
+                piece = CompletionChunk(index, more, part.tokens.tolist(), part.logprobs.tolist(), part.spans, reason)
                 pieces.put_nowait(piece)
                 if text.is_stopped:
                     return
@@ -102,19 +102,19 @@ class Writers:
         pieces.put_nowait(error)
 
 
-class Job:
+class CompletionJob:
     """The completions of one request. Close it, whatever happened."""
 
     def __init__(self, pieces: Pieces, tasks: Sequence[asyncio.Task[None]]) -> None:
         self._pieces = pieces
         self._tasks = tasks
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[CompletionChunk, None]:
         """As they come, those of all completions mixed. Raises HttpError if the engine fails or the server stops."""
         running = len(self._tasks)
         while running:
             piece = await self._pieces.get()
-            if isinstance(piece, Piece):
+            if isinstance(piece, CompletionChunk):
                 yield piece
             elif piece is not None:
                 raise piece

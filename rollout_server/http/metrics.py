@@ -13,14 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from buffer import BufferStats, RecentStats
-from rollout_server.http.context import Backstage, Lobby
+from buffer import BufferStats, CachedStats
+from rollout_server.http.context import HttpContext, ReadyServer
 
 
-def metrics_routes(lobby: Lobby) -> APIRouter:
+def metrics_routes(lobby: HttpContext) -> APIRouter:
     """It needs no key and tells no text."""
     registry = CollectorRegistry()
-    recent = RecentStats()
+    recent = CachedStats()
     registry.register(ServerCollector(lobby, recent))
     ProcessCollector(registry=registry)
     routes = APIRouter()
@@ -37,7 +37,7 @@ def metrics_routes(lobby: Lobby) -> APIRouter:
 class ServerCollector(Collector):
     """Looks at the server when it is asked."""
 
-    def __init__(self, lobby: Lobby, recent: RecentStats) -> None:
+    def __init__(self, lobby: HttpContext, recent: CachedStats) -> None:
         self._lobby = lobby
         self._recent = recent
 
@@ -60,7 +60,7 @@ class ServerCollector(Collector):
             yield from _of_window(self._recent.stats, lobby.backstage.cast.engine.version)
 
 
-def _of_engine(backstage: Backstage) -> Iterable[Metric]:
+def _of_engine(backstage: ReadyServer) -> Iterable[Metric]:
     engine, watcher = backstage.cast.engine, backstage.watcher
     load = engine.load()
     yield _count("async_grpo_generated_tokens", "Made for training and evaluation", load.generated_tokens)
@@ -76,7 +76,7 @@ def _of_engine(backstage: Backstage) -> Iterable[Metric]:
     yield _gauge("async_grpo_weight_pause_seconds", "Without a token, in the last update", watcher.last_pause_s)
 
 
-def _of_groups(backstage: Backstage) -> Iterable[Metric]:
+def _of_groups(backstage: ReadyServer) -> Iterable[Metric]:
     dispatcher = backstage.dispatcher
     slots, tally = dispatcher.slots, dispatcher.tally
     yield _gauge("async_grpo_concurrency_limit_samples", "That may run for training at once", slots.capacity)

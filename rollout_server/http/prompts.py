@@ -13,7 +13,7 @@ from rollout_server.http.streaming import HttpError
 MAX_REASON_CHARS = 500
 
 
-class Prompts:
+class PromptEncoder:
     """Checked prompts: never empty, never too long, and no token that the model does not have (such a token may
     take an engine down, and training with it)."""
 

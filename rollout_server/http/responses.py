@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.wire import VersionSpan
-from rollout_server.http.jobs import Piece
+from rollout_server.http.jobs import CompletionChunk
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 
 @dataclass
-class Choice:
+class CompletionChoice:
     """One completion, put together from its pieces."""
 
     text: str = ""
@@ -29,7 +29,7 @@ class Choice:
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str = ""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: CompletionChunk) -> None:
         """What follows."""
         offset = len(self.tokens)
         for span in piece.spans:
@@ -49,21 +49,21 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class ResponseOptions:
     """What is told of the tokens beside their text."""
 
     logprobs: bool = False
     token_ids: bool = False
 
 
-class Form:
+class ResponseFormat:
     """How answers to one request look; `CompletionForm` and `ChatForm` differ in the choices."""
 
     kind = ""
     piece_kind = ""
     prefix = ""
 
-    def __init__(self, model: str, name: Callable[[int], str], *, wants: Wants) -> None:
+    def __init__(self, model: str, name: Callable[[int], str], *, wants: ResponseOptions) -> None:
         """`name`: one token as text."""
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -71,7 +71,7 @@ class Form:
         self._name = name
         self._wants = wants
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
+    def whole(self, choices: Sequence[CompletionChoice], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
         """The answer to a request that does not stream."""
         bodies = [
             {
@@ -87,9 +87,9 @@ class Form:
         usage = usage_of(prompt_tokens, sum(len(choice.tokens) for choice in choices))
         return {**self._head(self.kind, fingerprint), "choices": bodies, "usage": usage}
 
-    def piece(self, piece: Piece, fingerprint: str) -> dict[str, Any]:
+    def piece(self, piece: CompletionChunk, fingerprint: str) -> dict[str, Any]:
         """One event of a stream."""
-        written = Choice()
+        written = CompletionChoice()
         written.add(piece)
         body = {
             "index": piece.index,
@@ -127,17 +127,17 @@ class Form:
             "system_fingerprint": fingerprint,
         }
 
-    def _token_ids(self, choice: Choice) -> dict[str, list[int]]:
+    def _token_ids(self, choice: CompletionChoice) -> dict[str, list[int]]:
         return {"token_ids": choice.tokens} if self._wants.token_ids else {}
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs(self, choice: CompletionChoice) -> dict[str, Any] | None:
         if not self._wants.logprobs:
             return None
         names = [self._name(token) for token in choice.tokens]
         return self.logprobs(names, [max(logprob, LOWEST_LOGPROB) for logprob in choice.logprobs])
 
 
-class CompletionForm(Form):
+class CompletionForm(ResponseFormat):
     """/v1/completions."""
 
     kind = piece_kind = "text_completion"
@@ -154,7 +154,7 @@ class CompletionForm(Form):
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": _offsets(names)}
 
 
-class ChatForm(Form):
+class ChatForm(ResponseFormat):
     """/v1/chat/completions."""
 
     kind, piece_kind = "chat.completion", "chat.completion.chunk"

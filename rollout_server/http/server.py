@@ -14,14 +14,14 @@ import structlog
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.http_server import HttpServer, address_of, listen
-from rollout_server.context import Cast
+from rollout_server.context import ServerContext
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.http.app import make_app
-from rollout_server.http.auth import Keys
-from rollout_server.http.context import LEAVING, Backstage, Lobby
-from rollout_server.http.jobs import Writers
-from rollout_server.http.prompts import Prompts
+from rollout_server.http.auth import ApiKeys
+from rollout_server.http.context import LEAVING, HttpContext, ReadyServer
+from rollout_server.http.jobs import CompletionJobs
+from rollout_server.http.prompts import PromptEncoder
 from rollout_server.weight_watcher import WeightWatcher
 
 MAX_REQUESTS = 256
@@ -31,13 +31,13 @@ PORTS_TRIED = 64
 log = structlog.get_logger()
 
 
-class HttpFront:
+class ApiServer:
     """`open`, then `attach` once there is something to serve, `detach` before that goes, `aclose`."""
 
-    def __init__(self, config: RunConfig, name: str, prompts: Prompts) -> None:
+    def __init__(self, config: RunConfig, name: str, prompts: PromptEncoder) -> None:
         """Raises ConfigError if the configuration would let anybody in."""
         self._config = config.rollout.http
-        self._lobby = Lobby(config, name, Keys.of(os.environ, self._config), prompts)
+        self._lobby = HttpContext(config, name, ApiKeys.of(os.environ, self._config), prompts)
         self._listening: asyncio.Task[None] | None = None
         self._server = HttpServer(make_app(self._lobby), MAX_REQUESTS)
         self.address = ""
@@ -56,10 +56,12 @@ class HttpFront:
         assert self._listening is not None
         await asyncio.shield(self._listening)
 
-    def attach(self, cast: Cast, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: Evaluator) -> None:
+    def attach(
+        self, cast: ServerContext, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: MilestoneEvaluator
+    ) -> None:
         """The engine has its first weights: the server is ready."""
-        writers = Writers(cast.engine, self._config.max_concurrency)
-        self._lobby.backstage = Backstage(cast, watcher, dispatcher, evaluator, writers)
+        writers = CompletionJobs(cast.engine, self._config.max_concurrency)
+        self._lobby.backstage = ReadyServer(cast, watcher, dispatcher, evaluator, writers)
 
     async def finish(self, timeout_s: float) -> None:
         """Of a server that drains: wait for completions under way, then end them."""

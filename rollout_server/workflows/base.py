@@ -9,13 +9,13 @@ from typing import Protocol
 
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.wire import Sample, Task
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 
 class Workflow(Protocol):
     """Turns a task into a sample with the help of the engine. Runs many times concurrently."""
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         """One sample without rewards. Raises EngineError if the engine died; any other exception
         makes the group `failed`."""
         ...
@@ -27,7 +27,7 @@ class SingleTurn:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         """The completion of the task's prompt."""
         generation = await session.turn()
         return session.sample(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))

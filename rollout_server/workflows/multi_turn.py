@@ -32,7 +32,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.plugins import is_plugin, load_plugin
 from async_grpo.wire import Sample, Task
 from rollout_server.workflows.calculator import calculator
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -110,7 +110,7 @@ class MultiTurn:
         self._config = config
         self._tools = Toolbox.of(config.tools)
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         """The conversation, its text being all that was written, answers of tools included."""
         text = ""
         for calls in range(self._config.max_calls + 1):
@@ -125,7 +125,7 @@ class MultiTurn:
                 break
         return session.sample(text)
 
-    async def _observe(self, session: Session, said: str) -> str:
+    async def _observe(self, session: SampleSession, said: str) -> str:
         async def answer() -> list[int]:
             result = (await self._tools.answer(said))[: self._config.max_result_chars]
             return self._tokenizer.encode(self._config.observation.replace("{result}", result))

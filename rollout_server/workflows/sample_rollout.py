@@ -20,7 +20,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import SampleOverdue
 from async_grpo.wire import Sample, Task
 from rollout_server.workflows.base import Workflow
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 SLACK = 10
 """A sample may take so many times as long as one of full length takes on average."""
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 @dataclass
-class Pace:
+class SampleDeadline:
     """How long a sample may take: `most_s` (None: for ever), or less as soon as that can be derived."""
 
     most_s: float | None
@@ -43,7 +43,7 @@ class Pace:
     tokens: int = 0
 
     @classmethod
-    def of_training(cls, config: RunConfig) -> Pace:
+    def of_training(cls, config: RunConfig) -> SampleDeadline:
         """`rollout.sample_deadline_s`, or derived."""
         is_given = config.rollout.sample_deadline_s is not None
         return cls(config.longest_sample_s, 0 if is_given else config.sampling.max_tokens)
@@ -65,12 +65,12 @@ class Pace:
 class SampleMaker:
     """Runs the workflow, which the configuration calls `name`."""
 
-    def __init__(self, workflow: Workflow, name: str, pace: Pace) -> None:
+    def __init__(self, workflow: Workflow, name: str, pace: SampleDeadline) -> None:
         self._workflow = workflow
         self._name = name
         self._pace = pace
 
-    async def make(self, task: Task, session: Session) -> Sample:
+    async def make(self, task: Task, session: SampleSession) -> Sample:
         """The workflow's sample. Raises SampleOverdue, and what the workflow raises."""
         name = f"sample {session.index} of task {task.index}, workflow {self._name}"
         clock, deadline_s = asyncio.get_running_loop().time, self._pace.deadline_s

@@ -28,7 +28,7 @@ LENGTH = "length"
 Tokens = npt.NDArray[np.int32]
 
 
-class Session:
+class SampleSession:
     """The engine, for one sample: its prompt, its seed, its limits, and what exists of it already.
 
     `max_tokens` bounds the whole completion, observations included. The engine may cut short a session

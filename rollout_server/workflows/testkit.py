@@ -14,7 +14,7 @@ from async_grpo.wire import Sample, Task, tokens_to_bytes
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.workflows.base import Workflow
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 STOP = 0
 """The stop token: ends every turn of the scripted policy."""
@@ -60,7 +60,7 @@ async def play(
     await engine.update_weights(Path(), epoch=1, version=0, interruption="keep")
     prompt_tokens = tokenizer.encode(prompt)
     task = Task(index=0, prompt=prompt, prompt_tokens=tokens_to_bytes(prompt_tokens), answer=answer)
-    session = Session(engine, "test", prompt_tokens, seed=0, temperature=1.0, max_tokens=max_tokens, prior=prior)
+    session = SampleSession(engine, "test", prompt_tokens, seed=0, temperature=1.0, max_tokens=max_tokens, prior=prior)
     sample = await make(tokenizer).run(task, session)
     sample.validate()
     return sample

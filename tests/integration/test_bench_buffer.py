@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_grpo.config.buffer import RedisConfig
 from buffer.redis.client import make_client
-from buffer.redis.retrying import Link
+from buffer.redis.retrying import RetryingClient
 
 COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main", "bench", "buffer", "--quick"]
 TRANSITIONS = ("put_tasks", "admit", "heartbeat", "progress", "insert", "take", "release", "discard", "stats")
@@ -39,7 +39,7 @@ async def test_a_bench_on_a_given_server_leaves_no_key_on_it(redis_config: Redis
     command = [*COMMAND, "--url", redis_config.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)  # noqa: ASYNC221
     assert done.returncode == 0, done.stderr
-    link = Link(make_client(redis_config), 5.0)
+    link = RetryingClient(make_client(redis_config), 5.0)
     assert not [name async for name in link.client.scan_iter(match="agrpo:{bench-*")]
     await link.aclose()
 

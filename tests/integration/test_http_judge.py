@@ -13,7 +13,7 @@ from aiohttp import web
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 
 TOKEN = "s3cret-t0ken"
@@ -97,7 +97,7 @@ def pool_of(url: str, *others: RewardConfig, required: bool = True, **http: Any)
 
 async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(court: Court) -> None:
     async with pool_of(f"{court.url}/right", extra={"rubric": "be right"}) as pool:
-        right, wrong = await pool.judge([Item("a", "a", "which letter?", {"level": "1"}), Item("b", "a")])
+        right, wrong = await pool.judge([RewardInput("a", "a", "which letter?", {"level": "1"}), RewardInput("b", "a")])
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert pool.warden_pid is None
     (body,) = [body for body in court.bodies if body["completion"] == "a"]
@@ -112,12 +112,12 @@ async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(co
 
 async def test_the_score_is_found_by_its_pointer(court: Court) -> None:
     async with pool_of(f"{court.url}/nested", score_pointer="/choices/0/a~1b") as pool:
-        assert (await pool.judge([Item("a", "a")]))[0].reward == 0.25
+        assert (await pool.judge([RewardInput("a", "a")]))[0].reward == 0.25
 
 
 async def test_verifiers_and_judges_make_one_weighted_sum(court: Court) -> None:
     async with pool_of(f"{court.url}/right", RewardConfig(name="answer_tag", weight=0.5)) as pool:
-        (verdict,) = await pool.judge([Item("<answer>a</answer>", "a")])
+        (verdict,) = await pool.judge([RewardInput("<answer>a</answer>", "a")])
     assert verdict.scores == {"answer_tag": 1.0, "judge": 0.0}
     assert verdict.reward == 0.5
 
@@ -140,7 +140,7 @@ async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind(
     court: Court, path: str, kind: str, reason: str, requests: int
 ) -> None:
     async with pool_of(f"{court.url}/{path}") as pool:
-        (verdict,) = await pool.judge([Item("a", "a")])
+        (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert (verdict.reward, verdict.failure) == (None, kind)
     assert reason in verdict.reason
     assert pool.failures_by_kind == {kind: 1}
@@ -149,7 +149,7 @@ async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind(
 
 async def test_a_judge_that_hangs_times_out_and_the_event_loop_runs_on(court: Court) -> None:
     async with pool_of(f"{court.url}/hangs", timeout_s=0.3, retries=1) as pool:
-        judging, turns = asyncio.create_task(pool.judge([Item("a", "a")])), 0
+        judging, turns = asyncio.create_task(pool.judge([RewardInput("a", "a")])), 0
         while not judging.done():
             await asyncio.sleep(0.005)
             turns += 1
@@ -161,27 +161,27 @@ async def test_a_judge_that_hangs_times_out_and_the_event_loop_runs_on(court: Co
 
 async def test_a_judge_that_fails_once_is_asked_again(court: Court) -> None:
     async with pool_of(f"{court.url}/once-500") as pool:
-        (verdict,) = await pool.judge([Item("a", "a")])
+        (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert (verdict.reward, verdict.failures) == (1.0, {})
     assert len(court.bodies) == 2
 
 
 async def test_a_judge_that_is_not_there_is_a_failed_connection() -> None:
     async with pool_of("http://127.0.0.1:1/") as pool:
-        (verdict,) = await pool.judge([Item("a", "a")])
+        (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert verdict.failure == "http_connection"
 
 
 async def test_a_judge_that_is_not_required_leaves_the_other_rewards_their_say(court: Court) -> None:
     async with pool_of(f"{court.url}/500", RewardConfig(name="answer_tag"), required=False) as pool:
-        (verdict,) = await pool.judge([Item("<answer>a</answer>", "a")])
+        (verdict,) = await pool.judge([RewardInput("<answer>a</answer>", "a")])
     assert (verdict.reward, verdict.scores) == (1.0, {"answer_tag": 1.0})
     assert pool.failures == {("judge", "http_status"): 1}
 
 
 async def test_no_more_requests_are_under_way_than_allowed(court: Court) -> None:
     async with pool_of(f"{court.url}/slow", concurrency=3) as pool:
-        verdicts = await pool.judge([Item("a", "a")] * 20)
+        verdicts = await pool.judge([RewardInput("a", "a")] * 20)
     assert [verdict.reward for verdict in verdicts] == [1.0] * 20
     assert court.most_at_once == 3
 
@@ -191,7 +191,7 @@ async def test_the_token_goes_to_the_judge_and_nowhere_else(court: Court, monkey
     pool = pool_of(f"{court.url}/500", token_env="JUDGE_TOKEN", headers={"X-Run": "7"})
     with structlog.testing.capture_logs() as logs:
         async with pool:
-            (verdict,) = await pool.judge([Item("a", "a")])
+            (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert court.headers[0]["Authorization"] == f"Bearer {TOKEN}"
     assert court.headers[0]["X-Run"] == "7"
     assert logs and TOKEN not in json.dumps(logs)
@@ -206,7 +206,7 @@ def test_a_token_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_judgement_that_is_cancelled_frees_its_place(court: Court) -> None:
     async with pool_of(f"{court.url}/hangs", concurrency=1) as pool:
-        judging = asyncio.create_task(pool.judge([Item("a", "a")]))
+        judging = asyncio.create_task(pool.judge([RewardInput("a", "a")]))
         async with asyncio.timeout(20):
             while not court.bodies:
                 await asyncio.sleep(0.005)
@@ -214,4 +214,4 @@ async def test_a_judgement_that_is_cancelled_frees_its_place(court: Court) -> No
         with pytest.raises(asyncio.CancelledError):
             await judging
         court.released.set()
-        assert (await pool.judge([Item("b", "b")]))[0].reward == 1.0
+        assert (await pool.judge([RewardInput("b", "b")]))[0].reward == 1.0

@@ -18,14 +18,14 @@ import pytest
 import pytest_asyncio
 
 from async_grpo.config import RunConfig
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import VersionSpan
-from rollout_server.dispatch.admission import Admission
+from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.engines.base import Generation, GenerationRequest
-from rollout_server.engines.http import RemoteSampler
-from rollout_server.http.prompts import Prompts
-from rollout_server.http.server import HttpFront
+from rollout_server.engines.http import HttpSampler
+from rollout_server.http.prompts import PromptEncoder
+from rollout_server.http.server import ApiServer
 from rollout_server.workflows.session import join
 from tests.support.vllm_lab import EXACT, FAR, VOCABULARY, Lab, prompt_of
 
@@ -72,12 +72,12 @@ async def client(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
             "rollout": {"vllm": {"max_model_len": 1024}},
         }
     )
-    front = HttpFront(config, "rollout-0", Prompts(OneCharacterEach(), vocabulary=VOCABULARY, longest=1024))
+    front = ApiServer(config, "rollout-0", PromptEncoder(OneCharacterEach(), vocabulary=VOCABULARY, longest=1024))
     await front.open()
     nouns: list[Any] = [
         SimpleNamespace(engine=lab.engine),
-        SimpleNamespace(applied=Identity(0, 0)),
-        SimpleNamespace(admission=Admission()),
+        SimpleNamespace(applied=WeightVersion(0, 0)),
+        SimpleNamespace(admission=AdmissionGate()),
         None,
     ]
     front.attach(*nouns)
@@ -111,7 +111,7 @@ async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_who_asks_from_afar_gets_what_the_engine_gives(lab: Lab, client: openai.AsyncOpenAI) -> None:
-    afar = RemoteSampler([str(client.base_url).removesuffix("/v1/")], at_once=8, patience_s=60.0)
+    afar = HttpSampler([str(client.base_url).removesuffix("/v1/")], at_once=8, patience_s=60.0)
     request = GenerationRequest("afar", prompt_of(10, 1), 40, seed=2**62 + 1)
     here, there = await lab.engine.generate(request), await afar.generate(request)
     assert there.tokens.tolist() == here.tokens.tolist()

@@ -14,14 +14,14 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
-from async_grpo.app.inspector.export import EXPORTABLE, export, unpack, wait_until_drained
+from async_grpo.app.inspector.export import EXPORTABLE, decode_untyped, export, wait_until_drained
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault, ConfigError, ServerLost, WaitTimeout, WireError
 from async_grpo.staleness import RateLimit, ReplayPolicy
 from async_grpo.wire import ReleaseReason, encode, logprobs_to_bytes, tokens_to_bytes
 from buffer import RedisBuffer, connect, make_client
-from buffer.inspector import BOOKS_FORMAT, Inspector, Overview, State
-from buffer.redis.scripts import Keys
+from buffer.inspector import BOOKS_FORMAT, GroupState, Inspector, Overview
+from buffer.redis.scripts import RunKeys
 from tests.support.buffer_cases import (
     admit,
     finish,
@@ -76,13 +76,13 @@ async def one_of_each(buffer: RedisBuffer) -> None:
 
 
 def unpacked_length(records: dict[str, bytes]) -> int:
-    group: Any = unpack(records["group"])
+    group: Any = decode_untyped(records["group"])
     return max(len(sample["tokens"]) for sample in group["samples"])
 
 
 async def everything_stored(config: RedisConfig, run: str) -> dict[bytes, Any]:
     client: Any = make_client(config, run)
-    names = sorted([name async for name in client.scan_iter(match=Keys(run).pattern)])
+    names = sorted([name async for name in client.scan_iter(match=RunKeys(run).pattern)])
     content = {name: await client.dump(name) for name in names}
     await client.aclose()
     return content
@@ -92,10 +92,10 @@ async def test_every_group_is_listed_with_its_state(buffer: RedisBuffer, inspect
     await one_of_each(buffer)
     groups = await inspector.groups()
     assert [(group.seq, group.state) for group in groups] == [
-        *((seq, State.KEPT) for seq in (0, 1)),
-        *((seq, State.TAKEN) for seq in (2, 3)),
-        (4, State.READY),
-        *((seq, State.INFLIGHT) for seq in (5, 6)),
+        *((seq, GroupState.KEPT) for seq in (0, 1)),
+        *((seq, GroupState.TAKEN) for seq in (2, 3)),
+        (4, GroupState.READY),
+        *((seq, GroupState.INFLIGHT) for seq in (5, 6)),
     ]
     kept, taken, ready, inflight, back = groups[0], groups[2], groups[4], groups[5], groups[6]
     assert (kept.step, taken.step, ready.step) == (0, 1, None)
@@ -156,7 +156,7 @@ async def test_every_record_of_a_group_can_be_read(buffer: RedisBuffer, inspecto
     await finish(buffer, tickets[1])
     records = await inspector.records(0)
     assert list(records) == ["task", "partial"]
-    assert [unpack(payload)["kind"] for payload in records.values()] == ["task", "partial"]  # type: ignore[index]
+    assert [decode_untyped(payload)["kind"] for payload in records.values()] == ["task", "partial"]  # type: ignore[index]
     assert await inspector.records(1) == {"group": encode(group_of(tickets[1]))}
     assert list(await inspector.records(19)) == ["task"]
     assert await inspector.records(20) == {}
@@ -176,12 +176,12 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
     buffer: RedisBuffer, inspector: Inspector, redis_config: RedisConfig, run: str
 ) -> None:
     client: Any = make_client(redis_config, run)
-    await client.hset(Keys(run).of("meta"), "format", BOOKS_FORMAT + 1)
-    await client.set(Keys(run).group(3, 1), msgpack.packb({"kind": "group", "format": 9, "novelty": True}))
+    await client.hset(RunKeys(run).of("meta"), "format", BOOKS_FORMAT + 1)
+    await client.set(RunKeys(run).group(3, 1), msgpack.packb({"kind": "group", "format": 9, "novelty": True}))
     await client.aclose()
     with pytest.raises(BufferFault, match=f"format {BOOKS_FORMAT + 1}"):
         await inspector.overview()
-    assert unpack((await inspector.records(3))["group"]) == {"kind": "group", "format": 9, "novelty": True}
+    assert decode_untyped((await inspector.records(3))["group"]) == {"kind": "group", "format": 9, "novelty": True}
 
 
 def test_the_inspector_reads_the_books_that_the_scripts_write() -> None:
@@ -291,7 +291,9 @@ async def test_ready_groups_can_be_discarded(buffer: RedisBuffer, inspector: Ins
     assert await inspector.discard_ready() == 0
 
 
-async def exported(inspector: Inspector, file: Path, states: tuple[State, ...] = EXPORTABLE) -> list[dict[str, Any]]:
+async def exported(
+    inspector: Inspector, file: Path, states: tuple[GroupState, ...] = EXPORTABLE
+) -> list[dict[str, Any]]:
     advanced: list[None] = []
     groups = await inspector.groups(states)
     done = await export(inspector, groups, file, lambda: advanced.append(None))
@@ -316,7 +318,7 @@ async def test_stored_groups_are_exported_in_order(buffer: RedisBuffer, inspecto
         assert in_pack["tokens"] == tokens_to_bytes(in_line["tokens"])
         assert in_pack["logprobs"] == logprobs_to_bytes(in_line["logprobs"])
     assert (await inspector.records(4))["group"] in (tmp_path / "groups.msgpack").read_bytes()
-    assert [entry["seq"] for entry in await exported(inspector, tmp_path / "ready.jsonl", (State.READY,))] == [4]
+    assert [entry["seq"] for entry in await exported(inspector, tmp_path / "ready.jsonl", (GroupState.READY,))] == [4]
 
 
 async def test_groups_that_end_before_their_turn_are_counted(
@@ -340,7 +342,7 @@ async def test_an_export_overwrites_nothing_and_leaves_no_half_file(
     with pytest.raises(ConfigError, match="not overwritten"):
         await export(inspector, groups, tmp_path / "mine.jsonl", lambda: None)
     client: Any = make_client(redis_config, run)
-    await client.set(Keys(run).group(1, 1), b"\xc1 garbage")
+    await client.set(RunKeys(run).group(1, 1), b"\xc1 garbage")
     await client.aclose()
     for name in ("broken.jsonl", "broken.msgpack"):
         with pytest.raises(WireError, match="no MessagePack"):

@@ -17,7 +17,7 @@ import redis
 
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.state_plane import StatePlane
-from async_grpo.app.launch.supervisor import Supervisor
+from async_grpo.app.launch.supervisor import RoleSupervisor
 from async_grpo.app.report.live_state import LiveState
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
@@ -43,7 +43,7 @@ class Watched:
     def __init__(self, plane: StatePlane) -> None:
         self.shown: list[LiveState] = []
         self.said: list[str] = []
-        no_roles = Supervisor("watched", [], restarts={}, say=self.said.append, stop_timeout_s=1.0)
+        no_roles = RoleSupervisor("watched", [], restarts={}, say=self.said.append, stop_timeout_s=1.0)
         self.monitor = Monitor(plane, no_roles, show=self.shown.append, say=self.said.append)
 
     async def until(self, true: Callable[[], object], what: str) -> None:

@@ -19,7 +19,7 @@ from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
-from buffer.redis.retrying import Link
+from buffer.redis.retrying import RetryingClient
 from tests.support.buffer_cases import (
     admit,
     finish,
@@ -67,7 +67,7 @@ async def keys(client: Redis, run: str) -> dict[str, object]:
     return {name.decode().split("}:")[1]: await client.type(name) for name in names}
 
 
-class LosesReplies(Link):
+class LosesReplies(RetryingClient):
     """Every command reaches the server, and every first answer to a script is lost."""
 
     async def _run(self, *args: Any) -> Any:

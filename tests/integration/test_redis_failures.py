@@ -21,8 +21,8 @@ from async_grpo.wire import Group, ReleaseReason, Sample, Task, Ticket, logprobs
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, make_client
 from buffer.redis.client import KEEPALIVE_IDLE_S
-from buffer.redis.retrying import Link
-from rollout_server.dispatch.admission import Feeder
+from buffer.redis.retrying import RetryingClient
+from rollout_server.dispatch.admission import TaskFeeder
 from tests.support.buffer_cases import admit, finish, group_of, publish, released, seqs, take, tasks
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_proxies import Proxy
@@ -194,7 +194,7 @@ async def test_a_feeder_puts_again_what_a_failover_has_lost_since_it_looked(
                 asked.append(index)
                 return tasks(index, 1)[0]
 
-        await Feeder(buffer, Source(), target=100).top_up()  # type: ignore[arg-type]
+        await TaskFeeder(buffer, Source(), target=100).top_up()  # type: ignore[arg-type]
         assert (asked[0], asked[-1]) == (40, 99)
         assert asked.count(20) == 1
         assert (await buffer.stats()).tasks_put == 100
@@ -278,7 +278,7 @@ async def test_connections_that_fall_silent_are_replaced_in_time(proxy: Proxy, r
 
 
 async def test_idle_connections_are_probed_by_the_kernel(server: Server) -> None:
-    link = Link(make_client(RedisConfig(url=server.url)), 5.0)
+    link = RetryingClient(make_client(RedisConfig(url=server.url)), 5.0)
     await link.call(link.client.ping)
     sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     timers = [each[5] for each in sockets if each[2].endswith(f":{server.port:04X}") and each[3] == "01"]
@@ -338,7 +338,7 @@ async def test_a_server_that_wants_more_replicas_than_it_has_is_named(server: Se
 
 
 async def test_a_cancelled_call_never_leaves_its_reply_to_the_next_one(server: Server, run: str) -> None:
-    link = Link(make_client(RedisConfig(url=server.url)), 5.0)
+    link = RetryingClient(make_client(RedisConfig(url=server.url)), 5.0)
     names = [f"agrpo:{{{run}}}:{index}" for index in range(64)]
     await link.client.mset({name: name.encode() * 200 for name in names})
     for attempt in range(400):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
-from async_grpo.rewards.base import Item, Verdict
+from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from tests.support.bait import baits
@@ -30,7 +30,7 @@ TICK_S = 0.005
 class Trial:
     """What came of it: verdicts in order, seconds of the longest item, turns and longest pause of the event loop."""
 
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[RewardResult] = field(default_factory=list)
     longest_s: float = 0.0
     turns: int = 0
     longest_pause_s: float = 0.0
@@ -49,7 +49,7 @@ async def judge(names: Sequence[str], completions: Sequence[str], deadline_s: fl
     async def work() -> None:
         for completion in waiting:
             started = time.monotonic()
-            trial.verdicts += await pool.judge([Item(completion, "18")])
+            trial.verdicts += await pool.judge([RewardInput(completion, "18")])
             trial.longest_s = max(trial.longest_s, time.monotonic() - started)
 
     async def tick() -> None:

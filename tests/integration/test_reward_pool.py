@@ -17,7 +17,7 @@ import uvloop
 from async_grpo.app.launch.preflight import check_rewards
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.base import Item, Verdict
+from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
 from tests.support.reward_pools import pool_of, rewards_of
 
@@ -27,8 +27,8 @@ TRICKY = "tricky_rewards:tricky"
 pytestmark = pytest.mark.usefixtures("verifiers_can_be_imported")
 
 
-async def judge(pool: RewardPool, *completions: str, answer: str = "a") -> list[Verdict]:
-    return await pool.judge([Item(completion, answer) for completion in completions])
+async def judge(pool: RewardPool, *completions: str, answer: str = "a") -> list[RewardResult]:
+    return await pool.judge([RewardInput(completion, answer) for completion in completions])
 
 
 async def test_the_reward_is_the_weighted_sum_of_the_scores() -> None:
@@ -41,7 +41,7 @@ async def test_the_reward_is_the_weighted_sum_of_the_scores() -> None:
 
 async def test_a_verifier_is_told_how_many_calls_the_tools_answered() -> None:
     async with pool_of("retool_reward") as pool:
-        none, three = await pool.judge([Item("17", "18"), Item("17", "18", tool_calls=3)])
+        none, three = await pool.judge([RewardInput("17", "18"), RewardInput("17", "18", tool_calls=3)])
     assert (none.reward, three.reward) == (-1.0, pytest.approx(-0.7))
 
 
@@ -112,7 +112,7 @@ async def test_the_event_loop_runs_on_while_verifiers_hang_and_are_replaced() ->
 
 
 def test_the_pool_does_the_same_on_the_event_loop_of_the_rollout_server() -> None:
-    async def serve() -> list[Verdict]:
+    async def serve() -> list[RewardResult]:
         async with pool_of(TRICKY, workers=2, deadline_s=1.5) as pool:
             return await judge(pool, "a", "hang", "crash", "raise", "b")
 
@@ -122,8 +122,8 @@ def test_the_pool_does_the_same_on_the_event_loop_of_the_rollout_server() -> Non
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_an_event_loop_that_is_held_up_costs_no_verifier_its_answer(run: Callable[[Any], Verdict]) -> None:
-    async def serve() -> Verdict:
+def test_an_event_loop_that_is_held_up_costs_no_verifier_its_answer(run: Callable[[Any], RewardResult]) -> None:
+    async def serve() -> RewardResult:
         async with pool_of("answer_tag", deadline_s=1.5) as pool:
             judging = asyncio.create_task(judge(pool, "<answer>a</answer>"))
             for _ in range(5):
@@ -148,7 +148,7 @@ async def test_a_judgement_that_is_cancelled_leaves_no_stale_answer_behind() -> 
 async def test_a_reward_that_is_not_required_is_left_out_where_it_fails() -> None:
     functions = [RewardConfig(name="answer_tag"), RewardConfig(name=TRICKY, weight=0.5, required=False)]
     async with RewardPool(rewards_of("format").model_copy(update={"functions": functions})) as pool:
-        without, with_it = await pool.judge([Item("crash", "a"), Item("<answer>a</answer>", "a")])
+        without, with_it = await pool.judge([RewardInput("crash", "a"), RewardInput("<answer>a</answer>", "a")])
     assert (without.reward, without.scores, without.failure) == (0.0, {"answer_tag": 0.0}, "")
     assert without.failures[TRICKY].kind == "crashed"
     assert (with_it.reward, with_it.failures) == (1.0, {})
@@ -169,7 +169,7 @@ async def test_a_verifier_that_hangs_leaves_the_verifiers_behind_it_their_say() 
 
 async def test_verifiers_may_be_async_or_classes_and_look_at_the_prompt() -> None:
     async with pool_of("tricky_rewards:waits", "tricky_rewards:Remembers") as pool:
-        first, second = await pool.judge([Item("", "p", "p", {"level": "3"}), Item("", "a", "p")])
+        first, second = await pool.judge([RewardInput("", "p", "p", {"level": "3"}), RewardInput("", "a", "p")])
     assert first.scores == {"tricky_rewards:waits": 1.0, "tricky_rewards:Remembers": 2.0}  # the trial was the first
     assert second.scores == {"tricky_rewards:waits": 0.0, "tricky_rewards:Remembers": 3.0}
 

@@ -14,7 +14,7 @@ import pytest
 
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils import process_tree
 
@@ -74,15 +74,15 @@ def _lives(pid: int) -> bool:
 async def test_a_child_that_a_verifier_leaves_behind_ends_with_its_worker(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with pool_of(TRICKY, items_per_worker=2) as pool:
-        await pool.judge([Item("fork", "a", "", {"file": str(file)})])  # the trial was the first item
-        await pool.judge([Item("a", "a")])  # the second worker starts once nothing of the first is left
+        await pool.judge([RewardInput("fork", "a", "", {"file": str(file)})])  # the trial was the first item
+        await pool.judge([RewardInput("a", "a")])  # the second worker starts once nothing of the first is left
         assert not _lives(int(file.read_text()))
 
 
 async def test_a_daemon_that_left_the_group_and_session_of_its_verifier_is_found_and_ended(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with pool_of(TRICKY) as pool:
-        (verdict,) = await pool.judge([Item("daemon", "a", "", {"file": str(file)})])
+        (verdict,) = await pool.judge([RewardInput("daemon", "a", "", {"file": str(file)})])
         assert verdict.reward == 0.0
         await gone([int(file.read_text())])
         assert len([pid for pid in family_of(pool) if _lives(pid)]) == 1
@@ -90,13 +90,20 @@ async def test_a_daemon_that_left_the_group_and_session_of_its_verifier_is_found
 
 async def test_a_child_that_comes_back_into_the_worker_gives_no_second_answer() -> None:
     async with pool_of(TRICKY) as pool:
-        verdicts = await pool.judge([Item("fork and come back", "a"), Item("a", "a"), Item("b", "a"), Item("a", "a")])
+        verdicts = await pool.judge(
+            [
+                RewardInput("fork and come back", "a"),
+                RewardInput("a", "a"),
+                RewardInput("b", "a"),
+                RewardInput("a", "a"),
+            ]
+        )
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 1.0]
 
 
 async def test_memory_is_that_of_the_verifier_with_all_its_children(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    item = Item("family that eats memory", "a", "", {"file": str(file)})
+    item = RewardInput("family that eats memory", "a", "", {"file": str(file)})
     async with pool_of(TRICKY, memory_bytes=128 << 20) as pool:
         (verdict,) = await pool.judge([item])
         assert verdict.failure == "memory"
@@ -111,20 +118,20 @@ async def test_a_worker_that_dies_between_two_items_costs_neither() -> None:
             while family_of(pool):
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)  # the warden has buried it and says so
-        (verdict,) = await pool.judge([Item("a", "a")])
+        (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert (verdict.reward, pool.failures_by_kind) == (1.0, {})
 
 
 async def test_a_worker_is_replaced_after_so_many_items() -> None:
     async with pool_of("tricky_rewards:counting", items_per_worker=3) as pool:
-        counts = [verdict.reward for verdict in await pool.judge([Item("", "")] * 8)]
+        counts = [verdict.reward for verdict in await pool.judge([RewardInput("", "")] * 8)]
     assert counts == [2, 3, 1, 2, 3, 1, 2, 3]  # the trial at the start was the first
 
 
 async def test_never_more_workers_run_than_there_are_places() -> None:
     deeds = ["crash", "hang", "a", "raise", "segfault", "thread"] * 3
     async with pool_of(TRICKY, workers=2, deadline_s=1.5, items_per_worker=3) as pool:
-        judging, most = asyncio.create_task(pool.judge([Item(deed, "a") for deed in deeds])), 0
+        judging, most = asyncio.create_task(pool.judge([RewardInput(deed, "a") for deed in deeds])), 0
         while not judging.done():
             most = max(most, len(family_of(pool)))
             await asyncio.sleep(0.003)
@@ -136,8 +143,8 @@ async def test_never_more_workers_run_than_there_are_places() -> None:
 async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Path) -> None:
     before = {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()}
     async with pool_of(TRICKY, workers=2) as pool:
-        await pool.judge([Item("fork", "a", "", {"file": str(tmp_path / "pid")}), Item("thread", "a")])
-        hanging = asyncio.create_task(pool.judge([Item("hang", "a")]))
+        await pool.judge([RewardInput("fork", "a", "", {"file": str(tmp_path / "pid")}), RewardInput("thread", "a")])
+        hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
         await asyncio.sleep(0.1)
         hanging.cancel()
         family = [pool.warden_pid or 0, *family_of(pool)]
@@ -162,13 +169,13 @@ async def test_a_warden_that_is_killed_costs_the_items_under_way_and_is_replaced
     async with pool_of(TRICKY) as pool:
         first = pool.warden_pid or 0
         family = family_of(pool)
-        judging = asyncio.create_task(pool.judge([Item("hang", "a")]))
+        judging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
         await asyncio.sleep(0.1)
         os.kill(first, signal.SIGKILL)
         (lost,) = await judging
         assert (lost.failure, lost.reason) == ("crashed", f"{TRICKY}: its process ended with its warden")
         await gone(family)
-        (verdict,) = await pool.judge([Item("a", "a")])
+        (verdict,) = await pool.judge([RewardInput("a", "a")])
         assert verdict.reward == 1.0
         assert pool.warden_pid != first
 
@@ -177,7 +184,7 @@ async def test_a_verifier_sees_only_the_variables_that_it_needs_or_that_are_name
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("THE_TOKEN", "secret")
-    items = [Item(name, "") for name in ("THE_TOKEN", "PATH", "HOME", "PYTHONPATH", "PYTEST_CURRENT_TEST")]
+    items = [RewardInput(name, "") for name in ("THE_TOKEN", "PATH", "HOME", "PYTHONPATH", "PYTEST_CURRENT_TEST")]
     async with pool_of("tricky_rewards:sees") as pool:
         assert [verdict.reward for verdict in await pool.judge(items)] == [0, 1, 1, 1, 0]
     async with pool_of("tricky_rewards:sees", environment=["THE_TOKEN"]) as pool:

@@ -14,7 +14,7 @@ import pytest
 
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
 from async_grpo.app.launch.role_specs import trainer_argv
-from async_grpo.app.launch.supervisor import Supervisor
+from async_grpo.app.launch.supervisor import RoleSupervisor
 from async_grpo.config import dump, validate
 from async_grpo.errors import RoleFailed
 from async_grpo.utils.child_process import adopt_orphans, child_argv
@@ -179,8 +179,8 @@ async def test_the_explanation_of_a_trainer_is_the_error_of_its_rank(tmp_path: P
     assert last.startswith("RankFailed: rank 0 ended with exit code 78: DependencyError: trainer.platform is npu")
 
 
-def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> Supervisor:
-    return Supervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
+def supervisor(folder: Path, *specs: RoleSpec, said: list[str]) -> RoleSupervisor:
+    return RoleSupervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0)
 
 
 async def test_a_role_that_dies_is_named_restarted_and_given_up_at_its_limit(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ async def test_servers_that_leave_while_the_trainer_is_restarted_after_the_end_a
     async def generated() -> bool:
         return True
 
-    keeper = Supervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0, generated=generated)
+    keeper = RoleSupervisor("run", specs, restarts={}, say=said.append, stop_timeout_s=5.0, generated=generated)
     await asyncio.wait_for(keeper.watch(), 20)
     assert keeper.restarts == {"trainer": 1, "rollout-0": 0}
     assert {role.state for role in keeper.states.values()} == {"finished"}
@@ -259,7 +259,9 @@ async def test_what_roles_share_outlives_each_of_them_and_ends_with_the_last_als
 
 async def test_a_role_that_ignores_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    keeper = Supervisor("run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, say=print, stop_timeout_s=0.5)
+    keeper = RoleSupervisor(
+        "run", [spec(tmp_path, stubborn, name="trainer")], restarts={}, say=print, stop_timeout_s=0.5
+    )
     watching = asyncio.create_task(keeper.watch())
     await first_line(tmp_path / "trainer.log")
     pid = keeper.pid("trainer")

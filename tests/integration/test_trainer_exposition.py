@@ -22,7 +22,7 @@ from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.wire import Group, ReleaseReason
 from buffer import EmbeddedServer, knows_run, open_run, wipe_run
-from trainer.metrics_server import Exposition
+from trainer.metrics_server import MetricsServer
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 P, G = 2, 3
@@ -59,9 +59,9 @@ def config(redis_config: RedisConfig) -> Iterator[RunConfig]:
 
 
 @pytest.fixture
-def shown(config: RunConfig) -> Iterator[tuple[Exposition, str]]:
+def shown(config: RunConfig) -> Iterator[tuple[MetricsServer, str]]:
     """(exposition, its address)."""
-    made = Exposition(config)
+    made = MetricsServer(config)
     yield made, made.open()
     made.close()
 
@@ -98,7 +98,7 @@ def fill(config: RunConfig) -> None:
     asyncio.run(filling())
 
 
-def test_a_trainer_is_alive_at_once_and_ready_with_its_weights(shown: tuple[Exposition, str]) -> None:
+def test_a_trainer_is_alive_at_once_and_ready_with_its_weights(shown: tuple[MetricsServer, str]) -> None:
     exposed, address = shown
     assert get(f"{address}/healthz")[0] == 200
     assert get(f"{address}/readyz") == (503, '{"status":"not ready","reason":"no weights are served yet"}')
@@ -108,7 +108,7 @@ def test_a_trainer_is_alive_at_once_and_ready_with_its_weights(shown: tuple[Expo
     assert get(f"{address}/readyz")[0] == 200
 
 
-def test_steps_are_added_up_and_the_last_one_is_described(shown: tuple[Exposition, str]) -> None:
+def test_steps_are_added_up_and_the_last_one_is_described(shown: tuple[MetricsServer, str]) -> None:
     exposed, address = shown
     exposed.joined(1, 3)
     exposed.serving()
@@ -141,7 +141,7 @@ def test_steps_are_added_up_and_the_last_one_is_described(shown: tuple[Expositio
 
 
 def test_groups_of_the_run_are_counted_as_the_buffer_counts_them(
-    shown: tuple[Exposition, str], config: RunConfig
+    shown: tuple[MetricsServer, str], config: RunConfig
 ) -> None:
     exposed, address = shown
     fill(config)
@@ -158,7 +158,7 @@ def test_groups_of_the_run_are_counted_as_the_buffer_counts_them(
     assert len(released) == len(ReleaseReason)
 
 
-def test_a_scrape_writes_nothing(shown: tuple[Exposition, str], config: RunConfig) -> None:
+def test_a_scrape_writes_nothing(shown: tuple[MetricsServer, str], config: RunConfig) -> None:
     exposed, address = shown
     exposed.joined(1, 0)
     assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has opened the run"
@@ -169,7 +169,7 @@ def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) 
     server = EmbeddedServer(tmp_path / "server", RedisConfig())
     config = config_of(RedisConfig(url=server.start(), timeout_s=5.0))
     fill(config)
-    exposed = Exposition(config)
+    exposed = MetricsServer(config)
     try:
         address = exposed.open()
         exposed.joined(1, 0)
@@ -187,7 +187,7 @@ def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) 
         server.stop()
 
 
-def test_the_documented_metrics_are_the_metrics(shown: tuple[Exposition, str], config: RunConfig) -> None:
+def test_the_documented_metrics_are_the_metrics(shown: tuple[MetricsServer, str], config: RunConfig) -> None:
     exposed, address = shown
     fill(config)
     exposed.joined(1, 0)
@@ -201,14 +201,14 @@ def test_the_documented_metrics_are_the_metrics(shown: tuple[Exposition, str], c
     ("request_line", "status"),
     [("POST /metrics", 405), ("GET /../etc/passwd", 404), ("GET /", 404), ("nonsense", 400), ("GET /healthz?x=1", 200)],
 )
-def test_only_what_is_there_is_answered(shown: tuple[Exposition, str], request_line: str, status: int) -> None:
+def test_only_what_is_there_is_answered(shown: tuple[MetricsServer, str], request_line: str, status: int) -> None:
     with connected(shown[1]) as client:
         client.sendall(f"{request_line} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert client.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
 
 
 def test_clients_that_never_end_their_headers_keep_nobody_from_health_and_metrics(
-    shown: tuple[Exposition, str],
+    shown: tuple[MetricsServer, str],
 ) -> None:
     with contextlib.ExitStack() as open_ones:
         for _ in range(300):
@@ -218,7 +218,7 @@ def test_clients_that_never_end_their_headers_keep_nobody_from_health_and_metric
 
 @pytest.mark.parametrize("port", [None, -1])
 def test_it_may_be_off(redis_config: RedisConfig, port: int | None) -> None:
-    exposed = Exposition(config_of(redis_config, port=port))
+    exposed = MetricsServer(config_of(redis_config, port=port))
     assert exposed.open() == ""
     exposed.joined(1, 0)
     exposed.step(row(1))
@@ -227,7 +227,7 @@ def test_it_may_be_off(redis_config: RedisConfig, port: int | None) -> None:
 
 def test_a_port_that_is_taken_is_no_reason_not_to_train(redis_config: RedisConfig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, structlog.testing.capture_logs() as logs:
-        exposed = Exposition(config_of(redis_config, port=other.getsockname()[1]))
+        exposed = MetricsServer(config_of(redis_config, port=other.getsockname()[1]))
         assert exposed.open() == ""
         exposed.step(row(1))
         exposed.close()
@@ -235,7 +235,7 @@ def test_a_port_that_is_taken_is_no_reason_not_to_train(redis_config: RedisConfi
 
 
 def test_nobody_listens_after_the_end(config: RunConfig) -> None:
-    exposed = Exposition(config)
+    exposed = MetricsServer(config)
     address = exposed.open()
     exposed.close()
     with pytest.raises(urllib.error.URLError):

@@ -18,7 +18,7 @@ from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
 from trainer import rendezvous
 from trainer import rendezvous as shared_folder
-from trainer.peers import LENGTH, Ended, Hello, Line, Peers, Start, Stop
+from trainer.peers import LENGTH, Ended, Hello, PeerConnection, Peers, Start, Stop
 from trainer.rendezvous import Host, Invitation, hosted, join
 
 HERE = "127.0.0.2"
@@ -47,7 +47,7 @@ def port() -> int:
 
 
 @asynccontextmanager
-async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, Line, Peers]]:
+async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, PeerConnection, Peers]]:
     """Two nodes after `Start`; what the second has is its line, what the first has its peers."""
     async with asyncio.timeout(PATIENCE_S):
         joining = asyncio.create_task(join(invitation(folder, 1, port)))

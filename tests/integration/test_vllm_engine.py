@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
-from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire import VersionSpan
@@ -199,7 +199,7 @@ async def test_weights_that_are_not_there_or_do_not_fit_are_refused_and_generati
         await untied.engine.update_weights(untied.store.path, epoch=0, version=99, interruption="keep")
     other = WeightStore.create(store_path(RUN, "other"), layout_of([("model.norm.weight", "float32", [64])]))
     other.begin()
-    other.commit(Identity(0, 99))
+    other.commit(WeightVersion(0, 99))
     with pytest.raises(WeightsCorrupt, match="missing in the weights"):
         await untied.engine.update_weights(other.path, epoch=0, version=99, interruption="keep")
     generation = await untied.generate(prompt_of(10, 5), 10)
@@ -262,7 +262,7 @@ def record_own_spans(monkeypatch: pytest.MonkeyPatch) -> list[list[VersionSpan]]
     recorded: list[list[VersionSpan]] = []
     original = engine._generation
 
-    def spy(output: Any, flight: engine.Flight) -> Generation:
+    def spy(output: Any, flight: engine.EngineRequest) -> Generation:
         recorded.append(flight.spans.spans(len(output.outputs[0].token_ids)))
         return original(output, flight)
 
@@ -275,7 +275,7 @@ def record_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     recorded: list[int] = []
     original = engine._generation
 
-    def spy(output: Any, flight: engine.Flight) -> Generation:
+    def spy(output: Any, flight: engine.EngineRequest) -> Generation:
         recorded.append(output.num_cached_tokens)
         return original(output, flight)
 

@@ -13,7 +13,7 @@ from async_grpo.errors import EngineError
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import Sample
 from rollout_server.engines.base import Generation, Interruption
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 from tests.support.vllm_lab import EXACT, Lab, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -44,8 +44,8 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
 
 def session_of(
     lab: Lab, number: int, prior: Sample | None = None, *, interruptible: bool = True, length: int = LENGTH
-) -> Session:
-    return Session(
+) -> SampleSession:
+    return SampleSession(
         lab.engine,
         f"s{number}",
         prompt_of(4 + number, number),
@@ -57,7 +57,7 @@ def session_of(
     )
 
 
-async def tokens_of(session: Session, least: int) -> Sample:
+async def tokens_of(session: SampleSession, least: int) -> Sample:
     """A snapshot with at least so many tokens."""
     async with asyncio.timeout(30):
         while (sample := session.snapshot()) is None or sample.length < least:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 
-from async_grpo.app.bench.rollout.updates import ModelSize, UpdateBench, measure_updates
+from async_grpo.app.bench.rollout.updates import BenchModelSize, UpdateBench, measure_updates
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import GenerationRequest
@@ -121,7 +121,7 @@ async def test_two_workers_load_their_shards_from_one_store(tmp_path: Path) -> N
 
 
 async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact() -> None:
-    small = ModelSize(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=160, vocab_size=512)
+    small = BenchModelSize(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=160, vocab_size=512)
     bench = UpdateBench(seconds=4.5, interval_s=0.5, concurrency=32, max_tokens=(50, 200), model=small)
     figures = {figure.name: figure.value for figure in await measure_updates(bench)}
     assert figures["updates"] == 9

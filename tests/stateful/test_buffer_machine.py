@@ -33,7 +33,7 @@ from async_grpo.errors import AsyncGrpoError, Fenced
 from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, age
 from async_grpo.wire import Batch, Group, ReleaseReason, Ticket
 from buffer import InMemoryBuffer, ReplayBuffer, connect, make_client, wipe
-from buffer.redis.scripts import Keys
+from buffer.redis.scripts import RunKeys
 from tests.support.buffer_cases import group_of, partial_of, policy, tasks
 
 LEASE_S = 1000.0
@@ -178,7 +178,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def all_leases_expire(self) -> None:
         self.now_s += 2 * LEASE_S
-        leases = Keys(self.run).of("leases")
+        leases = RunKeys(self.run).of("leases")
         for seq, deadline in self.do(self.client.zrange(leases, 0, -1, withscores=True)):
             self.do(self.client.zadd(leases, {seq: min(deadline, 1)}))
 

@@ -13,9 +13,9 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.weights import chunks
-from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import store_path
-from async_grpo.weights.store import Notes, WeightStore
+from async_grpo.weights.store import VersionNotes, WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest, Interruption
 from rollout_server.engines.vllm.engine import VllmEngine
 
@@ -54,7 +54,7 @@ class Lab:
             block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].reshape(-1).view(np.uint8)
         flags = [told is not None and spec.name in told for spec in self.store.layout.tensors]
         base = None if told is None else (0, version - 1)
-        self.store.commit(Identity(0, version), Notes(base=base, changed=chunks.pack(flags)))
+        self.store.commit(WeightVersion(0, version), VersionNotes(base=base, changed=chunks.pack(flags)))
         await self.engine.update_weights(self.store.path, epoch=0, version=version, interruption=interruption)
         return version
 

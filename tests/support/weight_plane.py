@@ -15,12 +15,12 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import Identity, Layout, layout_of
+from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import WeightPublisher
-from async_grpo.weights.zmq.messages import Assignment, TrackerReply
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.messages import ParentAssignment, TrackerReply
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 
@@ -53,7 +53,7 @@ def with_(**changes: object) -> WeightsConfig:
     return CONFIG.model_copy(update=changes)
 
 
-def random_weights(seed: int, layout: Layout = LAYOUT) -> Arrays:
+def random_weights(seed: int, layout: TensorLayout = LAYOUT) -> Arrays:
     """Every byte drawn anew for every seed, but for the tensor that is frozen."""
     random = np.random.default_rng(seed)
     weights: Arrays = {spec.name: random.integers(0, 256, spec.nbytes, np.uint8) for spec in layout.tensors}
@@ -74,12 +74,12 @@ def step(weights: Arrays, seed: int) -> Arrays:
     return moved
 
 
-def publish(publisher: WeightPublisher, version: int) -> None:
+def publish(publisher: ZmqWeightSender, version: int) -> None:
     """The weights that `assert_holds` expects of this version."""
     publisher.publish(version, random_weights(version).items())
 
 
-def assert_holds(path: Path, identity: Identity, weights: Arrays | None = None) -> None:
+def assert_holds(path: Path, identity: WeightVersion, weights: Arrays | None = None) -> None:
     """The store has exactly these bytes."""
     snapshot = WeightStore.open(path).snapshot(identity)
     for name, array in (weights or random_weights(identity.version)).items():
@@ -97,9 +97,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 @asynccontextmanager
 async def receiving(
     board: Board, config: WeightsConfig = CONFIG, *, store: str = "node", name: str = ""
-) -> AsyncIterator[WeightReceiver]:
+) -> AsyncIterator[ZmqWeightReceiver]:
     """A rollout server's receiver; those of one `store` share a process."""
-    receiver = WeightReceiver(board.publisher, store_path(RUN, store), config, name=name)
+    receiver = ZmqWeightReceiver(board.publisher, store_path(RUN, store), config, name=name)
     try:
         yield receiver
     finally:
@@ -147,9 +147,9 @@ class Proxy:
         while True:
             payload = await back.recv()
             reply = msgspec.msgpack.decode(payload, type=TrackerReply)
-            if isinstance(reply, Assignment) and not reply.relay:
+            if isinstance(reply, ParentAssignment) and not reply.relay:
                 self._publisher_chunks = reply.parent
-                payload = encode(Assignment(parent=self._chunk_endpoint, relay=False))
+                payload = encode(ParentAssignment(parent=self._chunk_endpoint, relay=False))
             await self._control.send_multipart([peer, payload])
 
     async def _forward_chunks(self) -> None:
@@ -183,7 +183,7 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxy_to(publisher: WeightPublisher, board: Board) -> AsyncIterator[Proxy]:
+async def proxy_to(publisher: ZmqWeightSender, board: Board) -> AsyncIterator[Proxy]:
     """The board names the proxy; it ends with the block."""
     proxy = Proxy(publisher.address)
     board.address = proxy.address

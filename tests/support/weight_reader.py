@@ -15,9 +15,9 @@ from pathlib import Path
 import xxhash
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.wire import decode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.speech import Speech
@@ -30,8 +30,8 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
         return decode(address.read_bytes(), PublisherAddress) if address.exists() else None
 
     speech = Speech()
-    receiver = WeightReceiver(resolve, store, config)
-    seen: Identity | None = None
+    receiver = ZmqWeightReceiver(resolve, store, config)
+    seen: WeightVersion | None = None
     while seen is None or seen.version < last:
         await receiver.next_version(seen, PATIENCE_S)
         async with receiver.hold() as seen:
@@ -50,7 +50,7 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
     await receiver.close()
 
 
-def hashes_in(store: Path, identity: Identity) -> dict[str, str]:
+def hashes_in(store: Path, identity: WeightVersion) -> dict[str, str]:
     """Of every tensor, in place."""
     snapshot = WeightStore.open(store).snapshot(identity)
     hashes = {spec.name: xxhash.xxh3_64_hexdigest(content) for spec, content in snapshot}

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import xxhash
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import Layout, layout_of
-from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.manifest import TensorLayout, layout_of
+from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.speech import Speech
@@ -28,7 +28,7 @@ MOVED_SHARE = 0.01
 Items = npt.NDArray[np.uint16]
 
 
-def layout_for(megabytes: int) -> Layout:
+def layout_for(megabytes: int) -> TensorLayout:
     return layout_of((f"tensor-{number}", "bfloat16", [megabytes << 19 >> 3]) for number in range(TENSORS))
 
 
@@ -48,11 +48,11 @@ def move(weights: dict[str, Items], order: str, random: np.random.Generator) -> 
             items[places] += random.choice(np.array([1, 0xFFFF], np.uint16), len(places))
 
 
-def serve(run: str, address: Path, config: WeightsConfig, layout: Layout) -> None:
+def serve(run: str, address: Path, config: WeightsConfig, layout: TensorLayout) -> None:
     speech = Speech()
     random = np.random.default_rng(0)
     weights: dict[str, Items] = {spec.name: np.zeros(spec.shape[0], np.uint16) for spec in layout.tensors}
-    with WeightPublisher(layout, run, 0, config) as publisher:
+    with ZmqWeightSender(layout, run, 0, config) as publisher:
         tell(address, publisher.address)
         for version, order in enumerate(map(str.strip, sys.stdin)):
             move(weights, order, random)

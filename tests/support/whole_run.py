@@ -17,7 +17,7 @@ import psutil
 import redis
 
 from async_grpo.config import RunConfig, load
-from buffer.redis.scripts import Keys
+from buffer.redis.scripts import RunKeys
 
 CONFIG = """\
 name: small
@@ -85,7 +85,7 @@ class WholeRun:
     def wait_for_end(self, *, measured: bool, timeout_s: float = 240.0) -> None:
         """Until the trainer has said that every step is trained; `measured`: and the final policy is."""
         books = redis.Redis.from_url(self.roles_config().redis.url or "")
-        keys, steps = Keys("small"), self.roles_config().steps
+        keys, steps = RunKeys("small"), self.roles_config().steps
 
         def is_there() -> bool:
             ended = books.hget(keys.of("meta"), "ended") == b"1"

@@ -14,19 +14,19 @@ from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_o
 from starlette.types import ASGIApp
 
 from async_grpo.config import RunConfig
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from buffer import InMemoryBuffer
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Feeder
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.evaluation.milestones import Evaluator
+from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.http.app import make_app
-from rollout_server.http.auth import Keys
-from rollout_server.http.context import Backstage, Lobby
-from rollout_server.http.jobs import Writers
-from rollout_server.http.prompts import Prompts
+from rollout_server.http.auth import ApiKeys
+from rollout_server.http.context import HttpContext, ReadyServer
+from rollout_server.http.jobs import CompletionJobs
+from rollout_server.http.prompts import PromptEncoder
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 
@@ -56,8 +56,8 @@ class House:
     """A server that is ready, and its app."""
 
     app: ASGIApp
-    lobby: Lobby
-    cast: Cast
+    lobby: HttpContext
+    cast: ServerContext
     engine: Any
     watcher: WeightWatcher
     dispatcher: Dispatcher
@@ -76,8 +76,8 @@ def http_config(http: dict[str, Any] | None = None, **changes: Any) -> RunConfig
     return config_of(**{"rollout": rollout, **changes})
 
 
-def prompts_of(tokenizer: Letters | None = None) -> Prompts:
-    return Prompts(tokenizer or Letters(), vocabulary=256, longest=CONTEXT)
+def prompts_of(tokenizer: Letters | None = None) -> PromptEncoder:
+    return PromptEncoder(tokenizer or Letters(), vocabulary=256, longest=CONTEXT)
 
 
 async def scripted(script: Callable[[GenerationRequest], list[int]], tokens_per_s: float = 10_000.0) -> ScriptedEngine:
@@ -86,7 +86,7 @@ async def scripted(script: Callable[[GenerationRequest], list[int]], tokens_per_
     return engine
 
 
-def lettered(cast: Cast) -> Cast:
+def lettered(cast: ServerContext) -> ServerContext:
     """With workflows that know the stop token."""
     return replace(cast, workflow=SingleTurn(Letters()))
 
@@ -96,7 +96,7 @@ async def house_of(
     engine: ScriptedEngine | FakeEngine,
     *,
     config: RunConfig | None = None,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     tokenizer: Letters | None = None,
     buffer: InMemoryBuffer | None = None,
     version: int = 3,
@@ -104,19 +104,19 @@ async def house_of(
     """With weights of epoch 2."""
     config = config or http_config()
     cast = lettered(cast_of(tmp_path, config, engine, buffer or buffer_of(config)))
-    watcher = watcher_of(cast, FakeReceiver(Identity(2, version)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(2, version)))
     await watcher.first(1.0)
-    dispatcher = Dispatcher(cast, watcher, Feeder(cast.buffer, cast.source, target=16))
-    lobby = Lobby(config, cast.name, keys or Keys(), prompts_of(tokenizer))
-    writers = Writers(engine, config.rollout.http.max_concurrency)
-    lobby.backstage = Backstage(cast, watcher, dispatcher, Evaluator(cast, watcher), writers)
+    dispatcher = Dispatcher(cast, watcher, TaskFeeder(cast.buffer, cast.source, target=16))
+    lobby = HttpContext(config, cast.name, keys or ApiKeys(), prompts_of(tokenizer))
+    writers = CompletionJobs(engine, config.rollout.http.max_concurrency)
+    lobby.backstage = ReadyServer(cast, watcher, dispatcher, MilestoneEvaluator(cast, watcher), writers)
     return House(make_app(lobby), lobby, cast, engine, watcher, dispatcher)
 
 
 @asynccontextmanager
 async def dispatching(house: House) -> AsyncIterator[asyncio.Task[None]]:
     """The dispatcher at work; stopped at the end of the block, if it has not ended."""
-    feeder = asyncio.create_task(Feeder(house.cast.buffer, house.cast.source, target=16).run())
+    feeder = asyncio.create_task(TaskFeeder(house.cast.buffer, house.cast.source, target=16).run())
     running = asyncio.create_task(house.dispatcher.run())
     try:
         yield running

@@ -13,14 +13,14 @@ import numpy as np
 from async_grpo.config import RunConfig
 from async_grpo.data.base import make_task
 from async_grpo.errors import WaitTimeout
-from async_grpo.rewards.base import Failure, Item, Verdict, unverifiable
+from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult, unverifiable
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Task, VersionSpan
 from buffer import InMemoryBoard, InMemoryBuffer
-from rollout_server.context import Cast
+from rollout_server.context import ServerContext
 from rollout_server.engines.base import Engine, EngineLoad, Generation, GenerationRequest, Interruption
-from rollout_server.run_logger import Diary
+from rollout_server.run_logger import RolloutLogger
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 
@@ -120,17 +120,17 @@ class FakeEngine:
 class FakeReceiver:
     """Weights that the test publishes."""
 
-    def __init__(self, *identities: Identity) -> None:
+    def __init__(self, *identities: WeightVersion) -> None:
         self.newest = max(identities, default=None)
         self.held = False
         self._changed = asyncio.Condition()
 
     async def publish(self, epoch: int, version: int) -> None:
         async with self._changed:
-            self.newest = Identity(epoch, version)
+            self.newest = WeightVersion(epoch, version)
             self._changed.notify_all()
 
-    async def next_version(self, after: Identity, timeout_s: float) -> Identity:
+    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.newest is not None and self.newest > after)
@@ -140,7 +140,7 @@ class FakeReceiver:
         return self.newest
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[Identity]:
+    async def hold(self) -> AsyncIterator[WeightVersion]:
         assert self.newest is not None
         self.held = True
         yield self.newest
@@ -153,7 +153,7 @@ class FakePool:
     def __init__(self) -> None:
         self.gate: asyncio.Event | None = None
 
-    async def judge(self, items: Sequence[Item]) -> list[Verdict]:
+    async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         if self.gate is not None:
             await self.gate.wait()
         return [self._verdict(item.completion, item.answer) for item in items]
@@ -161,15 +161,15 @@ class FakePool:
     def why_no_answers(self, name: str) -> str:
         return "" if name == "answer_tag" else f"{name} has none"
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[str | Failure | None]:
-        special = {"?": None, "!": Failure("extraction", "ValueError: no")}
+    async def extract(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
+        special = {"?": None, "!": RewardFailure("extraction", "ValueError: no")}
         return [special.get(completion, completion) for completion in completions]
 
-    def _verdict(self, completion: str, answer: str) -> Verdict:
+    def _verdict(self, completion: str, answer: str) -> RewardResult:
         if completion == "?":
             return unverifiable("raised", "cannot say")
         score = float(completion == answer)
-        return Verdict(scores={"answer_tag": score}, reward=score)
+        return RewardResult(scores={"answer_tag": score}, reward=score)
 
 
 class Yes:
@@ -212,8 +212,8 @@ def cast_of(
     buffer: InMemoryBuffer | None = None,
     board: InMemoryBoard | None = None,
     name: str = "rollout-0",
-) -> Cast:
-    return Cast(
+) -> ServerContext:
+    return ServerContext(
         config=config,
         name=name,
         engine=cast(Any, engine),
@@ -222,12 +222,12 @@ def cast_of(
         pool=cast(RewardPool, FakePool()),
         workflow=SingleTurn(Bytes()),
         source=Yes(),
-        diary=Diary(tmp_path, name, samples_every=1),
+        diary=RolloutLogger(tmp_path, name, samples_every=1),
     )
 
 
 def watcher_of(
-    cast_: Cast, receiver: FakeReceiver, update_timeout_s: float = 5.0, interruption: Interruption = "keep"
+    cast_: ServerContext, receiver: FakeReceiver, update_timeout_s: float = 5.0, interruption: Interruption = "keep"
 ) -> WeightWatcher:
     return WeightWatcher(
         receiver,

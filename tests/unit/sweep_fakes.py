@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.app.sweep.plan import Point
-from async_grpo.app.sweep.results import FINISHED, Curve, Figures
+from async_grpo.app.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.timeline import Timeline
@@ -22,7 +22,7 @@ def point(runs_dir: Path, name: str = "p", *, seed: int = 1, **changes: Any) -> 
     return Point(values, RunConfig.model_validate(raw))
 
 
-def figures(staleness: int, seed: int = 1, **changes: Any) -> Figures:
+def figures(staleness: int, seed: int = 1, **changes: Any) -> PointMetrics:
     """Of a finished run that learned well."""
     fields: dict[str, Any] = {
         "name": f"s{staleness}-{seed}",
@@ -41,7 +41,7 @@ def figures(staleness: int, seed: int = 1, **changes: Any) -> Figures:
         "balanced": True,
         "curve": Curve(steps=[1, 2], seconds=[1.0, 2.0], reward=[0.4, 0.6]),
     }
-    return Figures(**{**fields, **changes})
+    return PointMetrics(**{**fields, **changes})
 
 
 def leave_run(made: Point, *, accuracy: float, step_s: float, steps: int = STEPS, finished: bool = True) -> None:

@@ -9,10 +9,10 @@ import pytest
 from http_fakes import House, dispatching, house_of
 from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
 
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Ticket
 from buffer import InMemoryBuffer
-from rollout_server.dispatch.admission import Admission
+from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.server import RolloutServer
 
@@ -143,7 +143,7 @@ async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Pa
     config = config_of(eval={"prompts": 1, "greedy": False, "samples": 1})
     buffer = buffer_of(config)
     cast = cast_of(tmp_path, config, FakeEngine(), buffer)
-    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
     server = RolloutServer(cast, watcher)
     serving = asyncio.create_task(server.serve())
@@ -157,7 +157,7 @@ async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Pa
 
 
 def test_a_server_that_drains_cannot_be_called_back() -> None:
-    admission = Admission()
+    admission = AdmissionGate()
     admission.drain()
     admission.resume()
     admission.pause()

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from async_grpo.app.bench.buffer.bench import percentile
 from async_grpo.app.bench.buffer.groups import GroupMaker, task
-from async_grpo.app.bench.measure import Figure, Machine, Picture, make_room, table, write
+from async_grpo.app.bench.measure import Machine, Measurement, Picture, make_room, table, write
 from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
 from async_grpo.wire import Ticket, encode
 
 MACHINE = Machine(cpu="a [bold]processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
 WIDE = {"COLUMNS": "400"}
-FIGURES = [Figure("speed", 1234.5, "groups/s", 2000.0, "a plain list", 0.617), Figure("alone", 0.0123, "s")]
+FIGURES = [Measurement("speed", 1234.5, "groups/s", 2000.0, "a plain list", 0.617), Measurement("alone", 0.0123, "s")]
 
 
 def test_the_table_shows_every_figure_and_its_machine() -> None:
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_it_begins(
 ) -> None:
     measured = []
 
-    async def measure(*_: object, **options: object) -> list[Figure]:
+    async def measure(*_: object, **options: object) -> list[Measurement]:
         measured.append(options)
         return FIGURES
 
@@ -70,7 +70,7 @@ def test_the_picture_is_drawn_when_the_figures_are_safe(tmp_path: Path, monkeypa
     file, plot = tmp_path / "figures.json", tmp_path / "plots" / "pipeline.png"
     there: list[bool] = []
 
-    async def measure(*_: object, picture: Callable[[Picture], None], **__: Any) -> list[Figure]:
+    async def measure(*_: object, picture: Callable[[Picture], None], **__: Any) -> list[Measurement]:
         picture(lambda path: there.append(file.exists() and path == plot and path.parent.is_dir()))
         return FIGURES
 

@@ -16,12 +16,12 @@ from async_grpo.rewards.verifiers.answers import answer_tag
 from benchmarks.trl import search, workloads
 from benchmarks.trl.policies import MOST_ROUNDS, checked, rounds
 from benchmarks.trl.records import (
-    Made,
     PromptRow,
     SideRun,
-    Step,
     TrlDials,
+    TrlGroup,
     TrlSpec,
+    TrlStep,
     our_groups,
     our_steps,
     pace,
@@ -35,8 +35,8 @@ from benchmarks.trl.sides import trl_argv, trl_environment
 from benchmarks.trl.workloads import WORKLOADS, Workload
 
 
-def row(step: int, ended_s: float, *, samples: int = 4, reward: float = 0.5, tokens: int = 40) -> Step:
-    return Step(step, ended_s, samples, reward, tokens, busy_s=1.0)
+def row(step: int, ended_s: float, *, samples: int = 4, reward: float = 0.5, tokens: int = 40) -> TrlStep:
+    return TrlStep(step, ended_s, samples, reward, tokens, busy_s=1.0)
 
 
 def trl_line(step: int, time_s: float, *, samples: int = 4, reward: float = 0.5, generate_s: float = 3.0) -> str:
@@ -109,18 +109,18 @@ def test_the_pace_is_of_the_counted_steps_alone() -> None:
 
 def test_what_was_generated_before_the_clock_does_not_count() -> None:
     steps = tuple(row(step, 10.0 * step) for step in range(1, 6))  # counted: 20 to 40, 80 tokens
-    ahead = (Made(0.0, 20.0, 60), Made(15.0, 25.0, 40), Made(30.0, 38.0, 20))
+    ahead = (TrlGroup(0.0, 20.0, 60), TrlGroup(15.0, 25.0, 40), TrlGroup(30.0, 38.0, 20))
     counted = pace(SideRun("ours", 0.0, steps, ahead), skip=2, tail=1)
     assert counted.generated == 0.5
     assert (counted.samples_per_s, counted.tokens_per_s) == (0.2, 2.0)
-    more = pace(SideRun("ours", 0.0, steps, (Made(20.0, 40.0, 500),)), skip=2, tail=1)
+    more = pace(SideRun("ours", 0.0, steps, (TrlGroup(20.0, 40.0, 500),)), skip=2, tail=1)
     assert (more.generated, more.samples_per_s) == (6.25, 0.4)
 
 
 def test_groups_are_read_from_the_timeline_of_a_server() -> None:
     span = {"start_s": 1.0, "end_s": 3.0, "name": "group 7"}
     lines = [{**span, "track": "generation", "args": {"version": 1, "tokens": 40}}, {**span, "track": "weights"}]
-    assert our_groups(map(json.dumps, lines)) == (Made(1.0, 3.0, 40),)
+    assert our_groups(map(json.dumps, lines)) == (TrlGroup(1.0, 3.0, 40),)
 
 
 @pytest.mark.parametrize("second", [our_line(2, 9.0, epoch=2), our_line(1, 9.0)])

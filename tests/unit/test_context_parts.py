@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.batch.context_parallel import Place, pack_part, padded_lengths, part_of, positions_of
+from trainer.batch.context_parallel import ContextRank, pack_part, padded_lengths, part_of, positions_of
 from trainer.batch.sequences import Sequence, micro_batch
 
 LENGTHS = [5, 17, 1, 8, 30]
@@ -30,7 +30,7 @@ def sequence(length: int, first: int) -> Sequence:
     )
 
 
-def tokens_of(lengths: list[int], place: Place) -> list[tuple[int, int]]:
+def tokens_of(lengths: list[int], place: ContextRank) -> list[tuple[int, int]]:
     """(sequence, position) of every token that a rank has, in its order."""
     return [(number, at) for number, length in enumerate(lengths) for at in positions_of(length, place).tolist()]
 
@@ -38,7 +38,7 @@ def tokens_of(lengths: list[int], place: Place) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_token_and_every_trained_token_is_one_ranks(ranks: int) -> None:
     batch = micro_batch([sequence(length, 100 * i) for i, length in enumerate(LENGTHS)])
-    parts = [part_of(batch, Place(rank, ranks)) for rank in range(ranks)]
+    parts = [part_of(batch, ContextRank(rank, ranks)) for rank in range(ranks)]
     mine = torch.cat([part.mine_M for part in parts if part.mine_M is not None])
     assert sorted(mine.tolist()) == list(range(len(batch.trained_N)))
     read = {token for part in parts for token in part.tokens_1T[0].tolist()}
@@ -50,11 +50,11 @@ def test_every_token_and_every_trained_token_is_one_ranks(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
-    padded = padded_lengths(LENGTHS, Place(ranks=ranks))
-    token_of = [tokens_of(padded, Place(rank, ranks)) for rank in range(ranks)]
+    padded = padded_lengths(LENGTHS, ContextRank(ranks=ranks))
+    token_of = [tokens_of(padded, ContextRank(rank, ranks)) for rank in range(ranks)]
     everywhere = [token for tokens in token_of for token in tokens]
     for rank in range(ranks):
-        packing = pack_part(padded, Place(rank, ranks))
+        packing = pack_part(padded, ContextRank(rank, ranks))
         for bucket in packing.buckets:
             assert bucket.keys is not None
             seen = bucket.keys.seen.flatten(0, 2)
@@ -71,7 +71,7 @@ def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "scattered"), [(1, 1), (1, 3), (2, 1), (2, 4), (4, 3)])
 def test_parts_can_be_cut_into_chunks_and_scattered(ranks: int, scattered: int) -> None:
-    padded = padded_lengths(LENGTHS, Place(ranks=ranks, scattered=scattered))
+    padded = padded_lengths(LENGTHS, ContextRank(ranks=ranks, scattered=scattered))
     assert all(after >= before for after, before in zip(padded, LENGTHS, strict=True))
     assert all(length % (2 * ranks) == 0 for length in padded) or ranks == 1
     assert sum(padded) // ranks % scattered == 0
@@ -79,5 +79,5 @@ def test_parts_can_be_cut_into_chunks_and_scattered(ranks: int, scattered: int) 
 
 def test_alone_a_rank_reads_the_micro_batch_as_it_is() -> None:
     batch = micro_batch([sequence(length, 100 * i) for i, length in enumerate(LENGTHS)])
-    part = part_of(batch, Place())
+    part = part_of(batch, ContextRank())
     assert part.tokens_1T is batch.tokens_1T and part.packing is batch.packing and part.mine_M is None

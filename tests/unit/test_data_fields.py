@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.data.base import Unusable
+from async_grpo.data.base import RejectedRow
 from async_grpo.data.prepare.formats import FORMATS, FieldMap, example_of, fitting_format
 from async_grpo.data.prepare.templates import Template
 from async_grpo.errors import ConfigError
@@ -62,7 +62,7 @@ def test_a_row_that_fits_nothing_has_no_format() -> None:
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str, detail: str) -> None:
-    with pytest.raises(Unusable, match=detail) as raised:
+    with pytest.raises(RejectedRow, match=detail) as raised:
         example_of(row, FORMATS["gsm8k"])
     assert raised.value.reason == reason
 

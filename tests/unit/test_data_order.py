@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.data.shuffle import Passes, Permutation
+from async_grpo.data.shuffle import Permutation, ShuffledPasses
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,21 +44,21 @@ def test_a_position_outside_is_refused(position: int) -> None:
 
 
 def test_a_row_is_a_function_of_seed_and_index_whatever_was_asked_before() -> None:
-    forward, backward = Passes(7, seed=1, shuffle=True), Passes(7, seed=1, shuffle=True)
+    forward, backward = ShuffledPasses(7, seed=1, shuffle=True), ShuffledPasses(7, seed=1, shuffle=True)
     indices = range(50)
     assert [forward.row(index) for index in indices] == [backward.row(index) for index in reversed(indices)][::-1]
     assert [forward.row(index) for index in indices] != [
-        Passes(7, seed=2, shuffle=True).row(index) for index in indices
+        ShuffledPasses(7, seed=2, shuffle=True).row(index) for index in indices
     ]
 
 
 def test_each_pass_visits_each_row_once_in_another_order() -> None:
-    passes = Passes(30, seed=1, shuffle=True)
+    passes = ShuffledPasses(30, seed=1, shuffle=True)
     orders = [[passes.row(number * 30 + position) for position in range(30)] for number in range(3)]
     assert all(sorted(order) == list(range(30)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
 
 
 def test_without_shuffling_rows_come_in_their_order() -> None:
-    passes = Passes(3, seed=1, shuffle=False)
+    passes = ShuffledPasses(3, seed=1, shuffle=False)
     assert [passes.row(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]

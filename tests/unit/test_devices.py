@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.role_specs import deal_devices, role_specs
+from async_grpo.app.launch.role_specs import assign_devices, role_specs
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
@@ -66,7 +66,7 @@ def test_an_environment_that_says_nothing_differs_from_one_that_hides_everything
 
 
 def test_every_role_gets_devices_of_its_own(node: RunConfig) -> None:
-    assert deal_devices(node, {}) == {
+    assert assign_devices(node, {}) == {
         "trainer": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"},
         "rollout-0": {"ASCEND_RT_VISIBLE_DEVICES": "4,5"},
         "rollout-1": {"ASCEND_RT_VISIBLE_DEVICES": "6,7"},
@@ -74,7 +74,7 @@ def test_every_role_gets_devices_of_its_own(node: RunConfig) -> None:
 
 
 def test_the_users_choice_of_devices_is_dealt_out_in_its_order(node: RunConfig) -> None:
-    dealt = deal_devices(node, {"ASCEND_RT_VISIBLE_DEVICES": "15,14,13,12,11,10,9,8"})
+    dealt = assign_devices(node, {"ASCEND_RT_VISIBLE_DEVICES": "15,14,13,12,11,10,9,8"})
     assert dealt["rollout-1"] == {"ASCEND_RT_VISIBLE_DEVICES": "9,8"}
 
 
@@ -86,24 +86,24 @@ def test_too_few_devices_are_refused_before_anything_starts(
     node: RunConfig, environment: dict[str, str], there: int | None, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"make 8 devices, but .*{words}"):
-        deal_devices(node, environment, there)
+        assign_devices(node, environment, there)
 
 
 def test_a_role_on_the_cpu_sees_no_device() -> None:
     mixed = run_config({}, {"vllm": {"platform": "cuda"}})
-    assert deal_devices(mixed, {}) == {
+    assert assign_devices(mixed, {}) == {
         "trainer": {"CUDA_VISIBLE_DEVICES": ""},
         "rollout-0": {"CUDA_VISIBLE_DEVICES": "0"},
     }
 
 
 def test_a_run_on_the_cpu_is_dealt_nothing() -> None:
-    assert deal_devices(run_config({}, {}), {"CUDA_VISIBLE_DEVICES": "0"}) == {"trainer": {}, "rollout-0": {}}
+    assert assign_devices(run_config({}, {}), {"CUDA_VISIBLE_DEVICES": "0"}) == {"trainer": {}, "rollout-0": {}}
 
 
 def test_one_machine_has_accelerators_of_one_kind() -> None:
     with pytest.raises(ConfigError, match=r"npu and rollout\.vllm\.platform cuda"):
-        deal_devices(run_config({"platform": "npu"}, {"vllm": {"platform": "cuda"}}), {})
+        assign_devices(run_config({"platform": "npu"}, {"vllm": {"platform": "cuda"}}), {})
 
 
 def test_the_roles_are_started_with_their_devices(

@@ -22,24 +22,24 @@ from rollout_fakes import (
 )
 
 from async_grpo.errors import EngineError, RoleFailed
-from async_grpo.utils.aio import first_cause
-from async_grpo.weights.manifest import Identity
+from async_grpo.utils.aio import root_cause
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from buffer import InMemoryBuffer
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Feeder
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.dispatch.group_rollout import GroupWork
+from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.engines.base import GenerationRequest, sample_seed
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 
 @asynccontextmanager
-async def dispatching(cast: Cast, receiver: FakeReceiver | None = None) -> AsyncIterator[Dispatcher]:
+async def dispatching(cast: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[Dispatcher]:
     """A dispatcher with its feeder and weights, stopped as by SIGTERM at the end of the block."""
-    watcher = watcher_of(cast, receiver or FakeReceiver(Identity(1, 0)))
+    watcher = watcher_of(cast, receiver or FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = Feeder(cast.buffer, cast.source, target=16)
+    feeder = TaskFeeder(cast.buffer, cast.source, target=16)
     dispatcher = Dispatcher(cast, watcher, feeder)
     loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
     running = asyncio.create_task(dispatcher.run())
@@ -137,7 +137,7 @@ async def test_verification_does_not_keep_the_engine_waiting(tmp_path: Path) -> 
 async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     await buffer.publish_version(epoch=0, version=1)
     async with dispatching(cast_of(tmp_path, config, engine, buffer), receiver):
         await asyncio.sleep(0.05)
@@ -150,7 +150,7 @@ async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path
 async def test_with_no_staleness_every_group_is_of_the_trainers_version(tmp_path: Path) -> None:
     config = config_of(max_staleness=0)
     buffer = buffer_of(config)
-    receiver = FakeReceiver(Identity(1, 0))
+    receiver = FakeReceiver(WeightVersion(1, 0))
     async with dispatching(cast_of(tmp_path, config, FakeEngine(), buffer), receiver):
         for version in range(config.steps):
             batch = await buffer.take(epoch=0, version=version, timeout_s=5.0)
@@ -188,7 +188,7 @@ async def test_a_sample_goes_on_behind_the_tokens_of_its_partial() -> None:
     )
     engine = FakeEngine()
     engine.version = 4
-    session = Session(engine, "r", [9], seed=1, temperature=1.0, max_tokens=4, prior=prior)
+    session = SampleSession(engine, "r", [9], seed=1, temperature=1.0, max_tokens=4, prior=prior)
     await session.turn()
     sample = session.sample("text")
     sample.validate()
@@ -287,9 +287,9 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
     monkeypatch.setattr("rollout_server.dispatch.dispatcher.HAND_BACK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
     cast = cast_of(tmp_path, config, engine, buffer)
-    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = Feeder(buffer, cast.source, target=16)
+    feeder = TaskFeeder(buffer, cast.source, target=16)
     await feeder.top_up()
     running = asyncio.create_task(Dispatcher(cast, watcher, feeder).run())
     await until(lambda: len(engine.held) > 0)
@@ -301,13 +301,13 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
 async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path: Path) -> None:
     config = config_of()
     cast = cast_of(tmp_path, config, FakeEngine(lambda request: "?"))
-    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = Feeder(cast.buffer, cast.source, target=64)
+    feeder = TaskFeeder(cast.buffer, cast.source, target=64)
     feeding = asyncio.create_task(feeder.run())
     with pytest.raises(ExceptionGroup) as raised:
         await Dispatcher(cast, watcher, feeder).run()
-    cause = first_cause(raised.value)
+    cause = root_cause(raised.value)
     assert isinstance(cause, RoleFailed)
     assert "32 groups in a row ended as unverifiable, the last because: raised: cannot say" in str(cause)
     feeding.cancel()
@@ -319,13 +319,13 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
     engine = FakeEngine()
     engine.error = EngineError("rollout-0: the engine died")
     cast = cast_of(tmp_path, config, engine, buffer)
-    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = Feeder(buffer, cast.source, target=16)
+    feeder = TaskFeeder(buffer, cast.source, target=16)
     await feeder.top_up()
     with pytest.raises(ExceptionGroup) as raised:
         await Dispatcher(cast, watcher, feeder).run()
-    assert isinstance(first_cause(raised.value), EngineError)
+    assert isinstance(root_cause(raised.value), EngineError)
     tickets = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
     assert tickets[0].attempt == 2
 
@@ -333,9 +333,9 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
 async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
-    await Feeder(buffer, cast_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
+    await TaskFeeder(buffer, cast_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
     (ticket,) = await buffer.admit(1, holder="a", timeout_s=1.0)
-    work = GroupWork.resume(ticket, 4)
+    work = GroupRollout.resume(ticket, 4)
     assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 0)
     work.samples[1] = Sample(
         tokens=tokens_to_bytes([1]), logprobs=logprobs_to_bytes([-1.0]), spans=[VersionSpan(5, 0, 1)], finish_reason=""

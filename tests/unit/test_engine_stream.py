@@ -15,7 +15,7 @@ from async_grpo.errors import EngineError
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
-from rollout_server.engines.vllm.engine import Flight, VllmEngine
+from rollout_server.engines.vllm.engine import EngineRequest, VllmEngine
 from rollout_server.workflows.session import join
 
 NOWHERE = Path("unused")
@@ -95,7 +95,7 @@ async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
 
     processor = SimpleNamespace(request_states={})  # neither is known to vLLM's front end any more
     engine._llm = SimpleNamespace(output_processor=processor, abort=abort)
-    read, unread = (Flight(name, 1, interruptible=False, streams=True) for name in ("read#1", "unread#2"))
+    read, unread = (EngineRequest(name, 1, interruptible=False, streams=True) for name in ("read#1", "unread#2"))
     read.passed_on = 5
     engine._flights = {"read": read, "unread": unread}
     await engine._mark_flights(2, "keep")

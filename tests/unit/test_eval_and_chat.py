@@ -17,15 +17,15 @@ from rollout_fakes import FakePool, Yes, config_of
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from async_grpo.app.chat import Conversation, Plain, Templated, wording_of
-from async_grpo.app.cli.chat import Parlour, Wishes, _converse, _obey, _open
+from async_grpo.app.chat import ChatSession, PlainPrompt, TemplatePrompt, wording_of
+from async_grpo.app.cli.chat import ChatOptions, ChatTerminal, _converse, _obey, _open
 from async_grpo.app.cli.evaluate import _remarks
 from async_grpo.app.cli.main import app
-from async_grpo.app.evaluate.evaluate import Report, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
+from async_grpo.app.evaluate.evaluate import EvalReport, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
 from async_grpo.app.evaluate.policy_source import (
     Checkpoint,
-    ExamHall,
     LiveRun,
+    OfflineContext,
     chosen_run,
     differences,
     find_checkpoint,
@@ -35,10 +35,10 @@ from async_grpo.app.evaluate.policy_source import (
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.config import RunConfig, dump
 from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
-from async_grpo.rewards.base import Item, Verdict
+from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.wire.board import ServerBeat
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.evaluation.eval_runner import Exam, ExamPlan
+from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.workflows import SingleTurn
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -162,7 +162,7 @@ def test_a_live_run_is_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return Board()
 
     config = config_of()
-    monkeypatch.setattr("async_grpo.app.evaluate.policy_source.locate", lambda *_: config)
+    monkeypatch.setattr("async_grpo.app.evaluate.policy_source.find_run", lambda *_: config)
     monkeypatch.setattr("async_grpo.app.evaluate.policy_source.connect_board", connect)
     with pytest.raises(ConfigError, match="no rollout server of the run test has reported"):
         asyncio.run(find_live(None, [], tmp_path))
@@ -213,8 +213,8 @@ def test_an_expected_answer_needs_a_question() -> None:
 
 def test_the_plan_is_the_runs_unless_told_otherwise() -> None:
     config = config_of()
-    assert plan_of(config, prompts=None, samples=None, temperature=None) == ExamPlan(4, 2, 1.0, True)
-    assert plan_of(config, prompts=3, samples=8, temperature=0.5) == ExamPlan(3, 8, 0.5, True)
+    assert plan_of(config, prompts=None, samples=None, temperature=None) == EvalPlan(4, 2, 1.0, True)
+    assert plan_of(config, prompts=3, samples=8, temperature=0.5) == EvalPlan(3, 8, 0.5, True)
     with pytest.raises(ConfigError, match="reported as greedy"):
         plan_of(config, prompts=None, samples=None, temperature=0.0)
 
@@ -234,14 +234,16 @@ def test_more_prompts_are_held_out_only_where_they_were_not_trained_on(tmp_path:
 # The report of an evaluation
 
 
-async def report_of(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, wrong: bytes = b"no") -> Report:
+async def report_of(
+    config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, wrong: bytes = b"no"
+) -> EvalReport:
     """Every other prompt has a wrong answer."""
     engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else wrong), 255])
     pool: Any = FakePool()
-    hall = ExamHall(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
-    grades = await Exam(hall).grade(plan)
+    hall = OfflineContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
+    grades = await EvalRunner(hall).grade(plan)
     stated = stated_by_the_run(config, policy, plan, len(grades.papers))
-    return Report(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
+    return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
 
 
 class Numbered(Yes):
@@ -252,7 +254,7 @@ class Numbered(Yes):
 
 
 async def test_the_facts_and_the_rows_say_everything(tmp_path: Path) -> None:
-    report = await report_of(config_of(), Checkpoint(tmp_path, 4), ExamPlan(4, 2))
+    report = await report_of(config_of(), Checkpoint(tmp_path, 4), EvalPlan(4, 2))
     found = json.loads(json.dumps(facts(report)))
     assert found["policy"] == {"checkpoint": str(tmp_path), "version": 4}
     assert found["figures"]["mean"]["value"] == found["figures"]["greedy"]["value"] == 0.5
@@ -268,7 +270,7 @@ async def test_the_facts_and_the_rows_say_everything(tmp_path: Path) -> None:
 
 
 async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason(tmp_path: Path) -> None:
-    report = await report_of(config_of(), Checkpoint(tmp_path, 4), ExamPlan(4, 2), wrong=b"!")
+    report = await report_of(config_of(), Checkpoint(tmp_path, 4), EvalPlan(4, 2), wrong=b"!")
     assert facts(report)["figures"]["unextracted"] == 4
     (remark,) = [line for line in _remarks(report) if "`extract`" in line]
     assert remark.startswith("In 4 completions") and "(extraction 4; first ValueError: no)" in remark
@@ -279,7 +281,7 @@ async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason
 
 
 async def test_prompts_that_are_trained_on_are_left_out_with_a_remark(tmp_path: Path) -> None:
-    report = await report_of(config_of(), Checkpoint(tmp_path, 4), ExamPlan(7, 2))
+    report = await report_of(config_of(), Checkpoint(tmp_path, 4), EvalPlan(7, 2))
     assert "The data hold out 4 prompts, 7 were asked for." in _remarks(report)
     without = replace(report, trained_on=3)
     assert [line for line in _remarks(without) if "prompts" in line] == [
@@ -289,7 +291,7 @@ async def test_prompts_that_are_trained_on_are_left_out_with_a_remark(tmp_path: 
 
 
 async def test_a_live_evaluation_says_which_versions_wrote_the_answers(tmp_path: Path) -> None:
-    report = await report_of(config_of(), LiveRun(config_of(), {"http://h:1": 4}), ExamPlan(4, 2))
+    report = await report_of(config_of(), LiveRun(config_of(), {"http://h:1": 4}), EvalPlan(4, 2))
     assert "3 (25% of the tokens), 4 (75% of the tokens)" in " ".join(_remarks(report))
     assert facts(report)["policy"] == {"live": ["http://h:1"], "tokens_by_version": {"3": 10, "4": 30}}
 
@@ -297,17 +299,17 @@ async def test_a_live_evaluation_says_which_versions_wrote_the_answers(tmp_path:
 async def test_it_says_whether_the_run_states_the_same(tmp_path: Path) -> None:
     config, folder = run_of(tmp_path)
     policy = Checkpoint(folder.path / "checkpoints" / "hf", 4)
-    assert (await report_of(config, policy, ExamPlan(4, 2))).agrees is None
+    assert (await report_of(config, policy, EvalPlan(4, 2))).agrees is None
     stated = {"version": 4, "prompts": 4, "samples": 2, "sampled_accuracy": 0.5, "greedy_accuracy": 0.5}
     summary = folder.path / "summary.json"
     summary.write_text(json.dumps({"evaluations": [stated]}))
-    report = await report_of(config, policy, ExamPlan(4, 2))
+    report = await report_of(config, policy, EvalPlan(4, 2))
     assert report.agrees and "Exactly what the run's report states" in " ".join(_remarks(report))
     summary.write_text(json.dumps({"evaluations": [{**stated, "greedy_accuracy": 0.25}]}))
-    report = await report_of(config, policy, ExamPlan(4, 2))
+    report = await report_of(config, policy, EvalPlan(4, 2))
     assert report.agrees is False and "states 0.5 sampled, 0.25 greedy" in " ".join(_remarks(report))
-    assert (await report_of(config, policy, ExamPlan(4, 1))).agrees is None
-    assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4), ExamPlan(4, 2))).agrees is None
+    assert (await report_of(config, policy, EvalPlan(4, 1))).agrees is None
+    assert (await report_of(config, Checkpoint(tmp_path / "stranger", 4), EvalPlan(4, 2))).agrees is None
 
 
 async def test_it_says_so_too_where_the_data_hold_out_fewer_prompts_than_are_asked_for(tmp_path: Path) -> None:
@@ -315,7 +317,7 @@ async def test_it_says_so_too_where_the_data_hold_out_fewer_prompts_than_are_ask
     stated = {"version": 4, "prompts": 4, "samples": 2, "sampled_accuracy": 0.5, "greedy_accuracy": 0.5}
     (folder.path / "summary.json").write_text(json.dumps({"evaluations": [stated]}))
     policy = Checkpoint(folder.path / "checkpoints" / "hf", 4)
-    assert (await report_of(config, policy, ExamPlan(10, 2))).agrees
+    assert (await report_of(config, policy, EvalPlan(10, 2))).agrees
 
 
 class Evaluating:
@@ -331,14 +333,14 @@ class Evaluating:
         @asynccontextmanager
         async def hall(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
             self.kept = kept
-            yield ExamHall(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
+            yield OfflineContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
 
         monkeypatch.setattr("async_grpo.app.evaluate.evaluate.open_policy", policy)
         monkeypatch.setattr("async_grpo.app.evaluate.evaluate.load_tokenizer", lambda _: Letters())
         monkeypatch.setattr("async_grpo.app.evaluate.evaluate.LOOK_EVERY_S", 0.01)
         monkeypatch.setattr("async_grpo.app.evaluate.policy_source.open_hall", hall)
 
-    async def __call__(self, plan: ExamPlan, patience_s: float = 5.0) -> Report:
+    async def __call__(self, plan: EvalPlan, patience_s: float = 5.0) -> EvalReport:
         nothing = lambda _: None  # noqa: E731
         policy = Checkpoint(Path("hf"), 1)
         return await evaluate(config_of(), policy, plan, patience_s=patience_s, say=nothing, on_answer=nothing)
@@ -347,7 +349,7 @@ class Evaluating:
 async def test_a_policy_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluating = Evaluating(monkeypatch, await scripted(says("never"), tokens_per_s=0.001))
     with pytest.raises(WaitTimeout, match=r"the next completion \(0 of 12 are there\).*--patience"):
-        await evaluating(ExamPlan(4, 2), patience_s=0.05)
+        await evaluating(EvalPlan(4, 2), patience_s=0.05)
 
 
 async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +357,7 @@ async def test_reward_functions_that_never_judge_are_given_up_by_name(monkeypatc
     pool.gate = asyncio.Event()
     evaluating = Evaluating(monkeypatch, await scripted(says("yes")), pool)
     with pytest.raises(WaitTimeout, match=r"the reward functions to judge .*\(8 are there, 0 are judged\)"):
-        await evaluating(ExamPlan(4, 2), patience_s=0.2)
+        await evaluating(EvalPlan(4, 2), patience_s=0.2)
 
 
 async def test_grades_that_come_slowly_one_after_the_other_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,13 +366,13 @@ async def test_grades_that_come_slowly_one_after_the_other_are_waited_for(monkey
             super().__init__()
             self.free = asyncio.Lock()
 
-        async def judge(self, items: Sequence[Item]) -> list[Verdict]:
+        async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
             async with self.free:
                 await asyncio.sleep(0.15)
                 return await super().judge(items)
 
     evaluating = Evaluating(monkeypatch, await scripted(says("yes")), Slow())
-    report = await evaluating(ExamPlan(4, 2), patience_s=0.5)  # less than the four prompts take
+    report = await evaluating(EvalPlan(4, 2), patience_s=0.5)  # less than the four prompts take
     assert report.grades.sampled_accuracy == 1.0
 
 
@@ -381,13 +383,13 @@ async def test_prompts_beyond_those_that_the_run_kept_are_asked_unless_it_trains
         dropped = {"also trained on": 2, "prompt too long": 1}
 
     evaluating = Evaluating(monkeypatch, await scripted(says("yes")), source=Fewer())
-    report = await evaluating(ExamPlan(6, 1))
+    report = await evaluating(EvalPlan(6, 1))
     assert (evaluating.kept, report.trained_on, report.config.eval.prompts) == (4, 2, 6)
 
 
 async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> None:
     config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
-    nothing, plan = lambda _: None, ExamPlan(4, 2)
+    nothing, plan = lambda _: None, EvalPlan(4, 2)
     with pytest.raises(ConfigError, match=r"sampling\.max_tokens \(200\) is above rollout\.http\.max_tokens \(100\)"):
         await evaluate(config, LiveRun(config, {}), plan, patience_s=1.0, say=nothing, on_answer=nothing)
 
@@ -395,17 +397,17 @@ async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> N
 # Talking
 
 
-async def parlour_of(said: str | list[str], **changes: Any) -> tuple[Parlour, list[GenerationRequest]]:
+async def parlour_of(said: str | list[str], **changes: Any) -> tuple[ChatTerminal, list[GenerationRequest]]:
     texts, asked = [said] if isinstance(said, str) else said, []
 
     def script(request: GenerationRequest) -> list[int]:
         asked.append(request)
         return [*texts[(len(asked) - 1) % len(texts)].encode(), 255]
 
-    wording = changes.pop("wording", Plain("Q: {prompt}", Letters()))
+    wording = changes.pop("wording", PlainPrompt("Q: {prompt}", Letters()))
     config = config_of(**{"sampling": {"max_tokens": 200}, **changes})
-    talk = Conversation(config, await scripted(script), Utf8(), wording)
-    return Parlour(config, Checkpoint(Path("hf"), 7), talk, AsyncExitStack()), asked
+    talk = ChatSession(config, await scripted(script), Utf8(), wording)
+    return ChatTerminal(config, Checkpoint(Path("hf"), 7), talk, AsyncExitStack()), asked
 
 
 class Utf8(Letters):
@@ -439,7 +441,7 @@ async def test_single_questions_are_asked_one_by_one() -> None:
 
 
 async def test_a_chat_template_has_what_was_said_before() -> None:
-    parlour, asked = await parlour_of("yes", wording=Templated("chat", Letters(), ""))
+    parlour, asked = await parlour_of("yes", wording=TemplatePrompt("chat", Letters(), ""))
     assert parlour.talk.remembers
     for question in ("one", "two"):
         await parlour.ask(question)
@@ -516,7 +518,7 @@ async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monk
     monkeypatch.setattr("async_grpo.app.evaluate.policy_source.open_policy", policy)
     monkeypatch.setattr("async_grpo.data.tokenizer.load_tokenizer", lambda _: Letters())
     config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
-    live, wishes = LiveRun(config, {}), Wishes("", "", None, None, None)
+    live, wishes = LiveRun(config, {}), ChatOptions("", "", None, None, None)
     async with _open(config, live, wishes) as parlour:
         assert parlour.talk.max_tokens == 100
         parlour.allow(99)

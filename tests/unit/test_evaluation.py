@@ -10,19 +10,19 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from async_grpo.evaluation.estimators import Grade, GradedPrompt, estimates, ladder, majority, pass_at
-from async_grpo.evaluation.summary import OTHERS, figures_by_source, figures_of, rows_of, shown
-from async_grpo.wire.board import Estimate, Figures
+from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt, estimates, k_values, majority, pass_at
+from async_grpo.evaluation.summary import OTHERS, eval_metrics, figures_by_source, rows_of, shown
+from async_grpo.wire.board import Estimate, EvalMetrics
 
 
 def prompt(*scores: float | None, source: str = "", answers: str = "", greedy: float | None = None) -> GradedPrompt:
     given = answers or "x" * len(scores)
-    sampled = [Grade(score, answer) for score, answer in zip(scores, given, strict=True)]
-    return GradedPrompt(sampled, [] if greedy is None else [Grade(greedy)], source)
+    sampled = [GradedAnswer(score, answer) for score, answer in zip(scores, given, strict=True)]
+    return GradedPrompt(sampled, [] if greedy is None else [GradedAnswer(greedy)], source)
 
 
-def figures(*prompts: GradedPrompt, samples: int, votes: bool = True, right_at: float = 1.0) -> Figures:
-    return figures_of(prompts, samples=samples, right_at=right_at, votes=votes)
+def figures(*prompts: GradedPrompt, samples: int, votes: bool = True, right_at: float = 1.0) -> EvalMetrics:
+    return eval_metrics(prompts, samples=samples, right_at=right_at, votes=votes)
 
 
 @pytest.mark.parametrize("made", range(1, 8))
@@ -60,7 +60,7 @@ def test_pass_at_k_is_refused_where_it_is_not_defined(k: int, made: int, right: 
 def test_the_majority_is_the_mean_over_the_most_frequent_answers_by_brute_force() -> None:
     """Every sequence of four votes for a (right), b, c (wrong) or nothing: ties broken at random, counted out."""
     for votes in product("abc-", repeat=4):
-        grades = [Grade(float(vote == "a"), None if vote == "-" else vote) for vote in votes]
+        grades = [GradedAnswer(float(vote == "a"), None if vote == "-" else vote) for vote in votes]
         cast = [vote for vote in votes if vote != "-"]
         winners = [vote for vote in set(cast) if cast.count(vote) == max(map(cast.count, cast))]
         expected = winners.count("a") / len(winners) if winners else 0.0
@@ -68,7 +68,7 @@ def test_the_majority_is_the_mean_over_the_most_frequent_answers_by_brute_force(
 
 
 def test_a_completion_that_was_not_judged_does_not_vote() -> None:
-    assert majority([Grade(None, "5"), Grade(None, "5"), Grade(1.0, "4")], right_at=1.0) == 1.0
+    assert majority([GradedAnswer(None, "5"), GradedAnswer(None, "5"), GradedAnswer(1.0, "4")], right_at=1.0) == 1.0
 
 
 def test_right_is_what_scores_at_least_the_threshold() -> None:
@@ -78,7 +78,7 @@ def test_right_is_what_scores_at_least_the_threshold() -> None:
 
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_for_all() -> None:
-    assert [ladder(samples) for samples in (1, 2, 4, 5, 16)] == [
+    assert [k_values(samples) for samples in (1, 2, 4, 5, 16)] == [
         [1],
         [1, 2],
         [1, 2, 4],
@@ -108,7 +108,7 @@ def test_what_cannot_be_judged_is_left_out_and_counted() -> None:
 
 
 def test_a_completion_in_which_looking_for_the_answer_failed_has_no_vote_and_is_counted() -> None:
-    broken = GradedPrompt([Grade(1.0, unextracted=True), Grade(0.0, "5")], [Grade(1.0)])
+    broken = GradedPrompt([GradedAnswer(1.0, unextracted=True), GradedAnswer(0.0, "5")], [GradedAnswer(1.0)])
     found = figures(broken, prompt(1.0, 1.0), samples=2)
     assert (found.unextracted, found.unjudged) == (1, 0)
     assert found.majority is not None and found.majority.value == 0.5  # of the first prompt only the wrong one votes

@@ -12,26 +12,26 @@ import pytest
 from rollout_fakes import Bytes, FakeEngine, FakeReceiver, cast_of, config_of, until, until_async, watcher_of
 
 from async_grpo.errors import WaitTimeout
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Task
 from async_grpo.wire.board import Evaluation
 from buffer import InMemoryBoard
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Feeder
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.evaluation.eval_runner import PROBE_GROUPS, PROBE_SAMPLES, Exam, ExamPlan
-from rollout_server.evaluation.milestones import Evaluator, milestone_of, next_milestone
-from rollout_server.heartbeat import Pulse
+from rollout_server.evaluation.eval_runner import PROBE_GROUPS, PROBE_SAMPLES, EvalPlan, EvalRunner
+from rollout_server.evaluation.milestones import MilestoneEvaluator, milestone_of, next_milestone
+from rollout_server.heartbeat import Heartbeat
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 
-async def evaluator_at(cast: Cast, version: int) -> tuple[Evaluator, WeightWatcher, FakeReceiver]:
-    receiver = FakeReceiver(Identity(1, version))
+async def evaluator_at(cast: ServerContext, version: int) -> tuple[MilestoneEvaluator, WeightWatcher, FakeReceiver]:
+    receiver = FakeReceiver(WeightVersion(1, version))
     watcher = watcher_of(cast, receiver)
     await watcher.first(1.0)
-    return Evaluator(cast, watcher), watcher, receiver
+    return MilestoneEvaluator(cast, watcher), watcher, receiver
 
 
 async def versions_on(board: Any) -> list[int]:
@@ -85,12 +85,12 @@ async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_
     made: Counter[int] = Counter()
 
     class Noting(SingleTurn):
-        async def run(self, task: Task, session: Session) -> Sample:
+        async def run(self, task: Task, session: SampleSession) -> Sample:
             made[session.index] += 1
             return await super().run(task, session)
 
-    exam = Exam(replace(cast_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
-    await exam.grade(ExamPlan(prompts=4, samples=3))
+    exam = EvalRunner(replace(cast_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
+    await exam.grade(EvalPlan(prompts=4, samples=3))
     assert made == {0: 4 + 4, 1: 4, 2: 4}  # a greedy one is the first of one
     made.clear()
     await exam.probe(version=0)
@@ -188,8 +188,8 @@ async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training
     engine = FakeEngine()
     cast = cast_of(tmp_path, config_of(), engine)
     evaluator, watcher, _ = await evaluator_at(cast, 0)
-    feeder = Feeder(cast.buffer, cast.source, target=4)
-    pulse = Pulse(cast, watcher, Dispatcher(cast, watcher, feeder), evaluator)
+    feeder = TaskFeeder(cast.buffer, cast.source, target=4)
+    pulse = Heartbeat(cast, watcher, Dispatcher(cast, watcher, feeder), evaluator)
     await evaluator.first()
     engine.tokens += 100
     await pulse.beat()

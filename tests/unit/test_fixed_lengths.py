@@ -10,7 +10,7 @@ from async_grpo.app.bench.pipeline.fixed_lengths import PrescribedLengths, answe
 from async_grpo.wire import Sample, Task, tokens_to_bytes
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 from rollout_server.workflows.testkit import ByteTokenizer
 
 LONGEST = 12
@@ -25,7 +25,7 @@ async def make(index: int, prior: Sample | None = None) -> Sample:
     engine = ScriptedEngine(never_stops, tokens_per_s=1e5)
     await engine.start()
     await engine.update_weights(Path(), epoch=1, version=0, interruption="keep")
-    session = Session(engine, "r", [112], seed=1, temperature=1.0, max_tokens=LONGEST, prior=prior, index=index)
+    session = SampleSession(engine, "r", [112], seed=1, temperature=1.0, max_tokens=LONGEST, prior=prior, index=index)
     return await PrescribedLengths(ByteTokenizer()).run(TASK, session)
 
 
@@ -50,7 +50,7 @@ async def test_a_sample_that_is_taken_up_again_comes_to_the_same_length() -> Non
 
 async def test_a_limit_never_lets_a_completion_be_longer_than_it_may_be() -> None:
     engine = ScriptedEngine(never_stops, tokens_per_s=1e5)
-    session = Session(engine, "r", [112], seed=1, temperature=1.0, max_tokens=5)
+    session = SampleSession(engine, "r", [112], seed=1, temperature=1.0, max_tokens=5)
     session.limit(9)
     assert session.tokens_left == 5
     session.limit(2)

@@ -28,9 +28,9 @@ from async_grpo.config import RunConfig
 from async_grpo.telemetry.rows import TIME_KEYS, StepRow
 from async_grpo.telemetry.trackers.tensorboard import TAGS
 from async_grpo.wire.records import Record
-from buffer.redis.scripts import Keys
+from buffer.redis.scripts import RunKeys
 from tests.unit.test_telemetry_run import run_dir, summary  # noqa: F401  (fixtures)
-from trainer.metrics_server import Progress, TrainerCollector
+from trainer.metrics_server import TrainerCollector, TrainerProgress
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -112,7 +112,7 @@ def test_tags_and_fields_of_every_record() -> None:
 
 
 def test_names_of_redis_keys() -> None:
-    keys = Keys("RUN")
+    keys = RunKeys("RUN")
     named = [*keys.books, keys.of("task:1"), *keys.payloads("partial", [2]), keys.group(3, 4), keys.pattern]
     assert_golden("redis_keys.json", lines(named))
 
@@ -132,5 +132,5 @@ def test_keys_of_the_files_of_a_run(run_dir: Path, summary: dict[str, Any]) -> N
 def test_names_of_the_trainers_metrics() -> None:
     collector = TrainerCollector(RunConfig.model_validate({"name": "golden", "model": {"random": {}}}))
     row = {key: 1.0 for key in StepRow.__annotations__} | {"groups": 1, "skipped_steps": 0, "replayed": False}
-    collector.progress = Progress().after(row)
+    collector.progress = TrainerProgress().after(row)
     assert_golden("trainer_metrics.json", lines(sorted(family.name for family in collector.collect())))

@@ -18,16 +18,16 @@ from rollout_fakes import FakeReceiver, buffer_of, cast_of, until, watcher_of
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.http_server import address_of
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from buffer import InMemoryBuffer
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.http.server import HttpFront, bind
+from rollout_server.http.server import ApiServer, bind
 from rollout_server.server import RolloutServer
 
 
 @asynccontextmanager
-async def opened(config: RunConfig | None = None) -> AsyncIterator[HttpFront]:
-    front = HttpFront(config or http_config(), "rollout-0", prompts_of())
+async def opened(config: RunConfig | None = None) -> AsyncIterator[ApiServer]:
+    front = ApiServer(config or http_config(), "rollout-0", prompts_of())
     await front.open()
     try:
         yield front
@@ -39,18 +39,18 @@ async def opened(config: RunConfig | None = None) -> AsyncIterator[HttpFront]:
 @asynccontextmanager
 async def serving(
     tmp_path: Path, engine: ScriptedEngine, *, buffer: InMemoryBuffer | None = None, **changes: Any
-) -> AsyncIterator[tuple[HttpFront, RolloutServer, FakeReceiver]]:
+) -> AsyncIterator[tuple[ApiServer, RolloutServer, FakeReceiver]]:
     """A server that is ready and has not begun to work."""
     config = http_config(**changes)
     cast = lettered(cast_of(tmp_path, config, engine, buffer or buffer_of(config)))
-    receiver = FakeReceiver(Identity(1, 0))
+    receiver = FakeReceiver(WeightVersion(1, 0))
     watcher = watcher_of(cast, receiver)
     await watcher.first(1.0)
     async with opened(config) as front:
         yield front, RolloutServer(cast, watcher, front), receiver
 
 
-def client_of(front: HttpFront) -> openai.AsyncOpenAI:
+def client_of(front: ApiServer) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{front.address}/v1", api_key="none", max_retries=0, timeout=10)
 
 
@@ -232,6 +232,6 @@ async def test_a_closed_front_leaves_its_port() -> None:
         pass
 
 
-async def _metrics(front: HttpFront) -> list[str]:
+async def _metrics(front: ApiServer) -> list[str]:
     async with httpx.AsyncClient(base_url=front.address) as client:
         return (await client.get("/metrics")).text.splitlines()

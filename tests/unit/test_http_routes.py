@@ -17,7 +17,7 @@ from async_grpo.config.http import HttpConfig
 from async_grpo.errors import BufferFault, ConfigError, EngineError
 from buffer.stats import BufferStats
 from rollout_server.http.app import is_local_name
-from rollout_server.http.auth import Keys
+from rollout_server.http.auth import ApiKeys
 from rollout_server.http.streaming import read_json
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 
 @pytest.fixture
 async def house(tmp_path: Path) -> House:
-    return await house_of(tmp_path, await scripted(says("hello")), keys=Keys(admin="open sesame"))
+    return await house_of(tmp_path, await scripted(says("hello")), keys=ApiKeys(admin="open sesame"))
 
 
 async def ask(house: House, *, chat: bool = False, **body: Any) -> Any:
@@ -273,7 +273,7 @@ async def test_secrets_are_in_no_log_and_in_no_answer(house: House) -> None:
 
 
 async def test_completions_need_the_key_where_there_is_one(tmp_path: Path) -> None:
-    house = await house_of(tmp_path, FakeEngine(), keys=Keys(completions="k1"))
+    house = await house_of(tmp_path, FakeEngine(), keys=ApiKeys(completions="k1"))
     async with house.client("rollout.example") as client:
         for header, status in (({}, 401), ({"authorization": "Bearer k2"}, 401), ({"authorization": "Bearer k1"}, 200)):
             assert (await client.post("/v1/completions", json={"prompt": "a"}, headers=header)).status_code == status
@@ -285,13 +285,13 @@ async def test_completions_need_the_key_where_there_is_one(tmp_path: Path) -> No
 def test_a_server_that_others_can_reach_needs_a_key(host: str) -> None:
     config = HttpConfig(host=host)
     with pytest.raises(ConfigError, match=r"rollout\.http\.host .* ASYNC_GRPO_HTTP_KEY is not set"):
-        Keys.of({"ASYNC_GRPO_HTTP_KEY": ""}, config)
-    assert Keys.of({"ASYNC_GRPO_HTTP_KEY": "k"}, config).completions == "k"
+        ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": ""}, config)
+    assert ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": "k"}, config).completions == "k"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
 def test_the_loopback_needs_none(host: str) -> None:
-    assert Keys.of({}, HttpConfig(host=host)) == Keys()
+    assert ApiKeys.of({}, HttpConfig(host=host)) == ApiKeys()
 
 
 async def test_a_foreign_name_for_this_machine_is_refused(house: House) -> None:

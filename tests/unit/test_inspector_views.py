@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from async_grpo.app.inspector.export import plain, unpack
+from async_grpo.app.inspector.export import decode_untyped, to_jsonable
 from async_grpo.app.inspector.views import groups_view, human_bytes, record_view
 from async_grpo.errors import WireError
-from async_grpo.utils.text import visible
+from async_grpo.utils.text import escape_controls
 from async_grpo.wire import encode, logprobs_to_bytes, tokens_to_bytes
-from buffer.inspector import GroupFacts, State
+from buffer.inspector import GroupFacts, GroupState
 from tests.support.buffer_cases import sample, tasks
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 [bold red]shout[/] [/] \u202egnp.exe\u202c \x9b31m \r\ud800"
@@ -42,11 +42,11 @@ def printed(view: RenderableType) -> str:
     ],
 )
 def test_unsafe_characters_are_spelled_out(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert escape_controls(text) == shown
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
-    assert visible("x" * 1234, 3) == "xxx [... 1,231 more characters]"
+    assert escape_controls("x" * 1234, 3) == "xxx [... 1,231 more characters]"
 
 
 def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command() -> None:
@@ -58,23 +58,23 @@ def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command() -> None:
 
 def test_a_record_of_a_newer_format_is_read_with_its_unknown_fields() -> None:
     newer = {"kind": "group", "format": 99, "novelty": {"mood": "new"}, "tokens": tokens_to_bytes([1, 2, 3])}
-    record = unpack(msgpack.packb(newer))
+    record = decode_untyped(msgpack.packb(newer))
     shown = printed(record_view("group 0", record, 400))
     assert "novelty" in shown and "mood" in shown and "99" in shown
     assert "int32[3] 1, 2, 3" in shown
 
 
 def test_arrays_are_read_by_the_names_of_their_fields() -> None:
-    record = unpack(encode(sample(3, length=4)))
+    record = decode_untyped(encode(sample(3, length=4)))
     assert isinstance(record, dict)
     assert (record["tokens"].dtype, record["tokens"].tolist()) == (np.int32, [0, 1, 2, 3])
     assert (record["logprobs"].dtype, record["logprobs"].tolist()) == (np.float32, [-0.5] * 4)
-    task = unpack(encode(tasks(7, 1)[0]))
+    task = decode_untyped(encode(tasks(7, 1)[0]))
     assert isinstance(task, dict) and task["prompt_tokens"].tolist() == [7]
 
 
 def test_bytes_of_unknown_meaning_stay_bytes() -> None:
-    record = unpack(msgpack.packb({"image": b"\x00\xff" * 20, "tokens": b"odd"}))
+    record = decode_untyped(msgpack.packb({"image": b"\x00\xff" * 20, "tokens": b"odd"}))
     assert record == {"image": b"\x00\xff" * 20, "tokens": b"odd"}
     assert "40 bytes 00 ff 00 ff 00 ff 00 ff ..." in printed(record_view("x", record, 400))
 
@@ -87,11 +87,11 @@ def test_a_long_array_shows_its_length_and_its_ends() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\xa1a", msgpack.packb({"a": 1}) + b"more"])
 def test_what_is_no_record_is_named_as_such(payload: bytes) -> None:
     with pytest.raises(WireError, match="no MessagePack"):
-        unpack(payload)
+        decode_untyped(payload)
 
 
 def test_every_record_becomes_strict_json() -> None:
-    record = unpack(
+    record = decode_untyped(
         msgpack.packb(
             {
                 "logprobs": logprobs_to_bytes([-0.5, -math.inf, math.nan]),
@@ -101,7 +101,7 @@ def test_every_record_becomes_strict_json() -> None:
             }
         )
     )
-    assert json.loads(json.dumps(plain(record), allow_nan=False)) == {
+    assert json.loads(json.dumps(to_jsonable(record), allow_nan=False)) == {
         "logprobs": [-0.5, "-Infinity", "NaN"],
         "reward": "Infinity",
         "raw": {"base64": "AAE="},
@@ -110,8 +110,8 @@ def test_every_record_becomes_strict_json() -> None:
 
 
 def test_groups_are_listed_by_state_and_the_rest_is_counted() -> None:
-    ready = [GroupFacts(seq, State.READY, attempt=1, oldest_version=1, size_bytes=2048) for seq in range(5)]
-    inflight = GroupFacts(9, State.INFLIGHT, attempt=2, strikes=1, lease_s=-1.5)
+    ready = [GroupFacts(seq, GroupState.READY, attempt=1, oldest_version=1, size_bytes=2048) for seq in range(5)]
+    inflight = GroupFacts(9, GroupState.INFLIGHT, attempt=2, strikes=1, lease_s=-1.5)
     lines = printed(groups_view([*ready, inflight], head_version=3, limit=2)).splitlines()
     first = [line for line in lines if "ready 0" in line]
     assert len(first) == 1 and "2.0 KiB" in first[0] and " 2 " in first[0]

@@ -13,10 +13,10 @@ import torch
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks
-from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.store import Notes, WeightStore
-from rollout_server.engines.vllm.compat import VllmApi
+from async_grpo.weights.store import VersionNotes, WeightStore
+from rollout_server.engines.vllm.compat import VllmCompat
 from rollout_server.engines.vllm.reload import LayerwiseReload, renew_tied_head, with_blocks
 
 RUN = f"unit-layerwise-reload-{os.getpid()}"
@@ -82,12 +82,12 @@ class Bench:
 
     def __init__(self, model: CountingModel, *, counts: bool = True) -> None:
         self.model = model
-        api = VllmApi(object, None, model.initialize, model.finalize, model.info if counts else None)
+        api = VllmCompat(object, None, model.initialize, model.finalize, model.info if counts else None)
         self.reload = LayerwiseReload(api, model, None)
         self.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)
         self.values = dict.fromkeys(NAMES, -1.0)
 
-    def publish(self, version: int, changed: list[str] | None, base: int | None = None) -> Identity:
+    def publish(self, version: int, changed: list[str] | None, base: int | None = None) -> WeightVersion:
         """A version in which `changed` moved since `base` (None: since the version before); None: all, untold."""
         block = np.frombuffer(self.store.begin(), np.float32)
         for position, spec in enumerate(LAYOUT.tensors):
@@ -96,8 +96,8 @@ class Bench:
             block[spec.offset // 4 : spec.offset // 4 + 4] = self.values[spec.name]
         flags = [changed is not None and name in changed for name in NAMES]
         told = None if changed is None else (0, version - 1 if base is None else base)
-        self.store.commit(Identity(0, version), Notes(base=told, changed=chunks.pack(flags)))
-        return Identity(0, version)
+        self.store.commit(WeightVersion(0, version), VersionNotes(base=told, changed=chunks.pack(flags)))
+        return WeightVersion(0, version)
 
     def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:
         """Publish and load; returns the names of each call of load_weights."""
@@ -163,11 +163,11 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     identity = bench.publish(2, ["head.weight"])
-    bench.model.after_finalize = lambda: bench.store.begin(sparing=Identity(0, 1))
+    bench.model.after_finalize = lambda: bench.store.begin(sparing=WeightVersion(0, 1))
     with pytest.raises(WeightsCorrupt, match="version 2 of epoch 0 was overwritten"):
         bench.reload.load(bench.store.path, identity)
     bench.model.after_finalize = lambda: None
-    bench.store.commit(Identity(0, 2))
+    bench.store.commit(WeightVersion(0, 2))
     assert bench.update(3, ["head.weight"]) == [NAMES]
 
 
@@ -182,9 +182,9 @@ def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_wa
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     with pytest.raises(WeightsError, match="does not hold version 9"):
-        bench.reload.load(bench.store.path, Identity(0, 9))
+        bench.reload.load(bench.store.path, WeightVersion(0, 9))
     with pytest.raises(WeightsError, match="no weight store"):
-        bench.reload.load(Path("/dev/shm/nowhere/x.weights"), Identity(0, 1))
+        bench.reload.load(Path("/dev/shm/nowhere/x.weights"), WeightVersion(0, 1))
     assert bench.update(2, ["head.weight"]) == [["head.weight"]]
 
 

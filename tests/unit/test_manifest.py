@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import CheckpointError
-from trainer.checkpoint.manifest import FILE, FORMAT, Layout, Manifest, changed, check_fits, read_manifest, seal
+from trainer.checkpoint.manifest import (
+    FILE,
+    FORMAT,
+    CheckpointManifest,
+    RankLayout,
+    changed,
+    check_fits,
+    read_manifest,
+    seal,
+)
 
 MODEL = {"model_type": "qwen2", "hidden_size": 32, "precision": "float32"}
-LAYOUT = Layout(tensor=2, pipeline=1, context=1, expert=1, data=1)
+LAYOUT = RankLayout(tensor=2, pipeline=1, context=1, expert=1, data=1)
 
 
 @pytest.fixture
@@ -20,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     """A whole checkpoint of version 5."""
     (tmp_path / "__0_0.distcp").write_bytes(b"0123456789")
     (tmp_path / ".metadata").write_bytes(b"index")
-    seal(tmp_path, Manifest(version=5, epoch=2, model=MODEL, layout=LAYOUT), {})
+    seal(tmp_path, CheckpointManifest(version=5, epoch=2, model=MODEL, layout=LAYOUT), {})
     return tmp_path
 
 

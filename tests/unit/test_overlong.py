@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from rollout_fakes import config_of
 
 from async_grpo.config.rewards import RewardsConfig
-from async_grpo.rewards.base import Verdict, soft_punishment, unverifiable, with_length
+from async_grpo.rewards.base import RewardResult, soft_punishment, unverifiable, with_length
 from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.dispatch.outcomes import at_its_length, with_verdict
 
-RIGHT = Verdict(scores={"gsm8k": 1.0}, reward=1.0)
+RIGHT = RewardResult(scores={"gsm8k": 1.0}, reward=1.0)
 SOFT = RewardsConfig(overlong="soft", soft_overlong_tokens=20, soft_overlong_factor=0.5)
 FILTER = RewardsConfig(overlong="filter")
 
 
-def judged(rule: RewardsConfig, verdict: Verdict = RIGHT, *, length: int, finish_reason: str = "stop") -> Verdict:
+def judged(
+    rule: RewardsConfig, verdict: RewardResult = RIGHT, *, length: int, finish_reason: str = "stop"
+) -> RewardResult:
     return with_length(verdict, rule, length=length, finish_reason=finish_reason, max_tokens=100)
 
 
@@ -45,8 +47,8 @@ def test_the_punishment_is_that_of_the_paper(length: int, max_tokens: int, data:
 
 
 def test_the_punishment_is_added_to_the_reward_and_stands_among_the_scores() -> None:
-    assert judged(SOFT, length=90) == Verdict(scores={"gsm8k": 1.0, "overlong": -0.25}, reward=0.75)
-    assert judged(SOFT, length=10) == Verdict(scores={"gsm8k": 1.0, "overlong": 0.0}, reward=1.0)
+    assert judged(SOFT, length=90) == RewardResult(scores={"gsm8k": 1.0, "overlong": -0.25}, reward=0.75)
+    assert judged(SOFT, length=10) == RewardResult(scores={"gsm8k": 1.0, "overlong": 0.0}, reward=1.0)
 
 
 def test_a_sample_that_was_cut_is_masked_and_counted_by_the_filter() -> None:

@@ -12,11 +12,11 @@ import pytest
 from rollout_fakes import FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
 
 from async_grpo.errors import EngineError
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Group, Ticket
 from buffer import InMemoryBuffer
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Feeder
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
@@ -45,11 +45,13 @@ async def started(tokens_per_s: float = 200.0) -> ScriptedEngine:
 
 
 @asynccontextmanager
-async def serving(cast: Cast, receiver: FakeReceiver | None = None) -> AsyncIterator[asyncio.Task[None]]:
+async def serving(cast: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[asyncio.Task[None]]:
     """Yields the dispatcher's task."""
-    watcher = watcher_of(cast, receiver or FakeReceiver(Identity(1, 0)), interruption=cast.config.rollout.interruption)
+    watcher = watcher_of(
+        cast, receiver or FakeReceiver(WeightVersion(1, 0)), interruption=cast.config.rollout.interruption
+    )
     await watcher.first(1.0)
-    feeder = Feeder(cast.buffer, cast.source, target=16)
+    feeder = TaskFeeder(cast.buffer, cast.source, target=16)
     dispatcher = Dispatcher(cast, watcher, feeder)
     loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
     running = asyncio.create_task(dispatcher.run())
@@ -148,7 +150,7 @@ async def test_the_death_of_the_engine_costs_no_token(tmp_path: Path) -> None:
 
 async def test_abort_gives_the_group_to_whoever_has_room_and_loses_no_token(tmp_path: Path) -> None:
     settings = config(interruption="abort", max_interruptions=9)
-    buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(Identity(1, 0))
+    buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
     async with serving(cast_of(tmp_path, settings, engine, buffer), receiver):
         for version, least in [(1, 30), (2, 70)]:
             await some_tokens(engine, least)
@@ -162,7 +164,7 @@ async def test_abort_gives_the_group_to_whoever_has_room_and_loses_no_token(tmp_
 
 async def test_a_group_is_aborted_no_more_than_max_interruptions_times(tmp_path: Path) -> None:
     settings = config(interruption="abort", max_interruptions=1)
-    buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(Identity(1, 0))
+    buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
     async with serving(cast_of(tmp_path, settings, engine, buffer), receiver):
         for version, least in [(1, 30), (2, 70), (3, 110)]:
             await some_tokens(engine, least)

@@ -18,7 +18,7 @@ from async_grpo.app.bench.pipeline.fixed_lengths import lengths_in
 from async_grpo.app.bench.pipeline.observe import (
     Generated,
     Observed,
-    Record,
+    RunRecord,
     Server,
     Update,
     check,
@@ -29,7 +29,7 @@ from async_grpo.app.bench.pipeline.plot import write_plot
 from async_grpo.app.bench.pipeline.results import (
     LONGEST_PROMPT,
     SHORTEST_PROMPT,
-    Probe,
+    PromptProbe,
     Results,
     Sides,
     balanced_prompt,
@@ -37,15 +37,15 @@ from async_grpo.app.bench.pipeline.results import (
     in_turns,
     view,
 )
-from async_grpo.app.bench.pipeline.setup import POLICY, Split, Stage, speed_beside, split_cores
-from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, Course, Work, draw, read_lengths
+from async_grpo.app.bench.pipeline.setup import POLICY, CoreSplit, PipelineSetup, speed_beside, split_cores
+from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, Course, FixedWork, draw, read_lengths
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.timeline import Timeline
 
-WORK = Work(groups_per_step=2, group_size=2, lengths=tuple(range(1, 17)), prompt_tokens=(4,) * 4)
+WORK = FixedWork(groups_per_step=2, group_size=2, lengths=tuple(range(1, 17)), prompt_tokens=(4,) * 4)
 MACHINE = Machine(cpu="a processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
 GEN_S, UPDATE_S, TRAIN_S = 3.0, 0.5, 1.0
 
@@ -60,7 +60,7 @@ class NumberWords:
         return " ".join(map(str, token_ids))
 
 
-def sync_record(work: Work, course: Course) -> Record:
+def sync_record(work: FixedWork, course: Course) -> RunRecord:
     """A loop in which nothing overlaps: GEN_S of generation after UPDATE_S of new weights, then TRAIN_S of training."""
     step_s = GEN_S + UPDATE_S + TRAIN_S
     rows, groups, updates = [], [], [Update(0, (-UPDATE_S, 0.0))]
@@ -71,10 +71,10 @@ def sync_record(work: Work, course: Course) -> Record:
             seq = version * work.groups_per_step + place
             groups.append(Generated(seq, version, sum(work.of_group(seq)), (begin_s, begin_s + UPDATE_S + GEN_S)))
         rows.append(row(work, version, begin_s + step_s, wait_s=UPDATE_S + GEN_S))
-    return Record(rows, [Server(tuple(groups), tuple(updates[1:]))])
+    return RunRecord(rows, [Server(tuple(groups), tuple(updates[1:]))])
 
 
-def row(work: Work, version: int, time_s: float, *, wait_s: float, age: int = 0) -> dict[str, object]:
+def row(work: FixedWork, version: int, time_s: float, *, wait_s: float, age: int = 0) -> dict[str, object]:
     return {
         "kind": "step",
         "step": version + 1,
@@ -124,7 +124,7 @@ def test_the_overlap_bound_is_two_for_equal_sides_and_one_for_a_side_that_does_n
     ],
 )
 def test_prompts_get_the_length_at_which_both_sides_take_as_long(short: Sides, long: Sides, wanted: int) -> None:
-    assert balanced_prompt(Probe(10, short), Probe(110, long)) == wanted
+    assert balanced_prompt(PromptProbe(10, short), PromptProbe(110, long)) == wanted
 
 
 def test_the_calibration_trains_every_length_once_with_each_prompt() -> None:
@@ -144,9 +144,9 @@ def test_the_probes_are_the_means_over_the_steps_with_their_prompt() -> None:
         wait_s, rest_s = (5.0, 1.0) if probing.prompt_tokens[version % probing.steps] == PROBED[0] else (6.0, 4.0)
         now_s += wait_s + rest_s
         rows.append(row(probing, version, now_s, wait_s=wait_s))
-    short, long = probes_of(Record(rows, []), probing, course)
-    assert short == Probe(PROBED[0], Sides(pytest.approx(5.0), pytest.approx(1.0)))
-    assert long == Probe(PROBED[1], Sides(pytest.approx(6.0), pytest.approx(4.0)))
+    short, long = probes_of(RunRecord(rows, []), probing, course)
+    assert short == PromptProbe(PROBED[0], Sides(pytest.approx(5.0), pytest.approx(1.0)))
+    assert long == PromptProbe(PROBED[1], Sides(pytest.approx(6.0), pytest.approx(4.0)))
 
 
 def test_lengths_are_the_same_for_the_same_seed_and_differ_for_another() -> None:
@@ -203,7 +203,7 @@ def test_the_timed_part_begins_behind_the_head_start_and_ends_before_admission_d
 
 
 def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, tmp_path / "model", POLICY, Split((0,), (1,)))
+    stage = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((0,), (1,)))
     config = stage.config("s2-r1", WORK, Course(2, timed=WORK.steps))
     assert (config.steps, config.max_staleness, config.rollout.max_concurrency) == (11, 2, WORK.samples_per_step)
     assert (config.launch.cores.rollout, config.launch.cores.trainer) == ([0], [1])
@@ -217,7 +217,7 @@ def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
 
 
 def test_no_sample_is_ever_pushed_out_of_the_engine_and_none_is_longer_than_the_model(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, tmp_path / "model", POLICY, Split((), ()))
+    stage = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((), ()))
     long = replace(WORK, lengths=(6000,) * 16, groups_per_step=1, group_size=16, prompt_tokens=(100,))
     assert stage.config("long", long, Course(0, 1)).rollout.vllm.kv_cache_bytes > 16 * 6100 * 2 * 4 * 2 * 64 * 4
     with pytest.raises(ConfigError, match="8208 tokens, prompt included"):
@@ -241,7 +241,9 @@ def test_a_loop_that_overlaps_nothing_takes_the_sum_of_its_sides() -> None:
 def test_an_engine_that_waits_for_the_weights_of_its_tickets_is_idle() -> None:
     record = sync_record(WORK, Course(0, WORK.steps))
     late = [Update(one.version, (one.span[0] + 1.0, one.span[1] + 1.0)) for one in record.servers[0].updates]
-    seen = observe(Record(record.steps, [replace(record.servers[0], updates=tuple(late))]), WORK, Course(0, WORK.steps))
+    seen = observe(
+        RunRecord(record.steps, [replace(record.servers[0], updates=tuple(late))]), WORK, Course(0, WORK.steps)
+    )
     assert seen.rollout_idle == pytest.approx((1.0 + UPDATE_S + TRAIN_S) / (GEN_S + UPDATE_S + TRAIN_S))
 
 
@@ -253,7 +255,7 @@ def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
         Generated(seq, 0, sum(WORK.of_group(seq)), before if seq < 16 else during)
         for seq in range(course.steps * WORK.groups_per_step)
     ]
-    seen = observe(Record(rows, [Server(tuple(groups), ())]), WORK, course)
+    seen = observe(RunRecord(rows, [Server(tuple(groups), ())]), WORK, course)
     made = sum(sum(WORK.of_group(seq)) for seq in range(16, 22))
     assert seen.generated == pytest.approx(made / WORK.tokens) and seen.generated < 1
     assert seen.tokens_per_s == pytest.approx(made / 4.0)
@@ -264,7 +266,7 @@ def test_generating_ahead_is_no_gain_either() -> None:
     course = Course(1, WORK.steps)
     rows = [row(WORK, version, 10.0 + version, wait_s=0.0) for version in range(course.steps)]
     groups = [Generated(seq, 0, sum(WORK.of_group(seq)), (13.0, 17.0)) for seq in range(12)]
-    seen = observe(Record(rows, [Server(tuple(groups), ())]), WORK, course)
+    seen = observe(RunRecord(rows, [Server(tuple(groups), ())]), WORK, course)
     assert seen.generated > 1 and seen.tokens_per_s == pytest.approx(WORK.tokens / 4.0)
 
 
@@ -279,7 +281,7 @@ def test_a_completion_of_another_length_ends_the_bench() -> None:
     groups = list(record.servers[0].groups)
     groups[3] = replace(groups[3], tokens=groups[3].tokens - 1)
     with pytest.raises(EngineError, match=r"s0-r1 generated .* first group 3 with 14 in place of 15"):
-        check(Record(record.steps, [Server(tuple(groups), ())]), WORK, course, "s0-r1")
+        check(RunRecord(record.steps, [Server(tuple(groups), ())]), WORK, course, "s0-r1")
 
 
 def test_a_step_that_trained_fewer_tokens_ends_the_bench() -> None:
@@ -287,12 +289,12 @@ def test_a_step_that_trained_fewer_tokens_ends_the_bench() -> None:
     record = sync_record(WORK, course)
     rows = [*record.steps[:-1], {**record.steps[-1], "trained_tokens": 0}]
     with pytest.raises(EngineError, match="1 of 7 steps differ, first step 6 with 0"):
-        check(Record(rows, record.servers), WORK, course, "s0-r1")
+        check(RunRecord(rows, record.servers), WORK, course, "s0-r1")
     rows = [*record.steps[:-1], {**record.steps[-1], "read_tokens": 7}]
     with pytest.raises(EngineError, match=r"s0-r1 read .* first step 6 with 7 in place of 54"):
-        check(Record(rows, record.servers), WORK, course, "s0-r1")
+        check(RunRecord(rows, record.servers), WORK, course, "s0-r1")
     with pytest.raises(EngineError, match="first step 6 with none"):
-        check(Record(record.steps[:-1], record.servers), WORK, course, "s0-r1")
+        check(RunRecord(record.steps[:-1], record.servers), WORK, course, "s0-r1")
 
 
 def test_a_trainer_that_was_started_again_ends_the_bench() -> None:
@@ -300,7 +302,7 @@ def test_a_trainer_that_was_started_again_ends_the_bench() -> None:
     record = sync_record(WORK, course)
     rows = [*record.steps[:-1], {**record.steps[-1], "epoch": 2}]
     with pytest.raises(EngineError, match="started again"):
-        check(Record(rows, record.servers), WORK, course, "s0-r1")
+        check(RunRecord(rows, record.servers), WORK, course, "s0-r1")
 
 
 def test_the_files_of_a_run_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -378,15 +380,15 @@ def test_a_list_of_staleness_without_the_baseline_or_with_nonsense_is_refused(st
 
 def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last() -> None:
     pairs = lambda core: core // 2 * 2  # noqa: E731
-    assert split_cores([0, 1], 1, sibling_of=lambda core: core) == Split((0,), (1,))
-    assert split_cores([0, 1, 2, 3], 1, sibling_of=pairs) == Split((0,), (2,))
-    assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == Split((4, 5), (6, 7))
-    assert split_cores(list(range(8)), 2, sibling_of=pairs) == Split((0, 2), (4, 6))
-    assert split_cores(list(range(6)), 3, sibling_of=pairs) == Split((0, 1, 2), (3, 4, 5))  # 2 and 3 are one core
-    assert split_cores([0, 2, 4, 5, 6, 7], 3, sibling_of=pairs) == Split((0, 2, 4), (5, 6, 7))
-    assert split_cores([4, 5], 1, sibling_of=pairs) == Split((4,), (5,))
-    assert split_cores([2, 3, 5], 1, sibling_of=pairs) == Split((2,), (5,))  # 4, the first thread of 5, is not ours
-    assert split_cores([], 1) == Split((), ())
+    assert split_cores([0, 1], 1, sibling_of=lambda core: core) == CoreSplit((0,), (1,))
+    assert split_cores([0, 1, 2, 3], 1, sibling_of=pairs) == CoreSplit((0,), (2,))
+    assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == CoreSplit((4, 5), (6, 7))
+    assert split_cores(list(range(8)), 2, sibling_of=pairs) == CoreSplit((0, 2), (4, 6))
+    assert split_cores(list(range(6)), 3, sibling_of=pairs) == CoreSplit((0, 1, 2), (3, 4, 5))  # 2 and 3 are one core
+    assert split_cores([0, 2, 4, 5, 6, 7], 3, sibling_of=pairs) == CoreSplit((0, 2, 4), (5, 6, 7))
+    assert split_cores([4, 5], 1, sibling_of=pairs) == CoreSplit((4,), (5,))
+    assert split_cores([2, 3, 5], 1, sibling_of=pairs) == CoreSplit((2,), (5,))  # 4, the first thread of 5, is not ours
+    assert split_cores([], 1) == CoreSplit((), ())
     with pytest.raises(ConfigError, match="--cores is 2 a side"):
         split_cores([0, 1, 2], 2)
 
@@ -412,8 +414,8 @@ def test_the_runs_stay_where_they_are_asked_for_and_where_one_failed(tmp_path: P
 
 def test_two_cores_at_work_are_compared_with_one() -> None:
     here = cores_here()
-    assert speed_beside(Split((), ())) is None
+    assert speed_beside(CoreSplit((), ())) is None
     if here:
-        speed = speed_beside(Split((here[0],), (here[-1],)))
+        speed = speed_beside(CoreSplit((here[0],), (here[-1],)))
         assert speed is not None and math.isfinite(speed) and speed > 0
         assert cores_here() == here

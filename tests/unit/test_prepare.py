@@ -15,7 +15,7 @@ import pytest
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.data.prepare.filters import BATCH_ROWS
-from async_grpo.data.prepare.pipeline import Prepared, prepare
+from async_grpo.data.prepare.pipeline import PrepareResult, prepare
 from async_grpo.data.prepared_dataset import open_prepared
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ def questions(count: int, start: int = 0) -> list[Any]:
     return [{"question": f"q{number}", "answer": f"so #### {number}"} for number in range(start, start + count)]
 
 
-def make(folder: Path, rows: list[Any], tokenizer: Tokenizer | None = None, **changes: Any) -> Prepared:
+def make(folder: Path, rows: list[Any], tokenizer: Tokenizer | None = None, **changes: Any) -> PrepareResult:
     file = written(folder / "rows.jsonl", rows)
     options = {"files": [file], "out": folder / "out", "model": folder, "held_out": 2, **changes}
     return prepare(PrepareConfig.model_validate(options), tokenizer or Bytes(), lambda done: None)

@@ -13,35 +13,38 @@ import pytest
 from http_fakes import Letters, http_config, lettered, prompts_of, says, scripted
 from rollout_fakes import FakeReceiver, cast_of, until, watcher_of
 
-from async_grpo.app.evaluate.policy_source import ExamHall
+from async_grpo.app.evaluate.policy_source import OfflineContext
 from async_grpo.data.base import make_task
 from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.utils.http_server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Task, VersionSpan
-from rollout_server.dispatch.admission import Feeder
+from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.http import KEEP_ALIVE_S, RemoteSampler
+from rollout_server.engines.http import KEEP_ALIVE_S, HttpSampler
 from rollout_server.engines.scripted import ScriptedEngine, scripted_logprobs
-from rollout_server.evaluation.eval_runner import Exam, ExamPlan
-from rollout_server.evaluation.milestones import Evaluator
-from rollout_server.http.server import HttpFront
+from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
+from rollout_server.evaluation.milestones import MilestoneEvaluator
+from rollout_server.http.server import ApiServer
 from rollout_server.workflows import SingleTurn
 
 HELLO = [*b"hello", 255]
 
 
 @asynccontextmanager
-async def server(tmp_path: Path, engine: ScriptedEngine, *, version: int = 3, **http: Any) -> AsyncIterator[HttpFront]:
+async def server(tmp_path: Path, engine: ScriptedEngine, *, version: int = 3, **http: Any) -> AsyncIterator[ApiServer]:
     config = http_config(http)
-    front = HttpFront(config, "rollout-0", prompts_of())
+    front = ApiServer(config, "rollout-0", prompts_of())
     await front.open()
     cast = lettered(cast_of(tmp_path, config, engine))
-    watcher = watcher_of(cast, FakeReceiver(Identity(2, version)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(2, version)))
     await watcher.first(1.0)
     front.attach(
-        cast, watcher, Dispatcher(cast, watcher, Feeder(cast.buffer, cast.source, target=1)), Evaluator(cast, watcher)
+        cast,
+        watcher,
+        Dispatcher(cast, watcher, TaskFeeder(cast.buffer, cast.source, target=1)),
+        MilestoneEvaluator(cast, watcher),
     )
     try:
         yield front
@@ -51,8 +54,8 @@ async def server(tmp_path: Path, engine: ScriptedEngine, *, version: int = 3, **
 
 
 @asynccontextmanager
-async def sampler(*addresses: str, at_once: int = 8, **options: Any) -> AsyncIterator[RemoteSampler]:
-    made = RemoteSampler(addresses, at_once=at_once, **{"patience_s": 10.0, **options})
+async def sampler(*addresses: str, at_once: int = 8, **options: Any) -> AsyncIterator[HttpSampler]:
+    made = HttpSampler(addresses, at_once=at_once, **{"patience_s": 10.0, **options})
     yield made
     await made.aclose()
 
@@ -103,15 +106,15 @@ async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path:
             return [make_task(index, f"p{index}", [4, index], "hello" if index % 2 else "no") for index in range(6)]
 
     engine = await scripted(lambda given: [*str(given.seed)[-1:].encode(), 255] if given.temperature else HELLO)
-    config, plan = http_config(), ExamPlan(prompts=6, samples=3)
+    config, plan = http_config(), EvalPlan(prompts=6, samples=3)
     pool = cast_of(tmp_path, config, engine).pool
 
-    async def grades(hall: Callable[[Any], ExamHall], of: Any) -> Any:
-        found = await Exam(hall(of)).grade(plan)
+    async def grades(hall: Callable[[Any], OfflineContext], of: Any) -> Any:
+        found = await EvalRunner(hall(of)).grade(plan)
         return [[answer.sample.text for answer in paper.sampled] for paper in found.papers], found.figures
 
-    def hall(of: Any) -> ExamHall:
-        return ExamHall(config, "eval", of, pool, SingleTurn(Letters()), Source())
+    def hall(of: Any) -> OfflineContext:
+        return OfflineContext(config, "eval", of, pool, SingleTurn(Letters()), Source())
 
     async with server(tmp_path, engine) as front, sampler(front.address, at_once=2) as live:
         assert await grades(hall, live) == await grades(hall, engine)

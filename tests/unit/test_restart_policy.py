@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.app.launch.supervisor import Decision, decide
+from async_grpo.app.launch.supervisor import RestartDecision, decide
 from async_grpo.errors import EXIT_CONFIG
 
 
 @pytest.mark.parametrize(
     ("case", "decision"),
     [
-        ({"code": 0, "stopping": False, "needed": False, "restarts": 0}, Decision.DONE),
-        ({"code": 0, "stopping": False, "needed": True, "restarts": 0}, Decision.RESTART),
-        ({"code": -9, "stopping": False, "needed": True, "restarts": 0}, Decision.RESTART),
-        ({"code": 1, "stopping": False, "needed": False, "restarts": 1}, Decision.RESTART),
-        ({"code": -9, "stopping": False, "needed": True, "restarts": 2}, Decision.GIVE_UP),
-        ({"code": EXIT_CONFIG, "stopping": False, "needed": True, "restarts": 0}, Decision.GIVE_UP),
-        ({"code": -9, "stopping": True, "needed": True, "restarts": 2}, Decision.DONE),
+        ({"code": 0, "stopping": False, "needed": False, "restarts": 0}, RestartDecision.DONE),
+        ({"code": 0, "stopping": False, "needed": True, "restarts": 0}, RestartDecision.RESTART),
+        ({"code": -9, "stopping": False, "needed": True, "restarts": 0}, RestartDecision.RESTART),
+        ({"code": 1, "stopping": False, "needed": False, "restarts": 1}, RestartDecision.RESTART),
+        ({"code": -9, "stopping": False, "needed": True, "restarts": 2}, RestartDecision.GIVE_UP),
+        ({"code": EXIT_CONFIG, "stopping": False, "needed": True, "restarts": 0}, RestartDecision.GIVE_UP),
+        ({"code": -9, "stopping": True, "needed": True, "restarts": 2}, RestartDecision.DONE),
     ],
 )
-def test_the_policy(case: dict[str, int], decision: Decision) -> None:
+def test_the_policy(case: dict[str, int], decision: RestartDecision) -> None:
     assert decide(**case, over=False, limit=2) is decision
 
 
 @pytest.mark.parametrize("code", [0, 1, -9])
 def test_a_role_with_nothing_left_to_do_is_done_however_it_ends_and_costs_no_restart(code: int) -> None:
-    assert decide(code=code, stopping=False, over=True, needed=True, restarts=2, limit=2) is Decision.DONE
+    assert decide(code=code, stopping=False, over=True, needed=True, restarts=2, limit=2) is RestartDecision.DONE

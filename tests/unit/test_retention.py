@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint.folder import ranked, spared, superfluous
+from trainer.checkpoint.folder import ranked, spared, to_delete
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from trainer.checkpoint.folder import ranked, spared, superfluous
 def test_the_saved_one_and_those_before_it_stay_and_unmarked_ones_above_it_go(
     versions: list[int], saved: int, keep: int, deleted: list[int]
 ) -> None:
-    assert superfluous(versions, saved=saved, keep=keep) == deleted
+    assert to_delete(versions, saved=saved, keep=keep) == deleted
 
 
 def test_what_is_spared_stays_however_old_and_never_instead_of_a_newer_one() -> None:
-    assert superfluous([2, 4, 6, 8], saved=8, keep=2, spared=[2]) == [4]
-    assert superfluous([2, 4, 6, 8], saved=4, keep=2, spared=[8]) == [6, 8]
+    assert to_delete([2, 4, 6, 8], saved=8, keep=2, spared=[2]) == [4]
+    assert to_delete([2, 4, 6, 8], saved=4, keep=2, spared=[8]) == [6, 8]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.registry import BUILTIN, EXTRACTIONS, resolve_with_extraction
 
 FORM_ONLY = {"format", "format_reward", "strict_format", "step"}
@@ -66,7 +66,7 @@ def test_every_verifier_that_looks_at_the_answer_says_which_it_is() -> None:
 def test_the_same_answer_has_the_same_score(name: str, reference: str) -> None:
     judge, extract = resolve_with_extraction(name)
     assert extract is not None
-    graded = [(extract(text), judge(Item(text, reference))) for text in COMPLETIONS]
+    graded = [(extract(text), judge(RewardInput(text, reference))) for text in COMPLETIONS]
     assert reference != "18" or any(score == 1.0 for _, score in graded)
     for (one, first), (other, second) in combinations(graded, 2):
         if one is not None and one == other:
@@ -79,7 +79,7 @@ def test_a_completion_that_gives_no_answer_is_not_right(name: str) -> None:
     assert extract is not None
     without = [text for text in COMPLETIONS if not extract(text)]
     assert without
-    assert all(judge(Item(text, "18")) < 1.0 for text in without)
+    assert all(judge(RewardInput(text, "18")) < 1.0 for text in without)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import pytest
 
 from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Failure, Item
+from async_grpo.rewards.base import RewardFailure, RewardInput
 from async_grpo.rewards.http_judge import look_up, pause_s, score_of
-from async_grpo.rewards.registry import resolve_verifier
+from async_grpo.rewards.registry import load_verifier
 from async_grpo.rewards.workers.client import worker_environment
 
 NOT_A_FUNCTION = 3
-ITEM = Item("completion", "answer", "prompt", {"key": "value"}, 2)
+ITEM = RewardInput("completion", "answer", "prompt", {"key": "value"}, 2)
 
 
 def two(completion: str, answer: str) -> object:
@@ -62,12 +62,12 @@ def one(completion: str) -> float:
     ],
 )
 def test_a_function_is_called_with_what_it_names(name: str, called_with: object) -> None:
-    assert resolve_verifier(f"{__name__}:{name}")(ITEM) == called_with
+    assert load_verifier(f"{__name__}:{name}")(ITEM) == called_with
 
 
 def test_built_in_verifiers_are_found_by_name() -> None:
-    assert resolve_verifier("gsm8k")(Item("#### 18", "18")) == 1.0
-    assert resolve_verifier("format")(Item("18", "18")) == 0.0
+    assert load_verifier("gsm8k")(RewardInput("#### 18", "18")) == 1.0
+    assert load_verifier("format")(RewardInput("18", "18")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_built_in_verifiers_are_found_by_name() -> None:
 )
 def test_a_verifier_that_cannot_be_had_is_an_error_that_says_why(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_verifier(name)
+        load_verifier(name)
 
 
 def test_verifiers_see_what_python_needs_and_what_is_named() -> None:
@@ -119,7 +119,7 @@ def test_a_json_pointer_into_nothing_is_an_error(pointer: str) -> None:
 @pytest.mark.parametrize("reply", [b"", b"\xff\xfe", b"nan", b'{"score": 1e999}', b'{"score": [1]}', b"[" * 10_000])
 def test_a_reply_without_a_finite_number_is_a_bad_reply(reply: bytes) -> None:
     outcome = score_of(reply, "/score")
-    assert isinstance(outcome, Failure) and outcome.kind == "http_bad_reply"
+    assert isinstance(outcome, RewardFailure) and outcome.kind == "http_bad_reply"
 
 
 def test_pauses_grow_twofold_with_full_jitter_up_to_their_limit() -> None:

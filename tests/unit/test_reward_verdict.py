@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from async_grpo.config.rewards import RewardConfig
-from async_grpo.rewards.base import Failure, Verdict, as_score, verdict_of
+from async_grpo.rewards.base import RewardFailure, RewardResult, as_score, verdict_of
 
-HUNG, DOWN = Failure("timeout", "it hung"), Failure("http_status", "the judge is down")
+HUNG, DOWN = RewardFailure("timeout", "it hung"), RewardFailure("http_status", "the judge is down")
 FUNCTIONS = [
     RewardConfig(name="a", weight=2.0),
     RewardConfig(name="b", weight=-0.5),
@@ -22,7 +22,7 @@ def test_the_reward_is_the_weighted_sum() -> None:
 
 
 def test_a_required_reward_that_fails_makes_the_sample_unverifiable_and_the_first_one_says_why() -> None:
-    assert verdict_of({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == Verdict(
+    assert verdict_of({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
         scores={"a": 1.0}, reward=None, failures={"b": HUNG, "c": DOWN}, failure="timeout", reason="b: it hung"
     )
 

@@ -11,15 +11,15 @@ import pytest
 
 from async_grpo.app.bench.paired import Pairs, Round, in_pairs
 from async_grpo.app.bench.rollout.bench import dispatch, overhead
-from async_grpo.app.bench.rollout.workload import LogNormal, Uniform, Work
+from async_grpo.app.bench.rollout.workload import LogNormal, RolloutWork, Uniform
 from async_grpo.errors import EngineError
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.vllm import direct
 
-WORK = Work(groups=6, group_size=4, groups_per_step=2, concurrency=3, lengths=Uniform(2, 9), prompt_tokens=5)
+WORK = RolloutWork(groups=6, group_size=4, groups_per_step=2, concurrency=3, lengths=Uniform(2, 9), prompt_tokens=5)
 
 
-def drawn(work: Work) -> list[int]:
+def drawn(work: RolloutWork) -> list[int]:
     return [request.max_tokens for request in work.requests(vocabulary=50)]
 
 
@@ -50,7 +50,7 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
     turns: list[tuple[str, int]] = []
 
     def feeder(name: str, tokens_per_s: float) -> Any:
-        async def feed(work: Work) -> Round:
+        async def feed(work: RolloutWork) -> Round:
             turns.append((name, work.groups))
             return Round(drawn(work), sum(drawn(work)) / tokens_per_s, cpu_s=0.0)
 
@@ -65,7 +65,7 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
 
 
 async def test_a_feeder_that_makes_too_little_ends_the_bench() -> None:
-    async def lazy(work: Work) -> Round:
+    async def lazy(work: RolloutWork) -> Round:
         return Round([1] * len(drawn(work)), 1.0, 1.0)
 
     with pytest.raises(EngineError, match="different work"):

@@ -13,16 +13,16 @@ from rollout_fakes import Bytes, FakeEngine, FakeReceiver, buffer_of, cast_of, c
 
 from async_grpo.errors import RoleFailed, WaitTimeout
 from async_grpo.utils import aio
-from async_grpo.utils.aio import first_cause, watched_loop
-from async_grpo.weights.manifest import Identity
+from async_grpo.utils.aio import root_cause, watched_loop
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Task
-from rollout_server.context import Cast
-from rollout_server.dispatch.admission import Feeder
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
-from rollout_server.evaluation.milestones import Evaluator, longest_completion_s
+from rollout_server.evaluation.milestones import MilestoneEvaluator, longest_completion_s
 from rollout_server.workflows import SingleTurn
-from rollout_server.workflows.sample_rollout import Pace
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.sample_rollout import SampleDeadline
+from rollout_server.workflows.session import SampleSession
 
 NAMED = {"max_concurrency": 8, "workflow": "my:Workflow"}
 
@@ -36,7 +36,7 @@ class Hangs(SingleTurn):
         self.stubborn = stubborn
         self.freed = asyncio.Event()
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         if self.tasks is None or task.index in self.tasks:
             await self.ask_the_environment()
         return await super().run(task, session)
@@ -50,10 +50,10 @@ class Hangs(SingleTurn):
             await self.freed.wait()
 
 
-async def dispatcher_of(cast: Cast) -> tuple[Dispatcher, list[asyncio.Task[None]]]:
-    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+async def dispatcher_of(cast: ServerContext) -> tuple[Dispatcher, list[asyncio.Task[None]]]:
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = Feeder(cast.buffer, cast.source, target=64)
+    feeder = TaskFeeder(cast.buffer, cast.source, target=64)
     dispatcher = Dispatcher(cast, watcher, feeder)
     return dispatcher, [asyncio.create_task(feeder.run()), asyncio.create_task(dispatcher.run())]
 
@@ -90,7 +90,7 @@ async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
 class AsksForEver(SingleTurn):
     """Does not look whether the completion is full."""
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         while True:
             await session.turn()
 
@@ -118,7 +118,7 @@ async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_do
         (raised,) = await asyncio.gather(running, return_exceptions=True)
     feeding.cancel()
     assert isinstance(raised, ExceptionGroup)
-    cause = first_cause(raised)
+    cause = root_cause(raised)
     assert isinstance(cause, RoleFailed)
     assert "4 groups in a row ended as failed" in str(cause)
     assert "workflow my:Workflow" in str(cause)
@@ -127,16 +127,16 @@ async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_do
 async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.1}, eval={"prompts": 4, "samples": 2})
     cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs({2}))
-    watcher = watcher_of(cast, FakeReceiver(Identity(1, 0)))
+    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
     with pytest.raises(WaitTimeout, match=r"evaluation of version 0, in which sample 0 of task 2, .*ask_the_env"):
-        await Evaluator(cast, watcher).first()
+        await MilestoneEvaluator(cast, watcher).first()
     assert longest_completion_s(config_of(eval={"timeout_s": 100})) == 90  # so that what hangs is named in time
 
 
 def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> None:
     config = config_of(sampling={"max_tokens": 200}, rollout={"vllm": {"max_model_len": 256}})
-    pace = Pace.of_training(config)
+    pace = SampleDeadline.of_training(config)
     assert pace.deadline_s == config.trainer.take_timeout_s / 2
     pace.saw(10.0, 1000)
     assert pace.deadline_s == 120
@@ -146,7 +146,7 @@ def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> Non
     assert pace.deadline_s == pytest.approx(200)
     pace.saw(1000.0, 0)
     assert pace.deadline_s == config.trainer.take_timeout_s / 2
-    assert Pace.of_training(config_of(rollout={"sample_deadline_s": 7})).deadline_s == 7
+    assert SampleDeadline.of_training(config_of(rollout={"sample_deadline_s": 7})).deadline_s == 7
 
 
 async def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from async_grpo.wire import Sample, Turn, VersionSpan
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from rollout_server.workflows.session import Session
+from rollout_server.workflows.session import SampleSession
 
 PROMPT, STOP = [9], 99
 
@@ -44,11 +44,11 @@ async def update(engine: ScriptedEngine, version: int, how: str = "keep") -> Non
     await engine.update_weights(Path(), epoch=1, version=version, interruption=how)  # type: ignore[arg-type]
 
 
-def session_on(engine: ScriptedEngine, prior: Sample | None = None, *, max_tokens: int = 20) -> Session:
-    return Session(engine, "s", PROMPT, seed=1, temperature=1.0, max_tokens=max_tokens, prior=prior)
+def session_on(engine: ScriptedEngine, prior: Sample | None = None, *, max_tokens: int = 20) -> SampleSession:
+    return SampleSession(engine, "s", PROMPT, seed=1, temperature=1.0, max_tokens=max_tokens, prior=prior)
 
 
-async def converse(session: Session, tool: Tool) -> Sample:
+async def converse(session: SampleSession, tool: Tool) -> Sample:
     first = await session.turn()
     if first.finish_reason == "stop":
         await session.observe(tool)

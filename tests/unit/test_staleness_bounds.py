@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.staleness import OnStale, ReplayPolicy, Selector, age
 from async_grpo.wire import Ticket
-from buffer.state import Ledger
+from buffer.state import BufferState
 from tests.support.buffer_cases import group_of, policy, tasks
 
 STEPS = 14
@@ -29,7 +29,7 @@ POLICIES = [
 
 def oldest_trained(dials: ReplayPolicy, seed: int) -> int:
     """A run whose servers admit greedily and finish in random order, now quickly, now slowly."""
-    random, ledger = Random(seed), Ledger(dials, lease_s=1e9, max_attempts=1)
+    random, ledger = Random(seed), BufferState(dials, lease_s=1e9, max_attempts=1)
     ledger.rollback(0)
     ledger.put_tasks(tasks(0, 40 * STEPS))
     working: list[Ticket] = []

@@ -20,7 +20,7 @@ from async_grpo.app.sweep import runner as crew_module
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, line, table
-from async_grpo.app.sweep.runner import Crew, Ending, Fate, devices_wanted, fate_of, pool_for
+from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, devices_wanted, fate_of, pool_for
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from tests.unit.sweep_fakes import STEPS, point
@@ -65,7 +65,7 @@ leave(0)
 
 
 @pytest.fixture
-def hire(tmp_path: Path) -> Callable[..., Crew]:
+def hire(tmp_path: Path) -> Callable[..., SweepRunner]:
     """A crew whose runs do what they are told; `tmp_path / "diary"` is theirs."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
@@ -77,7 +77,7 @@ def hire(tmp_path: Path) -> Callable[..., Crew]:
         at_once: int = 1,
         show: Callable[[SweepState], None] = lambda state: None,
         **changes: object,
-    ) -> Crew:
+    ) -> SweepRunner:
         points = [point(folder.runs_dir, name, **{"launch": {"stop_timeout_s": 0.5}, **changes}) for name in how]
 
         def argv(one: Point) -> list[str]:
@@ -85,7 +85,7 @@ def hire(tmp_path: Path) -> Callable[..., Crew]:
             return [sys.executable, "-S", *map(str, words)]
 
         pool = pool_for([one.config for one in points], at_once, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
-        return Crew(
+        return SweepRunner(
             points,
             folder,
             argv=argv,
@@ -99,7 +99,7 @@ def hire(tmp_path: Path) -> Callable[..., Crew]:
     return hired
 
 
-def fates(endings: list[Ending]) -> dict[str, Fate]:
+def fates(endings: list[AttemptResult]) -> dict[str, AttemptOutcome]:
     return {ending.point.name: ending.fate for ending in endings}
 
 
@@ -117,21 +117,21 @@ def running(word: str) -> list[psutil.Process]:
     return found
 
 
-async def test_a_failed_run_is_named_with_its_error_and_the_others_go_on(hire: Callable[..., Crew]) -> None:
+async def test_a_failed_run_is_named_with_its_error_and_the_others_go_on(hire: Callable[..., SweepRunner]) -> None:
     endings = await hire({"a": "finish", "b": "fail", "c": "finish"}).work()
-    assert fates(endings) == {"a": Fate.FINISHED, "b": Fate.FAILED, "c": Fate.FINISHED}
+    assert fates(endings) == {"a": AttemptOutcome.FINISHED, "b": AttemptOutcome.FAILED, "c": AttemptOutcome.FINISHED}
     [failed] = [ending for ending in endings if ending.error]
     assert "ended with exit code 1: RoleFailed: the trainer died" in failed.error
 
 
-async def test_one_at_a_time_means_one_after_the_other(hire: Callable[..., Crew], tmp_path: Path) -> None:
+async def test_one_at_a_time_means_one_after_the_other(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
     await hire({"a": "finish", "b": "finish"}).work()
     assert [row[:2] for row in diary(tmp_path)] == [["start", "a"], ["end", "a"], ["start", "b"], ["end", "b"]]
 
 
-async def test_several_at_once_are_never_more_than_asked_for(hire: Callable[..., Crew], tmp_path: Path) -> None:
+async def test_several_at_once_are_never_more_than_asked_for(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
     endings = await hire(dict.fromkeys("abcd", "together"), at_once=2).work()
-    assert set(fates(endings).values()) == {Fate.FINISHED}
+    assert set(fates(endings).values()) == {AttemptOutcome.FINISHED}
     running = most = 0
     for word, *_ in diary(tmp_path):
         running += 1 if word == "start" else -1
@@ -139,7 +139,7 @@ async def test_several_at_once_are_never_more_than_asked_for(hire: Callable[...,
     assert most == 2
 
 
-async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(hire: Callable[..., Crew], tmp_path: Path) -> None:
+async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
     crew = hire(
         dict.fromkeys("abc", "hang"),
         at_once=2,
@@ -147,21 +147,21 @@ async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(hire: Callable[...
     )
     endings = await crew.work()
     assert crew.stopping
-    assert fates(endings) == {"a": Fate.STOPPED, "b": Fate.STOPPED}
+    assert fates(endings) == {"a": AttemptOutcome.STOPPED, "b": AttemptOutcome.STOPPED}
     assert [ending.error for ending in endings] == ["", ""]
     assert Counter(word for word, *_ in diary(tmp_path)) == {"start": 2, "end": 2}
 
 
 async def test_a_run_that_does_not_stop_is_killed_at_the_deadline(
-    hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    hire: Callable[..., SweepRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crew_module, "REPORT_PATIENCE_S", 0.5)
     crew = hire({"a": "stubborn"}, show=lambda state: _when_all_run(state, lambda: crew.stop()))
-    assert fates(await crew.work()) == {"a": Fate.STOPPED}
+    assert fates(await crew.work()) == {"a": AttemptOutcome.STOPPED}
     assert not running("stubborn")
 
 
-async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(hire: Callable[..., Crew]) -> None:
+async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(hire: Callable[..., SweepRunner]) -> None:
     def fail(state: SweepState) -> None:
         raise OSError("no space left on device")
 
@@ -170,9 +170,9 @@ async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(hire: Callable[
     assert not running("hang")
 
 
-async def test_runs_at_once_never_share_a_device(hire: Callable[..., Crew], tmp_path: Path) -> None:
+async def test_runs_at_once_never_share_a_device(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
     crew = hire(dict.fromkeys("abc", "finish"), at_once=3, **on_cuda(1))
-    assert set(fates(await crew.work()).values()) == {Fate.FINISHED}
+    assert set(fates(await crew.work()).values()) == {AttemptOutcome.FINISHED}
     held: set[str] = set()
     for word, _, devices in diary(tmp_path):
         own = set(devices.split(","))
@@ -205,15 +205,15 @@ def test_a_point_that_needs_more_devices_than_there_are_is_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("code", "finished", "stopping", "fate"),
     [
-        (0, True, False, Fate.FINISHED),
-        (130, True, True, Fate.FINISHED),
-        (130, False, True, Fate.STOPPED),
-        (-9, False, True, Fate.STOPPED),
-        (130, False, False, Fate.FAILED),
-        (0, False, False, Fate.FAILED),
+        (0, True, False, AttemptOutcome.FINISHED),
+        (130, True, True, AttemptOutcome.FINISHED),
+        (130, False, True, AttemptOutcome.STOPPED),
+        (-9, False, True, AttemptOutcome.STOPPED),
+        (130, False, False, AttemptOutcome.FAILED),
+        (0, False, False, AttemptOutcome.FAILED),
     ],
 )
-def test_how_an_attempt_ended(code: int, finished: bool, stopping: bool, fate: Fate) -> None:
+def test_how_an_attempt_ended(code: int, finished: bool, stopping: bool, fate: AttemptOutcome) -> None:
     assert fate_of(code=code, finished=finished, stopping=stopping) is fate
 
 

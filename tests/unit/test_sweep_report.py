@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
 from async_grpo.app.sweep import plots
-from async_grpo.app.sweep.folder import PointRecord, Record, SweepFolder
+from async_grpo.app.sweep.folder import PointRecord, SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import pareto
-from async_grpo.app.sweep.report import Comparison, compare, page, read_all
+from async_grpo.app.sweep.report import SweepComparison, compare, page, read_all
 from async_grpo.app.sweep.results import (
     FAILED,
     FINISHED,
@@ -60,7 +60,7 @@ def leave_sweep(path: Path) -> SweepFolder:
         leave_run(one, accuracy=accuracy, step_s={0: 4.0, 2: 2.0, 8: 1.0}[staleness])
     made.write_configs(points)
     records = [PointRecord(name=one.name, values=dict(one.values)) for one in points]
-    made.write(Record(command="async-grpo sweep q.yaml --grid max_staleness=0,2,8 --seeds 1,2", points=records))
+    made.write(SweepRecord(command="async-grpo sweep q.yaml --grid max_staleness=0,2,8 --seeds 1,2", points=records))
     return made
 
 
@@ -103,7 +103,7 @@ def test_a_finished_run_has_no_error_any_more(tmp_path: Path) -> None:
     assert read_figures(made, {}, error="boom").error == ""
 
 
-def compared(folder: SweepFolder, tolerance: float | None = None) -> tuple[Comparison, str]:
+def compared(folder: SweepFolder, tolerance: float | None = None) -> tuple[SweepComparison, str]:
     """What a report says, without its pictures."""
     record = folder.read()
     found = read_all(folder, record)
@@ -143,7 +143,7 @@ def test_a_failed_point_is_shown_with_its_error_and_takes_its_setting_out(folder
         for one in record.points
     ]
     (folder.runs_dir / "s2-1" / "run.json").unlink()
-    folder.write(Record(command=record.command, points=broken))
+    folder.write(SweepRecord(command=record.command, points=broken))
     comparison, text = compared(folder)
     assert comparison.choice.label == "max_staleness=0"
     assert "max_staleness=2 does not count: seed 1: failed" in text
@@ -152,7 +152,9 @@ def test_a_failed_point_is_shown_with_its_error_and_takes_its_setting_out(folder
 
 def test_runs_that_shared_the_machine_are_mentioned(folder: SweepFolder) -> None:
     record = folder.read()
-    folder.write(Record(points=[PointRecord(name=one.name, values=one.values, at_once=3) for one in record.points]))
+    folder.write(
+        SweepRecord(points=[PointRecord(name=one.name, values=one.values, at_once=3) for one in record.points])
+    )
     assert "Up to 3 runs shared this machine" in compared(folder)[1]
 
 
@@ -166,7 +168,7 @@ def test_points_of_different_grids_are_compared_by_what_their_configurations_say
     leave_run(added, accuracy=0.95, step_s=0.5)
     folder.write_configs([added])
     record = PointRecord(name=added.name, values={"max_staleness": "2", "trainer.objective.preset": "grpo"})
-    folder.write(Record(points=[*folder.read().points, record]))
+    folder.write(SweepRecord(points=[*folder.read().points, record]))
     comparison, _ = compared(folder)
     assert {tuple(one.values.values()) for one in comparison.points} == {
         ("0", "areal"), ("2", "areal"), ("8", "areal"), ("2", "grpo"),

@@ -15,8 +15,8 @@ import pytest
 from async_grpo.telemetry.jsonl import JsonLines, RowFollower, read_rows
 from async_grpo.telemetry.logging import configure_logging, redact_secrets
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
-from async_grpo.telemetry.trackers.tensorboard import ScalarWriter
-from async_grpo.wire.board import Estimate, Evaluation, Figures
+from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
+from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_damaged_timeline_row_is_left_out(tmp_path: Path) -> None:
 def test_scalars_are_event_files_that_tensorboard_reads(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = ScalarWriter(tmp_path, enabled=True)
+    writer = TensorBoardTracker(tmp_path, enabled=True)
     writer.write_step({"kind": "step", "step": 7, "loss": 0.25, "wait_s": 1.5, "lr": math.nan, "novel": 2})
-    figures = Figures(prompts=4, completions=8, pass_at={"2": Estimate(0.75, 0.5, 1.0)})
+    figures = EvalMetrics(prompts=4, completions=8, pass_at={"2": Estimate(0.75, 0.5, 1.0)})
     writer.write_evaluation(Evaluation(version=8, prompts=4, samples=2, sampled_accuracy=0.5, figures=figures))
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -145,7 +145,7 @@ def test_scalars_are_event_files_that_tensorboard_reads(tmp_path: Path) -> None:
 
 
 def test_scalars_that_are_off_write_nothing(tmp_path: Path) -> None:
-    writer = ScalarWriter(tmp_path, enabled=False)
+    writer = TensorBoardTracker(tmp_path, enabled=False)
     writer.write_step({"step": 1, "loss": 0.5})
     writer.close()
     assert list(tmp_path.iterdir()) == []

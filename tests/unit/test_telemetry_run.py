@@ -18,7 +18,7 @@ from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
 from async_grpo.telemetry.rows import of_kind
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
-from async_grpo.wire.board import Estimate, Evaluation, Figures
+from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation
 
 STEPS = 120
 PLOTS = ("accuracy", "reward", "loss", "staleness", "time_split", "throughput")
@@ -117,10 +117,10 @@ def summary(run_dir: Path) -> dict[str, Any]:
             sampled_accuracy=a,
             greedy_accuracy=g,
             wall_s=2.0,
-            figures=Figures(
+            figures=EvalMetrics(
                 prompts=256, completions=1024, unjudged=3, unextracted=v // 60, mean=Estimate(a, a - 0.01, a + 0.02)
             ),
-            by_source={SOURCE: Figures(prompts=9, completions=36, greedy=Estimate(g, g, g))} if v == 120 else {},
+            by_source={SOURCE: EvalMetrics(prompts=9, completions=36, greedy=Estimate(g, g, g))} if v == 120 else {},
             no_majority="step has none",
         )
         for v, a, g in ((120, 0.83, 0.88), (0, 0.14, 0.13), (40, 0.35, 0.41), (80, 0.71, 0.78))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.app.bench.paired import Contestant, Done, in_turns
-from async_grpo.app.bench.trainer.setup import Mix, lengths_of, make_batch
+from async_grpo.app.bench.paired import BenchStep, Contestant, in_turns
+from async_grpo.app.bench.trainer.setup import BatchShape, lengths_of, make_batch
 from async_grpo.errors import TrainingError
 
 
 def contestant(loss: float, grad_norm: float = 1.0) -> Contestant:
-    return lambda: Done(loss, grad_norm, 1.0)
+    return lambda: BenchStep(loss, grad_norm, 1.0)
 
 
 def test_contestants_take_turns_in_alternating_order() -> None:
@@ -27,13 +27,13 @@ def test_steps_that_do_not_come_to_the_same_are_not_compared(other: Contestant) 
 
 
 def test_the_batch_depends_on_its_mix_alone() -> None:
-    mix = Mix(groups=2, group_size=3)
+    mix = BatchShape(groups=2, group_size=3)
     assert make_batch(mix, 500) == make_batch(mix, 500)
-    assert make_batch(mix, 500) != make_batch(Mix(groups=2, group_size=3, seed=2), 500)
+    assert make_batch(mix, 500) != make_batch(BatchShape(groups=2, group_size=3, seed=2), 500)
 
 
 def test_lengths_are_within_the_bounds_of_the_mix_and_heavy_tailed() -> None:
-    mix = Mix(groups=50)
+    mix = BatchShape(groups=50)
     lengths = lengths_of(mix, 500)
     assert len(lengths) == 400
     assert mix.prompt[0] <= min(lengths) and max(lengths) < mix.prompt[1] + mix.longest
@@ -41,5 +41,5 @@ def test_lengths_are_within_the_bounds_of_the_mix_and_heavy_tailed() -> None:
 
 
 def test_given_prompts_are_the_ones_that_are_trained() -> None:
-    batch = make_batch(Mix(groups=4), 500, [[7, 8, 9], [10, 11]])
+    batch = make_batch(BatchShape(groups=4), 500, [[7, 8, 9], [10, 11]])
     assert {tuple(group.task.prompt_ids().tolist()) for group in batch.groups} <= {(7, 8, 9), (10, 11)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.data.prepare.formats import reference
-from async_grpo.rewards.base import Item
-from async_grpo.rewards.registry import resolve_verifier
+from async_grpo.rewards.base import RewardInput
+from async_grpo.rewards.registry import load_verifier
 from async_grpo.rewards.verifiers.answers import gsm8k
 from tests.support.gsm8k import TEST, answers, needs_gsm8k
 
@@ -30,12 +30,15 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_every_gold_answer_scores_1_against_itself_and_not_against_its_neighbour(name: str) -> None:
     form, wrong = FORMS[name]
-    verifier = resolve_verifier(name)
+    verifier = load_verifier(name)
     golds = [reference(answer) for answer in answers(TEST)]
     assert len(golds) == 1319
     for gold in golds:
         other = str(int(gold) + 1)
-        assert (verifier(Item(form.format(gold), gold)), verifier(Item(form.format(other), gold))) == (1.0, wrong), gold
+        assert (verifier(RewardInput(form.format(gold), gold)), verifier(RewardInput(form.format(other), gold))) == (
+            1.0,
+            wrong,
+        ), gold
 
 
 def test_every_published_solution_is_right_by_its_own_reference() -> None:

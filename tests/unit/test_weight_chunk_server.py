@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 
 from async_grpo.weights.chunks import Chunk
-from async_grpo.weights.manifest import Identity
-from async_grpo.weights.zmq.chunk_server import ChunkServer, Edition
-from async_grpo.weights.zmq.messages import ChunkAnswer, ChunkReply, ChunkRequest, Done, Gone, Waiting, sign
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.zmq.chunk_server import ChunkServer, ServedVersion
+from async_grpo.weights.zmq.messages import (
+    ChunkAnswer,
+    ChunkPending,
+    ChunkReply,
+    ChunkRequest,
+    FetchDone,
+    VersionGone,
+    sign,
+)
 from async_grpo.wire import encode
 
 KEY = b"k" * 16
-V1, V2, V3 = (Identity(0, version) for version in (1, 2, 3))
+V1, V2, V3 = (WeightVersion(0, version) for version in (1, 2, 3))
 
 
 class Router:
@@ -43,11 +51,11 @@ def server(router: Router, now: list[float]) -> ChunkServer:
     return ChunkServer(cast(Any, router), lambda: now[0], idle_s=5.0, longest_s=60.0)
 
 
-def edition(identity: Identity, *, arrived: bytes | None = None) -> Edition:
+def edition(identity: WeightVersion, *, arrived: bytes | None = None) -> ServedVersion:
     block = memoryview(bytearray(b"a" * 64 + b"b" * 64))
     chunks = [Chunk(0, 64, 2), Chunk(64, 128, 2)]
     hashes = np.zeros(2, np.uint64)
-    return Edition(
+    return ServedVersion(
         identity=identity,
         key=KEY,
         chunks=chunks,
@@ -59,7 +67,7 @@ def edition(identity: Identity, *, arrived: bytes | None = None) -> Edition:
     )
 
 
-def ask(server: ChunkServer, identity: Identity, index: int, *, patch: bool = False, key: bytes = KEY) -> None:
+def ask(server: ChunkServer, identity: WeightVersion, index: int, *, patch: bool = False, key: bytes = KEY) -> None:
     signature = sign(key, identity, index, patch)
     request = ChunkRequest(
         epoch=identity.epoch, version=identity.version, index=index, patch=patch, signature=signature
@@ -127,21 +135,21 @@ def test_whoever_waits_hears_that_the_server_is_there_and_nobody_else_does(serve
     ask(server, V1, 0)
     ask(server, V1, 1)
     server.reassure()
-    assert [reply for _, reply, _ in router.sent] == [Waiting()]
+    assert [reply for _, reply, _ in router.sent] == [ChunkPending()]
 
 
 def test_an_older_version_and_one_that_was_passed_over_are_gone(server: ChunkServer, router: Router) -> None:
     ask(server, V2, 0)
     server.offer(edition(V3))
     ask(server, V1, 0)
-    assert [reply for _, reply, _ in router.sent] == [Gone(epoch=0, version=2), Gone(epoch=0, version=1)]
+    assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=2), VersionGone(epoch=0, version=1)]
 
 
 def test_whoever_waits_for_a_version_that_is_given_up_is_told(server: ChunkServer, router: Router) -> None:
     server.offer(edition(V1, arrived=b"\0\0"))
     ask(server, V1, 1)
     server.withdraw(V1)
-    assert [reply for _, reply, _ in router.sent] == [Gone(epoch=0, version=1)]
+    assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=1)]
 
 
 def test_a_version_is_in_use_from_the_first_request_until_done(server: ChunkServer, now: list[float]) -> None:
@@ -152,7 +160,7 @@ def test_a_version_is_in_use_from_the_first_request_until_done(server: ChunkServ
     now[0] = 4.0
     ask(server, V1, 1)
     assert server.in_use_since(V1) == 3.0
-    server.handle([b"peer", encode(Done(epoch=0, version=1))])
+    server.handle([b"peer", encode(FetchDone(epoch=0, version=1))])
     assert server.in_use_since(V1) is None
 
 

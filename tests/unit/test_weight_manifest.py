@@ -8,16 +8,16 @@ import pytest
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights.chunks import changed_tensors, cut, digest, hash_chunk, hashes_of, pack, pack_hashes, unpack
-from async_grpo.weights.manifest import Identity, Manifest, layout_of
+from async_grpo.weights.manifest import WeightManifest, WeightVersion, layout_of
 from async_grpo.wire import decode, encode
 
 LAYOUT = layout_of([("a", "bfloat16", [3]), ("b", "float32", [2, 5]), ("scalar", "float32", [])])
 
 
-def manifest_of(block: bytes, chunk_bytes: int = 64) -> Manifest:
+def manifest_of(block: bytes, chunk_bytes: int = 64) -> WeightManifest:
     chunks = cut(LAYOUT, chunk_bytes)
     hashes = pack_hashes([hash_chunk(chunk.of(memoryview(block))) for chunk in chunks])
-    return Manifest(epoch=2, version=7, layout=LAYOUT, chunk_bytes=chunk_bytes, hashes=hashes, key=b"k" * 16)
+    return WeightManifest(epoch=2, version=7, layout=LAYOUT, chunk_bytes=chunk_bytes, hashes=hashes, key=b"k" * 16)
 
 
 def test_tensors_are_aligned_and_do_not_overlap() -> None:
@@ -57,7 +57,7 @@ def test_a_tensor_without_elements_takes_no_room() -> None:
 def test_a_manifest_survives_its_encoding_and_plain_msgpack_reads_it() -> None:
     manifest = manifest_of(bytes(192))
     payload = encode(manifest)
-    assert decode(payload, Manifest) == manifest
+    assert decode(payload, WeightManifest) == manifest
     assert msgpack.unpackb(payload)["layout"]["tensors"][1]["name"] == "b"
     assert manifest.encoding == "dense"
 
@@ -86,7 +86,7 @@ def test_the_digest_stands_for_every_byte() -> None:
 
 
 def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
-    assert Identity(1, 3) > Identity(0, 9) > Identity(0, 8)
+    assert WeightVersion(1, 3) > WeightVersion(0, 9) > WeightVersion(0, 8)
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 256])

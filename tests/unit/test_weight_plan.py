@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.errors import WeightsCorrupt
-from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, FetchInterrupted, Plan
+from async_grpo.weights.zmq.fetch import MAX_ATTEMPTS, ChunkSchedule, FetchInterrupted
 
 
-def plan_of(count: int, *, patched: bool = False) -> Plan:
-    return Plan(range(count), patched=patched, credits=2, timeout_s=5.0)
+def plan_of(count: int, *, patched: bool = False) -> ChunkSchedule:
+    return ChunkSchedule(range(count), patched=patched, credits=2, timeout_s=5.0)
 
 
 def test_never_more_than_the_credits_are_under_way() -> None:

@@ -16,9 +16,9 @@ from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, Weights
 from async_grpo.weights import shared_memory
 from async_grpo.weights import store as store_module
 from async_grpo.weights.chunks import pack
-from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.store import Notes, WeightStore
+from async_grpo.weights.store import VersionNotes, WeightStore
 
 LAYOUT = layout_of([("a", "uint8", [100]), ("b", "float32", [16])])
 RUN = f"unit-weight-store-{os.getpid()}"
@@ -30,7 +30,7 @@ def path() -> Iterator[Path]:
     remove_stores(RUN)
 
 
-def write(store: WeightStore, identity: Identity, value: int) -> None:
+def write(store: WeightStore, identity: WeightVersion, value: int) -> None:
     np.frombuffer(store.begin(), np.uint8)[:] = value
     store.commit(identity)
 
@@ -39,8 +39,8 @@ def test_a_reader_sees_exactly_what_was_committed(path: Path) -> None:
     writer = WeightStore.create(path, LAYOUT)
     reader = WeightStore.open(path)
     assert reader.identity is None
-    write(writer, Identity(0, 5), 7)
-    snapshot = reader.snapshot(Identity(0, 5))
+    write(writer, WeightVersion(0, 5), 7)
+    snapshot = reader.snapshot(WeightVersion(0, 5))
     assert reader.identity == (0, 5)
     assert reader.layout == LAYOUT
     assert snapshot.view("a").tolist() == [7] * 100
@@ -50,9 +50,9 @@ def test_a_reader_sees_exactly_what_was_committed(path: Path) -> None:
 
 def test_both_slots_can_be_read_until_one_is_overwritten(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
-    write(store, Identity(0, 1), 1)
-    older = store.snapshot(Identity(0, 1))
-    write(store, Identity(0, 2), 2)
+    write(store, WeightVersion(0, 1), 1)
+    older = store.snapshot(WeightVersion(0, 1))
+    write(store, WeightVersion(0, 2), 2)
     assert older.view("a")[0] == 1
     older.verify()
     store.begin()
@@ -63,33 +63,33 @@ def test_both_slots_can_be_read_until_one_is_overwritten(path: Path) -> None:
 def test_weights_that_the_store_does_not_hold_are_refused_by_name(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     with pytest.raises(WeightsReplaced, match="does not hold version 1 of epoch 0"):
-        store.snapshot(Identity(0, 1))
+        store.snapshot(WeightVersion(0, 1))
     for version in (1, 2, 3):
-        write(store, Identity(0, version), version)
+        write(store, WeightVersion(0, version), version)
     with pytest.raises(WeightsError, match="version 1 of epoch 0"):
-        store.snapshot(Identity(0, 1))
+        store.snapshot(WeightVersion(0, 1))
 
 
 def test_a_half_written_slot_is_not_readable(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
-    write(store, Identity(0, 1), 1)
+    write(store, WeightVersion(0, 1), 1)
     store.begin()
     assert store.identity == (0, 1)
     store.begin()
-    store.commit(Identity(0, 2))
+    store.commit(WeightVersion(0, 2))
     assert store.identity == (0, 2)
     with pytest.raises(WeightsError, match="without begin"):
-        store.commit(Identity(0, 3))
+        store.commit(WeightVersion(0, 3))
 
 
 def test_the_file_is_private_and_can_be_removed_while_it_is_mapped(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     assert path.stat().st_mode & 0o777 == 0o600
-    write(store, Identity(0, 1), 9)
+    write(store, WeightVersion(0, 1), 9)
     reader = WeightStore.open(path)
     store.unlink()
     assert not path.exists()
-    assert reader.snapshot(Identity(0, 1)).view("a")[0] == 9
+    assert reader.snapshot(WeightVersion(0, 1)).view("a")[0] == 9
 
 
 def test_too_little_shared_memory_is_refused_with_the_arithmetic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +118,11 @@ def test_something_that_is_no_store_is_refused(tmp_path: Path) -> None:
 def test_the_version_that_is_spared_stays_whole_and_the_newest_one_is_overwritten(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     for version in (1, 2):
-        write(store, Identity(0, version), version)
-    spared = store.snapshot(Identity(0, 1))
-    np.frombuffer(store.begin(Identity(0, 1)), np.uint8)[:] = 3
+        write(store, WeightVersion(0, version), version)
+    spared = store.snapshot(WeightVersion(0, 1))
+    np.frombuffer(store.begin(WeightVersion(0, 1)), np.uint8)[:] = 3
     assert store.identity == (0, 1)
-    store.commit(Identity(0, 3))
+    store.commit(WeightVersion(0, 3))
     assert store.identities == {(0, 1), (0, 3)}
     assert spared.view("a")[0] == 1
     spared.verify()
@@ -131,9 +131,9 @@ def test_the_version_that_is_spared_stays_whole_and_the_newest_one_is_overwritte
 def test_the_next_victim_is_what_begin_overwrites(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     assert store.next_victim() is None
-    write(store, Identity(0, 1), 1)
+    write(store, WeightVersion(0, 1), 1)
     assert store.next_victim() is None
-    write(store, Identity(0, 2), 2)
+    write(store, WeightVersion(0, 2), 2)
     assert store.next_victim() == (0, 1)
     store.begin()
     assert store.next_victim() is None
@@ -142,35 +142,35 @@ def test_the_next_victim_is_what_begin_overwrites(path: Path) -> None:
 def test_a_version_says_which_tensors_differ_from_its_base_and_no_other(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     store.begin()
-    store.commit(Identity(0, 2), Notes(base=(0, 1), changed=pack([False, True])))
-    snapshot = WeightStore.open(path).snapshot(Identity(0, 2))
-    changed = snapshot.changed_since(Identity(0, 1))
+    store.commit(WeightVersion(0, 2), VersionNotes(base=(0, 1), changed=pack([False, True])))
+    snapshot = WeightStore.open(path).snapshot(WeightVersion(0, 2))
+    changed = snapshot.changed_since(WeightVersion(0, 1))
     assert changed is not None
     assert [spec.name for spec in changed] == ["b"]
-    assert snapshot.changed_since(Identity(0, 0)) is None
-    write(store, Identity(0, 3), 3)
-    assert store.snapshot(Identity(0, 3)).changed_since(Identity(0, 2)) is None
+    assert snapshot.changed_since(WeightVersion(0, 0)) is None
+    write(store, WeightVersion(0, 3), 3)
+    assert store.snapshot(WeightVersion(0, 3)).changed_since(WeightVersion(0, 2)) is None
 
 
 def test_notes_too_long_for_the_store_are_left_out(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT, chunks=2)
     store.begin()
-    store.commit(Identity(0, 1), Notes(hashes=bytes(100_000)))
-    assert store.snapshot(Identity(0, 1)).notes == Notes()
+    store.commit(WeightVersion(0, 1), VersionNotes(hashes=bytes(100_000)))
+    assert store.snapshot(WeightVersion(0, 1)).notes == VersionNotes()
 
 
 def test_a_store_whose_writer_died_amid_a_version_is_taken_over(path: Path) -> None:
     writer = WeightStore.create(path, LAYOUT)
     for version in (1, 2):
-        write(writer, Identity(0, version), version)
+        write(writer, WeightVersion(0, version), version)
     reader = WeightStore.open(path)
-    snapshot = reader.snapshot(Identity(0, 2))
+    snapshot = reader.snapshot(WeightVersion(0, 2))
     writer.begin()
     heir = WeightStore.adopt(path)
     assert heir.identities == {(0, 2)}
-    write(heir, Identity(0, 3), 3)
+    write(heir, WeightVersion(0, 3), 3)
     snapshot.verify()
-    assert reader.snapshot(Identity(0, 3)).view("a")[0] == 3
+    assert reader.snapshot(WeightVersion(0, 3)).view("a")[0] == 3
 
 
 def test_a_process_that_stops_with_the_lock_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

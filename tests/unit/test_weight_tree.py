@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from async_grpo.weights.zmq.relay_tree import ROOT, Tree
+from async_grpo.weights.zmq.relay_tree import ROOT, RelayTree
 
 
-def grow(fanout: int, count: int) -> Tree:
-    tree = Tree(fanout)
+def grow(fanout: int, count: int) -> RelayTree:
+    tree = RelayTree(fanout)
     for number in range(count):
         tree.join(f"n{number}", "host", f"tcp://10.0.0.1:{number}")
     return tree
 
 
-def depth(tree: Tree, node: str) -> int:
+def depth(tree: RelayTree, node: str) -> int:
     relays = {f"tcp://10.0.0.1:{name[1:]}": name for name in (f"n{number}" for number in range(100))}
     steps = 1
     while (parent := tree.parent_of(node)) != ROOT:
@@ -75,7 +75,7 @@ def test_the_publisher_serves_beyond_its_fanout_whom_nobody_else_can() -> None:
 
 
 def test_a_relay_on_the_loopback_serves_its_own_machine_only() -> None:
-    tree = Tree(1)
+    tree = RelayTree(1)
     tree.join("a", "here", "tcp://127.0.0.1:1")
     tree.join("b", "there", "tcp://127.0.0.1:1")
     tree.join("c", "here", "tcp://127.0.0.1:2")

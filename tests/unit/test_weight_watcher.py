@@ -12,7 +12,7 @@ import pytest
 from rollout_fakes import FakeEngine, FakeReceiver, cast_of, config_of, until, watcher_of
 
 from async_grpo.errors import EngineError, WaitTimeout, WeightsReplaced
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from rollout_server.weight_watcher import WeightWatcher
 
 
@@ -34,7 +34,7 @@ async def test_without_a_trainer_the_first_weights_are_an_error_that_says_whom_t
 
 
 async def test_new_weights_are_applied_and_waiters_wake(tmp_path: Path) -> None:
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     async with watching(tmp_path, engine, receiver) as watcher:
         waiting = asyncio.create_task(watcher.wait_for_version(2))
         await receiver.publish(1, 1)
@@ -46,12 +46,12 @@ async def test_new_weights_are_applied_and_waiters_wake(tmp_path: Path) -> None:
 
 
 async def test_a_version_that_is_there_already_is_not_waited_for(tmp_path: Path) -> None:
-    async with watching(tmp_path, FakeEngine(), FakeReceiver(Identity(1, 5))) as watcher:
+    async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
         await asyncio.wait_for(watcher.wait_for_version(3), 1.0)
 
 
 async def test_published_weights_that_do_not_come_are_an_error_that_says_which(tmp_path: Path) -> None:
-    async with watching(tmp_path, FakeEngine(), FakeReceiver(Identity(1, 5))) as watcher:
+    async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
         with pytest.raises(WaitTimeout, match=r"weights of version 6.*the engine has 5"):
             await watcher.wait_for_version(6, timeout_s=0.01)
 
@@ -59,13 +59,15 @@ async def test_published_weights_that_do_not_come_are_an_error_that_says_which(t
 async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.stuck = True
-    watcher = watcher_of(cast_of(tmp_path, config_of(), engine), FakeReceiver(Identity(1, 0)), update_timeout_s=0.01)
+    watcher = watcher_of(
+        cast_of(tmp_path, config_of(), engine), FakeReceiver(WeightVersion(1, 0)), update_timeout_s=0.01
+    )
     with pytest.raises(EngineError, match=r"did not load version 0 of epoch 1 within 0\.01 s"):
         await watcher.first(1.0)
 
 
 async def test_a_pinned_version_stays_and_only_the_newest_is_applied_afterwards(tmp_path: Path) -> None:
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     async with watching(tmp_path, engine, receiver) as watcher:
         async with watcher.pin() as version:
             assert version == 0
@@ -78,7 +80,7 @@ async def test_a_pinned_version_stays_and_only_the_newest_is_applied_afterwards(
 
 
 async def test_a_resumed_trainer_never_takes_the_engine_back(tmp_path: Path) -> None:
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 7))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 7))
     async with watching(tmp_path, engine, receiver):
         for version in (5, 6, 7, 8):
             await receiver.publish(2, version)
@@ -87,7 +89,7 @@ async def test_a_resumed_trainer_never_takes_the_engine_back(tmp_path: Path) -> 
 
 
 async def test_an_older_epoch_is_never_applied_over_a_newer_one(tmp_path: Path) -> None:
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(2, 3))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(2, 3))
     async with watching(tmp_path, engine, receiver):
         await receiver.publish(1, 9)
         await asyncio.sleep(0.02)
@@ -95,7 +97,7 @@ async def test_an_older_epoch_is_never_applied_over_a_newer_one(tmp_path: Path) 
 
 
 async def test_weights_that_were_replaced_before_they_could_be_loaded_are_left_for_the_newest(tmp_path: Path) -> None:
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     load = engine.update_weights
 
     async def replaced_once(store: Path, **keywords: Any) -> float:
@@ -111,7 +113,7 @@ async def test_weights_that_were_replaced_before_they_could_be_loaded_are_left_f
 
 
 async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_pinned(tmp_path: Path) -> None:
-    engine, receiver = FakeEngine(), FakeReceiver(Identity(1, 0))
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     held: list[bool] = []
     load = engine.update_weights
 

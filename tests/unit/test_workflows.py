@@ -11,7 +11,7 @@ import pytest
 from async_grpo.config.rollout import MultiTurnConfig, RolloutConfig, ToolConfig
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Item
+from async_grpo.rewards.base import RewardInput
 from async_grpo.wire import Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.workflows import MultiTurn, SingleTurn, Workflow, make_workflow
 from rollout_server.workflows.calculator import calculator
@@ -71,7 +71,7 @@ async def test_the_policy_goes_on_with_the_answer_of_its_tool() -> None:
 async def test_rewards_are_told_how_many_calls_were_answered() -> None:
     task = Task(index=0, prompt="2+2?", prompt_tokens=b"", answer="4")
     sample = await play(with_calculator, [call("calculator", expression="2 + 2"), "<tool_call>{}</tool_call", "4"])
-    assert Item.of(sample, task) == Item(sample.text, "4", "2+2?", {}, tool_calls=1)
+    assert RewardInput.of(sample, task) == RewardInput(sample.text, "4", "2+2?", {}, tool_calls=1)
 
 
 async def test_after_max_calls_the_completion_is_final() -> None:

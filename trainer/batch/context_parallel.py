@@ -31,12 +31,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from trainer.batch.packed import BUCKET, Bucket, Cells, Keys, PackedSequences, pack
+from trainer.batch.packed import BUCKET, KeyRanges, LengthBucket, PackedSequences, PaddedCells, pack
 from trainer.batch.sequences import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ContextRank:
     """Of a rank among those that share the tokens of a micro-batch."""
 
     rank: int = 0
@@ -46,7 +46,7 @@ class Place:
     """That share the activations of a part between the matrices (tensor_parallel, if sequence_parallel)."""
 
 
-def padded_lengths(lengths: Sequence[int], place: Place) -> list[int]:
+def padded_lengths(lengths: Sequence[int], place: ContextRank) -> list[int]:
     """Each a multiple of 2n, so that it falls into chunks; the last longer still, so that every part can be scattered.
 
     >>> padded_lengths([5, 8], Place(ranks=2, scattered=3))
@@ -59,7 +59,7 @@ def padded_lengths(lengths: Sequence[int], place: Place) -> list[int]:
     return padded
 
 
-def positions_of(length: int, place: Place) -> Tensor:
+def positions_of(length: int, place: ContextRank) -> Tensor:
     """int64: the positions of a (padded) sequence that this rank has, in its order.
 
     >>> positions_of(8, Place(rank=1, ranks=2)).tolist()
@@ -72,7 +72,7 @@ def positions_of(length: int, place: Place) -> Tensor:
     return torch.cat([torch.arange(front, front + chunk), torch.arange(back, back + chunk)])
 
 
-def pack_part(lengths: Sequence[int], place: Place) -> PackedSequences:
+def pack_part(lengths: Sequence[int], place: ContextRank) -> PackedSequences:
     """Padded lengths of whole sequences -> the description of this rank's part of them.
 
     The offsets are those of the whole sequences, from which Megatron finds the positions of the part by itself.
@@ -91,11 +91,13 @@ def pack_part(lengths: Sequence[int], place: Place) -> PackedSequences:
         bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), place)
         buckets.append(bucket)
         order.append(tokens)
-    whole.buckets, whole.cells = buckets, Cells.of(buckets, torch.cat(order))
+    whole.buckets, whole.cells = buckets, PaddedCells.of(buckets, torch.cat(order))
     return whole
 
 
-def _bucket(starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, place: Place) -> tuple[Bucket, Tensor]:
+def _bucket(
+    starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, place: ContextRank
+) -> tuple[LengthBucket, Tensor]:
     """The rectangle of R parts, and the tokens of the part in the order of its real cells.
 
     `starts_R`: of the parts; `tokens`: of all parts of one rank.
@@ -105,11 +107,11 @@ def _bucket(starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, place:
     real_RW = column < locals_R1
     gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
     keys = _keys(starts_R1, lengths_R[:, None], width, tokens, place)
-    bucket = Bucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
+    bucket = LengthBucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
     return bucket, gather_RW[real_RW]
 
 
-def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, place: Place) -> Keys:
+def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, place: ContextRank) -> KeyRanges:
     chunk_R1 = lengths_R1 // (2 * place.ranks)
     position = torch.arange(width)
     key_RK = torch.minimum(position, lengths_R1 - 1)
@@ -120,7 +122,7 @@ def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, place:
     column = torch.minimum(torch.arange(width // place.ranks), 2 * chunk_R1 - 1)
     front_R1, back_R1 = place.rank * chunk_R1, (2 * place.ranks - 2 - place.rank) * chunk_R1
     query_RW = column + torch.where(column < chunk_R1, front_R1, back_R1)
-    return Keys(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))
+    return KeyRanges(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))
 
 
 def gather_context(part: Tensor, group: Any) -> Tensor:
@@ -172,7 +174,7 @@ class _FillIn(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankTokens:
     """T positions of this rank, M of which predict a trained token."""
 
     tokens_1T: Tensor
@@ -194,28 +196,28 @@ class Part:
         return fill_in(values_M, self.mine_M, count, parallel_state.get_context_parallel_group())
 
 
-def own_place(sequence_parallel: bool) -> Place:
+def own_place(sequence_parallel: bool) -> ContextRank:
     """Of this rank, as the ranks are laid out now."""
-    return Place(
+    return ContextRank(
         rank=parallel_state.get_context_parallel_rank(),
         ranks=parallel_state.get_context_parallel_world_size(),
         scattered=parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1,
     )
 
 
-def part_of(batch: MicroBatch, place: Place) -> Part:
+def part_of(batch: MicroBatch, place: ContextRank) -> RankTokens:
     """What the rank at `place` reads of a micro-batch."""
     lengths = batch.packing.cu_seqlens_q.diff().tolist()
     padded = padded_lengths(lengths, place)
     if place.ranks == 1 and padded == lengths:
-        return Part(batch.tokens_1T, batch.positions_1T, batch.packing, batch.trained_N, None)
+        return RankTokens(batch.tokens_1T, batch.positions_1T, batch.packing, batch.trained_N, None)
     positions = [positions_of(length, place) for length in padded]
     sources_T, real_T = _sources(positions, lengths)
     place_T = torch.full((batch.tokens_1T.shape[1],), -1)
     place_T[sources_T[real_T]] = real_T.nonzero()[:, 0]
     place_N = place_T[batch.trained_N]
     mine_M = (place_N >= 0).nonzero()[:, 0]
-    return Part(
+    return RankTokens(
         tokens_1T=batch.tokens_1T.index_select(1, sources_T),
         positions_1T=torch.cat(positions)[None],
         packing=pack_part(padded, place),

@@ -129,15 +129,15 @@ def _draft(target: Path) -> Path:
 
 def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:
     """Like the checkpoint of a run at version 0, without an optimizer."""
-    from trainer.checkpoint.manifest import Manifest, seal
-    from trainer.checkpoint.snapshot import Snapshot
+    from trainer.checkpoint.manifest import CheckpointManifest, seal
+    from trainer.checkpoint.snapshot import RankSnapshot
     from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of_model
 
     state = {"model": model.sharded_state_dict(metadata=metadata())}
-    snapshot = Snapshot(state, folder, metadata(), live=())  # nobody trains: the weights need not be copied
+    snapshot = RankSnapshot(state, folder, metadata(), live=())  # nobody trains: the weights need not be copied
     part = snapshot.write()
     snapshot.finish([part])
-    manifest = Manifest(version=0, epoch=0, model=traits_of_model(hf, dtype), layout=layout_of_ranks())
+    manifest = CheckpointManifest(version=0, epoch=0, model=traits_of_model(hf, dtype), layout=layout_of_ranks())
     seal(folder, manifest, part.files)
 
 

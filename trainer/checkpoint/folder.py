@@ -34,7 +34,7 @@ from async_grpo.config.trainer import CheckpointConfig
 from async_grpo.errors import CheckpointError
 from async_grpo.wire.board import Evaluation
 from trainer.checkpoint.manifest import (
-    Manifest,
+    CheckpointManifest,
     changed,
     check_fits,
     read_manifest,
@@ -43,23 +43,23 @@ from trainer.checkpoint.manifest import (
     unreadable,
     write_synced,
 )
-from trainer.checkpoint.snapshot import Job, Snapshot, State, draft_of, drafts, read_part, write_part
+from trainer.checkpoint.snapshot import BackgroundJob, JobState, RankSnapshot, draft_of, drafts, read_part, write_part
 from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
-from trainer.distributed import is_leader, max_over_ranks, share_bytes, share_ints
+from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
 from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 
 
-def superfluous(versions: Collection[int], *, saved: int, keep: int, spared: Collection[int] = ()) -> list[int]:
+def to_delete(versions: Collection[int], *, saved: int, keep: int, spared: Collection[int] = ()) -> list[int]:
     """All but `saved`, the newest `keep` - 1 below it and the `spared`, in order; `saved` itself never.
 
     Versions above `saved` were renamed but never named by `latest`: their trainer was killed in
     between, and the one that followed resumed below them. They go even if spared.
 
-    >>> superfluous([2, 4, 6, 8], saved=6, keep=2)
+    >>> to_delete([2, 4, 6, 8], saved=6, keep=2)
     [2, 8]
-    >>> superfluous([2, 4, 6], saved=6, keep=1, spared=[2])
+    >>> to_delete([2, 4, 6], saved=6, keep=1, spared=[2])
     [4]
     """
     below = sorted(version for version in versions if version < saved)
@@ -119,13 +119,13 @@ class CheckpointFolder:
     config: CheckpointConfig
     reference: Reference | None = None
     """Saved and loaded with the policy."""
-    _saving: tuple[int, Job] | None = field(default=None, init=False)
-    _exporting: tuple[int, Job] | None = field(default=None, init=False)
+    _saving: tuple[int, BackgroundJob] | None = field(default=None, init=False)
+    _exporting: tuple[int, BackgroundJob] | None = field(default=None, init=False)
 
     def newest(self) -> int | None:
         """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
         found = self._marked(_LATEST) if is_leader() else None
-        (version,) = share_ints([-1 if found is None else found] if is_leader() else None, 1)
+        (version,) = broadcast_ints([-1 if found is None else found] if is_leader() else None, 1)
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
@@ -142,8 +142,8 @@ class CheckpointFolder:
                     shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
             draft.mkdir(parents=True)
         dist.barrier()
-        snapshot = Snapshot(state_of(policy) | self._reference_state(), draft, metadata(), live_tensors(policy))
-        manifest = Manifest(version=version, epoch=epoch, model=traits_of(policy), layout=layout_of_ranks())
+        snapshot = RankSnapshot(state_of(policy) | self._reference_state(), draft, metadata(), live_tensors(policy))
+        manifest = CheckpointManifest(version=version, epoch=epoch, model=traits_of(policy), layout=layout_of_ranks())
         accuracies = {found.version: found.sampled_accuracy for found in evaluations}
         rank = dist.get_rank()
         ranks = dist.get_world_size()
@@ -157,7 +157,7 @@ class CheckpointFolder:
                 self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
                 raise
 
-        self._saving = version, Job(f"checkpoint-{version}", write)
+        self._saving = version, BackgroundJob(f"checkpoint-{version}", write)
 
     def settle(self, *, wait: bool) -> int | None:
         """The version whose checkpoint has become safe since the last call, if any; with `wait`, the one in flight.
@@ -169,7 +169,7 @@ class CheckpointFolder:
             return None
         version, job = saving
         state = self._outcome(job, f"the checkpoint of version {version}", wait=wait)
-        if state is State.RUNNING:
+        if state is JobState.RUNNING:
             self._saving = saving
             return None
         return version
@@ -225,7 +225,7 @@ class CheckpointFolder:
                 for old in self._unkept(self._versions("hf-"), version, self.config.export_every_steps, accuracies):
                     shutil.rmtree(self._export_folder(old))
 
-        self._exporting = version, Job(f"export-{version}", write)
+        self._exporting = version, BackgroundJob(f"export-{version}", write)
         if not self.config.background:
             self.settle_export()
 
@@ -236,15 +236,15 @@ class CheckpointFolder:
             version, job = exporting
             self._outcome(job, f"the export of version {version}", wait=True)
 
-    def _outcome(self, job: Job, what: str, *, wait: bool) -> State:
+    def _outcome(self, job: BackgroundJob, what: str, *, wait: bool) -> JobState:
         """What rank 0's job has come to, on all ranks."""
         if wait:
             job.wait(self.config.timeout_s + _SLACK_S)
-        (number,) = share_ints([job.state] if is_leader() else None, 1)
-        state = State(number)
-        if state is State.FAILED or (wait and state is State.RUNNING):
+        (number,) = broadcast_ints([job.state] if is_leader() else None, 1)
+        state = JobState(number)
+        if state is JobState.FAILED or (wait and state is JobState.RUNNING):
             late = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
-            reason = share_bytes((job.failure or late).encode() if is_leader() else None).decode()
+            reason = broadcast_bytes((job.failure or late).encode() if is_leader() else None).decode()
             raise CheckpointError(
                 f"{what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
                 "room or mend the disk, and the same command resumes"
@@ -252,7 +252,12 @@ class CheckpointFolder:
         return state
 
     def _complete(
-        self, snapshot: Snapshot, draft: Path, manifest: Manifest, ranks: int, accuracies: dict[int, float]
+        self,
+        snapshot: RankSnapshot,
+        draft: Path,
+        manifest: CheckpointManifest,
+        ranks: int,
+        accuracies: dict[int, float],
     ) -> None:
         """From the files of all ranks to a checkpoint that `latest` names. On rank 0's thread."""
         parts = [read_part(draft, rank, self.config.timeout_s) for rank in range(ranks)]
@@ -261,7 +266,7 @@ class CheckpointFolder:
         self._put_in_place(draft, manifest)
         self._prune(manifest.version, accuracies)
 
-    def _put_in_place(self, draft: Path, manifest: Manifest) -> None:
+    def _put_in_place(self, draft: Path, manifest: CheckpointManifest) -> None:
         """Rename the draft, and let `latest` name it. Another trainer may do the same at any moment, and so every
         step can be taken back: the one of the newer epoch wins."""
         self._check_not_overtaken(manifest.epoch)
@@ -302,7 +307,7 @@ class CheckpointFolder:
         keep, keep_best = self.config.keep, self.config.keep_best
         mine = [version for version in versions if version <= saved]
         good = spared(mine, accuracies, span=span, keep=keep, keep_best=keep_best)
-        return superfluous(versions, saved=saved, keep=keep, spared=good)
+        return to_delete(versions, saved=saved, keep=keep, spared=good)
 
     def _versions(self, prefix: str = "") -> list[int]:
         names = [path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*") if path.is_dir()]
@@ -335,7 +340,7 @@ def _epoch_of(folder: Path) -> int:
         return 0
 
 
-def _check_bytes(folder: Path, manifest: Manifest) -> None:
+def _check_bytes(folder: Path, manifest: CheckpointManifest) -> None:
     """Every file is read by one rank. Raises CheckpointError on all of them."""
     wrong = changed(folder, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
     if max_over_ranks(torch.tensor([len(wrong)])).item():

@@ -28,7 +28,7 @@ Traits = Mapping[str, str | int | bool | None]
 """What two models must share for the weights of one to fit the other."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How many ranks of each kind wrote it; any other layout may read it."""
 
     tensor: int
@@ -45,20 +45,20 @@ class File(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A whole checkpoint."""
 
     version: int
     """Of the policy, which is the position in the buffer and in the schedule of the learning rate too."""
     epoch: int
     model: dict[str, str | int | bool | None]
-    layout: Layout
+    layout: RankLayout
     format: int = FORMAT
     files: dict[str, File] = {}
     """By name."""
 
 
-def seal(folder: Path, manifest: Manifest, known: Mapping[str, File]) -> None:
+def seal(folder: Path, manifest: CheckpointManifest, known: Mapping[str, File]) -> None:
     """Put everything in `folder` on disk, then its manifest: from here on it is whole. `known` files are described."""
     paths = sorted(path for path in folder.iterdir() if path.name != FILE)
     for path in paths:
@@ -78,12 +78,12 @@ def describe(path: Path) -> File:
     return File(size, digest.hexdigest())
 
 
-def changed(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def changed(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
     """Those of the named files that do not hold what was written."""
     return [name for name in names if describe(folder / name) != manifest.files[name]]
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a folder that has all its files. Raises CheckpointError for a torn or newer one."""
     try:
         raw = (folder / FILE).read_bytes()
@@ -93,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder} has format {found['format']}; this version reads up to {FORMAT}. It was written by a newer "
                 "async-grpo: install that one, or start over with --fresh"
             )
-        manifest = msgspec.convert(found, Manifest)
+        manifest = msgspec.convert(found, CheckpointManifest)
     except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
         raise _torn(folder, f"its {FILE} is missing or cannot be read ({error})") from error
     for name, file in manifest.files.items():
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_fits(folder: Path, manifest: Manifest, *, version: int, model: Traits) -> None:
+def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, model: Traits) -> None:
     """Raises CheckpointError if it is of another version or another model."""
     if manifest.version != version:
         raise CheckpointError(

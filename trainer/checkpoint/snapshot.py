@@ -44,7 +44,7 @@ from async_grpo.errors import WaitTimeout
 from trainer.checkpoint.manifest import File, describe, write_synced
 
 
-class State(IntEnum):
+class JobState(IntEnum):
     """How far a job is."""
 
     RUNNING = 0
@@ -52,7 +52,7 @@ class State(IntEnum):
     FAILED = 2
 
 
-class Job:
+class BackgroundJob:
     """Runs `work` at once, on a thread named `name`."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
@@ -62,11 +62,11 @@ class Job:
         self._thread.start()
 
     @property
-    def state(self) -> State:
+    def state(self) -> JobState:
         """Does not wait."""
         if self._thread.is_alive():
-            return State.RUNNING
-        return State.DONE if self._failure is None else State.FAILED
+            return JobState.RUNNING
+        return JobState.DONE if self._failure is None else JobState.FAILED
 
     @property
     def failure(self) -> str:
@@ -96,34 +96,34 @@ class Written(msgspec.Struct, frozen=True):
     length: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankShards(msgspec.Struct, frozen=True):
     """What one rank has written."""
 
     shards: list[Written]
     files: dict[str, File]
 
 
-class Snapshot:
+class RankSnapshot:
     """What is to be written into `folder`, which exists. Making one is collective."""
 
     def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], live: Collection[Tensor]) -> None:
         """`live` are the tensors that the next step changes: what shares memory with them is copied."""
         self._folder = folder
-        self._strategy = _Take({_memory(tensor) for tensor in live})
+        self._strategy = SaveStrategy({_memory(tensor) for tensor in live})
         dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata)
 
-    def write(self) -> Part:
+    def write(self) -> RankShards:
         """This rank's file (none, if other ranks have all of its state too)."""
         shards = [_written(result) for result in self._strategy.write()]
-        return Part(shards, {name: describe(self._folder / name) for name in {shard.file for shard in shards}})
+        return RankShards(shards, {name: describe(self._folder / name) for name in {shard.file for shard in shards}})
 
-    def finish(self, parts: list[Part]) -> None:
+    def finish(self, parts: list[RankShards]) -> None:
         """The index. Rank 0 only."""
         results = [[_result(shard) for shard in part.shards] for part in parts]
         self._strategy.writer.finish(self._strategy.index, results)
 
 
-class _Take(megatron_strategies.TorchDistSaveShardedStrategy):
+class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
     """Does what torch's `save` does before it writes; writes when told."""
 
     writer: torch_checkpoint.FileSystemWriter
@@ -132,7 +132,7 @@ class _Take(megatron_strategies.TorchDistSaveShardedStrategy):
 
     def __init__(self, live: set[int]) -> None:
         super().__init__("torch_dist", 1)
-        self._planner = _Copies(live)
+        self._planner = SavePlanner(live)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         renamed, _, _ = megatron_strategies._replace_state_dict_keys_with_sharded_keys(
@@ -161,7 +161,7 @@ class _Take(megatron_strategies.TorchDistSaveShardedStrategy):
         return self._planner.finish_plan(ranks.reduce_scatter("plan", local_step, global_step))
 
 
-class _Copies(megatron_strategies.MCoreSavePlanner):
+class SavePlanner(megatron_strategies.MCoreSavePlanner):
     """Hands out what was copied, once."""
 
     def __init__(self, live: set[int]) -> None:
@@ -171,7 +171,7 @@ class _Copies(megatron_strategies.MCoreSavePlanner):
 
     def copy(self, plan: SavePlan) -> None:
         """After this, training may go on."""
-        self._held = {item.index: self._own(super(_Copies, self).resolve_data(item)) for item in plan.items}
+        self._held = {item.index: self._own(super(SavePlanner, self).resolve_data(item)) for item in plan.items}
         self.state_dict: dict[str, Any] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -220,7 +220,7 @@ def drafts(folder: Path) -> list[tuple[Path, int]]:
     return found
 
 
-def write_part(snapshot: Snapshot, draft: Path, rank: int) -> None:
+def write_part(snapshot: RankSnapshot, draft: Path, rank: int) -> None:
     """This rank's file and its part; or, before the error is raised, why not."""
     try:
         write_synced(_part(draft, rank), msgspec.json.encode(snapshot.write()))
@@ -229,7 +229,7 @@ def write_part(snapshot: Snapshot, draft: Path, rank: int) -> None:
         raise
 
 
-def read_part(draft: Path, rank: int, timeout_s: float) -> Part:
+def read_part(draft: Path, rank: int, timeout_s: float) -> RankShards:
     """Wait for it, and remove it. Raises OSError if the rank failed or the draft was removed, WaitTimeout."""
     path, deadline_s = _part(draft, rank), time.monotonic() + timeout_s
     while not path.exists():
@@ -241,7 +241,7 @@ def read_part(draft: Path, rank: int, timeout_s: float) -> Part:
             fix = "Is the folder shared by all machines? Raise trainer.checkpoint.timeout_s"
             raise WaitTimeout(f"rank {rank}'s part of {draft}", timeout_s, fix)
         time.sleep(_LOOK_EVERY_S)
-    part = msgspec.json.decode(path.read_bytes(), type=Part)
+    part = msgspec.json.decode(path.read_bytes(), type=RankShards)
     path.unlink()
     return part
 

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from trainer.checkpoint.manifest import Layout
+from trainer.checkpoint.manifest import RankLayout
 from trainer.model.optimizer import load_state, make_storable, parameter_states
 from trainer.model.policy import Policy
 
@@ -29,7 +29,7 @@ def metadata() -> dict[str, Any]:
     }
 
 
-def state_of(policy: Policy, *, written_by: Layout | None = None) -> dict[str, Any]:
+def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[str, Any]:
     """As Megatron's sharded tensors of this rank: to be saved, or to be filled from a checkpoint of that layout.
 
     The random state belongs to a (pipeline, tensor) rank: where these were others, it stays as it
@@ -79,9 +79,9 @@ def traits_of_model(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, str |
     return {**traits, "precision": str(dtype).removeprefix("torch.")}
 
 
-def layout_of_ranks() -> Layout:
+def layout_of_ranks() -> RankLayout:
     """How many ranks of each kind there are now."""
-    return Layout(
+    return RankLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
         context=parallel_state.get_context_parallel_world_size(),

@@ -20,11 +20,11 @@ from transformers import PretrainedConfig
 from async_grpo.errors import DataError
 from trainer.model.checks import check_known, check_tensor
 from trainer.model.families import head_dim
-from trainer.model.weight_map import Cut, Weight, parameter_of, stage_weights
+from trainer.model.weight_map import ShardRule, WeightRule, parameter_of, stage_weights
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankPosition:
     """Of a rank in the layout. Replicas of a tensor are counted apart for experts, which other ranks share."""
 
     stage: int
@@ -35,14 +35,14 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class ShardOwners:
     """The seats of all ranks, seen from `rank`."""
 
     rank: int
-    seats: tuple[Seat, ...]
+    seats: tuple[RankPosition, ...]
 
     def source(self, stage: int, holder: int | None) -> int:
-        """The rank that ends up with the whole tensor; `holder` as in `Weight`."""
+        """The rank that ends up with the whole tensor; `holder` as in `WeightRule`."""
         return next(
             rank
             for rank, seat in enumerate(self.seats)
@@ -54,13 +54,13 @@ class Owners:
         return self._first(self.seats[self.rank], stage, holder)
 
     @staticmethod
-    def _first(seat: Seat, stage: int, holder: int | None) -> bool:
+    def _first(seat: RankPosition, stage: int, holder: int | None) -> bool:
         if seat.stage != stage:
             return False
         return seat.replica == 0 if holder is None else (seat.expert, seat.expert_replica) == (holder, 0)
 
 
-def find_owners() -> Owners:
+def find_owners() -> ShardOwners:
     """All ranks ask together."""
     seat = [
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -71,7 +71,7 @@ def find_owners() -> Owners:
     ]
     seats = [torch.empty(len(seat), dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(seats, torch.tensor(seat))
-    return Owners(dist.get_rank(), tuple(Seat(*found.tolist()) for found in seats))
+    return ShardOwners(dist.get_rank(), tuple(RankPosition(*found.tolist()) for found in seats))
 
 
 @torch.no_grad()
@@ -114,28 +114,28 @@ def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tens
                 yield from zip(weight.hf, full, strict=True)
 
 
-def shard(cut: Cut, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
+def shard(cut: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
     """Rank `rank`'s part of a parameter, from the full Hugging Face tensors."""
-    if cut is Cut.WHOLE:
+    if cut is ShardRule.WHOLE:
         return full[0]
-    if cut is Cut.ROWS:
+    if cut is ShardRule.ROWS:
         return full[0].chunk(ranks, 0)[rank]
-    if cut is Cut.COLUMNS:
+    if cut is ShardRule.COLUMNS:
         return full[0].chunk(ranks, 1)[rank]
-    if cut is Cut.GATE_UP:
+    if cut is ShardRule.GATE_UP:
         return torch.cat([tensor.chunk(ranks, 0)[rank] for tensor in full])
     return _interleave(full, groups).chunk(ranks, 0)[rank]
 
 
-def unshard(cut: Cut, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
+def unshard(cut: ShardRule, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
     """The full Hugging Face tensors, from the parts of all ranks: the inverse of `shard`."""
-    if cut is Cut.WHOLE:
+    if cut is ShardRule.WHOLE:
         return [parts[0]]
-    if cut is Cut.ROWS:
+    if cut is ShardRule.ROWS:
         return [torch.cat(list(parts))]
-    if cut is Cut.COLUMNS:
+    if cut is ShardRule.COLUMNS:
         return [torch.cat(list(parts), 1)]
-    if cut is Cut.GATE_UP:
+    if cut is ShardRule.GATE_UP:
         gates, ups = zip(*(part.chunk(2, 0) for part in parts), strict=True)
         return [torch.cat(gates), torch.cat(ups)]
     return _separate(torch.cat(list(parts)), groups, head_dim)
@@ -155,7 +155,7 @@ def _separate(merged: Tensor, groups: int, head_dim: int) -> list[Tensor]:
     return [part.reshape(-1, *tail) for part in by_group.split([heads, 1, 1], 1)]
 
 
-def _own_weights(hf: PretrainedConfig) -> list[Weight]:
+def _own_weights(hf: PretrainedConfig) -> list[WeightRule]:
     weights = stage_weights(
         hf,
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -165,7 +165,7 @@ def _own_weights(hf: PretrainedConfig) -> list[Weight]:
     return [w for w in weights if w.holder in (None, parallel_state.get_expert_model_parallel_rank())]
 
 
-def _cut_of(weight: Weight) -> tuple[int, int]:
+def _cut_of(weight: WeightRule) -> tuple[int, int]:
     """(rank, ranks) that the parameter is cut over; an expert is whole."""
     if weight.holder is not None:
         return 0, 1
@@ -179,18 +179,18 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
     return tensor
 
 
-def _gather(parameter: Tensor, weight: Weight, hf: PretrainedConfig) -> list[Tensor]:
+def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list[Tensor]:
     """Full tensors, on every rank that the parameter is cut over."""
     parts = [parameter.data]
     _, ranks = _cut_of(weight)
-    if weight.cut is not Cut.WHOLE and ranks > 1:
+    if weight.cut is not ShardRule.WHOLE and ranks > 1:
         parts = [torch.empty_like(parameter.data) for _ in range(ranks)]
         dist.all_gather(parts, parameter.data.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     return unshard(weight.cut, parts, hf.num_key_value_heads, head_dim(hf))
 
 
 def _to_first_rank(
-    full: list[Tensor] | None, weight: Weight, source: int, owners: Owners, dtype: torch.dtype
+    full: list[Tensor] | None, weight: WeightRule, source: int, owners: ShardOwners, dtype: torch.dtype
 ) -> list[Tensor] | None:
     """Send from rank `source` to rank 0; the received tensors there, what was given elsewhere."""
     if owners.rank == source:

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trainer.batch.context_parallel import gather_context
-from trainer.batch.packed import Bucket, Cells, Keys, PackedSequences
+from trainer.batch.packed import KeyRanges, LengthBucket, PackedSequences, PaddedCells
 
 
 class RMSNorm(torch.nn.Module):
@@ -88,7 +88,7 @@ class PackedAttention(MegatronModule):
         outputs = [self._attend(*each) for each in zip(queries, keys, values, buckets, strict=True)]
         return _ToTokens.apply(torch.cat(outputs), cells)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bucket: LengthBucket) -> Tensor:
         """One rectangle, as its cells: [cells, heads * d]."""
         out = F.scaled_dot_product_attention(
             query,
@@ -107,7 +107,7 @@ class _ToCells(torch.autograd.Function):
     selection as well: of each token's own cell. That of `index_select` adds cell by cell, on one core."""
 
     @staticmethod
-    def forward(context: Any, packed: Tensor, cells: Cells) -> Tensor:
+    def forward(context: Any, packed: Tensor, cells: PaddedCells) -> Tensor:
         context.cells = cells
         return packed.index_select(0, cells.gather)
 
@@ -120,7 +120,7 @@ class _ToTokens(torch.autograd.Function):
     """Cells -> packed tokens; padded cells are dropped, and get the gradient 0."""
 
     @staticmethod
-    def forward(context: Any, outputs: Tensor, cells: Cells) -> Tensor:
+    def forward(context: Any, outputs: Tensor, cells: PaddedCells) -> Tensor:
         context.cells = cells
         return outputs.index_select(0, cells.home)
 
@@ -129,13 +129,13 @@ class _ToTokens(torch.autograd.Function):
         return gradient.index_select(0, context.cells.gather).index_fill_(0, context.cells.padding, 0), None
 
 
-def _rectangles(packed: Tensor, cells: Cells, buckets: Sequence[Bucket]) -> list[Tensor]:
+def _rectangles(packed: Tensor, cells: PaddedCells, buckets: Sequence[LengthBucket]) -> list[Tensor]:
     """[T, heads, d] -> a [rows, heads, width, d] for every bucket."""
     parts = _ToCells.apply(packed, cells).split([bucket.rows * bucket.width for bucket in buckets])
     return [_rectangle(part, bucket.width) for part, bucket in zip(parts, buckets, strict=True)]
 
 
-def _gathered(packed: Tensor, keys: Keys | None) -> Tensor:
+def _gathered(packed: Tensor, keys: KeyRanges | None) -> Tensor:
     """Of the tokens of all ranks those that a bucket's queries may see: [rows, heads, width, d]."""
     assert keys is not None
     return _rectangle(packed.index_select(0, keys.gather), keys.width)
@@ -156,15 +156,19 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
-def swap(node: Any, by: Mapping[type, type]) -> Any:
+def replace_modules(node: Any, by: Mapping[type, type]) -> Any:
     """A copy of `node` (a spec, its submodules, a list of specs) with the classes of `by` swapped, at any depth."""
     if isinstance(node, type):
         return by.get(node, node)
     if isinstance(node, list | tuple):
-        return type(node)(swap(child, by) for child in node)
+        return type(node)(replace_modules(child, by) for child in node)
     if dataclasses.is_dataclass(node):
         return dataclasses.replace(  # type: ignore[type-var]  # classes have been dealt with
             node,
-            **{field.name: swap(getattr(node, field.name), by) for field in dataclasses.fields(node) if field.init},
+            **{
+                field.name: replace_modules(getattr(node, field.name), by)
+                for field in dataclasses.fields(node)
+                if field.init
+            },
         )
     return node

@@ -43,7 +43,7 @@ def parameter_of(name: str, parameters: Container[str]) -> str:
 Shape = tuple[int, ...]
 
 
-class Cut(Enum):
+class ShardRule(Enum):
     """How one full parameter lies on the tensor-parallel ranks."""
 
     WHOLE = auto()
@@ -59,12 +59,12 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class WeightRule:
     """One parameter of a stage."""
 
     megatron: str
     """Its name on the ranks that have it, as the spec of this project names it."""
-    cut: Cut
+    cut: ShardRule
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
     exported: bool = True
@@ -74,19 +74,21 @@ class Weight:
     tensor-parallel ranks."""
 
 
-def stage_weights(hf: PretrainedConfig, stage: int, stages: int, expert_ranks: int = 1) -> list[Weight]:
+def stage_weights(hf: PretrainedConfig, stage: int, stages: int, expert_ranks: int = 1) -> list[WeightRule]:
     """The parameters of pipeline stage `stage` of `stages`, in export order, over all expert-parallel ranks."""
     first, last = stage == 0, stage == stages - 1
     vocabulary = ((hf.vocab_size, hf.hidden_size),)
     weights = []
     if first:
-        weights.append(Weight("embedding.word_embeddings.weight", Cut.ROWS, ("model.embed_tokens.weight",), vocabulary))
+        weights.append(
+            WeightRule("embedding.word_embeddings.weight", ShardRule.ROWS, ("model.embed_tokens.weight",), vocabulary)
+        )
     layers = hf.num_hidden_layers // stages
     for local in range(layers):
         weights += _layer_weights(hf, local, stage * layers + local, expert_ranks)
     if last:
         weights.append(
-            Weight("decoder.final_layernorm.weight", Cut.WHOLE, ("model.norm.weight",), ((hf.hidden_size,),))
+            WeightRule("decoder.final_layernorm.weight", ShardRule.WHOLE, ("model.norm.weight",), ((hf.hidden_size,),))
         )
         weights += _head_weights(hf, vocabulary, first)
     return weights
@@ -100,16 +102,18 @@ def model_tensors(hf: PretrainedConfig, stages: int) -> Iterator[tuple[str, Shap
                 yield from zip(weight.hf, weight.shapes, strict=True)
 
 
-def _head_weights(hf: PretrainedConfig, vocabulary: tuple[Shape, ...], first: bool) -> list[Weight]:
+def _head_weights(hf: PretrainedConfig, vocabulary: tuple[Shape, ...], first: bool) -> list[WeightRule]:
     """The output layer; a tied one is a parameter of its own only where the embedding is another stage's."""
     if not hf.tie_word_embeddings:
-        return [Weight("output_layer.weight", Cut.ROWS, ("lm_head.weight",), vocabulary)]
+        return [WeightRule("output_layer.weight", ShardRule.ROWS, ("lm_head.weight",), vocabulary)]
     if first:
         return []
-    return [Weight("output_layer.weight", Cut.ROWS, ("model.embed_tokens.weight",), vocabulary, exported=False)]
+    return [
+        WeightRule("output_layer.weight", ShardRule.ROWS, ("model.embed_tokens.weight",), vocabulary, exported=False)
+    ]
 
 
-def _layer_weights(hf: PretrainedConfig, local: int, layer: int, expert_ranks: int) -> list[Weight]:
+def _layer_weights(hf: PretrainedConfig, local: int, layer: int, expert_ranks: int) -> list[WeightRule]:
     ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
     experts = family_of(hf).experts
     mlp = _expert_weights(hf, ours, theirs, expert_ranks) if experts else _mlp_weights(hf, ours, theirs)
@@ -121,17 +125,19 @@ def _layer_weights(hf: PretrainedConfig, local: int, layer: int, expert_ranks: i
     ]
 
 
-def _norm(hf: PretrainedConfig, ours: str, theirs: str, size: int | None = None) -> Weight:
-    return Weight(f"{ours}.weight", Cut.WHOLE, (f"{theirs}.weight",), ((size or hf.hidden_size,),))
+def _norm(hf: PretrainedConfig, ours: str, theirs: str, size: int | None = None) -> WeightRule:
+    return WeightRule(f"{ours}.weight", ShardRule.WHOLE, (f"{theirs}.weight",), ((size or hf.hidden_size,),))
 
 
-def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Weight]:
+def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
     family, hidden = family_of(hf), hf.hidden_size
     query, group = hf.num_attention_heads * head_dim(hf), hf.num_key_value_heads * head_dim(hf)
     sizes = (query, group, group)
 
-    def qkv(part: str, shapes: tuple[Shape, ...]) -> Weight:
-        return Weight(f"{ours}linear_qkv.{part}", Cut.QKV, tuple(f"{theirs}{x}_proj.{part}" for x in "qkv"), shapes)
+    def qkv(part: str, shapes: tuple[Shape, ...]) -> WeightRule:
+        return WeightRule(
+            f"{ours}linear_qkv.{part}", ShardRule.QKV, tuple(f"{theirs}{x}_proj.{part}" for x in "qkv"), shapes
+        )
 
     yield qkv("weight", tuple((size, hidden) for size in sizes))
     if family.qkv_bias:
@@ -139,27 +145,27 @@ def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator
     if family.qk_norm:
         for name in "qk":
             yield _norm(hf, f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim(hf))
-    yield Weight(f"{ours}linear_proj.weight", Cut.COLUMNS, (f"{theirs}o_proj.weight",), ((hidden, query),))
+    yield WeightRule(f"{ours}linear_proj.weight", ShardRule.COLUMNS, (f"{theirs}o_proj.weight",), ((hidden, query),))
 
 
-def _mlp_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Weight]:
+def _mlp_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
     yield from _gated(hf.hidden_size, hf.intermediate_size, ours + "mlp.", theirs + "mlp.")
 
 
-def _expert_weights(hf: PretrainedConfig, ours: str, theirs: str, ranks: int) -> Iterator[Weight]:
+def _expert_weights(hf: PretrainedConfig, ours: str, theirs: str, ranks: int) -> Iterator[WeightRule]:
     """The router, and the experts in order: each rank has as many, numbered from 0 on it."""
     hidden, count = hf.hidden_size, hf.num_experts
-    yield Weight(f"{ours}mlp.router.weight", Cut.WHOLE, (f"{theirs}mlp.gate.weight",), ((count, hidden),))
+    yield WeightRule(f"{ours}mlp.router.weight", ShardRule.WHOLE, (f"{theirs}mlp.gate.weight",), ((count, hidden),))
     for expert in range(count):
         holder, local = divmod(expert, count // ranks)
         names = f"{ours}mlp.experts.local_experts.{local}.", f"{theirs}mlp.experts.{expert}."
         yield from _gated(hidden, hf.moe_intermediate_size, *names, holder)
 
 
-def _gated(hidden: int, inner: int, ours: str, theirs: str, holder: int | None = None) -> Iterator[Weight]:
+def _gated(hidden: int, inner: int, ours: str, theirs: str, holder: int | None = None) -> Iterator[WeightRule]:
     """down(silu(gate(x)) * up(x))"""
     gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
     shapes = ((inner, hidden), (inner, hidden))
-    yield Weight(f"{ours}linear_fc1.weight", Cut.GATE_UP, gate_up, shapes, holder=holder)
+    yield WeightRule(f"{ours}linear_fc1.weight", ShardRule.GATE_UP, gate_up, shapes, holder=holder)
     down = (f"{theirs}down_proj.weight",)
-    yield Weight(f"{ours}linear_fc2.weight", Cut.COLUMNS, down, ((hidden, inner),), holder=holder)
+    yield WeightRule(f"{ours}linear_fc2.weight", ShardRule.COLUMNS, down, ((hidden, inner),), holder=holder)

@@ -52,7 +52,7 @@ from async_grpo.utils.requirements import (
     present,
     release,
 )
-from trainer.model.layers import swap
+from trainer.model.layers import replace_modules
 from trainer.platform.base import (
     MemoryUse,
     Run,
@@ -306,7 +306,7 @@ def with_transformer_engine(spec: Any, config: Any) -> Any:
     }
     if config.params_dtype == torch.bfloat16 and config.context_parallel_size == 1:
         by[PackedAttention] = theirs["TEDotProductAttention"]
-    return swap(spec, by)
+    return replace_modules(spec, by)
 
 
 def _classes() -> dict[str, Any]:

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from async_grpo.algorithms import PROXIMALS, Tokens, ess_scale, ess_sums, every_multiplier
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.telemetry.timeline import Phases
+from async_grpo.telemetry.timeline import PhaseTimer
 from trainer.batch.packing import Packed
 from trainer.batch.sequences import MicroBatch, Targets, targets_of
-from trainer.distributed import counts_once, sum_over_ranks
+from trainer.distributed import is_counting_rank, sum_over_ranks
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PrecomputedTokens:
     """Of all trained tokens of the batch; None where nobody asks."""
 
     prox_N: Tensor | None = None
@@ -50,7 +50,7 @@ class Known:
         )
 
 
-def look_ahead(
+def precompute(
     policy: Policy,
     packed: Packed,
     objective: ObjectiveConfig,
@@ -58,13 +58,13 @@ def look_ahead(
     *,
     updates: int,
     reference: Reference | None,
-    phases: Phases,
-) -> Known:
+    phases: PhaseTimer,
+) -> PrecomputedTokens:
     """The passes that a step of so many updates needs. `version`: of the present weights."""
-    known = Known()
+    known = PrecomputedTokens()
     if reference is not None:
         with phases.span("reference"), reference.active() as weights:
-            known = Known(reference_N=whole_logprobs(weights, packed))
+            known = PrecomputedTokens(reference_N=whole_logprobs(weights, packed))
     several = updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
     if not several and not objective.needs_whole_batch:
         return known
@@ -84,7 +84,7 @@ def whole_logprobs(policy: Policy, packed: Packed) -> Tensor:
     """log pi of all trained tokens of the batch, in order, on every rank."""
     found = policy.run(packed.micro_batches, lambda values_N, _entropy, _batch: (values_N.sum(), values_N), train=False)
     logprobs_N = torch.zeros(sum(member.trained_tokens for member in packed.members))
-    if counts_once():
+    if is_counting_rank():
         for batch, values_N in zip(packed.micro_batches, found, strict=False):  # only the last pipeline stage finds any
             logprobs_N[batch.index_N] = values_N
     return sum_over_ranks(logprobs_N)
@@ -114,6 +114,6 @@ def tokens_of(
     )
 
 
-def prepared(batches: Many[MicroBatch], known: Known) -> list[MicroBatch]:
+def prepared(batches: Many[MicroBatch], known: PrecomputedTokens) -> list[MicroBatch]:
     """Micro-batches with what is known of their tokens."""
     return [known.give_to(batch) for batch in batches]

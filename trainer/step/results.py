@@ -129,7 +129,7 @@ class StepResult:
 
 
 @dataclass(slots=True)
-class StepFigures:
+class StepTotals:
     """Grows with every pass and every update of a step."""
 
     cost: ModelCost

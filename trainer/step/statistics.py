@@ -10,7 +10,7 @@ from torch import Tensor
 from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
 from async_grpo.config.objective import ObjectiveConfig
 from trainer.batch.sequences import Targets
-from trainer.distributed import counts_once, max_over_ranks, sum_over_ranks
+from trainer.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
 
 SUMS = (
     "loss",
@@ -80,7 +80,7 @@ def tally_gap(logprobs_N: Tensor, targets: Targets, version: int) -> Tally:
 def reduce_tallies(found: Many[Tally]) -> tuple[dict[str, float], dict[str, float]]:
     """Over micro-batches and ranks."""
     sums, maxima = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
-    if found and counts_once():
+    if found and is_counting_rank():
         sums = torch.stack([part for part, _ in found]).sum(0)
         maxima = torch.stack([part for _, part in found]).amax(0)
     return (

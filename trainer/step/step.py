@@ -23,23 +23,23 @@ from torch import Tensor
 from async_grpo.algorithms import ess_scale, rewards_less_kl, token_objective
 from async_grpo.config import RunConfig
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.telemetry.timeline import Phases
+from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.packing import Packed, pack, pack_for_rank, sequences_in, split_groups
 from trainer.batch.sequences import MicroBatch, Sequence, reweighed, targets_of
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.step.precompute import Known, look_ahead, prepared, theta_version, tokens_of
-from trainer.step.results import StepFigures, StepResult, model_cost, refuse_non_finite
+from trainer.step.precompute import PrecomputedTokens, precompute, prepared, theta_version, tokens_of
+from trainer.step.results import StepResult, StepTotals, model_cost, refuse_non_finite
 from trainer.step.statistics import Tally, reduce_tallies, tally, tally_gap
 
 
-class Ready(NamedTuple):
+class PreparedBatch(NamedTuple):
     """A batch, or a part of one, of which all is known that must be."""
 
     members: list[Sequence]
     packed: Packed
-    known: Known
+    known: PrecomputedTokens
 
 
 def train_step(
@@ -48,7 +48,7 @@ def train_step(
     config: RunConfig,
     *,
     lr: float,
-    phases: Phases,
+    phases: PhaseTimer,
     reference: Reference | None = None,
 ) -> StepResult:
     """Turn version `batch.version` into the next one.
@@ -58,9 +58,9 @@ def train_step(
     """
     objective = config.trainer.objective
     ready = make_ready(policy, batch, config, reference, phases)
-    figures = StepFigures(model_cost(policy.hf), members=ready.members)
+    figures = StepTotals(model_cost(policy.hf), members=ready.members)
     for number, packed in enumerate(_mini_batches(ready, batch, config, figures, phases)):
-        loss = Loss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
+        loss = MicroBatchLoss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
         with phases.span("train", micro_batches=len(packed.micro_batches)):
             policy.zero_grad()
             micro_batches = prepared(packed.micro_batches, ready.known)
@@ -71,32 +71,34 @@ def train_step(
     return figures.result(entropy=objective.entropy_coef > 0, reference=reference is not None)
 
 
-def make_ready(policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: Phases) -> Ready:
+def make_ready(
+    policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: PhaseTimer
+) -> PreparedBatch:
     """Sequences and packing, and the passes that must come before the first update."""
     objective, quadratic = config.trainer.objective, model_cost(policy.hf).quadratic
     with phases.span("pack"):
         members = sequences_in(batch, config)
         packed = pack(members, config, quadratic)
     updates = config.trainer.updates
-    known = look_ahead(policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases)
+    known = precompute(policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases)
     if objective.kl_beta > 0 and objective.kl_in == "reward":
         with phases.span("pack"):
             members = sequences_in(_penalised(batch, members, known, objective), config)
             packed = pack(members, config, quadratic)
-    return Ready(members, packed, known)
+    return PreparedBatch(members, packed, known)
 
 
 def take_update(
     policy: Policy,
-    figures: StepFigures,
+    figures: StepTotals,
     sums: dict[str, float],
     maxima: dict[str, float],
-    known: Known,
+    known: PrecomputedTokens,
     config: RunConfig,
     *,
     lr: float,
     version: int,
-    phases: Phases,
+    phases: PhaseTimer,
 ) -> None:
     """Change the weights by the gradient that was accumulated. Raises NonFiniteStep before it does."""
     refuse_non_finite(sums["loss"], version)
@@ -128,7 +130,7 @@ def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, fl
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class MicroBatchLoss:
     """The loss function of a micro-batch; hands back its tally."""
 
     objective: ObjectiveConfig
@@ -155,7 +157,7 @@ class Loss:
 
 
 def _mini_batches(
-    ready: Ready, batch: Batch, config: RunConfig, figures: StepFigures, phases: Phases
+    ready: PreparedBatch, batch: Batch, config: RunConfig, figures: StepTotals, phases: PhaseTimer
 ) -> Iterator[Packed]:
     """What each update is made from, in order."""
     trainer = config.trainer
@@ -174,7 +176,7 @@ def _mini_batches(
             yield packed
 
 
-def _penalised(batch: Batch, members: list[Sequence], known: Known, objective: ObjectiveConfig) -> Batch:
+def _penalised(batch: Batch, members: list[Sequence], known: PrecomputedTokens, objective: ObjectiveConfig) -> Batch:
     """The batch with beta * (divergence of each sample, summed over its trained tokens) taken from its reward."""
     assert known.reference_N is not None
     targets = targets_of(members)

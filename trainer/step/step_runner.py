@@ -32,7 +32,7 @@ from trainer.coordinator import Coordinator
 from trainer.model.optimizer import learning_rate
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.run_logger import Diary
+from trainer.run_logger import TrainerLogger
 from trainer.step.results import StepResult
 from trainer.step.step import train_step
 from trainer.step.streaming import StreamedStep
@@ -41,7 +41,7 @@ KEPT = 8
 """Dumps of a run; the oldest steps go first."""
 
 
-class Dump(Record, frozen=True, kw_only=True, tag="dump"):
+class SkippedBatch(Record, frozen=True, kw_only=True, tag="dump"):
     """The batch of a step that was skipped, readable with the plain `msgpack` package."""
 
     step: int
@@ -51,7 +51,7 @@ class Dump(Record, frozen=True, kw_only=True, tag="dump"):
 
 
 @dataclass(slots=True)
-class Skips:
+class SkippedSteps:
     """Of one trainer process."""
 
     folder: Path
@@ -69,7 +69,7 @@ class Skips:
         self.in_a_row += 1
         path = self.folder / f"step-{batch.version + 1}.msgpack"
         if self.writes:
-            self._write(path, Dump(step=batch.version + 1, reason=str(fault), time_s=time.time(), batch=batch))
+            self._write(path, SkippedBatch(step=batch.version + 1, reason=str(fault), time_s=time.time(), batch=batch))
         if self.in_a_row >= self.limit:
             raise TrainingError(
                 f"{self.in_a_row} steps in a row had a loss or a gradient that is not finite "
@@ -78,7 +78,7 @@ class Skips:
             ) from fault
         return path
 
-    def _write(self, path: Path, dump: Dump) -> None:
+    def _write(self, path: Path, dump: SkippedBatch) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")
         draft.write_bytes(encode(dump))
@@ -92,7 +92,7 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-class Made(NamedTuple):
+class StepOutcome(NamedTuple):
     """A step of the policy."""
 
     batch: Batch
@@ -102,17 +102,17 @@ class Made(NamedTuple):
 
 
 @dataclass(slots=True)
-class Stepper:
+class StepRunner:
     """Makes one step after another. All calls are collective."""
 
     config: RunConfig
     policy: Policy
     reference: Reference | None
     coordinator: Coordinator
-    diary: Diary
-    skips: Skips
+    diary: TrainerLogger
+    skips: SkippedSteps
 
-    def make(self, version: int, *, waiting: str) -> Made | None:
+    def make(self, version: int, *, waiting: str) -> StepOutcome | None:
         """The step `version` -> `version + 1`; None if the run is to stop now, and then nothing has changed.
 
         `waiting`: what the time spent waiting for groups is called. Raises TrainingError after too many skipped steps.
@@ -122,7 +122,7 @@ class Stepper:
             self.reference.after_step(self.policy, version + 1)
         return made
 
-    def _train(self, version: int, waiting: str) -> Made | None:
+    def _train(self, version: int, waiting: str) -> StepOutcome | None:
         phases, lr = self.diary.phases, self._lr(version)
         with phases.span(waiting, version=version):
             batch = self.coordinator.take(version)
@@ -134,7 +134,7 @@ class Stepper:
             return self._skip(batch, fault, lr)
         return self._done(batch, result, lr)
 
-    def _stream(self, version: int, waiting: str) -> Made | None:
+    def _stream(self, version: int, waiting: str) -> StepOutcome | None:
         phases, lr = self.diary.phases, self._lr(version)
         step = StreamedStep(self.policy, self.config, version, phases, self.reference)
         while not step.complete:
@@ -149,14 +149,14 @@ class Stepper:
             return self._skip(step.batch, fault, lr)
         return self._done(step.batch, result, lr)
 
-    def _done(self, batch: Batch, result: StepResult, lr: float) -> Made:
+    def _done(self, batch: Batch, result: StepResult, lr: float) -> StepOutcome:
         self.skips.made()
-        return Made(batch, result, lr)
+        return StepOutcome(batch, result, lr)
 
-    def _skip(self, batch: Batch, fault: NonFiniteStep, lr: float) -> Made:
+    def _skip(self, batch: Batch, fault: NonFiniteStep, lr: float) -> StepOutcome:
         path = self.skips.skipped(batch, fault)
         self.diary.warn(batch.version + 1, f"step skipped: {fault}. Its batch is in {path}")
-        return Made(batch, None, lr)
+        return StepOutcome(batch, None, lr)
 
     def _lr(self, version: int) -> float:
         """Of every update of the step: the schedule counts steps, not updates."""

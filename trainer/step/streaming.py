@@ -22,15 +22,15 @@ from msgspec import structs
 
 from async_grpo.algorithms import denominator
 from async_grpo.config import RunConfig
-from async_grpo.telemetry.timeline import Phases
+from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.sequences import Sequence
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.step.precompute import Known, prepared
-from trainer.step.results import StepFigures, StepResult, model_cost
+from trainer.step.precompute import PrecomputedTokens, prepared
+from trainer.step.results import StepResult, StepTotals, model_cost
 from trainer.step.statistics import Tally, reduce_tallies
-from trainer.step.step import Loss, make_ready, take_update
+from trainer.step.step import MicroBatchLoss, make_ready, take_update
 
 
 @dataclass(slots=True)
@@ -40,14 +40,14 @@ class StreamedStep:
     policy: Policy
     config: RunConfig
     version: int
-    phases: Phases
+    phases: PhaseTimer
     reference: Reference | None = None
     parts: list[Batch] = field(default_factory=list)
     found: list[Tally] = field(default_factory=list)
-    figures: StepFigures = field(init=False)
+    figures: StepTotals = field(init=False)
 
     def __post_init__(self) -> None:
-        self.figures = StepFigures(model_cost(self.policy.hf))
+        self.figures = StepTotals(model_cost(self.policy.hf))
         self.policy.zero_grad()
 
     @property
@@ -70,7 +70,7 @@ class StreamedStep:
         self.parts.append(part)
         objective = self.config.trainer.objective
         ready = make_ready(self.policy, part, self.config, self.reference, self.phases)
-        loss = Loss(objective, self.version, scale=self._denominator(ready.members))
+        loss = MicroBatchLoss(objective, self.version, scale=self._denominator(ready.members))
         with self.phases.span("train", groups=len(part.groups)):
             micro_batches = prepared(ready.packed.micro_batches, ready.known)
             entropy = objective.entropy_coef > 0
@@ -85,7 +85,7 @@ class StreamedStep:
             self.policy.total_gradients(scale=1.0 / total)
             sums, maxima = reduce_tallies(self.found)
         sums["loss"] /= total
-        known = Known()
+        known = PrecomputedTokens()
         take_update(
             self.policy, self.figures, sums, maxima, known, self.config, lr=lr, version=self.version, phases=self.phases
         )

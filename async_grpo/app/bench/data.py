@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Figure
+from async_grpo.app.bench.measure import Measurement
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
@@ -38,12 +38,12 @@ _TEMPLATE = "Question: {prompt}\nAnswer:"
 _LONGEST = 512
 
 
-async def measure(progress: Progress, *, quick: bool) -> list[Figure]:
+async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
     """All figures; `quick` only shows that the bench works."""
     return await asyncio.to_thread(_measure, progress, quick)
 
 
-def _measure(progress: Progress, quick: bool) -> list[Figure]:
+def _measure(progress: Progress, quick: bool) -> list[Measurement]:
     rows, pairs = (_QUICK_ROWS, _QUICK_PAIRS) if quick else (_FULL_ROWS, _FULL_PAIRS)
     task = progress.add_task("preparing data", total=2 * pairs)
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as name:
@@ -60,7 +60,7 @@ def _measure(progress: Progress, quick: bool) -> list[Figure]:
         preparing, looping = timed(bench.prepare, bench.loop)
         opening, loading = timed(bench.open, bench.load)
     return [
-        Figure(
+        Measurement(
             name=f"prepare, {rows:,} rows",
             value=rows / statistics.median(preparing),
             unit="rows/s",
@@ -68,7 +68,7 @@ def _measure(progress: Progress, quick: bool) -> list[Figure]:
             baseline_name="a loop that parses and tokenizes line by line, one process, and keeps nothing",
             ratio=statistics.median(b / a for a, b in zip(preparing, looping, strict=True)),
         ),
-        Figure(
+        Measurement(
             name=f"a run's data at hand, {rows:,} rows",
             value=statistics.median(opening),
             unit="s",

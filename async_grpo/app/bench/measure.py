@@ -31,7 +31,7 @@ _CPU_FACTS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Measurement:
     """A value and the baseline of the same run. `ratio` is value to baseline: of the medians, or, where
     both were measured in pairs, the median of the pairs' ratios."""
 
@@ -69,7 +69,7 @@ class Machine:
         return f"{self.cpu}, {self.cores} cores, load {self.load:g}, Python {self.python}, {self.date}"
 
 
-def table(title: str, figures: Sequence[Figure], machine: Machine) -> Table:
+def table(title: str, figures: Sequence[Measurement], machine: Machine) -> Table:
     """One figure a row, the machine below."""
     view = Table(title=Text(title), caption=Text(str(machine)), caption_justify="left")
     view.add_column("figure")
@@ -98,7 +98,7 @@ def make_room(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: it is a folder, or not yours to write. Name a file elsewhere")
 
 
-def write(path: Path, figures: Sequence[Figure], machine: Machine) -> None:
+def write(path: Path, figures: Sequence[Measurement], machine: Machine) -> None:
     """`{"figures": [...], "cpu": ..., "cores": ..., "python": ..., "date": ..., "load": ...}`."""
     content = {"figures": [asdict(figure) for figure in figures], **asdict(machine)}
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from async_grpo.app.bench.rollout.workload import Work
+from async_grpo.app.bench.rollout.workload import RolloutWork
 from async_grpo.errors import TrainingError
 
 
@@ -39,7 +39,7 @@ class Round:
         return 1e6 * self.cpu_s / sum(self.tokens)
 
 
-Feeder = Callable[[Work], Awaitable[Round]]
+Feeder = Callable[[RolloutWork], Awaitable[Round]]
 """Has a round's work done."""
 
 
@@ -73,7 +73,7 @@ class Pairs:
         return median(self.ratios)
 
 
-async def in_pairs(whole: Feeder, baseline: Feeder, work: Work, count: int, step: Callable[[], None]) -> Pairs:
+async def in_pairs(whole: Feeder, baseline: Feeder, work: RolloutWork, count: int, step: Callable[[], None]) -> Pairs:
     """`count` pairs, after a short round of each that warms up; `step` is called after every pair.
 
     Raises EngineError if a round did not make exactly the tokens of `work`.
@@ -89,7 +89,7 @@ async def in_pairs(whole: Feeder, baseline: Feeder, work: Work, count: int, step
     return pairs
 
 
-async def one_round(feeder: Feeder, work: Work) -> Round:
+async def one_round(feeder: Feeder, work: RolloutWork) -> Round:
     """The work, done and checked."""
     done = await feeder(work)
     work.check(done.tokens)
@@ -101,7 +101,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class BenchStep:
     """What a step of a contestant came to."""
 
     loss: float
@@ -110,7 +110,7 @@ class Done:
     """Tokens of sequences / positions computed."""
 
 
-Contestant = Callable[[], Done]
+Contestant = Callable[[], BenchStep]
 """Makes one step over the batch, from the same weights as everybody."""
 
 
@@ -121,7 +121,7 @@ class Timed:
     seconds: list[float]
     cpu_s: list[float]
     """Of all threads. On a busy machine it says more than the clock."""
-    done: Done
+    done: BenchStep
 
 
 def in_turns(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[str], None]) -> dict[str, Timed]:

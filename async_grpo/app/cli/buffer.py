@@ -174,10 +174,10 @@ def _attached(
     config: Path | None, override: list[str] | None, run_dir: Path | None, do: Callable[[Inspector], Awaitable[Any]]
 ) -> None:
     """Find the run, attach without changing it, and do something with it. Ctrl-C ends it quietly."""
-    from async_grpo.app.launch.run_folder import locate
+    from async_grpo.app.launch.run_folder import find_run
 
     async def work() -> None:
-        async with _inspector(locate(config, override or [], run_dir)) as inspector:
+        async with _inspector(find_run(config, override or [], run_dir)) as inspector:
             await do(inspector)
 
     def interruptible() -> int:
@@ -219,19 +219,19 @@ def _refuse(why: str) -> int:
 async def _show_groups(inspector: Inspector, limit: int, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from async_grpo.app.inspector.export import plain
+    from async_grpo.app.inspector.export import to_jsonable
     from async_grpo.app.inspector.views import groups_view
 
     groups = await inspector.groups()
     if as_json:
-        return print(json.dumps([plain(asdict(group)) for group in groups], indent=2))
+        return print(json.dumps([to_jsonable(asdict(group)) for group in groups], indent=2))
     head_version = (await inspector.overview()).stats.version
     Console().print(groups_view(groups, head_version, limit))
 
 
 async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) -> None:
     """Every record of one group."""
-    from async_grpo.app.inspector.export import plain, unpack
+    from async_grpo.app.inspector.export import decode_untyped, to_jsonable
     from async_grpo.app.inspector.views import record_view
 
     records = await inspector.records(seq)
@@ -240,9 +240,9 @@ async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) 
             f"nothing is stored of group {seq}: it was never put, or it has ended and a checkpoint contains it. "
             "`async-grpo buffer inspect` without ID lists what is there"
         )
-    unpacked = {kind: unpack(payload) for kind, payload in records.items()}
+    unpacked = {kind: decode_untyped(payload) for kind, payload in records.items()}
     if as_json:
-        return print(json.dumps(plain(unpacked), indent=2))
+        return print(json.dumps(to_jsonable(unpacked), indent=2))
     for kind, record in unpacked.items():
         Console().print(record_view(f"{kind} {seq}: {len(records[kind]):,} bytes", record, characters))
 

@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from async_grpo.app.cli.common import CheckpointPath, Choice, ConfigFile, Live, Override, RunDir, exit_with
+from async_grpo.app.cli.common import CheckpointPath, ConfigFile, Live, Override, PolicyOptions, RunDir, exit_with
 from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.utils.text import clean_text
 
 if TYPE_CHECKING:
-    from async_grpo.app.chat import Conversation
+    from async_grpo.app.chat import ChatSession
     from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
     from async_grpo.rewards.pool import RewardPool
@@ -69,13 +69,13 @@ def chat(
     Questions are written as the run's data writes its prompts. A policy that was trained on single questions is asked
     single questions: only a chat template (or a file of your own) has what was said before in it.
     """
-    choice = Choice(config, override, run_dir, checkpoint, live)
+    choice = PolicyOptions(config, override, run_dir, checkpoint, live)
 
     def work() -> int:
         if answer is not None and prompt is None:
             raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
         run_config, policy = choice.policy()
-        wishes = Wishes(template, system, temperature, max_tokens, seed)
+        wishes = ChatOptions(template, system, temperature, max_tokens, seed)
         with asyncio.Runner() as runner:
             stack = AsyncExitStack()
             try:
@@ -97,7 +97,7 @@ def chat(
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class ChatOptions:
     """What the user wants otherwise than the run has it."""
 
     template: str
@@ -107,11 +107,11 @@ class Wishes:
     seed: int | None
 
 
-class Parlour:
+class ChatTerminal:
     """A conversation and the terminal it takes place in. Replies go to standard output, all else to standard error."""
 
     def __init__(
-        self, config: RunConfig, policy: Checkpoint | LiveRun, talk: Conversation, stack: AsyncExitStack
+        self, config: RunConfig, policy: Checkpoint | LiveRun, talk: ChatSession, stack: AsyncExitStack
     ) -> None:
         self._config = config
         self._policy = policy
@@ -141,7 +141,7 @@ class Parlour:
 
     async def judge(self, answer: str) -> None:
         """Show the reward of the last reply."""
-        from async_grpo.rewards.base import Item
+        from async_grpo.rewards.base import RewardInput
         from async_grpo.rewards.pool import RewardPool
 
         reply = self.talk.last
@@ -149,7 +149,7 @@ class Parlour:
             raise DataError("there is no reply yet to judge. Ask something first")
         if self._pool is None:
             self._pool = await self._stack.enter_async_context(RewardPool(self._config.rewards))
-        (verdict,) = await self._pool.judge([Item(reply.text, answer, reply.prompt)])
+        (verdict,) = await self._pool.judge([RewardInput(reply.text, answer, reply.prompt)])
         scores = ", ".join(f"{name} {score:g}" for name, score in verdict.scores.items())
         reward = f"cannot be judged: {verdict.reason}" if verdict.reward is None else f"{verdict.reward:g}"
         aside(clean_text(f"[reward {reward}{f' ({scores})' if scores else ''}]"))
@@ -166,8 +166,8 @@ class Parlour:
 
 
 @asynccontextmanager
-async def _open(config: RunConfig, policy: Checkpoint | LiveRun, wishes: Wishes) -> AsyncIterator[Parlour]:
-    from async_grpo.app.chat import Conversation, wording_of
+async def _open(config: RunConfig, policy: Checkpoint | LiveRun, wishes: ChatOptions) -> AsyncIterator[ChatTerminal]:
+    from async_grpo.app.chat import ChatSession, wording_of
     from async_grpo.app.evaluate.policy_source import open_policy
     from async_grpo.data.tokenizer import load_tokenizer
 
@@ -176,10 +176,10 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, wishes: Wishes)
         sampler, folder = await stack.enter_async_context(opening)
         tokenizer = load_tokenizer(folder)
         wording = wording_of(config, tokenizer, template=wishes.template, system=wishes.system)
-        talk = Conversation(config, sampler, tokenizer, wording)
+        talk = ChatSession(config, sampler, tokenizer, wording)
         talk.temperature = talk.temperature if wishes.temperature is None else wishes.temperature
         talk.seed = wishes.seed
-        parlour = Parlour(config, policy, talk, stack)
+        parlour = ChatTerminal(config, policy, talk, stack)
         parlour.allow(wishes.max_tokens or min(talk.max_tokens, most_tokens(config, policy)))
         yield parlour
 
@@ -191,7 +191,7 @@ def most_tokens(config: RunConfig, policy: Checkpoint | LiveRun) -> int:
     return config.rollout.http.max_tokens if isinstance(policy, LiveRun) else sys.maxsize
 
 
-def _converse(runner: asyncio.Runner, parlour: Parlour) -> None:
+def _converse(runner: asyncio.Runner, parlour: ChatTerminal) -> None:
     """Line after line, until the input ends."""
     memory = "it remembers what was said" if parlour.talk.remembers else "every question stands for itself"
     aside(f"Ask. /help lists the commands, /quit leaves; {memory}.")
@@ -211,7 +211,7 @@ def _converse(runner: asyncio.Runner, parlour: Parlour) -> None:
             aside(clean_text(str(error)))
 
 
-def _obey(line: str, runner: asyncio.Runner, parlour: Parlour) -> None:
+def _obey(line: str, runner: asyncio.Runner, parlour: ChatTerminal) -> None:
     """A command. Raises ConfigError for one that is none."""
     word, _, rest = line.partition(" ")
     talk = parlour.talk

@@ -60,7 +60,7 @@ Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PolicyOptions:
     """What was typed."""
 
     config: Path | None

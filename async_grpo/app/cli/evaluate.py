@@ -15,16 +15,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from async_grpo.app.cli.common import CheckpointPath, Choice, ConfigFile, Live, Override, RunDir, exit_with, say
+from async_grpo.app.cli.common import CheckpointPath, ConfigFile, Live, Override, PolicyOptions, RunDir, exit_with, say
 from async_grpo.errors import ConfigError
 from async_grpo.utils.text import clean_text
 
 if TYPE_CHECKING:
-    from async_grpo.app.evaluate.evaluate import Report
+    from async_grpo.app.evaluate.evaluate import EvalReport
     from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
-    from async_grpo.rewards.base import Failure
-    from rollout_server.evaluation.eval_runner import ExamPlan
+    from async_grpo.rewards.base import RewardFailure
+    from rollout_server.evaluation.eval_runner import EvalPlan
 
 
 _WIDTH = 200
@@ -60,7 +60,7 @@ def evaluate(
     from async_grpo.app.evaluate.evaluate import facts, plan_of, rows
     from async_grpo.telemetry.jsonl import JsonLines
 
-    choice = Choice(config, override, run_dir, checkpoint, live)
+    choice = PolicyOptions(config, override, run_dir, checkpoint, live)
 
     def work() -> int:
         choice.check()
@@ -83,7 +83,9 @@ def evaluate(
     exit_with(work)
 
 
-async def _with_progress(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, patience_s: float) -> Report:
+async def _with_progress(
+    config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, patience_s: float
+) -> EvalReport:
     from async_grpo.app.evaluate.evaluate import evaluate as grade
 
     columns = (
@@ -99,7 +101,7 @@ async def _with_progress(config: RunConfig, policy: Checkpoint | LiveRun, plan: 
         return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=answered)
 
 
-def _print(report: Report) -> None:
+def _print(report: EvalReport) -> None:
     from async_grpo.evaluation.summary import INTERVALS, rows_of, shown
 
     grades, plan = report.grades, report.plan
@@ -119,7 +121,7 @@ def _print(report: Report) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
 
 
-def _title(report: Report) -> str:
+def _title(report: EvalReport) -> str:
     from async_grpo.app.evaluate.policy_source import LiveRun
 
     plan, name = report.plan, report.config.name
@@ -130,7 +132,7 @@ def _title(report: Report) -> str:
     return f"{name}, {report.policy.path}{version}: {how}"
 
 
-def _remarks(report: Report) -> list[str]:
+def _remarks(report: EvalReport) -> list[str]:
     from async_grpo.app.evaluate.policy_source import LiveRun
     from async_grpo.evaluation.summary import no_vote
 
@@ -150,7 +152,7 @@ def _remarks(report: Report) -> list[str]:
     return lines + _comparison(report)
 
 
-def _in_words(failures: Sequence[Failure]) -> str:
+def _in_words(failures: Sequence[RewardFailure]) -> str:
     """How many of which kind, and the reason of the first."""
     kinds = Counter(failure.kind for failure in failures)
     return clean_text(f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}; first {failures[0].reason}")
@@ -164,7 +166,7 @@ def _versions(versions: dict[int, int]) -> str:
     return f"Policy versions that wrote the answers: {shares}. The figures are of this mixture."
 
 
-def _comparison(report: Report) -> list[str]:
+def _comparison(report: EvalReport) -> list[str]:
     if report.agrees is None:
         return []
     stated = (

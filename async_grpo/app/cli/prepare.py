@@ -15,7 +15,7 @@ from async_grpo.app.cli.common import exit_with
 
 if TYPE_CHECKING:
     from async_grpo.config.data import PrepareConfig
-    from async_grpo.data.prepare.pipeline import Prepared
+    from async_grpo.data.prepare.pipeline import PrepareResult
 
 Format = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
 
@@ -100,7 +100,7 @@ def _explained(key: str, message: str) -> str:
     return f"--{key.replace('_', '-')}: {message}" if key else message
 
 
-def _summary(config: PrepareConfig, prepared: Prepared) -> Table:
+def _summary(config: PrepareConfig, prepared: PrepareResult) -> Table:
     """What is in the folder, and what is not, with the first row of each reason."""
     manifest = prepared.manifest
     table = Table(title=Text(f"prepared {config.out}"), show_header=False)

@@ -50,7 +50,7 @@ def sweep(
     """
     from async_grpo.app.sweep.folder import SweepFolder
     from async_grpo.app.sweep.report import write_report
-    from async_grpo.app.sweep.sweep import Request, describe_plan, plan, print_result
+    from async_grpo.app.sweep.sweep import SweepOptions, describe_plan, plan, print_result
     from async_grpo.app.sweep.sweep import sweep as run_sweep
 
     def work() -> int:
@@ -63,7 +63,7 @@ def sweep(
         if config is None:
             raise ConfigError("which runs? Give CONFIG and --grid, or --report DIR for the report of a sweep")
         command = shlex.join(["async-grpo", *sys.argv[1:]])
-        request = Request(config, grid or [], seeds, override or [], out, at_once, tolerance, command)
+        request = SweepOptions(config, grid or [], seeds, override or [], out, at_once, tolerance, command)
         folder, laid_out = plan(request)
         if dry_run:
             Console().print(describe_plan(folder, laid_out))

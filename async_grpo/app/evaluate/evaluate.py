@@ -27,20 +27,20 @@ from async_grpo.data.jsonl import ALSO_TRAINED_ON
 from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.evaluation.summary import INTERVALS
-from async_grpo.rewards.base import Failure
-from rollout_server.evaluation.eval_runner import Exam, ExamPlan, Grades, Hall, Paper
+from async_grpo.rewards.base import RewardFailure
+from rollout_server.evaluation.eval_runner import EvalContext, EvalPlan, EvalResult, EvalRunner, PromptResult
 
 LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EvalReport:
     """What came out. `versions`: policy version -> tokens that it wrote; a checkpoint's own is `version`."""
 
     config: RunConfig
     policy: Checkpoint | LiveRun
-    plan: ExamPlan
-    grades: Grades
+    plan: EvalPlan
+    grades: EvalResult
     versions: dict[int, int]
     wall_s: float
     stated: dict[str, Any] = field(default_factory=dict)
@@ -57,15 +57,15 @@ class Report:
         return measured == (self.stated["sampled_accuracy"], self.stated["greedy_accuracy"])
 
 
-def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temperature: float | None) -> ExamPlan:
+def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temperature: float | None) -> EvalPlan:
     """The configuration's, with what the user has changed. Raises ConfigError."""
-    plan = ExamPlan.of(config)
+    plan = EvalPlan.of(config)
     if temperature is not None and not 0 < temperature <= 10:
         raise ConfigError(
             f"--temperature {temperature:g} is not above 0 and at most 10. Accuracy at temperature 0 is reported as "
             "greedy, unless eval.greedy is false"
         )
-    return ExamPlan(
+    return EvalPlan(
         prompts or plan.prompts,
         samples or plan.samples,
         plan.temperature if temperature is None else temperature,
@@ -103,12 +103,12 @@ def check_length(config: RunConfig, policy: Checkpoint | LiveRun) -> None:
 async def evaluate(
     config: RunConfig,
     policy: Checkpoint | LiveRun,
-    plan: ExamPlan,
+    plan: EvalPlan,
     *,
     patience_s: float,
     say: Callable[[str], None],
     on_answer: Callable[[int], None],
-) -> Report:
+) -> EvalReport:
     """Grade the policy; `on_answer(completions of all)` is called as they come. Raises what any part raises, and
     WaitTimeout if neither a completion nor a prompt's grades come for `patience_s`."""
     from async_grpo.app.evaluate.policy_source import open_hall
@@ -121,15 +121,15 @@ async def evaluate(
     ):
         total = min(plan.prompts, len(hall.source.held_out())) * plan.completions
         started_s = time.monotonic()
-        grades = await _grade(Progress(total, on_answer), plan, hall, patience_s)
+        grades = await _grade(EvalProgress(total, on_answer), plan, hall, patience_s)
         wall_s = time.monotonic() - started_s
     versions, stated = _versions(grades.papers), stated_by_the_run(config, policy, plan, len(grades.papers))
     trained_on = hall.source.dropped.get(ALSO_TRAINED_ON, 0)
-    return Report(config, policy, plan, grades, versions, wall_s, stated, trained_on)
+    return EvalReport(config, policy, plan, grades, versions, wall_s, stated, trained_on)
 
 
 @dataclass
-class Progress:
+class EvalProgress:
     """Completions so far."""
 
     total: int
@@ -148,8 +148,8 @@ class Progress:
         self.graded, self.last_s = self.graded + completions, time.monotonic()
 
 
-async def _grade(progress: Progress, plan: ExamPlan, hall: Hall, patience_s: float) -> Grades:
-    exam = Exam(hall, progress.answered, progress.judged)
+async def _grade(progress: EvalProgress, plan: EvalPlan, hall: EvalContext, patience_s: float) -> EvalResult:
+    exam = EvalRunner(hall, progress.answered, progress.judged)
     grading = asyncio.create_task(exam.grade(plan))
     try:
         while not (await asyncio.wait([grading], timeout=LOOK_EVERY_S))[0]:
@@ -161,7 +161,7 @@ async def _grade(progress: Progress, plan: ExamPlan, hall: Hall, patience_s: flo
         await asyncio.gather(grading, return_exceptions=True)
 
 
-def _waited_too_long(progress: Progress, exam: Exam, patience_s: float) -> WaitTimeout:
+def _waited_too_long(progress: EvalProgress, exam: EvalRunner, patience_s: float) -> WaitTimeout:
     if exam.generating:
         awaited = f"the next completion ({progress.done} of {progress.total} are there)"
         return WaitTimeout(awaited, patience_s, "Raise --patience if completions take that long")
@@ -169,7 +169,7 @@ def _waited_too_long(progress: Progress, exam: Exam, patience_s: float) -> WaitT
     return WaitTimeout(awaited, patience_s, "Raise --patience, or lower rewards.deadline_s or raise rewards.workers")
 
 
-def _versions(papers: list[Paper]) -> dict[int, int]:
+def _versions(papers: list[PromptResult]) -> dict[int, int]:
     tokens: Counter[int] = Counter()
     for paper in papers:
         for answer in (*paper.sampled, *paper.greedy):
@@ -178,7 +178,7 @@ def _versions(papers: list[Paper]) -> dict[int, int]:
     return dict(sorted(tokens.items()))
 
 
-def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: ExamPlan, prompts: int) -> dict[str, Any]:
+def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, prompts: int) -> dict[str, Any]:
     """The entry of summary.json for this very version, measured as here, on as many `prompts`; {} if there is none."""
     if isinstance(policy, LiveRun) or policy.version is None or plan.temperature != 1.0:
         return {}
@@ -193,7 +193,7 @@ def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: Exa
     return {}
 
 
-def facts(report: Report) -> dict[str, Any]:
+def facts(report: EvalReport) -> dict[str, Any]:
     """For `--json`."""
     grades, policy = report.grades, report.policy
     return {
@@ -217,14 +217,14 @@ def facts(report: Report) -> dict[str, Any]:
     }
 
 
-def _policy_facts(report: Report, policy: Checkpoint | LiveRun) -> dict[str, Any]:
+def _policy_facts(report: EvalReport, policy: Checkpoint | LiveRun) -> dict[str, Any]:
     if isinstance(policy, LiveRun):
         versions = {str(version): tokens for version, tokens in report.versions.items()}
         return {"live": list(policy.servers), "tokens_by_version": versions}
     return {"checkpoint": str(policy.path), "version": policy.version}
 
 
-def rows(report: Report) -> Iterator[dict[str, Any]]:
+def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
     """For `--save`: one completion each."""
     right_at, first = report.config.eval.right_at, report.config.rewards.functions[0].name
     for paper in report.grades.papers:
@@ -251,5 +251,5 @@ def rows(report: Report) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _why(failure: Failure | None) -> str:
+def _why(failure: RewardFailure | None) -> str:
     return "" if failure is None else f"{failure.kind}: {failure.reason}"

@@ -10,7 +10,7 @@ own, because Megatron-core takes a process for itself.
 An exam room without a run: prompts, workflow and reward pool of a configuration around whatever samples.
 
     checkpoint --> VllmEngine --+
-                                +--> ExamHall --> Exam
+                                +--> OfflineContext --> Exam
     live servers --> remote ----+
 
 Everything is closed in the reverse order, also when a later part cannot be had.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.app.launch.first_policy import check_model, prepare_model
-from async_grpo.app.launch.run_folder import RunFolder, changed_keys, locate, run_name
+from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_run, run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.data import make_source
 from async_grpo.data.base import TaskSource
@@ -37,7 +37,7 @@ from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
 from buffer import connect_board
 from rollout_server.engines.base import Sampler, sample_seed
-from rollout_server.engines.http import KEY_VARIABLE, RemoteSampler
+from rollout_server.engines.http import KEY_VARIABLE, HttpSampler
 from rollout_server.workflows import Workflow, make_workflow
 
 _EXPORT_PREFIX = "hf-"
@@ -131,7 +131,7 @@ async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) ->
 
 async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> LiveRun:
     """The rollout servers of a run that is going on. Raises ConfigError, ServerLost."""
-    config = locate(path, overrides, run_dir)
+    config = find_run(path, overrides, run_dir)
     board = await connect_board(config.redis, config.name)
     try:
         beats = await board.servers()
@@ -161,7 +161,7 @@ async def open_policy(
     """
     if isinstance(policy, LiveRun):
         model = await prepare_model(policy.config, say)
-        sampler = RemoteSampler(
+        sampler = HttpSampler(
             list(policy.servers),
             at_once=policy.config.rollout.http.max_concurrency,
             patience_s=patience_s,
@@ -231,7 +231,7 @@ def _what_there_is(folder: RunFolder) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ExamHall:
+class OfflineContext:
     """What `exam.Exam` needs, and nothing of a run."""
 
     config: RunConfig
@@ -260,9 +260,9 @@ async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterato
 @asynccontextmanager
 async def open_hall(
     config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str, *, kept: int
-) -> AsyncIterator[ExamHall]:
+) -> AsyncIterator[OfflineContext]:
     """The configuration's held-out prompts, workflow and rewards around a sampler; the run kept the first `kept` of
     them from training. Raises ConfigError, DataError."""
     source = make_source(config, tokenizer, kept=kept)
     async with RewardPool(config.rewards) as pool:
-        yield ExamHall(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)
+        yield OfflineContext(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

@@ -45,7 +45,7 @@ import numpy as np
 from async_grpo.errors import ConfigError, WaitTimeout, WireError
 from async_grpo.wire.codec import MAX_RECORD_BYTES
 from async_grpo.wire.records import LOGPROB_DTYPE, TOKEN_DTYPE
-from buffer.inspector import GroupFacts, Inspector, Overview, State
+from buffer.inspector import GroupFacts, GroupState, Inspector, Overview
 
 LOOK_EVERY_S = 0.5
 
@@ -75,7 +75,7 @@ def _still_in_flight(overview: Overview, timeout_s: float) -> WaitTimeout:
     return WaitTimeout(waited_for, timeout_s, fix)
 
 
-def plain(value: object) -> object:
+def to_jsonable(value: object) -> object:
     """Arrays become lists of numbers, other bytes {"base64": ...}, and numbers that JSON does not know their
     names: "NaN", "Infinity", "-Infinity"."""
     if isinstance(value, np.ndarray):
@@ -83,9 +83,9 @@ def plain(value: object) -> object:
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_jsonable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_jsonable(each) for each in value]
     if isinstance(value, float):
         return _number(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
@@ -98,7 +98,7 @@ def plain_overview(overview: Overview) -> object:
     content = asdict(overview)
     content["stats"] |= derived
     content["policy"]["age_bound"] = overview.policy.age_bound
-    return plain(content)
+    return to_jsonable(content)
 
 
 def _number(value: float) -> object:
@@ -110,7 +110,7 @@ def _number(value: float) -> object:
 _DTYPES: dict[str, np.dtype[Any]] = {"tokens": TOKEN_DTYPE, "logprobs": LOGPROB_DTYPE}
 
 
-def unpack(payload: bytes) -> object:
+def decode_untyped(payload: bytes) -> object:
     """The value in `payload`, its arrays as numpy views. Raises WireError for what is no MessagePack."""
     try:
         value = msgpack.unpackb(
@@ -146,7 +146,7 @@ def _dtype_of(name: str) -> np.dtype[Any] | None:
 Format = Literal["jsonl", "msgpack"]
 
 
-EXPORTABLE = (State.READY, State.TAKEN, State.KEPT)
+EXPORTABLE = (GroupState.READY, GroupState.TAKEN, GroupState.KEPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +198,18 @@ def _check_absent(file: Path) -> None:
 
 
 def _line(group: GroupFacts, payload: bytes) -> bytes:
-    content = {"seq": group.seq, "state": group.state.value, "step": group.step, "group": plain(unpack(payload))}
+    content = {
+        "seq": group.seq,
+        "state": group.state.value,
+        "step": group.step,
+        "group": to_jsonable(decode_untyped(payload)),
+    }
     return json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _packed(group: GroupFacts, payload: bytes) -> bytes:
     """The map by hand, so that the stored bytes go in as they are. What is no record would spoil the rest."""
-    unpack(payload)
+    decode_untyped(payload)
     packer = msgpack.Packer()
     facts = {"seq": group.seq, "state": group.state.value, "step": group.step}
     parts = [packer.pack_map_header(len(facts) + 1)]

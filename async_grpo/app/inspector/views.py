@@ -1,6 +1,6 @@
 """Overviews, lists of groups and records as something to print. Pure.
 
-All text from outside (prompts, completions, names) passes through `visible` and is a `Text`, never
+All text from outside (prompts, completions, names) passes through `escape_controls` and is a `Text`, never
 markup: a model can neither colour the terminal nor move its cursor.
 """
 
@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from async_grpo.utils.text import visible
-from buffer.inspector import GroupFacts, Overview, State
+from async_grpo.utils.text import escape_controls
+from buffer.inspector import GroupFacts, GroupState, Overview
 
 BAR_CELLS = 32
 PREVIEW = 8
@@ -30,7 +30,7 @@ def overview_view(overview: Overview) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_KEY, no_wrap=True)
     table.add_column()
-    table.add_row("run", Text(visible(overview.run), style="bold"))
+    table.add_row("run", Text(escape_controls(overview.run), style="bold"))
     table.add_row("trainer", f"head version {stats.version}, epoch {stats.epoch}, committed {overview.committed}")
     table.add_row("window", _window(overview))
     table.add_row("groups", f"{stats.inflight} in flight, {stats.ready} ready, {stats.taken} taken, {stats.kept} kept")
@@ -54,7 +54,7 @@ def groups_view(groups: Sequence[GroupFacts], head_version: int, limit: int) -> 
         table.add_column(column, justify="right")
     table.add_column("lease")
     table.columns[0].header = "state / seq"
-    for state in State:
+    for state in GroupState:
         of_state = [group for group in groups if group.state is state]
         for group in of_state[:limit]:
             table.add_row(*_cells(group, head_version))
@@ -65,7 +65,7 @@ def groups_view(groups: Sequence[GroupFacts], head_version: int, limit: int) -> 
 
 def record_view(title: str, record: object, characters: int) -> Tree:
     """A record as a tree; text is cut after so many characters, arrays show their ends."""
-    tree = Tree(Text(visible(title), style="bold"))
+    tree = Tree(Text(escape_controls(title), style="bold"))
     _grow(tree, record, characters)
     return tree
 
@@ -122,7 +122,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _cells(group: GroupFacts, head_version: int) -> list[str]:
-    known_age = group.oldest_version is not None and group.state is not State.KEPT
+    known_age = group.oldest_version is not None and group.state is not GroupState.KEPT
     return [
         f"{group.state} {group.seq}",
         str(group.attempt),
@@ -134,7 +134,7 @@ def _cells(group: GroupFacts, head_version: int) -> list[str]:
         _or_dash(group.step),
         _or_dash(group.longest),
         human_bytes(group.size_bytes) if group.size_bytes else "-",
-        _lease(group) if group.state is State.INFLIGHT else "",
+        _lease(group) if group.state is GroupState.INFLIGHT else "",
     ]
 
 
@@ -152,7 +152,7 @@ def _grow(tree: Tree, value: object, characters: int) -> None:
     """A branch for each field or element."""
     if isinstance(value, dict):
         for key, each in value.items():
-            _branch(tree, visible(str(key)), each, characters)
+            _branch(tree, escape_controls(str(key)), each, characters)
     elif isinstance(value, list):
         for number, each in enumerate(value):
             _branch(tree, f"[{number}]", each, characters)
@@ -176,8 +176,8 @@ def _leaf(value: object, characters: int) -> Text:
         shown = value[:PREVIEW].hex(" ") + (" ..." if len(value) > PREVIEW else "")
         return Text(f"{len(value):,} bytes ", style="dim").append(shown, style="default")
     if isinstance(value, str):
-        return Text(visible(value, characters), style="green")
-    return Text(visible(str(value), characters), style="default")
+        return Text(escape_controls(value, characters), style="green")
+    return Text(escape_controls(str(value), characters), style="default")
 
 
 def _preview(array: np.ndarray) -> str:

@@ -29,7 +29,7 @@ from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
 from async_grpo.app.launch.run_folder import RunFolder, RunState, claimed, open_run, write_config
 from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_state_plane
-from async_grpo.app.launch.supervisor import TRAINER, Supervisor
+from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.app.report.run_report import write_report
 from async_grpo.app.report.summary import summarize
@@ -38,7 +38,7 @@ from async_grpo.errors import BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
 from async_grpo.telemetry.timeline import merge_timelines
-from async_grpo.telemetry.trackers.tensorboard import ScalarWriter
+from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
 from async_grpo.utils.child_process import adopt_orphans
 from async_grpo.wire.board import Evaluation
 from buffer import BufferStats, is_over
@@ -66,7 +66,7 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
 
 def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
     """The accuracies for TensorBoard, beside the trainer's own events."""
-    writer = ScalarWriter(config.run_dir, config.telemetry.tensorboard)
+    writer = TensorBoardTracker(config.run_dir, config.telemetry.tensorboard)
     for evaluation in evaluations:
         writer.write_evaluation(evaluation)
     writer.close()
@@ -121,7 +121,7 @@ async def run(
             async with open_state_plane(config, folder, fresh=fresh) as plane:
                 write_config(folder, config, for_roles=plane.config)
                 specs = await _needed(plane, role_specs(plane.config, folder, model))
-                await _LocalRun(plane, folder, specs, view, state, command).go(interrupted)
+                await LocalLauncher(plane, folder, specs, view, state, command).go(interrupted)
         except Interrupted:
             view.say("stopped; the same command resumes")
             return INTERRUPTED
@@ -148,7 +148,7 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM; not an error."""
 
 
-class _LocalRun:
+class LocalLauncher:
     """The roles of one invocation, from their start to the report."""
 
     def __init__(
@@ -164,7 +164,7 @@ class _LocalRun:
         self._started_s = time.monotonic()
         self._wall_before_s = state.wall_s
         self._state.command = command
-        self._supervisor = Supervisor(
+        self._supervisor = RoleSupervisor(
             plane.config.name,
             specs,
             restarts=state.restarts,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_grpo.app.launch.state_plane import StatePlane
-from async_grpo.app.launch.supervisor import TRAINER, Supervisor
+from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_state import LiveState
 from async_grpo.errors import RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import RowFollower
@@ -31,7 +31,7 @@ class Monitor:
     def __init__(
         self,
         plane: StatePlane,
-        supervisor: Supervisor,
+        supervisor: RoleSupervisor,
         *,
         show: Callable[[LiveState], None],
         say: Callable[[str], None],

@@ -17,7 +17,7 @@ from rich.text import Text
 from async_grpo.app.launch.first_policy import check_first_policy, missing_files
 from async_grpo.app.launch.memory_plan import DevicePlan, device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
-from async_grpo.app.launch.role_specs import KINDS, deal_devices
+from async_grpo.app.launch.role_specs import KINDS, assign_devices
 from async_grpo.app.launch.run_folder import run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.config.data import DataConfig
@@ -149,7 +149,7 @@ def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Which devices each role gets (on one machine), and what their memory is needed for; nothing for the CPU."""
-    shares = deal_devices(config, {}) if config.trainer.nodes == 1 else {}
+    shares = assign_devices(config, {}) if config.trainer.nodes == 1 else {}
     dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
     rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
     plan = _device_plan(config)

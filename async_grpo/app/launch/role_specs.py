@@ -30,7 +30,7 @@ Environments = dict[str, dict[str, str]]
 """By role."""
 
 
-def deal_devices(config: RunConfig, environment: Mapping[str, str], there: int | None = None) -> Environments:
+def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int | None = None) -> Environments:
     """By role: the environment that shows it its devices and no others.
 
     `there`: how many devices this machine has, if that is known. Raises ConfigError if they are too few.
@@ -109,7 +109,7 @@ def kept_memory(given: Mapping[str, str]) -> dict[str, str]:
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
     """Every role of a run on this machine, each with the devices that are its own. Raises ConfigError."""
-    devices = deal_devices(config, os.environ, _devices_here(config))
+    devices = assign_devices(config, os.environ, _devices_here(config))
     trainer_cores, rollout_cores = role_cores(config, cores_here())
     restarts = config.launch.restarts
     trainer = RoleSpec(

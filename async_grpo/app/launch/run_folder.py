@@ -249,7 +249,7 @@ PATIENCE_S = 5.0
 """For the server, at most: somebody sits in front of the terminal."""
 
 
-def locate(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:
+def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:
     """The configuration of a run that was started, `redis.url` set. Raises ConfigError."""
     if run_dir is not None:
         if config is not None or overrides:

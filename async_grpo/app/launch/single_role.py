@@ -11,7 +11,7 @@ from types import MappingProxyType
 from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
-from async_grpo.app.launch.run_folder import RunFolder, locate, open_run, write_config, write_role
+from async_grpo.app.launch.run_folder import RunFolder, find_run, open_run, write_config, write_role
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from buffer import connect_board
@@ -25,7 +25,7 @@ def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
 
 def join_run(run_dir: Path, name: str) -> int:
     """Become one more rollout server of a run that is going on. Raises ConfigError if it is not, or has this one."""
-    model = asyncio.run(_prepare_to_join(locate(None, [], run_dir), name))
+    model = asyncio.run(_prepare_to_join(find_run(None, [], run_dir), name))
     folder = RunFolder(run_dir)
     return _become(rollout_argv(write_role(folder, name, load(folder.roles_file)), model, name))
 

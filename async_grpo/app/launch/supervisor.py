@@ -24,7 +24,7 @@ from async_grpo.errors import EXIT_CONFIG, RoleFailed
 from async_grpo.utils import processes
 
 
-class Decision(Enum):
+class RestartDecision(Enum):
     """What follows the end of a role."""
 
     DONE = "done"
@@ -32,7 +32,7 @@ class Decision(Enum):
     GIVE_UP = "give up"
 
 
-def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> Decision:
+def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> RestartDecision:
     """The policy.
 
     stopping: the supervisor asked for this end. over: nothing is left for this role to do. needed: the run cannot
@@ -42,8 +42,8 @@ def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int
     to do, any end is final. A role that ends with EXIT_CONFIG would end so again.
     """
     if stopping or over or (code == 0 and not needed):
-        return Decision.DONE
-    return Decision.RESTART if restarts < limit and code != EXIT_CONFIG else Decision.GIVE_UP
+        return RestartDecision.DONE
+    return RestartDecision.RESTART if restarts < limit and code != EXIT_CONFIG else RestartDecision.GIVE_UP
 
 
 TRAINER = "trainer"
@@ -53,7 +53,7 @@ async def _not_yet() -> bool:
     return False
 
 
-class Supervisor:
+class RoleSupervisor:
     """The roles of one run on this machine."""
 
     def __init__(
@@ -136,10 +136,10 @@ class Supervisor:
                 restarts=used,
                 limit=spec.restarts,
             )
-            if decision is Decision.DONE:
+            if decision is RestartDecision.DONE:
                 self._mark(spec, "stopped" if code and self._stopping else "finished")
                 return
-            if decision is Decision.GIVE_UP:
+            if decision is RestartDecision.GIVE_UP:
                 self._mark(spec, "failed")
                 raise RoleFailed(f"{role.explain(code)}. {_why_no_more(code, used)}; the same command resumes the run")
             used += 1

@@ -21,7 +21,7 @@ from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import Row, of_kind
 from async_grpo.utils.text import fenced
-from async_grpo.wire.board import Figures
+from async_grpo.wire.board import EvalMetrics
 from async_grpo.wire.records import ReleaseReason
 
 _HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
@@ -51,7 +51,7 @@ def _by_source(row: Row) -> str:
 
 
 def _table(key: str, rows: Iterable[tuple[str, Row]], samples: int) -> str:
-    found = [(name, msgspec.convert(row, Figures)) for name, row in rows]
+    found = [(name, msgspec.convert(row, EvalMetrics)) for name, row in rows]
     estimates = [rows_of(figures, samples) for _, figures in found]
     names = list(dict.fromkeys(name for row in estimates for name in row))
     lines = [f"| {' | '.join([key, 'prompts', *names])} |", f"|{'---|' * (len(names) + 2)}"]

@@ -36,7 +36,7 @@ class PointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How many runs shared the machine, at most."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a sweep remembers over invocations."""
 
     format: int = FORMAT
@@ -69,12 +69,12 @@ class SweepFolder:
         """What `async-grpo run` printed, over all attempts."""
         return self.path / "logs" / f"{name}.log"
 
-    def read(self) -> Record:
+    def read(self) -> SweepRecord:
         """What is known so far; a new record without the file. Raises ConfigError for a file of another format."""
         if not self.record_file.exists():
-            return Record()
+            return SweepRecord()
         try:
-            record = msgspec.json.decode(self.record_file.read_bytes(), type=Record)
+            record = msgspec.json.decode(self.record_file.read_bytes(), type=SweepRecord)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{self.record_file} is not the record of a sweep: {error}. Give another --out") from None
         if record.format != FORMAT:
@@ -84,11 +84,11 @@ class SweepFolder:
             )
         return record
 
-    def write(self, record: Record) -> None:
+    def write(self, record: SweepRecord) -> None:
         """Whole or not at all."""
         write_whole(self.record_file, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")
 
-    def points(self, record: Record) -> list[Point]:
+    def points(self, record: SweepRecord) -> list[Point]:
         """As they were resolved when they were last asked for, wherever this folder is by now. Raises ConfigError."""
         configs = [load(self.config_file(known.name)) for known in record.points]
         here = [config.model_copy(update={"runs_dir": self.runs_dir}) for config in configs]

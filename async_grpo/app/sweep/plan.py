@@ -144,7 +144,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SweepRequest:
     """What a command asks for. `name` is the beginning of every run's name."""
 
     name: str
@@ -155,14 +155,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SweepPlan:
     """All points of a sweep, and the names of those that are asked for now."""
 
     points: Sequence[Point]
     asked: frozenset[str]
 
 
-def lay_out(ask: Ask, known: Sequence[Point], resolve: Resolve) -> Plan:
+def lay_out(ask: SweepRequest, known: Sequence[Point], resolve: Resolve) -> SweepPlan:
     """The sweep with the points that it had (`known`, as they were resolved then) and those of the grid.
 
     Raises ConfigError if the known ones would be other runs now, if a new one is refused, or if two are one.
@@ -184,7 +184,7 @@ def lay_out(ask: Ask, known: Sequence[Point], resolve: Resolve) -> Plan:
         raise ConfigError(_refused(list(refusals), len(combinations(ask.axes))))
     _check_distinct(asked)
     names = frozenset(point.name for point in asked)
-    return Plan([*(point for point in known if point.name not in names), *asked], names)
+    return SweepPlan([*(point for point in known if point.name not in names), *asked], names)
 
 
 def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collection[str] = ()) -> str:
@@ -210,17 +210,17 @@ def assignments(values: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def _make(ask: Ask, values: Mapping[str, str], seed: int, taken: Collection[str], resolve: Resolve) -> Point:
+def _make(ask: SweepRequest, values: Mapping[str, str], seed: int, taken: Collection[str], resolve: Resolve) -> Point:
     return Point(values, resolve(_overrides(ask, values, seed, point_name(ask.name, values, seed, taken))))
 
 
-def _overrides(ask: Ask, values: Mapping[str, str], seed: int, name: str) -> list[str]:
+def _overrides(ask: SweepRequest, values: Mapping[str, str], seed: int, name: str) -> list[str]:
     """The sweep's own come last, and win."""
     own = [f"seed={seed}", f"name={name}", f"runs_dir={json.dumps(str(ask.runs_dir))}"]
     return [*ask.overrides, *assignments(values), *own]
 
 
-def _again(point: Point, ask: Ask, resolve: Resolve) -> Point:
+def _again(point: Point, ask: SweepRequest, resolve: Resolve) -> Point:
     """The point as it is now; only where and how it runs may have changed, for it is part of the comparison."""
     now = resolve(_overrides(ask, point.values, point.seed, point.name))
     changed = changed_keys(_plain(point.config), _plain(now))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.app.report.plots import GREY, RED
-from async_grpo.app.sweep.recommend import Candidate, Choice
-from async_grpo.app.sweep.results import Figures
-from async_grpo.app.sweep.settings import Band, Setting, band
+from async_grpo.app.sweep.recommend import Candidate, Recommendation
+from async_grpo.app.sweep.results import PointMetrics
+from async_grpo.app.sweep.settings import Band, GridSetting, band
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 _COLUMNS = 3
 
-_PANELS: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
+_PANELS: tuple[tuple[str, Callable[[PointMetrics], float | None]], ...] = (
     ("trained samples per second", lambda point: point.samples_per_s),
     ("trained tokens per second", lambda point: point.tokens_per_s),
     ("trainer idle", lambda point: point.trainer_idle),
@@ -37,7 +37,7 @@ _PANELS: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LineStyle:
     """How a setting is drawn everywhere."""
 
     color: Any
@@ -46,7 +46,7 @@ class Look:
 
 
 def write_plots(
-    folder: Path, settings: Sequence[Setting], candidates: Sequence[Candidate], choice: Choice
+    folder: Path, settings: Sequence[GridSetting], candidates: Sequence[Candidate], choice: Recommendation
 ) -> list[Path]:
     """Every picture for which there are data; returns the files, in the order of the report."""
     counted = [setting for setting in settings if setting.finished]
@@ -66,7 +66,7 @@ def write_plots(
     return paths
 
 
-def looks_of(settings: Sequence[Setting]) -> dict[str, Look]:
+def looks_of(settings: Sequence[GridSetting]) -> dict[str, LineStyle]:
     """By label: a colour for every value of the first axis, a line for every combination of the others."""
     from matplotlib import colormaps
 
@@ -76,7 +76,7 @@ def looks_of(settings: Sequence[Setting]) -> dict[str, Look]:
     for setting in settings:
         place = firsts.index(_first(setting)) / max(1, len(firsts) - 1)
         style = rests.index(_rest(setting)) % len(_LINES)
-        looks[setting.label] = Look(colormaps["viridis"](0.9 * place), _LINES[style], _MARKERS[style])
+        looks[setting.label] = LineStyle(colormaps["viridis"](0.9 * place), _LINES[style], _MARKERS[style])
     return looks
 
 
@@ -94,7 +94,10 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _tradeoff(
-    candidates: Sequence[Candidate], settings: dict[str, Setting], looks: dict[str, Look], choice: Choice
+    candidates: Sequence[Candidate],
+    settings: dict[str, GridSetting],
+    looks: dict[str, LineStyle],
+    choice: Recommendation,
 ) -> Figure | None:
     """Learning against speed: up and to the right is better. Points bear their values, the title the keys."""
     if not candidates:
@@ -120,7 +123,7 @@ def _tradeoff(
     return figure
 
 
-def _rewards(settings: Sequence[Setting], looks: dict[str, Look], *, over_seconds: bool) -> Figure | None:
+def _rewards(settings: Sequence[GridSetting], looks: dict[str, LineStyle], *, over_seconds: bool) -> Figure | None:
     """Training reward: a panel for every combination of the other axes, all to one scale, and in it a line for every
     value of the first axis: the mean over seeds, smoothed; the band is from lowest to highest seed."""
     bands = {s.label: band([point.curve for point in s.finished], over_seconds=over_seconds) for s in settings}
@@ -160,7 +163,7 @@ def _to_one_scale(panels: Sequence[Axes]) -> None:
         axes.set_xlim(0, ends)
 
 
-def _figures(settings: Sequence[Setting], looks: dict[str, Look]) -> Figure | None:
+def _figures(settings: Sequence[GridSetting], looks: dict[str, LineStyle]) -> Figure | None:
     """Small multiples over the first axis: a dot a seed, a line through the means of settings that differ in it."""
     shown = [(title, read) for title, read in _PANELS if any(setting.measure(read) for setting in settings)]
     if not shown:
@@ -192,10 +195,10 @@ def _named(panels: Sequence[Axes]) -> dict[str, Artist]:
 
 def _draw_panel(
     axes: Axes,
-    settings: Sequence[Setting],
+    settings: Sequence[GridSetting],
     firsts: Sequence[str],
-    read: Callable[[Figures], float | None],
-    looks: dict[str, Look],
+    read: Callable[[PointMetrics], float | None],
+    looks: dict[str, LineStyle],
 ) -> None:
     means = [(firsts.index(_first(s)), found.mean) for s in settings if (found := s.measure(read)) is not None]
     if not means:
@@ -224,9 +227,9 @@ def _panels(rows: int, columns: int) -> tuple[Figure, list[Axes]]:
     return figure, panels
 
 
-def _first(setting: Setting) -> str:
+def _first(setting: GridSetting) -> str:
     return next(iter(setting.values.values()))
 
 
-def _rest(setting: Setting) -> tuple[str, ...]:
+def _rest(setting: GridSetting) -> tuple[str, ...]:
     return tuple(f"{key.split('.')[-1]}={value}" for key, value in list(setting.values.items())[1:])

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from async_grpo.app.sweep.results import Figures
-from async_grpo.app.sweep.settings import Setting
+from async_grpo.app.sweep.results import PointMetrics
+from async_grpo.app.sweep.settings import GridSetting
 
 DEFAULT_TOLERANCE = 0.02
 """Of the learning measure, where neither seeds nor an evaluation give an error."""
 
 ACCURACY, REWARD = "held-out accuracy at the end (sampled)", "mean training reward"
-_LEARNING: dict[str, Callable[[Figures], float | None]] = {
+_LEARNING: dict[str, Callable[[PointMetrics], float | None]] = {
     ACCURACY: lambda point: point.accuracy_after,
     REWARD: lambda point: point.reward_mean,
 }
@@ -41,7 +41,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The learning measure before training, where it was measured."""
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """The recommendation. `label` is "" where there is none; the reason then says why."""
 
     label: str
@@ -54,26 +54,26 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Setting -> why it does not count."""
 
 
-def recommend(settings: Sequence[Setting], tolerance: float | None = None) -> Choice:
+def recommend(settings: Sequence[GridSetting], tolerance: float | None = None) -> Recommendation:
     """The setting to use, by the rule above."""
     excluded = {setting.label: why for setting in settings if (why := _why_not(setting))}
     eligible = [setting for setting in settings if setting.label not in excluded]
     measure = learning_measure(eligible)
     candidates = [found for setting in eligible if (found := candidate(setting, measure)) is not None]
     if not candidates:
-        return Choice(label="", reason="No setting has finished all of its seeds yet.", excluded=excluded)
+        return Recommendation(label="", reason="No setting has finished all of its seeds yet.", excluded=excluded)
     return choose(candidates, measure, tolerance, excluded)
 
 
 def choose(
     candidates: Sequence[Candidate], measure: str, tolerance: float | None, excluded: dict[str, str] | None = None
-) -> Choice:
+) -> Recommendation:
     """The fastest of those that learned as well as the best. `candidates` is not empty."""
     best = max(candidates, key=lambda one: one.learning)
     margin, because = _margin(best, tolerance)
     within = [one for one in candidates if best.learning - one.learning <= margin]
     chosen = max(within, key=lambda one: (one.samples_per_s, one.learning))
-    return Choice(
+    return Recommendation(
         label=chosen.label,
         reason=_in_words(chosen, best, within, len(candidates), (margin, because), measure),
         measure=measure,
@@ -83,13 +83,13 @@ def choose(
     )
 
 
-def learning_measure(settings: Sequence[Setting]) -> str:
+def learning_measure(settings: Sequence[GridSetting]) -> str:
     """Accuracy, if every finished point has it."""
     points = [point for setting in settings for point in setting.finished]
     return ACCURACY if points and all(point.accuracy_after is not None for point in points) else REWARD
 
 
-def candidate(setting: Setting, measure: str) -> Candidate | None:
+def candidate(setting: GridSetting, measure: str) -> Candidate | None:
     """None where learning or speed is not known."""
     learning = setting.measure(_LEARNING[measure])
     speed = setting.measure(lambda point: point.samples_per_s)
@@ -106,7 +106,7 @@ def candidate(setting: Setting, measure: str) -> Candidate | None:
     )
 
 
-def _evaluation_error(setting: Setting) -> float | None:
+def _evaluation_error(setting: GridSetting) -> float | None:
     """Standard error of a share of `eval.prompts` prompts, over all seeds: samples of one prompt count as one.
 
     One right and one wrong answer are added (Laplace), so that all right or all wrong is not taken for certain.
@@ -117,7 +117,7 @@ def _evaluation_error(setting: Setting) -> float | None:
     return math.sqrt(sum(variances)) / len(variances) if variances else None
 
 
-def _why_not(setting: Setting) -> str:
+def _why_not(setting: GridSetting) -> str:
     """Why a setting cannot be recommended; "" if it can."""
     for point in setting.points:
         if point not in setting.finished:

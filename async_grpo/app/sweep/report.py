@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from async_grpo.app.sweep.folder import Record, SweepFolder, write_whole
+from async_grpo.app.sweep.folder import SweepFolder, SweepRecord, write_whole
 from async_grpo.app.sweep.plots import write_plots
-from async_grpo.app.sweep.recommend import REWARD, Candidate, Choice, candidate, recommend
-from async_grpo.app.sweep.results import FINISHED, Figures, read_figures
-from async_grpo.app.sweep.settings import Measure, Setting, settings_of, shown_values
+from async_grpo.app.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
+from async_grpo.app.sweep.results import FINISHED, PointMetrics, read_figures
+from async_grpo.app.sweep.settings import GridSetting, SeedStatistic, settings_of, shown_values
 from async_grpo.errors import ConfigError
 from async_grpo.utils.text import fenced
 
@@ -37,19 +37,19 @@ _READING = """\
   best. A setting counts if every seed of it has finished, its books balance and its bound on ages was kept."""
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class SweepComparison(msgspec.Struct, frozen=True, kw_only=True):
     """`sweep.json`: every figure of every point, and what follows from them."""
 
     format: int = FORMAT
     command: str
     axes: list[str]
-    choice: Choice
+    choice: Recommendation
     settings: list[Candidate]
     """Those that count."""
-    points: list[Figures]
+    points: list[PointMetrics]
 
 
-def write_report(folder: SweepFolder, tolerance: float | None = None) -> Comparison:
+def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepComparison:
     """Read every point's folder and write all files; safe to repeat. Raises ConfigError if there is no sweep."""
     record = folder.read()
     if not record.points:
@@ -65,7 +65,7 @@ def write_report(folder: SweepFolder, tolerance: float | None = None) -> Compari
     return comparison
 
 
-def read_all(folder: SweepFolder, record: Record) -> list[Figures]:
+def read_all(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
     """Of every point, with the values of every axis, as resolved."""
     keys = axes_of(record)
     return [
@@ -79,19 +79,19 @@ def read_all(folder: SweepFolder, record: Record) -> list[Figures]:
     ]
 
 
-def axes_of(record: Record) -> list[str]:
+def axes_of(record: SweepRecord) -> list[str]:
     """Every key that any point sets, in the order in which they came."""
     return list(dict.fromkeys(key for point in record.points for key in point.values))
 
 
 def compare(
-    record: Record, figures: Sequence[Figures], settings: Sequence[Setting], tolerance: float | None
-) -> Comparison:
+    record: SweepRecord, figures: Sequence[PointMetrics], settings: Sequence[GridSetting], tolerance: float | None
+) -> SweepComparison:
     """What follows from the figures. Pure."""
     choice = recommend(settings, tolerance)
     counted = [setting for setting in settings if setting.label not in choice.excluded]
     candidates = [candidate(setting, choice.measure or REWARD) for setting in counted]
-    return Comparison(
+    return SweepComparison(
         command=record.command,
         axes=axes_of(record),
         choice=choice,
@@ -100,7 +100,7 @@ def compare(
     )
 
 
-def page(name: str, comparison: Comparison, settings: Sequence[Setting], plots: Sequence[Path]) -> str:
+def page(name: str, comparison: SweepComparison, settings: Sequence[GridSetting], plots: Sequence[Path]) -> str:
     """report.md."""
     sections = [
         f"# {name}",
@@ -116,13 +116,13 @@ def page(name: str, comparison: Comparison, settings: Sequence[Setting], plots: 
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _recommendation(choice: Choice) -> str:
+def _recommendation(choice: Recommendation) -> str:
     chosen = f"**Recommended: {choice.label}.** " if choice.label else "**No recommendation.** "
     within = f"\n\nWithin the margin: {'; '.join(choice.within)}." if len(choice.within) > 1 else ""
     return f"{chosen}{choice.reason}{within}"
 
 
-def _settings_table(settings: Sequence[Setting], comparison: Comparison) -> str:
+def _settings_table(settings: Sequence[GridSetting], comparison: SweepComparison) -> str:
     learned = {one.label: one for one in comparison.settings}
     head = [
         *("setting", "seeds", "accuracy before", "after", "learning", "reward, mean", "samples/s", "tokens/s"),
@@ -132,8 +132,8 @@ def _settings_table(settings: Sequence[Setting], comparison: Comparison) -> str:
     return f"## Settings (means over finished seeds)\n\n{_table(head, rows)}"
 
 
-def _settings_row(setting: Setting, learned: Candidate | None, choice: Choice) -> list[str]:
-    def mean(figure: Callable[[Figures], float | None], form: str) -> str:
+def _settings_row(setting: GridSetting, learned: Candidate | None, choice: Recommendation) -> list[str]:
+    def mean(figure: Callable[[PointMetrics], float | None], form: str) -> str:
         return _mean(setting.measure(figure), form)
 
     bold = "**" if setting.label == choice.label else ""
@@ -163,7 +163,7 @@ def _learned(one: Candidate | None) -> str:
     return f"{one.learning:.3f}" if one.error is None else f"{one.learning:.3f} ± {one.error:.3f}"
 
 
-def _ages(setting: Setting) -> str:
+def _ages(setting: GridSetting) -> str:
     mean, oldest = setting.measure(lambda point: point.age_mean), setting.measure(lambda point: point.age_max)
     bound = setting.measure(lambda point: point.age_bound)
     if mean is None or oldest is None or bound is None:
@@ -171,13 +171,13 @@ def _ages(setting: Setting) -> str:
     return f"{mean.mean:.2f} / {oldest.high:.0f} ({bound.high:.0f})"
 
 
-def _balanced(points: Sequence[Figures]) -> str:
+def _balanced(points: Sequence[PointMetrics]) -> str:
     if not points:
         return "-"
     return "yes" if all(point.balanced for point in points) else "**NO**"
 
 
-def _points_table(points: Sequence[Figures]) -> str:
+def _points_table(points: Sequence[PointMetrics]) -> str:
     head = ["run", "seed", "state", "steps", "accuracy after", "reward, last tenth", "samples/s", "wall s", "at once"]
     rows = [
         [
@@ -196,7 +196,7 @@ def _points_table(points: Sequence[Figures]) -> str:
     return f"## Points\n\n{_table(head, rows)}"
 
 
-def _troubles(comparison: Comparison) -> str:
+def _troubles(comparison: SweepComparison) -> str:
     """What a reader should know before believing the figures."""
     lines = [f"- {label} does not count: {why}." for label, why in comparison.choice.excluded.items()]
     lines += [f"- {point.name} failed:\n\n{fenced(point.error)}\n" for point in comparison.points if point.error]
@@ -223,7 +223,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _mean(measure: Measure | None, form: str) -> str:
+def _mean(measure: SeedStatistic | None, form: str) -> str:
     return "-" if measure is None else format(measure.mean, form)
 
 

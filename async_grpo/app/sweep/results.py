@@ -102,7 +102,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     reward: list[float] = []
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One point. Shares are between 0 and 1, ages in optimizer steps; what is not known is None."""
 
     name: str
@@ -148,7 +148,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     curve: Curve = Curve()
 
 
-def read_figures(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> Figures:
+def read_figures(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
     """Of the run in its folder, as it is now."""
     folder = RunFolder(point.config.run_dir)
     rows = last_of_each(of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
@@ -158,7 +158,7 @@ def read_figures(point: Point, values: dict[str, str], *, error: str = "", at_on
         [read_rows(path) for path in sorted(timelines.glob("rollout-*.jsonl"))],
     )
     finished = folder.read_state().finished_steps >= point.config.steps
-    return Figures(
+    return PointMetrics(
         name=point.name,
         values=values,
         seed=point.seed,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
-from async_grpo.app.launch.role_specs import deal_devices
+from async_grpo.app.launch.role_specs import assign_devices
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
@@ -39,7 +39,7 @@ from trainer.platform.base import TOOLS, VISIBLE, devices_of, visible
 
 def devices_wanted(config: RunConfig) -> tuple[str, int]:
     """Platform and count of the accelerators of a run: ("", 0) where it needs none. Raises ConfigError."""
-    shown = [own for own in deal_devices(config, {}).values() if own]
+    shown = [own for own in assign_devices(config, {}).values() if own]
     for platform, variable in VISIBLE.items():
         counts = [len([part for part in own[variable].split(",") if part]) for own in shown if variable in own]
         if sum(counts):
@@ -107,7 +107,7 @@ _WIDE = {"COLUMNS": "1000", "FORCE_COLOR": "", "TERM": "dumb"}
 """So that an error stays on one line of the log."""
 
 
-class Fate(Enum):
+class AttemptOutcome(Enum):
     """How an attempt at a point ended."""
 
     FINISHED = "finished"
@@ -116,19 +116,19 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class AttemptResult:
     """Of one attempt; `error` is "" unless it failed."""
 
     point: Point
-    fate: Fate
+    fate: AttemptOutcome
     error: str = ""
 
 
-def fate_of(*, code: int, finished: bool, stopping: bool) -> Fate:
+def fate_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
     """A run that finished before it could be stopped has finished; a code of 0 alone is no proof."""
     if finished:
-        return Fate.FINISHED
-    return Fate.STOPPED if stopping else Fate.FAILED
+        return AttemptOutcome.FINISHED
+    return AttemptOutcome.STOPPED if stopping else AttemptOutcome.FAILED
 
 
 def is_finished(point: Point) -> bool:
@@ -157,7 +157,7 @@ class _Run:
                 self.row = row
 
 
-class Crew:
+class SweepRunner:
     """Every waiting point is attempted once, unless it is stopped."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Crew:
         at_once: int,
         pool: DevicePool | None,
         show: Callable[[SweepState], None],
-        ended: Callable[[Ending], None],
+        ended: Callable[[AttemptResult], None],
     ) -> None:
         """`argv` runs a point; it ends with 0 when that is trained, and stops on SIGTERM.
 
@@ -187,12 +187,12 @@ class Crew:
         self._show = show
         self._ended = ended
         self._running: dict[asyncio.Task[int], _Run] = {}
-        self._endings: list[Ending] = []
+        self._endings: list[AttemptResult] = []
         self._made_steps, self._spent_s = 0, 0.0
         self._started_s = time.monotonic()
         self.stopping = False
 
-    async def work(self) -> list[Ending]:
+    async def work(self) -> list[AttemptResult]:
         """Until every point has been attempted, or, after Ctrl-C, until none runs any more."""
         with _interrupts(self.stop):
             try:
@@ -249,8 +249,8 @@ class Crew:
         self._spent_s += time.monotonic() - run.started_s
         code = task.result()
         fate = fate_of(code=code, finished=is_finished(run.point), stopping=self.stopping)
-        error = run.role.explain(code) if fate is Fate.FAILED else ""
-        self._endings.append(Ending(run.point, fate, error))
+        error = run.role.explain(code) if fate is AttemptOutcome.FAILED else ""
+        self._endings.append(AttemptResult(run.point, fate, error))
         self._ended(self._endings[-1])
 
     def _look(self) -> None:
@@ -273,8 +273,8 @@ class Crew:
         ]
         return SweepState(
             total=self._total,
-            finished=self._before + sum(ending.fate is Fate.FINISHED for ending in self._endings),
-            failed=sum(ending.fate is Fate.FAILED for ending in self._endings),
+            finished=self._before + sum(ending.fate is AttemptOutcome.FINISHED for ending in self._endings),
+            failed=sum(ending.fate is AttemptOutcome.FAILED for ending in self._endings),
             running=running,
             steps_left=sum(run.steps - run.step for run in running) + sum(p.config.steps for p in self._waiting),
             at_once=self._at_once,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.app.sweep.results import FINISHED, Curve, Figures
+from async_grpo.app.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.utils.text import smooth
 
 _BAND_POINTS = 200
@@ -19,7 +19,7 @@ _SMOOTHED_STEPS = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class SeedStatistic:
     """A figure over the seeds that have it."""
 
     mean: float
@@ -39,11 +39,11 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GridSetting:
     """One combination of the grid with the points that have it, a seed each."""
 
     values: Mapping[str, str]
-    points: Sequence[Figures]
+    points: Sequence[PointMetrics]
 
     @property
     def label(self) -> str:
@@ -53,31 +53,31 @@ class Setting:
         return ", ".join(f"{name}={value}" for name, value in zip(names, self.values.values(), strict=True))
 
     @property
-    def finished(self) -> list[Figures]:
+    def finished(self) -> list[PointMetrics]:
         """The points that count."""
         return [point for point in self.points if point.state == FINISHED]
 
-    def measure(self, figure: Callable[[Figures], float | None]) -> Measure | None:
+    def measure(self, figure: Callable[[PointMetrics], float | None]) -> SeedStatistic | None:
         """A figure over the finished seeds; None if none has it."""
         values = [value for point in self.finished if (value := figure(point)) is not None]
-        return Measure(statistics.fmean(values), min(values), max(values), len(values)) if values else None
+        return SeedStatistic(statistics.fmean(values), min(values), max(values), len(values)) if values else None
 
-    def standard_error(self, figure: Callable[[Figures], float | None]) -> float | None:
+    def standard_error(self, figure: Callable[[PointMetrics], float | None]) -> float | None:
         """Of the mean over the finished seeds; None for fewer than two."""
         values = [value for point in self.finished if (value := figure(point)) is not None]
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def settings_of(points: Sequence[Figures]) -> list[Setting]:
+def settings_of(points: Sequence[PointMetrics]) -> list[GridSetting]:
     """One setting per combination, in the order of the axes: numbers by size, words by appearance."""
-    by_values: dict[tuple[str, ...], list[Figures]] = {}
+    by_values: dict[tuple[str, ...], list[PointMetrics]] = {}
     for point in points:
         by_values.setdefault(tuple(point.values.values()), []).append(point)
     columns = [list(dict.fromkeys(column)) for column in zip(*by_values, strict=True)]
     ranks = [{value: rank for rank, value in enumerate(in_order(column))} for column in columns]
     ordered = sorted(by_values, key=lambda values: [rank[value] for rank, value in zip(ranks, values, strict=True)])
     return [
-        Setting(dict(by_values[values][0].values), sorted(by_values[values], key=lambda point: point.seed))
+        GridSetting(dict(by_values[values][0].values), sorted(by_values[values], key=lambda point: point.seed))
         for values in ordered
     ]
 

@@ -17,11 +17,20 @@ from rich.table import Table
 
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.run_folder import run_name
-from async_grpo.app.sweep.folder import PointRecord, Record, SweepFolder
-from async_grpo.app.sweep.plan import Ask, Plan, Point, assignments, combinations, lay_out, parse_axes, parse_seeds
+from async_grpo.app.sweep.folder import PointRecord, SweepFolder, SweepRecord
+from async_grpo.app.sweep.plan import (
+    Point,
+    SweepPlan,
+    SweepRequest,
+    assignments,
+    combinations,
+    lay_out,
+    parse_axes,
+    parse_seeds,
+)
 from async_grpo.app.sweep.progress import SweepView
-from async_grpo.app.sweep.report import Comparison, write_report
-from async_grpo.app.sweep.runner import Crew, Ending, Fate, is_finished, pool_for
+from async_grpo.app.sweep.report import SweepComparison, write_report
+from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, is_finished, pool_for
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import read_rows
@@ -31,7 +40,7 @@ FAILED, INTERRUPTED = 1, 130
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SweepOptions:
     """What was typed."""
 
     config: Path
@@ -44,7 +53,7 @@ class Request:
     command: str = ""
 
 
-def plan(request: Request) -> tuple[SweepFolder, Plan]:
+def plan(request: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
     """Which runs there are, and where. Starts and writes nothing; not for a running event loop. Raises ConfigError."""
     axes = parse_axes(request.grid, request.overrides)
     first = assignments(combinations(axes)[0])
@@ -55,19 +64,19 @@ def plan(request: Request) -> tuple[SweepFolder, Plan]:
     name = run_name(base.name, request.overrides)
     folder = SweepFolder(request.out or base.runs_dir / f"{name}-sweep")
     seeds = parse_seeds(request.seeds) if request.seeds is not None else (base.seed,)
-    ask = Ask(name, request.overrides, axes, seeds, folder.runs_dir)
+    ask = SweepRequest(name, request.overrides, axes, seeds, folder.runs_dir)
     return folder, lay_out(ask, folder.points(folder.read()), partial(resolve, request.config))
 
 
-async def sweep(folder: SweepFolder, laid_out: Plan, request: Request) -> int:
+async def sweep(folder: SweepFolder, laid_out: SweepPlan, request: SweepOptions) -> int:
     """Run what is not finished; returns the exit code. Raises ConfigError before anything is started."""
     with folder.claimed(), SweepView(Console()) as view:
         todo = [point for point in laid_out.points if point.name in laid_out.asked and not is_finished(point)]
         pool = pool_for([point.config for point in todo], request.at_once, os.environ)
         folder.write_configs(laid_out.points)
-        ledger = _Ledger(folder, view, laid_out, request)
+        ledger = PointsFile(folder, view, laid_out, request)
         view.say(f"{len(laid_out.points)} points in {folder.path}, {len(todo)} to run")
-        crew = Crew(
+        crew = SweepRunner(
             todo,
             folder,
             argv=lambda point: run_argv(folder.config_file(point.name)),
@@ -80,7 +89,7 @@ async def sweep(folder: SweepFolder, laid_out: Plan, request: Request) -> int:
         endings = await crew.work()
         comparison = write_report(folder, request.tolerance)
     print_result(folder, comparison)
-    failed = [ending.point.name for ending in endings if ending.fate is Fate.FAILED]
+    failed = [ending.point.name for ending in endings if ending.fate is AttemptOutcome.FAILED]
     if failed:
         Console(stderr=True).print(f"failed: {', '.join(failed)}; the same command tries again", soft_wrap=True)
     if crew.stopping:
@@ -93,14 +102,14 @@ def run_argv(config: Path) -> list[str]:
     return [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(config)]
 
 
-def print_result(folder: SweepFolder, comparison: Comparison) -> None:
+def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
     """The recommendation and where the report is."""
     chosen = f"recommended: {comparison.choice.label}\n" if comparison.choice.label else ""
     text = f"{chosen}{comparison.choice.reason}\nreport: {folder.path / 'report.md'}"
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe_plan(folder: SweepFolder, laid_out: Plan) -> Table:
+def describe_plan(folder: SweepFolder, laid_out: SweepPlan) -> Table:
     """Every point with what would happen to it."""
     table = Table(title=f"sweep {folder.path} (dry run: nothing is started)")
     for column in ("run", "point", "steps", "what happens"):
@@ -119,10 +128,10 @@ def _future(point: Point, asked: bool) -> str:
     return f"is resumed after step {rows[-1]['step']}" if rows else "is run"
 
 
-class _Ledger:
+class PointsFile:
     """Keeps points.json up to date while runs end."""
 
-    def __init__(self, folder: SweepFolder, view: SweepView, laid_out: Plan, request: Request) -> None:
+    def __init__(self, folder: SweepFolder, view: SweepView, laid_out: SweepPlan, request: SweepOptions) -> None:
         """Writes it for the first time, with every point that there is."""
         before = {known.name: known for known in folder.read().points}
         self._folder, self._view, self._request = folder, view, request
@@ -132,7 +141,7 @@ class _Ledger:
         }
         self._write()
 
-    def note(self, ending: Ending) -> None:
+    def note(self, ending: AttemptResult) -> None:
         """A run has ended: say so, and remember its error."""
         name = ending.point.name
         self._points[name] = PointRecord(
@@ -145,4 +154,4 @@ class _Ledger:
         self._view.say(f"{ending.point}: {ending.error or ending.fate.value}")
 
     def _write(self) -> None:
-        self._folder.write(Record(command=self._request.command, points=list(self._points.values())))
+        self._folder.write(SweepRecord(command=self._request.command, points=list(self._points.values())))

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import msgspec
 
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.base import Unusable
+from async_grpo.data.base import RejectedRow
 from async_grpo.data.prepare.formats import FORMATS, Example, FieldMap, Rejections, example_of, fitting_format
 from async_grpo.data.prepare.readers import RawRow, read_rows
 from async_grpo.data.prepare.templates import Template
 from async_grpo.data.prepared_dataset import StoredRow
-from async_grpo.data.tokenizer import Encoder, check_characters
+from async_grpo.data.tokenizer import BatchTokenizer, check_characters
 from async_grpo.errors import DataError
 from async_grpo.wire import tokens_to_bytes
 
@@ -33,14 +33,14 @@ Advance = Callable[[int], None]
 """Called with how many bytes of all files have been read so far."""
 
 
-class Rejects:
+class RejectedRows:
     """Rows that are not taken: each a line of `rejected.jsonl`, counted by reason."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8")
         self.counts = Rejections()
 
-    def add(self, file: Path, line: int, why: Unusable, shown: str) -> None:
+    def add(self, file: Path, line: int, why: RejectedRow, shown: str) -> None:
         """One row that is not taken."""
         note = {"file": file.name, "line": line, "reason": why.reason, "detail": str(why), "row": shown}
         self._file.write(json.dumps(note) + "\n")
@@ -62,11 +62,16 @@ class _Candidate(NamedTuple):
     text: str
 
 
-class Intake:
+class RowFilter:
     """Rows through every filter: first those of the files that are held out, then those that are trained on."""
 
     def __init__(
-        self, config: PrepareConfig, template: Template, encoder: Encoder, rejects: Rejects, advance: Advance
+        self,
+        config: PrepareConfig,
+        template: Template,
+        encoder: BatchTokenizer,
+        rejects: RejectedRows,
+        advance: Advance,
     ) -> None:
         self._config = config
         self._template = template
@@ -84,7 +89,7 @@ class Intake:
             for candidate, ids in zip(batch, self._encoder.encode([one.text for one in batch]), strict=True):
                 try:
                     yield tokens_to_bytes(self._encoder.fitting(ids)), _record(candidate)
-                except Unusable as why:
+                except RejectedRow as why:
                     self._rejects.add(candidate.file, candidate.line, why, candidate.example.question[:200])
 
     def _candidates(self, files: Sequence[Path], held_out: bool) -> Iterator[_Candidate]:
@@ -94,10 +99,10 @@ class Intake:
                 self._advance(self._read_bytes + row.position)
                 try:
                     if row.problem:
-                        raise Unusable("not a row", row.problem)
+                        raise RejectedRow("not a row", row.problem)
                     where = where or _detected(file, row)
                     yield self._candidate(file, row, where, held_out)
-                except Unusable as why:
+                except RejectedRow as why:
                     self._rejects.add(file, row.line, why, row.shown or str(row.fields)[:200])
             self._read_bytes += file.stat().st_size
             self._advance(self._read_bytes)
@@ -108,7 +113,7 @@ class Intake:
         return FORMATS.get(self._config.format)
 
     def _candidate(self, file: Path, row: RawRow, where: FieldMap, held_out: bool) -> _Candidate:
-        """Raises Unusable."""
+        """Raises RejectedRow."""
         example = example_of(row.fields, where, self._config.keep_fields)
         self._check_new(example, row.line, held_out)
         text = self._template.render(example)
@@ -121,9 +126,9 @@ class Intake:
         if known is None:
             self._known[digest] = -line if held_out else line
         elif known < 0 and not held_out:
-            raise Unusable("also held out", f"the question stands among the held-out ones (line {-known})")
+            raise RejectedRow("also held out", f"the question stands among the held-out ones (line {-known})")
         elif not self._config.keep_duplicates:
-            raise Unusable("duplicate", f"the question stands in line {abs(known)} already")
+            raise RejectedRow("duplicate", f"the question stands in line {abs(known)} already")
 
 
 def _detected(file: Path, row: RawRow) -> FieldMap:

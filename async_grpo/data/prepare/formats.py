@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.data.base import Unusable
+from async_grpo.data.base import RejectedRow
 
 Chat = list[dict[str, str]]
 
@@ -31,7 +31,7 @@ class Rejections(Counter[str]):
         self.first: dict[str, str] = {}
         """By reason, where the first row stands and what it was."""
 
-    def add(self, file: Path, line: int, why: Unusable) -> None:
+    def add(self, file: Path, line: int, why: RejectedRow) -> None:
         """One row that is not taken."""
         self[why.reason] += 1
         self.first.setdefault(why.reason, f"{file.name}, line {line}: {why}")
@@ -86,7 +86,7 @@ def fitting_format(fields: Mapping[str, Any]) -> str | None:
 
 
 def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] = ()) -> Example:
-    """The example in a row; `kept`: fields that become metadata, where the row has them. Raises Unusable."""
+    """The example in a row; `kept`: fields that become metadata, where the row has them. Raises RejectedRow."""
     chat = _chat(_look_up(fields, where.prompt), where.prompt)
     if where.more and (more := _optional_text(fields, where.more)):
         chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{more}"}
@@ -94,9 +94,9 @@ def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] =
     gold = reference(answer) if where.hashes else answer.strip()
     question = chat[-1]["content"]
     if not question:
-        raise Unusable("empty prompt", f"the field {where.prompt!r} is empty")
+        raise RejectedRow("empty prompt", f"the field {where.prompt!r} is empty")
     if not gold:
-        raise Unusable("empty answer", f"the field {where.answer!r} holds no reference answer")
+        raise RejectedRow("empty answer", f"the field {where.answer!r} holds no reference answer")
     metadata = {name: text for name in kept if (text := _optional_text(fields, name))}
     for text in (gold, *metadata.values(), *(message["content"] for message in chat)):
         _check_unicode(text)
@@ -118,9 +118,9 @@ def _chat(value: Any, name: str) -> Chat:
     if not isinstance(value, list):
         return [{"role": "user", "content": _text(value, name).strip()}]
     if not value or not all(_is_message(message) for message in value):
-        raise Unusable("no chat", f"the field {name!r} is a list, but not of messages with role and content")
+        raise RejectedRow("no chat", f"the field {name!r} is a list, but not of messages with role and content")
     if value[-1]["role"] != "user":
-        raise Unusable("no chat", f"the last message of {name!r} is of {value[-1]['role']!r}, not of the user")
+        raise RejectedRow("no chat", f"the last message of {name!r} is of {value[-1]['role']!r}, not of the user")
     return [{"role": message["role"], "content": message["content"].strip()} for message in value]
 
 
@@ -136,7 +136,7 @@ def _look_up(fields: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
             shown = ", ".join(map(str, fields))[:200]
-            raise Unusable("field missing", f"there is no field {name!r} (the row has {shown or 'none'})")
+            raise RejectedRow("field missing", f"there is no field {name!r} (the row has {shown or 'none'})")
         value = value[part]
     return value
 
@@ -144,14 +144,14 @@ def _look_up(fields: Mapping[str, Any], name: str) -> Any:
 def _text(value: Any, name: str) -> str:
     """Numbers are written out; truth values, lists, objects and null are no text."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Unusable("not a text", f"the field {name!r} is a {type(value).__name__}, not a text or number")
+        raise RejectedRow("not a text", f"the field {name!r} is a {type(value).__name__}, not a text or number")
     return str(value)
 
 
 def _optional_text(fields: Mapping[str, Any], name: str) -> str:
     try:
         return _text(_look_up(fields, name), name).strip()
-    except Unusable:
+    except RejectedRow:
         return ""
 
 
@@ -160,4 +160,4 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Unusable("no Unicode", f"half a character (a lone surrogate) at position {error.start}") from error
+        raise RejectedRow("no Unicode", f"half a character (a lone surrogate) at position {error.start}") from error

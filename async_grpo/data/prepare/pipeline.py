@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.prepare.filters import Advance, Intake, Rejects
+from async_grpo.data.prepare.filters import Advance, RejectedRows, RowFilter
 from async_grpo.data.prepare.templates import Template
 from async_grpo.data.prepared_dataset import (
     FORMAT,
@@ -23,15 +23,15 @@ from async_grpo.data.prepared_dataset import (
     MAGIC,
     REJECTED,
     TRAIN,
+    DatasetManifest,
+    DatasetSplit,
     FileFacts,
-    Manifest,
-    Split,
     SplitWriter,
     remove_split,
     write_manifest,
 )
 from async_grpo.data.shuffle import Permutation
-from async_grpo.data.tokenizer import Encoder, Tokenizer
+from async_grpo.data.tokenizer import BatchTokenizer, Tokenizer
 from async_grpo.errors import DataError
 from async_grpo.utils.files import draft_of
 
@@ -39,29 +39,29 @@ _STAGED = "staged_"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PrepareResult:
     """What came of it. `first_rejected`: by reason, where the first row stands that was not taken."""
 
-    manifest: Manifest
+    manifest: DatasetManifest
     first_rejected: dict[str, str]
 
 
-def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Prepared:
+def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> PrepareResult:
     """Make the folder `config.out`, whole or not at all; the same arguments make the same bytes.
 
     Raises DataError (a file that cannot be read, too few rows that can be used, a folder that exists), ConfigError
     (the template), DependencyError (Parquet without pyarrow).
     """
     template = Template(config.template, tokenizer, config.system)
-    encoder = Encoder(tokenizer, special_tokens=template.special_tokens, longest=config.max_prompt_tokens)
+    encoder = BatchTokenizer(tokenizer, special_tokens=template.special_tokens, longest=config.max_prompt_tokens)
     with draft_of(config.out) as draft:
-        with closing(Rejects(draft / REJECTED)) as rejects:
-            intake = Intake(config, template, encoder, rejects, advance)
+        with closing(RejectedRows(draft / REJECTED)) as rejects:
+            intake = RowFilter(config, template, encoder, rejects, advance)
             held_out = _stage(draft, HELD_OUT, intake.rows(config.held_out_from, held_out=True))
             train = _stage(draft, TRAIN, intake.rows(config.files, held_out=False))
         _check_enough(config, train.rows, held_out.rows, rejects)
         files, rows = _split(config, draft)
-        manifest = Manifest(
+        manifest = DatasetManifest(
             magic=MAGIC,
             format=FORMAT,
             rows=rows,
@@ -72,7 +72,7 @@ def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Pr
             files=files,
         )
         write_manifest(draft, manifest)
-    return Prepared(manifest, rejects.counts.first)
+    return PrepareResult(manifest, rejects.counts.first)
 
 
 def _stage(draft: Path, name: str, rows: Iterable[tuple[bytes, bytes]]) -> SplitWriter:
@@ -87,7 +87,10 @@ def _stage(draft: Path, name: str, rows: Iterable[tuple[bytes, bytes]]) -> Split
 def _split(config: PrepareConfig, draft: Path) -> tuple[dict[str, FileFacts], dict[str, int]]:
     """The staged rows in their final order and place: facts of the files, rows by split."""
     files: dict[str, FileFacts] = {}
-    with closing(Split(draft, _STAGED + TRAIN)) as train, closing(Split(draft, _STAGED + HELD_OUT)) as held_out:
+    with (
+        closing(DatasetSplit(draft, _STAGED + TRAIN)) as train,
+        closing(DatasetSplit(draft, _STAGED + HELD_OUT)) as held_out,
+    ):
         kept = 0 if config.held_out_from else config.held_out
         first = len(train) - kept
         order = _order(config, TRAIN, len(train))
@@ -109,7 +112,7 @@ def _order(config: PrepareConfig, name: str, rows: int) -> Callable[[int], int]:
 
 
 def _copy(
-    draft: Path, name: str, source: Split, places: Sequence[int], order: Callable[[int], int]
+    draft: Path, name: str, source: DatasetSplit, places: Sequence[int], order: Callable[[int], int]
 ) -> dict[str, FileFacts]:
     writer = SplitWriter(draft, name)
     for row in map(order, places):
@@ -117,7 +120,7 @@ def _copy(
     return writer.close()
 
 
-def _check_enough(config: PrepareConfig, train: int, held_out: int, rejects: Rejects) -> None:
+def _check_enough(config: PrepareConfig, train: int, held_out: int, rejects: RejectedRows) -> None:
     if config.held_out_from:
         if train and held_out:
             return

@@ -18,7 +18,7 @@ from typing import Any, cast
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from async_grpo.data.base import Unusable
+from async_grpo.data.base import RejectedRow
 from async_grpo.data.prepare.formats import Chat, Example
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError
@@ -57,11 +57,11 @@ class Template:
         self._try(name)
 
     def render(self, example: Example) -> str:
-        """What the policy reads. Raises Unusable where the template refuses the row (roles out of order, say)."""
+        """What the policy reads. Raises RejectedRow where the template refuses the row (roles out of order, say)."""
         try:
             return self._render(example)
         except TemplateError as error:
-            raise Unusable("refused by the template", f"{type(error).__name__}: {error}") from error
+            raise RejectedRow("refused by the template", f"{type(error).__name__}: {error}") from error
 
     def _try(self, name: str) -> None:
         try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.workers.messages import MAX_NOTE_BYTES, Ended, Kill, Spawn
+from async_grpo.rewards.workers.messages import MAX_NOTE_BYTES, KillWorker, SpawnWorker, WorkerExited
 from async_grpo.utils.child_process import MARK_VARIABLE, child_argv
 
 PASSED = (
@@ -60,15 +60,15 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class Ward:
+class WorkerHandle:
     """A worker that was asked for. `ended` comes when nothing of it is left."""
 
     number: int
     channel: socket.socket
-    ended: asyncio.Future[Ended]
+    ended: asyncio.Future[WorkerExited]
 
 
-class WardenLink:
+class SupervisorClient:
     """One warden at a time; one that dies (cause "lost" for all its workers) is replaced when the next is needed."""
 
     def __init__(self, names: Sequence[str], memory_bytes: int, environment: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class WardenLink:
         self._starting = asyncio.Lock()
         self._process: Process | None = None
         self._notes: socket.socket | None = None
-        self._wards: dict[int, Ward] = {}
+        self._wards: dict[int, WorkerHandle] = {}
         self._spawned = 0
         self._closed = False
 
@@ -106,22 +106,22 @@ class WardenLink:
             self._notes = ours
             asyncio.get_running_loop().add_reader(ours.fileno(), self._take_note)
 
-    async def spawn(self) -> Ward:
+    async def spawn(self) -> WorkerHandle:
         """Ask for a worker. Whether it comes up shows on its channel."""
         await self.start()
         self._spawned += 1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        ward = Ward(self._spawned, ours, asyncio.get_running_loop().create_future())
+        ward = WorkerHandle(self._spawned, ours, asyncio.get_running_loop().create_future())
         self._wards[ward.number] = ward
         with theirs:
-            self._send(Spawn(ward.number), theirs.fileno())
+            self._send(SpawnWorker(ward.number), theirs.fileno())
         return ward
 
-    def kill(self, ward: Ward) -> None:
+    def kill(self, ward: WorkerHandle) -> None:
         """End it and everything that it started; `ward.ended` says when that is so."""
         if not ward.ended.done():
-            self._send(Kill(ward.number))
+            self._send(KillWorker(ward.number))
 
     async def aclose(self) -> None:
         """End the warden and with it all workers."""
@@ -138,7 +138,7 @@ class WardenLink:
                 process.kill()
             await process.wait()
 
-    def _send(self, note: Spawn | Kill, *descriptors: int) -> None:
+    def _send(self, note: SpawnWorker | KillWorker, *descriptors: int) -> None:
         """A warden that cannot take so small a note is lost: its socket holds hundreds of them."""
         if self._notes is None:
             return
@@ -158,7 +158,7 @@ class WardenLink:
         if not data:
             self._lose()
             return
-        ended = msgspec.msgpack.decode(data, type=Ended)
+        ended = msgspec.msgpack.decode(data, type=WorkerExited)
         _tell(self._wards.pop(ended.worker, None), ended)
 
     def _lose(self) -> None:
@@ -169,9 +169,9 @@ class WardenLink:
             notes.close()
         wards, self._wards = self._wards, {}
         for ward in wards.values():
-            _tell(ward, Ended(ward.number, code=-1, cause="lost"))
+            _tell(ward, WorkerExited(ward.number, code=-1, cause="lost"))
 
 
-def _tell(ward: Ward | None, ended: Ended) -> None:
+def _tell(ward: WorkerHandle | None, ended: WorkerExited) -> None:
     if ward is not None and not ward.ended.done():
         ward.ended.set_result(ended)

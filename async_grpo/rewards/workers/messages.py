@@ -24,7 +24,7 @@ MAX_ANSWER_BYTES = 1 << 20
 MAX_NOTE_BYTES = 64 << 10
 
 
-class Hello(msgspec.Struct, frozen=True):
+class WorkerReady(msgspec.Struct, frozen=True):
     """The worker's first words: the verifiers that it could not load, and why."""
 
     broken: dict[str, str] = {}
@@ -32,7 +32,7 @@ class Hello(msgspec.Struct, frozen=True):
     """The verifiers that find the answer in a completion."""
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class VerifierRequest(msgspec.Struct, frozen=True):
     """One completion for the verifiers `names`, in order: to judge it, or, with `extract`, to find the answer in it."""
 
     names: list[str]
@@ -44,7 +44,7 @@ class Assignment(msgspec.Struct, frozen=True):
     extract: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
+class VerifierReply(msgspec.Struct, frozen=True):
     """Of one verifier: a score, or the kind of failure and its reason. Of an extraction: a text (None: there is no
     answer in the completion), or the same."""
 
@@ -54,19 +54,19 @@ class Answer(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
+class SpawnWorker(msgspec.Struct, frozen=True, tag="spawn"):
     """Start a worker; the descriptor of its channel comes with the note."""
 
     worker: int
 
 
-class Kill(msgspec.Struct, frozen=True, tag="kill"):
+class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
     """End a worker and everything that it started."""
 
     worker: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
     """A worker has ended, with everything that it started.
 
     code: its exit code, or minus the signal. cause: "" (it ended by itself), "killed" (it was told to),

@@ -17,9 +17,16 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from async_grpo.errors import WaitTimeout, WireError
-from async_grpo.rewards.base import Failure, FailureKind, Item, Outcome
-from async_grpo.rewards.workers.client import Ward, WardenLink
-from async_grpo.rewards.workers.messages import Answer, Assignment, Ended, FrameReader, Hello, pack
+from async_grpo.rewards.base import FailureKind, Outcome, RewardFailure, RewardInput
+from async_grpo.rewards.workers.client import SupervisorClient, WorkerHandle
+from async_grpo.rewards.workers.messages import (
+    FrameReader,
+    VerifierReply,
+    VerifierRequest,
+    WorkerExited,
+    WorkerReady,
+    pack,
+)
 
 _GRACE_S = 0.05
 """The event loop may be late, and not the verifier: an answer that is there by now counts."""
@@ -34,7 +41,7 @@ _WITH_WORKER: frozenset[FailureKind] = frozenset({"timeout", "crashed", "output"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """Of every worker."""
 
     deadline_s: float
@@ -46,7 +53,7 @@ class Limits:
 class _Worker:
     """One that has said hello."""
 
-    ward: Ward
+    ward: WorkerHandle
     frames: FrameReader
     writer: asyncio.StreamWriter
     broken: dict[str, str] = field(default_factory=dict)
@@ -56,40 +63,42 @@ class _Worker:
 class WorkerSlot:
     """Used by one caller at a time."""
 
-    def __init__(self, link: WardenLink, names: Sequence[str], limits: Limits) -> None:
+    def __init__(self, link: SupervisorClient, names: Sequence[str], limits: WorkerLimits) -> None:
         self._link = link
         self._names = names
         self._limits = limits
         self._worker: _Worker | None = None
-        self._ward: Ward | None = None
+        self._ward: WorkerHandle | None = None
         """The last that was asked for, until it has ended."""
         self.extracting: frozenset[str] = frozenset()
         """Verifiers that find answers, as the last worker said."""
 
-    async def judge(self, item: Item) -> dict[str, Outcome]:
+    async def judge(self, item: RewardInput) -> dict[str, Outcome]:
         """An outcome for every verifier. One that hangs or crashes costs the worker, not the other verifiers."""
         answers = await self._ask_all(item, self._names)
         return {name: _outcome(answer) for name, answer in answers.items()}
 
-    async def extract(self, completion: str, name: str) -> str | Failure | None:
+    async def extract(self, completion: str, name: str) -> str | RewardFailure | None:
         """The answer in a completion, as this verifier finds it; None if there is none."""
-        answers = await self._ask_all(Item(completion, ""), [name], extract=True)
+        answers = await self._ask_all(RewardInput(completion, ""), [name], extract=True)
         answer = answers[name]
-        return answer if isinstance(answer, Failure) else answer.text
+        return answer if isinstance(answer, RewardFailure) else answer.text
 
     async def warm(self) -> None:
         """Have a worker, so that the first item need not wait for it. A failure shows when it is needed."""
         if self._worker is None:
             await self._start()
 
-    async def _ask_all(self, item: Item, names: Sequence[str], *, extract: bool = False) -> dict[str, Answer | Failure]:
+    async def _ask_all(
+        self, item: RewardInput, names: Sequence[str], *, extract: bool = False
+    ) -> dict[str, VerifierReply | RewardFailure]:
         """Of every verifier, or why there is none."""
-        answers: dict[str, Answer | Failure] = {}
+        answers: dict[str, VerifierReply | RewardFailure] = {}
         self._drop_the_dead()
         try:
             while left := [name for name in names if name not in answers]:
                 worker = self._worker or await self._start()
-                if isinstance(worker, Failure):
+                if isinstance(worker, RewardFailure):
                     return {**answers, **dict.fromkeys(left, worker)}
                 answers |= await self._ask(worker, item, left, extract=extract)
         except BaseException:
@@ -117,7 +126,7 @@ class WorkerSlot:
             self._worker.writer.transport.abort()
             self._worker = None
 
-    async def _start(self) -> _Worker | Failure:
+    async def _start(self) -> _Worker | RewardFailure:
         """A worker that has loaded its verifiers, or why there is none."""
         await self._bury()
         ward = self._ward = await self._link.spawn()
@@ -125,12 +134,12 @@ class WorkerSlot:
         worker = _Worker(ward, FrameReader(reader), writer)
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
-                hello = await worker.frames.next(Hello)
+                hello = await worker.frames.next(WorkerReady)
                 worker.broken, self.extracting = hello.broken, frozenset(hello.extracting)
         except TimeoutError:
-            return Failure("start", f"not loaded within {self._limits.start_timeout_s:g} s. Does an import hang?")
+            return RewardFailure("start", f"not loaded within {self._limits.start_timeout_s:g} s. Does an import hang?")
         except (asyncio.IncompleteReadError, ConnectionError, WireError):
-            return Failure("start", f"while the verifiers were loaded, the process {await self._end_of(ward)}")
+            return RewardFailure("start", f"while the verifiers were loaded, the process {await self._end_of(ward)}")
         else:
             self._worker = worker
             return worker
@@ -140,55 +149,55 @@ class WorkerSlot:
                 self._link.kill(ward)
 
     async def _ask(
-        self, worker: _Worker, item: Item, names: Sequence[str], *, extract: bool
-    ) -> dict[str, Answer | Failure]:
+        self, worker: _Worker, item: RewardInput, names: Sequence[str], *, extract: bool
+    ) -> dict[str, VerifierReply | RewardFailure]:
         """Answers of the verifiers, in order, up to and including the first that the worker did not survive."""
-        answers: dict[str, Answer | Failure] = {
-            name: Failure("import", worker.broken[name]) for name in names if name in worker.broken
+        answers: dict[str, VerifierReply | RewardFailure] = {
+            name: RewardFailure("import", worker.broken[name]) for name in names if name in worker.broken
         }
         asked = [name for name in names if name not in answers]
         task = (item.completion, item.answer, item.prompt, dict(item.metadata), item.tool_calls)
-        frame = pack(Assignment(asked, *task, extract=extract))
+        frame = pack(VerifierRequest(asked, *task, extract=extract))
         worker.writer.write(frame)  # not drained: the worker reads it all before it answers, under the deadline
         for name in asked:
             answers[name] = answer = await self._heard(worker)
-            if isinstance(answer, Failure) and answer.kind in _WITH_WORKER:
+            if isinstance(answer, RewardFailure) and answer.kind in _WITH_WORKER:
                 self._drop()
                 break
         return answers
 
-    async def _heard(self, worker: _Worker) -> Answer | Failure:
+    async def _heard(self, worker: _Worker) -> VerifierReply | RewardFailure:
         """The next answer, or what kept it from coming, or what the worker says that went wrong."""
         try:
             answer = await self._answer(worker.frames)
-            return Failure(cast(FailureKind, answer.kind), answer.reason) if answer.kind else answer
+            return RewardFailure(cast(FailureKind, answer.kind), answer.reason) if answer.kind else answer
         except TimeoutError:
-            return Failure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
+            return RewardFailure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
             return await self._autopsy(worker.ward)
         except WireError as error:
-            return Failure("output", f"something wrote to the pool's channel: {error}")
+            return RewardFailure("output", f"something wrote to the pool's channel: {error}")
 
-    async def _answer(self, frames: FrameReader) -> Answer:
+    async def _answer(self, frames: FrameReader) -> VerifierReply:
         """Raises TimeoutError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.deadline_s):
-                return await frames.next(Answer)
+                return await frames.next(VerifierReply)
         async with asyncio.timeout(_GRACE_S):
-            return await frames.next(Answer)
+            return await frames.next(VerifierReply)
 
-    async def _autopsy(self, ward: Ward) -> Failure:
+    async def _autopsy(self, ward: WorkerHandle) -> RewardFailure:
         how = await self._end_of(ward)
         kind: FailureKind = "memory" if how == _TOO_LARGE else "crashed"
-        return Failure(kind, f"its process {how}")
+        return RewardFailure(kind, f"its process {how}")
 
-    async def _end_of(self, ward: Ward) -> str:
+    async def _end_of(self, ward: WorkerHandle) -> str:
         """How a worker whose channel has closed came to its end."""
         await asyncio.wait([ward.ended], timeout=_END_GRACE_S)
         self._link.kill(ward)
         return _how_it_ended(await self._bury())
 
-    async def _bury(self) -> Ended | None:
+    async def _bury(self) -> WorkerExited | None:
         """Wait until nothing is left of the last worker. Raises WaitTimeout if the kernel does not end it."""
         ward = self._ward
         if ward is None:
@@ -200,14 +209,14 @@ class WorkerSlot:
         return ward.ended.result()
 
 
-def _outcome(answer: Answer | Failure) -> Outcome:
+def _outcome(answer: VerifierReply | RewardFailure) -> Outcome:
     """Of judging."""
-    if isinstance(answer, Failure):
+    if isinstance(answer, RewardFailure):
         return answer
-    return Failure("output", "it gave no score") if answer.score is None else answer.score
+    return RewardFailure("output", "it gave no score") if answer.score is None else answer.score
 
 
-def _how_it_ended(ended: Ended | None) -> str:
+def _how_it_ended(ended: WorkerExited | None) -> str:
     if ended is None or ended.cause == "lost":
         return "ended with its warden"
     if ended.cause == "memory":

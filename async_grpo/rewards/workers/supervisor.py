@@ -36,9 +36,9 @@ from typing import NoReturn
 import msgspec
 
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.registry import BUILTIN, resolve_verifier
+from async_grpo.rewards.registry import BUILTIN, load_verifier
 from async_grpo.rewards.workers import worker
-from async_grpo.rewards.workers.messages import MAX_NOTE_BYTES, Ended, Kill, Spawn
+from async_grpo.rewards.workers.messages import MAX_NOTE_BYTES, KillWorker, SpawnWorker, WorkerExited
 from async_grpo.utils import process_tree
 from async_grpo.utils.child_process import adopt_orphans, die_with_parent
 
@@ -51,7 +51,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
-class Ward:
+class SupervisedWorker:
     """A worker: the leader of a session, and so of a process group, of its own."""
 
     number: int
@@ -64,14 +64,14 @@ class Ward:
     cause: str = ""
 
 
-class Warden:
+class WorkerSupervisor:
     """Serves one pool."""
 
     def __init__(self, notes: socket.socket, memory_bytes: int, names: Sequence[str]) -> None:
         self._notes = notes
         self._memory_bytes = memory_bytes
         self._names = names
-        self._wards: dict[int, Ward] = {}
+        self._wards: dict[int, SupervisedWorker] = {}
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
         self._stopped = False
@@ -112,8 +112,8 @@ class Warden:
         if not data:
             self._stopped = True
             return
-        note = msgspec.msgpack.decode(data, type=Spawn | Kill)
-        if isinstance(note, Spawn):
+        note = msgspec.msgpack.decode(data, type=SpawnWorker | KillWorker)
+        if isinstance(note, SpawnWorker):
             self._spawn(note.worker, descriptors[0])
         elif ward := self._wards.get(note.worker):
             self._kill(ward, "killed")
@@ -127,11 +127,11 @@ class Warden:
         os.close(channel)
         os.close(writing)
         os.set_blocking(reading, False)
-        ward = Ward(number, pid, reading)
+        ward = SupervisedWorker(number, pid, reading)
         self._wards[number] = ward
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._take_output(ward))
 
-    def _take_output(self, ward: Ward) -> bool:
+    def _take_output(self, ward: SupervisedWorker) -> bool:
         """Read once; whether there may be more."""
         if ward.number not in self._wards:
             return False  # buried since the selector saw it
@@ -165,14 +165,14 @@ class Warden:
         self._end_orphans(spared={ward.pid for ward in self._wards.values()})
         return time.process_time() - before_s
 
-    def _judge_memory(self, ward: Ward, pids: Sequence[int]) -> None:
+    def _judge_memory(self, ward: SupervisedWorker, pids: Sequence[int]) -> None:
         """The cheap figure counts shared pages more than once, so it only raises suspicion."""
         if sum(map(process_tree.rss_bytes, pids)) <= self._memory_bytes:
             return
         if sum(map(process_tree.pss_bytes, pids)) > self._memory_bytes:
             self._kill(ward, "memory")
 
-    def _kill(self, ward: Ward, cause: str) -> None:
+    def _kill(self, ward: SupervisedWorker, cause: str) -> None:
         """The group; its end is noticed by its signal. Whoever left the group is adopted and ended then."""
         if not _has_ended(ward):
             ward.cause = ward.cause or cause
@@ -180,7 +180,7 @@ class Warden:
             with contextlib.suppress(ProcessLookupError):
                 kill(ward.pid, signal.SIGKILL)
 
-    def _bury(self, ward: Ward) -> None:
+    def _bury(self, ward: SupervisedWorker) -> None:
         """Its group and all it left go first, so that when the pool hears of the end, nothing is left."""
         self._kill(ward, "")  # a zombie still holds the number of its group
         _, status = os.waitpid(ward.pid, 0)
@@ -193,7 +193,7 @@ class Warden:
         os.close(ward.output)
         del self._wards[ward.number]
         output = ward.kept.decode(errors="replace")
-        ended = Ended(ward.number, os.waitstatus_to_exitcode(status), ward.cause, output)
+        ended = WorkerExited(ward.number, os.waitstatus_to_exitcode(status), ward.cause, output)
         with contextlib.suppress(ConnectionError):  # a pool that is gone shows as the end of its notes
             self._notes.sendall(msgspec.msgpack.encode(ended))
 
@@ -211,7 +211,7 @@ class Warden:
             time.sleep(0.001)
 
 
-def _has_ended(ward: Ward) -> bool:
+def _has_ended(ward: SupervisedWorker) -> bool:
     return os.waitid(os.P_PID, ward.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -256,7 +256,7 @@ def _load_built_ins(names: Sequence[str]) -> None:
     for name in names:
         if name in BUILTIN:
             with contextlib.suppress(ConfigError):
-                resolve_verifier(name)
+                load_verifier(name)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     adopt_orphans()
     notes = socket.socket(fileno=os.dup(0))
     _load_built_ins(arguments[1:])
-    Warden(notes, int(arguments[0]), arguments[1:]).run()
+    WorkerSupervisor(notes, int(arguments[0]), arguments[1:]).run()
     return 0
 
 

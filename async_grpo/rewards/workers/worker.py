@@ -15,9 +15,9 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import Item, as_score
+from async_grpo.rewards.base import RewardInput, as_score
 from async_grpo.rewards.registry import Extract, Judge, resolve_with_extraction
-from async_grpo.rewards.workers.messages import Answer, Assignment, Hello, pack, read_frame_blocking
+from async_grpo.rewards.workers.messages import VerifierReply, VerifierRequest, WorkerReady, pack, read_frame_blocking
 
 _REASON_CHARACTERS = 500
 _LONGEST_ANSWER = 1000
@@ -39,10 +39,10 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
         except BaseException as error:  # a module may call sys.exit
             broken[name] = f"rewards.functions: importing {name!r} ended with {_described(error)}. Mend the module"
     requests, me = channel.makefile("rb"), os.getpid()
-    channel.sendall(pack(Hello(broken, list(extractions))))
+    channel.sendall(pack(WorkerReady(broken, list(extractions))))
     with asyncio.Runner() as runner:
-        while (assignment := read_frame_blocking(requests, Assignment)) is not None:
-            item = Item(
+        while (assignment := read_frame_blocking(requests, VerifierRequest)) is not None:
+            item = RewardInput(
                 assignment.completion,
                 assignment.answer,
                 assignment.prompt,
@@ -57,11 +57,11 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
 
 def _answers(
     runner: asyncio.Runner,
-    assignment: Assignment,
-    item: Item,
+    assignment: VerifierRequest,
+    item: RewardInput,
     judges: Mapping[str, Judge],
     extractions: Mapping[str, Extract],
-) -> Iterator[Answer]:
+) -> Iterator[VerifierReply]:
     for name in assignment.names:
         if assignment.extract:
             yield _extract(extractions[name], item.completion)
@@ -69,31 +69,31 @@ def _answers(
             yield _judge(runner, judges[name], item)
 
 
-def _judge(runner: asyncio.Runner, judge: Judge, item: Item) -> Answer:
+def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> VerifierReply:
     try:
         value = judge(item)
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
     except MemoryError as error:
-        return Answer(kind="memory", reason=_described(error))
+        return VerifierReply(kind="memory", reason=_described(error))
     except BaseException as error:  # whatever a verifier raises, SystemExit included, costs its own item only
-        return Answer(kind="raised", reason=_described(error))
+        return VerifierReply(kind="raised", reason=_described(error))
     if value is None:
-        return Answer(kind="none", reason="it returned None")
+        return VerifierReply(kind="none", reason="it returned None")
     try:
-        return Answer(score=as_score(value))
+        return VerifierReply(score=as_score(value))
     except ValueError as error:
-        return Answer(kind="bad_value", reason=f"it returned no score: {error}"[:_REASON_CHARACTERS])
+        return VerifierReply(kind="bad_value", reason=f"it returned no score: {error}"[:_REASON_CHARACTERS])
 
 
-def _extract(extract: Extract, completion: str) -> Answer:
+def _extract(extract: Extract, completion: str) -> VerifierReply:
     try:
         found = extract(completion)
     except BaseException as error:  # likewise
-        return Answer(kind="extraction", reason=_described(error))
+        return VerifierReply(kind="extraction", reason=_described(error))
     if found is not None and not isinstance(found, str):
-        return Answer(kind="extraction", reason=f"it returned a {type(found).__name__}, not a text or None")
-    return Answer(text=found if found and len(found) <= _LONGEST_ANSWER else None)
+        return VerifierReply(kind="extraction", reason=f"it returned a {type(found).__name__}, not a text or None")
+    return VerifierReply(text=found if found and len(found) <= _LONGEST_ANSWER else None)
 
 
 async def _finish(value: object) -> object:

@@ -66,7 +66,7 @@ TAGS = {
 _COORDINATES = ("step", "time_s")
 
 
-class ScalarWriter:
+class TensorBoardTracker:
     """Event files under run_dir/tensorboard; does nothing unless `enabled`.
 
     Raises DependencyError when tensorboard is not installed.

@@ -17,8 +17,16 @@ import msgspec
 import zmq
 
 from async_grpo.weights.chunks import Chunk, Hashes
-from async_grpo.weights.manifest import Identity
-from async_grpo.weights.zmq.messages import ChunkOrder, ChunkReply, ChunkRequest, Done, Gone, Waiting, is_signed
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.zmq.messages import (
+    ChunkOrder,
+    ChunkPending,
+    ChunkReply,
+    ChunkRequest,
+    FetchDone,
+    VersionGone,
+    is_signed,
+)
 from async_grpo.weights.zmq.sockets import Socket
 from async_grpo.wire import encode
 
@@ -32,10 +40,10 @@ _orders = msgspec.msgpack.Decoder(ChunkOrder)
 
 
 @dataclass(slots=True)
-class Edition:
+class ServedVersion:
     """One version as it lies in a slot. `arrived` marks the chunks that are verified; all, if it is None."""
 
-    identity: Identity
+    identity: WeightVersion
     key: bytes
     chunks: Sequence[Chunk]
     hashes: Hashes
@@ -64,23 +72,23 @@ class ChunkServer:
         self._router = router
         self._clock = clock
         self._idle_s, self._longest_s = idle_s, longest_s
-        self._editions: dict[Identity, Edition] = {}
-        self._parked: dict[tuple[Identity, int], dict[bytes, ChunkRequest]] = {}
-        self._uses: dict[Identity, dict[bytes, _Use]] = {}
+        self._editions: dict[WeightVersion, ServedVersion] = {}
+        self._parked: dict[tuple[WeightVersion, int], dict[bytes, ChunkRequest]] = {}
+        self._uses: dict[WeightVersion, dict[bytes, _Use]] = {}
 
-    def offer(self, edition: Edition) -> None:
+    def offer(self, edition: ServedVersion) -> None:
         """Serve it from now on, as far as it has arrived."""
         self._editions[edition.identity] = edition
         for identity, index in list(self._parked):
             if identity == edition.identity or self._is_gone(identity):
                 self._answer_parked(identity, index)
 
-    def arrived(self, identity: Identity, index: int) -> None:
+    def arrived(self, identity: WeightVersion, index: int) -> None:
         """The chunk is verified: whoever waits for it gets it."""
         if (identity, index) in self._parked:
             self._answer_parked(identity, index)
 
-    def withdraw(self, identity: Identity) -> None:
+    def withdraw(self, identity: WeightVersion) -> None:
         """Its slot is about to be overwritten."""
         self._editions.pop(identity, None)
         self._uses.pop(identity, None)
@@ -92,13 +100,13 @@ class ChunkServer:
     def reassure(self) -> None:
         """Tell those who wait that this server is there; called every heartbeat."""
         for peer in {peer for waiting in self._parked.values() for peer in waiting}:
-            self._router.send_multipart([peer, encode(Waiting())])
+            self._router.send_multipart([peer, encode(ChunkPending())])
 
-    def edition(self, identity: Identity | None) -> Edition | None:
+    def edition(self, identity: WeightVersion | None) -> ServedVersion | None:
         """What is served as `identity`."""
         return self._editions.get(identity) if identity is not None else None
 
-    def in_use_since(self, identity: Identity | None) -> float | None:
+    def in_use_since(self, identity: WeightVersion | None) -> float | None:
         """When the oldest fetch of it began that still goes on; None if nobody fetches it."""
         now, uses = self._clock(), self._uses.get(identity, {}) if identity is not None else {}
         live = [use.since_s for use in uses.values() if self._is_live(use, now)]
@@ -111,14 +119,14 @@ class ChunkServer:
             order = _orders.decode(payload)
         except msgspec.MsgspecError:
             return  # not one of ours: an unanswered request is repeated or given up by its sender
-        identity = Identity(order.epoch, order.version)
+        identity = WeightVersion(order.epoch, order.version)
         match order:
-            case Done():
+            case FetchDone():
                 self._uses.get(identity, {}).pop(peer, None)
             case ChunkRequest():
                 self._handle_request(peer, identity, order)
 
-    def _handle_request(self, peer: bytes, identity: Identity, request: ChunkRequest) -> None:
+    def _handle_request(self, peer: bytes, identity: WeightVersion, request: ChunkRequest) -> None:
         edition = self._editions.get(identity)
         if edition is None:
             if self._is_gone(identity):
@@ -134,7 +142,7 @@ class ChunkServer:
             else:
                 self._park(peer, identity, request)
 
-    def _send(self, peer: bytes, edition: Edition, request: ChunkRequest) -> None:
+    def _send(self, peer: bytes, edition: ServedVersion, request: ChunkRequest) -> None:
         index = request.index
         patch = edition.patches.get(index) if request.patch else None
         data = edition.chunks[index].of(edition.block) if patch is None else patch
@@ -146,24 +154,24 @@ class ChunkServer:
         self.served_patches += patch is not None
         self.served_chunks += patch is None
 
-    def _send_gone(self, peer: bytes, identity: Identity) -> None:
-        self._router.send_multipart([peer, encode(Gone(epoch=identity.epoch, version=identity.version))])
+    def _send_gone(self, peer: bytes, identity: WeightVersion) -> None:
+        self._router.send_multipart([peer, encode(VersionGone(epoch=identity.epoch, version=identity.version))])
 
-    def _is_gone(self, identity: Identity) -> bool:
+    def _is_gone(self, identity: WeightVersion) -> bool:
         """Never to come: something newer is here, or will be before it."""
         return identity not in self._editions and any(identity < newer for newer in self._editions)
 
-    def _park(self, peer: bytes, identity: Identity, request: ChunkRequest) -> None:
+    def _park(self, peer: bytes, identity: WeightVersion, request: ChunkRequest) -> None:
         if len(self._parked) < MAX_PARKED:
             waiting = self._parked.setdefault((identity, request.index), {})
             if len(waiting) < MAX_PARKED:
                 waiting[peer] = request
 
-    def _answer_parked(self, identity: Identity, index: int) -> None:
+    def _answer_parked(self, identity: WeightVersion, index: int) -> None:
         for peer, request in self._parked.pop((identity, index)).items():
             self._handle_request(peer, identity, request)
 
-    def _note_use(self, peer: bytes, identity: Identity) -> None:
+    def _note_use(self, peer: bytes, identity: WeightVersion) -> None:
         now = self._clock()
         use = self._uses.setdefault(identity, {}).setdefault(peer, _Use(now, now))
         use.last_s = now

@@ -21,8 +21,8 @@ import numpy as np
 from async_grpo.config.weights import Encoding
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import Chunk, Hashes, hash_chunk, pack_hashes
-from async_grpo.weights.manifest import Identity
-from async_grpo.weights.zmq.chunk_server import Edition
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.zmq.chunk_server import ServedVersion
 
 WORTH = 0.9
 """Under `auto`, patches that take more than this share of the dense bytes are not worth the work."""
@@ -37,10 +37,10 @@ class Encoded:
     `encoded_bytes` is what a receiver of the version before has to fetch: unchanged chunks count nothing.
     """
 
-    identity: Identity
+    identity: WeightVersion
     hashes: bytes
     patches: dict[int, bytes]
-    base: Edition | None
+    base: ServedVersion | None
     reason: str
     encoded_bytes: int
     hash_s: float
@@ -59,7 +59,7 @@ class _Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Encoder:
+class WeightEncoder:
     """One job at a time. `wake` becomes readable when `take` has something."""
 
     def __init__(self, encoding: Encoding, threads: int) -> None:
@@ -72,7 +72,9 @@ class Encoder:
         self.busy = False
         self.wake, self._waker = os.pipe()
 
-    def start(self, identity: Identity, chunks: Sequence[Chunk], block: memoryview, base: Edition | None) -> None:
+    def start(
+        self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
+    ) -> None:
         """Begin with `identity`, which lies in `block`; it must not change until `take`."""
         self.busy = True
         self._cancelled.clear()
@@ -91,14 +93,18 @@ class Encoder:
             raise encoded.failure
         return encoded
 
-    def _run(self, identity: Identity, chunks: Sequence[Chunk], block: memoryview, base: Edition | None) -> None:
+    def _run(
+        self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
+    ) -> None:
         try:
             self._done.append(self._encode(identity, chunks, block, base))
         except BaseException as error:
             self._done.append(Encoded(identity, b"", {}, None, "", 0, 0.0, 0.0, error))
         os.write(self._waker, b"!")
 
-    def _encode(self, identity: Identity, chunks: Sequence[Chunk], block: memoryview, base: Edition | None) -> Encoded:
+    def _encode(
+        self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
+    ) -> Encoded:
         started = time.monotonic()
         hashes = self._hash(chunks, block)
         hash_s = time.monotonic() - started
@@ -130,7 +136,7 @@ class Encoder:
         return hashes
 
     def _make_patches(
-        self, chunks: Sequence[Chunk], block: memoryview, base: Edition, changed: list[int], tally: _Tally
+        self, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion, changed: list[int], tally: _Tally
     ) -> dict[int, bytes]:
         """Of the changed chunks, those that are shorter as patches."""
         patches: dict[int, bytes] = {}

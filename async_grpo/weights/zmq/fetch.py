@@ -22,9 +22,9 @@ from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks, delta
 from async_grpo.weights.chunks import cut, digest, hash_chunk, hashes_of
-from async_grpo.weights.manifest import Identity, Manifest
-from async_grpo.weights.store import Notes
-from async_grpo.weights.zmq.chunk_server import Edition
+from async_grpo.weights.manifest import WeightManifest, WeightVersion
+from async_grpo.weights.store import VersionNotes
+from async_grpo.weights.zmq.chunk_server import ServedVersion
 from async_grpo.weights.zmq.messages import ChunkReply, ChunkRequest, ReceiverStats, count, sign
 
 
@@ -36,7 +36,7 @@ MAX_ATTEMPTS = 4
 """A chunk that failed its hash, or went unanswered, this many times is given up."""
 
 
-class Plan:
+class ChunkSchedule:
     """The chunks of one version that have to come over the network.
 
     >>> plan = Plan([7, 8, 9], patched=True, credits=2, timeout_s=5.0)
@@ -145,9 +145,9 @@ class Fetch:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: WeightManifest,
         block: memoryview,
-        before: Edition | None,
+        before: ServedVersion | None,
         config: WeightsConfig,
         stats: ReceiverStats,
     ) -> None:
@@ -160,7 +160,7 @@ class Fetch:
         self._stats = stats
         self._before = before if before is not None and list(before.chunks) == chunks else None
         self._patches: dict[int, bytes] = {}
-        self.edition = Edition(
+        self.edition = ServedVersion(
             identity=manifest.identity,
             key=manifest.key,
             chunks=chunks,
@@ -173,7 +173,7 @@ class Fetch:
         same = hashes == self._before.hashes if self._before is not None else np.zeros(len(chunks), np.bool_)
         self._unchanged = deque(np.flatnonzero(same).tolist())
         missing = np.flatnonzero(~same).tolist()
-        self.plan = Plan(
+        self.plan = ChunkSchedule(
             missing,
             patched=self._can_patch(bool(missing)),
             credits=config.credits,
@@ -239,7 +239,7 @@ class Fetch:
         self.plan.settle(index)
         return True
 
-    def notes(self) -> Notes:
+    def notes(self) -> VersionNotes:
         """What to keep beside the version: hashes for the next base, and which tensors changed."""
         edition, before, manifest = self.edition, self._before, self.manifest
         changed = b""
@@ -248,7 +248,7 @@ class Fetch:
                 manifest.layout, edition.chunks, before.hashes, edition.hashes, before.block, edition.block
             )
             changed = chunks.pack(flags)
-        return Notes(
+        return VersionNotes(
             base=before.identity if before is not None else None,
             changed=changed,
             digest=edition.digest,
@@ -310,14 +310,16 @@ class Fetch:
         self.edition.arrived[index] = 1
 
 
-def edition_of(identity: Identity, notes: Notes, manifest: Manifest, block: memoryview) -> Edition | None:
+def edition_of(
+    identity: WeightVersion, notes: VersionNotes, manifest: WeightManifest, block: memoryview
+) -> ServedVersion | None:
     """What a receiver before this one left whole in a slot; None if its notes do not say enough."""
     if not notes.hashes or notes.chunk_bytes != manifest.chunk_bytes:
         return None
     chunks = cut(manifest.layout, notes.chunk_bytes)
     if len(notes.hashes) != 8 * len(chunks):
         return None
-    return Edition(
+    return ServedVersion(
         identity=identity,
         key=notes.key,
         chunks=chunks,

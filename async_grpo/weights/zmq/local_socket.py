@@ -35,7 +35,7 @@ import msgspec
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WireError
 from async_grpo.utils.child_process import MARK_VARIABLE, run_mark
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import ReceiverStats
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
@@ -47,7 +47,7 @@ MAX_FRAME_BYTES = 1 << 20
 LENGTH = struct.Struct(">I")
 
 
-class Hello(Record, frozen=True, kw_only=True, tag="hello"):
+class ServerHello(Record, frozen=True, kw_only=True, tag="hello"):
     """A server is there. `has` is what it took from the store last, if anything: the store is then worth keeping."""
 
     name: str
@@ -55,7 +55,7 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
     holding: tuple[int, int] | None = None
 
 
-class Follow(Record, frozen=True, kw_only=True, tag="follow"):
+class FollowPublisher(Record, frozen=True, kw_only=True, tag="follow"):
     """The publisher that the run board names; one of an older epoch than that of another server is ignored."""
 
     address: PublisherAddress
@@ -71,7 +71,7 @@ class Release(Record, frozen=True, kw_only=True, tag="release"):
     """The engine has loaded it, or given up."""
 
 
-class State(Record, frozen=True, kw_only=True, tag="state"):
+class ReceiverState(Record, frozen=True, kw_only=True, tag="state"):
     """At every new version and every heartbeat. `publisher` is "" while none is known."""
 
     newest: tuple[int, int] | None = None
@@ -97,10 +97,10 @@ class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     corrupt: bool = False
 
 
-ToReceiver = Hello | Follow | Hold | Release
+ToReceiver = ServerHello | FollowPublisher | Hold | Release
 
 
-ToServer = State | Held | Failed
+ToServer = ReceiverState | Held | Failed
 
 
 def frame(message: Record) -> bytes:
@@ -131,16 +131,16 @@ class _Server:
     name: str = "?"
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
-    held: Identity | None = None
+    held: WeightVersion | None = None
     held_s: float = 0.0
 
 
-class LocalServers:
+class LocalClients:
     """Accepts connections at `path`; never blocks. `newest` is what a `Hold` takes hold of."""
 
     def __init__(self, path: Path, longest_hold_s: float) -> None:
         """Binds, replacing what a dead receiver left: the caller holds the receiver's lock."""
-        self.newest: Identity | None = None
+        self.newest: WeightVersion | None = None
         self.address: PublisherAddress | None = None
         self.store_is_used = False
         self.had_servers = False
@@ -169,12 +169,12 @@ class LocalServers:
         elif descriptor in self._servers:
             self._read(self._servers[descriptor])
 
-    def holds(self, identity: Identity | None) -> bool:
+    def holds(self, identity: WeightVersion | None) -> bool:
         """A server's engine is loading this version, and has not taken longer than an update may."""
         oldest = time.monotonic() - self._longest_hold_s
         return any(server.held == identity and server.held_s > oldest for server in self._servers.values())
 
-    def tell_all(self, message: State | Failed) -> None:
+    def tell_all(self, message: ReceiverState | Failed) -> None:
         """States replace each other: a server that has not read the last one is left out."""
         for server in list(self._servers.values()):
             if not server.outgoing or isinstance(message, Failed):
@@ -215,11 +215,11 @@ class LocalServers:
 
     def _obey(self, server: _Server, message: ToReceiver) -> None:
         match message:
-            case Hello():
+            case ServerHello():
                 server.name = message.name
                 self.store_is_used |= message.has is not None
-                self._hold(server, Identity(*message.holding) if message.holding else None)
-            case Follow(address=address):
+                self._hold(server, WeightVersion(*message.holding) if message.holding else None)
+            case FollowPublisher(address=address):
                 if self.address is None or address.epoch >= self.address.epoch:
                     self.address = address
             case Hold(number=number):
@@ -228,7 +228,7 @@ class LocalServers:
             case Release():
                 self._hold(server, None)
 
-    def _hold(self, server: _Server, identity: Identity | None) -> None:
+    def _hold(self, server: _Server, identity: WeightVersion | None) -> None:
         server.held, server.held_s = identity, time.monotonic()
 
     def _send(self, server: _Server, message: Record) -> None:
@@ -270,7 +270,7 @@ cleared, which takes a quarter of the time of a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReceiverPaths:
     """`store` is the path of the weight store; everything else lies beside it."""
 
     store: Path
@@ -286,7 +286,7 @@ class Place:
         return self.store.with_suffix(".lock")
 
 
-def start_receiver(place: Place, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
+def start_receiver(place: ReceiverPaths, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
     """Start the receiver process; None if one lives already.
 
     It is in a session of its own and carries the mark of the run, not that of the role that started it: it must

@@ -31,7 +31,7 @@ import struct
 
 import msgspec
 
-from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.wire.records import Record
 
 SIGNATURE_BYTES = 16
@@ -40,7 +40,7 @@ SIGNATURE_BYTES = 16
 _SIGNED = struct.Struct("<qqq?")
 
 
-class Ready(Record, frozen=True, kw_only=True, tag="ready"):
+class PublisherReady(Record, frozen=True, kw_only=True, tag="ready"):
     """The publisher listens; these are its real ports."""
 
     announce: str
@@ -83,12 +83,12 @@ class Announcement(Record, frozen=True, kw_only=True, tag="announcement"):
     version: int | None = None
 
     @property
-    def identity(self) -> Identity | None:
+    def identity(self) -> WeightVersion | None:
         """(epoch, version) if there is a version."""
-        return None if self.version is None else Identity(self.epoch, self.version)
+        return None if self.version is None else WeightVersion(self.epoch, self.version)
 
 
-class Beat(Record, frozen=True, kw_only=True, tag="beat"):
+class ReceiverHeartbeat(Record, frozen=True, kw_only=True, tag="beat"):
     """A receiver is there: where it serves others, what it has, and whom it could not fetch from."""
 
     node: str
@@ -99,13 +99,13 @@ class Beat(Record, frozen=True, kw_only=True, tag="beat"):
     """The relay endpoint that failed this receiver."""
 
 
-class Leave(Record, frozen=True, kw_only=True, tag="leave"):
+class ReceiverLeaving(Record, frozen=True, kw_only=True, tag="leave"):
     """A receiver ends."""
 
     node: str
 
 
-class Assignment(Record, frozen=True, kw_only=True, tag="assignment"):
+class ParentAssignment(Record, frozen=True, kw_only=True, tag="assignment"):
     """Fetch chunks from this endpoint: a relay's, or the publisher's own."""
 
     parent: str
@@ -119,7 +119,7 @@ class ManifestRequest(Record, frozen=True, kw_only=True, tag="manifest_request")
 class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
     """The newest manifest; None before the first version."""
 
-    manifest: Manifest | None = None
+    manifest: WeightManifest | None = None
 
 
 class ChunkRequest(Record, frozen=True, kw_only=True, tag="chunk_request"):
@@ -141,40 +141,40 @@ class ChunkReply(Record, frozen=True, kw_only=True, tag="chunk_reply"):
     patch: bool
 
 
-class Done(Record, frozen=True, kw_only=True, tag="done"):
+class FetchDone(Record, frozen=True, kw_only=True, tag="done"):
     """This receiver needs no more chunks of that version from here."""
 
     epoch: int
     version: int
 
 
-class Gone(Record, frozen=True, kw_only=True, tag="gone"):
+class VersionGone(Record, frozen=True, kw_only=True, tag="gone"):
     """This version is not served any more: ask for the newest manifest."""
 
     epoch: int
     version: int
 
 
-class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
+class ChunkPending(Record, frozen=True, kw_only=True, tag="waiting"):
     """What was asked for is not here yet, but whoever was asked is: sent every heartbeat."""
 
 
 TrainerOrder = Prepare | Publish | StatsRequest
 
 
-TrackerRequest = Beat | Leave | ManifestRequest
+TrackerRequest = ReceiverHeartbeat | ReceiverLeaving | ManifestRequest
 
 
-TrackerReply = Assignment | ManifestReply
+TrackerReply = ParentAssignment | ManifestReply
 
 
-ChunkOrder = ChunkRequest | Done
+ChunkOrder = ChunkRequest | FetchDone
 
 
-ChunkAnswer = ChunkReply | Gone | Waiting
+ChunkAnswer = ChunkReply | VersionGone | ChunkPending
 
 
-def sign(key: bytes, identity: Identity, index: int, patch: bool) -> bytes:
+def sign(key: bytes, identity: WeightVersion, index: int, patch: bool) -> bytes:
     """The signature of a chunk request."""
     message = _SIGNED.pack(*identity, index, patch)
     return hashlib.blake2b(message, key=key, digest_size=SIGNATURE_BYTES).digest()
@@ -182,7 +182,7 @@ def sign(key: bytes, identity: Identity, index: int, patch: bool) -> bytes:
 
 def is_signed(request: ChunkRequest, key: bytes) -> bool:
     """Whether whoever made the request knows the key of the version."""
-    expected = sign(key, Identity(request.epoch, request.version), request.index, request.patch)
+    expected = sign(key, WeightVersion(request.epoch, request.version), request.index, request.patch)
     return hmac.compare_digest(expected, request.signature)
 
 

@@ -1,9 +1,9 @@
 """The receiver of a machine: one process that every rollout server of a run on it shares.
 
-    publisher --announcement, manifest, parent-> Uplink
+    publisher --announcement, manifest, parent-> PublisherConnection
     parent (publisher or relay) --chunks-------> Source --> Fetch --> back slot --commit--> active slot --mmap--> engine
     other receivers <-------------chunks-------- ChunkServer <----------+                        |
-    rollout servers <-------------Unix socket--- LocalServers <---------------"version v"--------+
+    rollout servers <-------------Unix socket--- LocalClients <---------------"version v"--------+
 
 One thread owns every socket and waits in one poller. What each thing waits for:
 
@@ -31,24 +31,32 @@ import zmq
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
-from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer
 from async_grpo.weights.zmq.fetch import Fetch, FetchInterrupted
-from async_grpo.weights.zmq.local_socket import Failed, LocalServers, Place, State
-from async_grpo.weights.zmq.messages import Beat, Done, Gone, Leave, ManifestRequest, ReceiverStats, Waiting
-from async_grpo.weights.zmq.slots import Keeper
+from async_grpo.weights.zmq.local_socket import Failed, LocalClients, ReceiverPaths, ReceiverState
+from async_grpo.weights.zmq.messages import (
+    ChunkPending,
+    FetchDone,
+    ManifestRequest,
+    ReceiverHeartbeat,
+    ReceiverLeaving,
+    ReceiverStats,
+    VersionGone,
+)
+from async_grpo.weights.zmq.slots import StoreSlots
 from async_grpo.weights.zmq.sockets import (
     HEARTBEATS_OF_SILENCE,
     Context,
-    Guard,
-    Keys,
+    CurveGuard,
+    CurveKeys,
     Socket,
     as_seen_from,
     is_loopback,
     keys_for,
     listen,
 )
-from async_grpo.weights.zmq.upstream import Source, Uplink
+from async_grpo.weights.zmq.upstream import ParentConnection, PublisherConnection
 
 FIRST_SERVER_S = 5.0
 _DRAIN = 8
@@ -57,15 +65,15 @@ _GOODBYE_MS = 200
 log = structlog.get_logger()
 
 
-class Receiver:
+class NodeReceiver:
     """The loop. `run` returns when nobody needs this process any more."""
 
-    def __init__(self, place: Place, config: WeightsConfig, keys: Keys | None) -> None:
+    def __init__(self, place: ReceiverPaths, config: WeightsConfig, keys: CurveKeys | None) -> None:
         self._config = config
         self._control_keys, self._chunk_keys = keys, keys if config.encrypt == "all" else None
         self._stats = ReceiverStats()
         self._context = Context()
-        self._guard = Guard(self._context, self._chunk_keys)
+        self._guard = CurveGuard(self._context, self._chunk_keys)
         self._relay: Socket = self._context.socket(zmq.ROUTER)
         self._relay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._guard.watch(self._relay)
@@ -73,14 +81,14 @@ class Receiver:
         self._server = ChunkServer(
             self._relay, time.monotonic, idle_s=config.request_timeout_s, longest_s=config.update_timeout_s
         )
-        self._locals = LocalServers(place.socket, config.update_timeout_s)
-        self._keeper = Keeper(place.store, config, self._server, self._locals, self._stats)
+        self._locals = LocalClients(place.socket, config.update_timeout_s)
+        self._keeper = StoreSlots(place.store, config, self._server, self._locals, self._stats)
         self._host = socket.gethostname()
         self._node = f"{self._host}-{os.getpid()}-{os.urandom(4).hex()}"
-        self._uplink: Uplink | None = None
-        self._source: Source | None = None
+        self._uplink: PublisherConnection | None = None
+        self._source: ParentConnection | None = None
         self._fetch: Fetch | None = None
-        self._gone_at_relay: Identity | None = None
+        self._gone_at_relay: WeightVersion | None = None
         self._next_beat_s = self._ask_manifest_s = 0.0
         self._blocked_s: float | None = None
         self._started_s = time.monotonic()
@@ -121,7 +129,7 @@ class Receiver:
                 "fetches from the trainer. Set weights.relay_bind",
                 relay=self._relay_endpoint,
             )
-        self._uplink = Uplink(self._context, address, self._control_keys)
+        self._uplink = PublisherConnection(self._context, address, self._control_keys)
         self._next_beat_s = self._ask_manifest_s = 0.0
 
     def _beat_if_due(self) -> None:
@@ -137,7 +145,9 @@ class Receiver:
         if self._uplink is not None:
             held = self._keeper.newest
             self._uplink.send(
-                Beat(node=self._node, host=self._host, relay=self._relay_endpoint, held=held, suspect=suspect)
+                ReceiverHeartbeat(
+                    node=self._node, host=self._host, relay=self._relay_endpoint, held=held, suspect=suspect
+                )
             )
 
     def _advance(self) -> None:
@@ -156,7 +166,7 @@ class Receiver:
                 log.info("a fetch was given up", reason=str(error))
                 self._interrupt()
 
-    def _ask_for_manifest(self, uplink: Uplink) -> None:
+    def _ask_for_manifest(self, uplink: PublisherConnection) -> None:
         now = time.monotonic()
         if not self._keeper.is_news(uplink.announced) or now < self._ask_manifest_s:
             return
@@ -169,7 +179,7 @@ class Receiver:
         self._ask_manifest_s = now + self._config.request_timeout_s
         uplink.send(ManifestRequest())
 
-    def _take_manifest(self, manifest: Manifest | None) -> None:
+    def _take_manifest(self, manifest: WeightManifest | None) -> None:
         self._ask_manifest_s = time.monotonic() + self._config.heartbeat_s
         if self._fetch is not None or manifest is None or not self._keeper.is_news(manifest.identity):
             return
@@ -191,7 +201,7 @@ class Receiver:
         self._gone_at_relay = None
         self._fetch = self._keeper.begin(manifest)
 
-    def _advance_fetch(self, uplink: Uplink, fetch: Fetch) -> None:
+    def _advance_fetch(self, uplink: PublisherConnection, fetch: Fetch) -> None:
         now = time.monotonic()
         if now - fetch.started_s > self._config.update_timeout_s:
             raise FetchInterrupted(
@@ -202,7 +212,9 @@ class Receiver:
             for index in fetch.copy_unchanged():
                 self._server.arrived(fetch.identity, index)
         if self._source is None and uplink.assignment is not None:
-            self._source = Source(self._context, uplink.assignment, fetch.manifest.chunk_bytes, self._chunk_keys)
+            self._source = ParentConnection(
+                self._context, uplink.assignment, fetch.manifest.chunk_bytes, self._chunk_keys
+            )
         if self._source is not None:
             self._check_source(uplink, self._source, fetch, now)
         if self._source is not None:
@@ -211,7 +223,7 @@ class Receiver:
         if fetch.done:
             self._commit(fetch)
 
-    def _check_source(self, uplink: Uplink, source: Source, fetch: Fetch, now: float) -> None:
+    def _check_source(self, uplink: PublisherConnection, source: ParentConnection, fetch: Fetch, now: float) -> None:
         if source.broken and source.is_relay:
             self._lose_source("its connection broke")
             return
@@ -256,7 +268,7 @@ class Receiver:
         if before is not None and before.epoch == fetch.identity.epoch:
             stats.skipped += fetch.identity.version - before.version - 1
         if self._source is not None:
-            self._source.ask(Done(epoch=fetch.identity.epoch, version=fetch.identity.version))
+            self._source.ask(FetchDone(epoch=fetch.identity.epoch, version=fetch.identity.version))
         self._beat()
         self._tell_servers()
 
@@ -275,7 +287,7 @@ class Receiver:
         if announced is not None and newest is not None and announced.epoch == newest.epoch:
             stats.versions_behind = max(0, announced.version - newest.version)
         self._locals.tell_all(
-            State(
+            ReceiverState(
                 newest=newest,
                 publisher=uplink.address.announce if uplink is not None else "",
                 epoch=uplink.address.epoch if uplink is not None else -1,
@@ -316,23 +328,23 @@ class Receiver:
             return 0
         return max(1, int((self._next_beat_s - time.monotonic()) * 1000))
 
-    def _hear(self, uplink: Uplink) -> None:
+    def _hear(self, uplink: PublisherConnection) -> None:
         before = uplink.announced
         uplink.hear()
         if uplink.announced != before:
             self._ask_manifest_s = 0.0
 
-    def _take_chunks(self, source: Source) -> None:
+    def _take_chunks(self, source: ParentConnection) -> None:
         for _ in range(_DRAIN):
             fetch = self._fetch
             received = source.receive()
             if received is None or fetch is None:
                 return
             reply, payload = received
-            if isinstance(reply, Waiting):
+            if isinstance(reply, ChunkPending):
                 continue
-            if isinstance(reply, Gone):
-                if Identity(reply.epoch, reply.version) == fetch.identity:
+            if isinstance(reply, VersionGone):
+                if WeightVersion(reply.epoch, reply.version) == fetch.identity:
                     self._gone_at_relay = fetch.identity if source.is_relay else None
                     self._interrupt()
                     return
@@ -359,7 +371,7 @@ class Receiver:
         self._locals.close()
         self._keeper.close()
         if self._uplink is not None:
-            self._uplink.send(Leave(node=self._node))
+            self._uplink.send(ReceiverLeaving(node=self._node))
             self._uplink.requests.close(_GOODBYE_MS)
             self._uplink.close()
         self._leave_source()
@@ -375,7 +387,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True)
     given = parser.parse_args(arguments)
     config = WeightsConfig.model_validate_json(given.config)
-    Receiver(Place(given.store), config, keys_for(config)).run()
+    NodeReceiver(ReceiverPaths(given.store), config, keys_for(config)).run()
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ import zmq
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.chunks import cut, digest, hashes_of
-from async_grpo.weights.manifest import Base, Identity, Manifest
+from async_grpo.weights.manifest import BaseVersion, WeightManifest, WeightVersion
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer, Edition
-from async_grpo.weights.zmq.encoder import Encoded, Encoder
+from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer, ServedVersion
+from async_grpo.weights.zmq.encoder import Encoded, WeightEncoder
 from async_grpo.weights.zmq.messages import (
     Announcement,
     Cleared,
@@ -37,14 +37,14 @@ from async_grpo.weights.zmq.messages import (
     Prepare,
     Publish,
     Published,
+    PublisherReady,
     PublisherStats,
-    Ready,
     StatsRequest,
     TrainerOrder,
     count,
 )
 from async_grpo.weights.zmq.relay_tree import Tracker
-from async_grpo.weights.zmq.sockets import Context, Guard, Keys, is_loopback, keys_for, listen
+from async_grpo.weights.zmq.sockets import Context, CurveGuard, CurveKeys, is_loopback, keys_for, listen
 from async_grpo.wire import encode
 
 KEY_BYTES = 16
@@ -54,27 +54,29 @@ _orders = msgspec.msgpack.Decoder(TrainerOrder)
 log = structlog.get_logger()
 
 
-class Publisher:
+class PublisherProcess:
     """The loop: the trainer's orders, receivers' requests, heartbeats."""
 
-    def __init__(self, store: WeightStore, epoch: int, config: WeightsConfig, control: str, keys: Keys | None) -> None:
+    def __init__(
+        self, store: WeightStore, epoch: int, config: WeightsConfig, control: str, keys: CurveKeys | None
+    ) -> None:
         self._store = store
         self._epoch = epoch
         self._config = config
         self._chunks = cut(store.layout, config.chunk_bytes)
         self._stats = PublisherStats()
-        self._newest: Edition | None = None
-        self._manifests: dict[Identity, bytes] = {}
-        self._encoder = Encoder(config.encoding, config.encode_threads)
+        self._newest: ServedVersion | None = None
+        self._manifests: dict[WeightVersion, bytes] = {}
+        self._encoder = WeightEncoder(config.encoding, config.encode_threads)
         self._ordered = Publish(epoch=epoch, version=-1)
         self._prepare_since_s: float | None = None
         self._bind(Context(), control, keys)
 
-    def _bind(self, context: Context, control: str, keys: Keys | None) -> None:
+    def _bind(self, context: Context, control: str, keys: CurveKeys | None) -> None:
         bind, heartbeat_s = self._config.bind, self._config.heartbeat_s
         if keys is None and not is_loopback(bind):
             log.warning("weights are served to whoever can reach the publisher; see weights.encrypt", bind=bind)
-        self._guard = Guard(context, keys)
+        self._guard = CurveGuard(context, keys)
         self._control = context.socket(zmq.PAIR)
         self._announce = context.socket(zmq.PUB)
         requests, chunks = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
@@ -93,7 +95,7 @@ class Publisher:
         )
         self._requests, self._chunk_requests = requests, chunks
         self._control.connect(control)
-        self._control.send(encode(Ready(announce=announce, requests=control_endpoint)))
+        self._control.send(encode(PublisherReady(announce=announce, requests=control_endpoint)))
 
     def run(self) -> None:
         """Serve for ever."""
@@ -135,7 +137,7 @@ class Publisher:
             case Publish():
                 self._ordered = order
                 self._control.send(encode(Published(epoch=order.epoch, version=order.version)))
-                identity = Identity(order.epoch, order.version)
+                identity = WeightVersion(order.epoch, order.version)
                 block = self._store.snapshot(identity).block
                 self._encoder.start(identity, self._chunks, block, self._newest)
             case StatsRequest():
@@ -155,7 +157,7 @@ class Publisher:
         self._stats.waited_s += waited_s
         self._control.send(encode(Cleared(spare=self._withdraw_one())))
 
-    def _withdraw_one(self) -> Identity | None:
+    def _withdraw_one(self) -> WeightVersion | None:
         """Take the version that is about to be overwritten off the shelf; says which other to spare."""
         victim, spare = self._store.next_victim(), None
         newest = self._newest
@@ -172,7 +174,7 @@ class Publisher:
 
     def _serve(self, encoded: Encoded) -> None:
         manifest = self._manifest_of(encoded)
-        edition = Edition(
+        edition = ServedVersion(
             identity=encoded.identity,
             key=manifest.key,
             chunks=self._chunks,
@@ -189,16 +191,18 @@ class Publisher:
         self._note(encoded)
         self._announce_newest()
 
-    def _manifest_of(self, encoded: Encoded) -> Manifest:
+    def _manifest_of(self, encoded: Encoded) -> WeightManifest:
         base = encoded.base
-        return Manifest(
+        return WeightManifest(
             epoch=encoded.identity.epoch,
             version=encoded.identity.version,
             layout=self._store.layout,
             chunk_bytes=self._config.chunk_bytes,
             hashes=encoded.hashes,
             key=os.urandom(KEY_BYTES),
-            base=Base(epoch=base.identity.epoch, version=base.identity.version, digest=base.digest) if base else None,
+            base=BaseVersion(epoch=base.identity.epoch, version=base.identity.version, digest=base.digest)
+            if base
+            else None,
         )
 
     def _note(self, encoded: Encoded) -> None:
@@ -236,7 +240,7 @@ class Publisher:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the process; started by `WeightPublisher`."""
+    """Entry point of the process; started by `ZmqWeightSender`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     parser = argparse.ArgumentParser(description="Serves the weights of one trainer (internal).")
     parser.add_argument("--store", type=Path, required=True)
@@ -245,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True)
     given = parser.parse_args(arguments)
     config = WeightsConfig.model_validate_json(given.config)
-    Publisher(WeightStore.open(given.store), given.epoch, config, given.control, keys_for(config)).run()
+    PublisherProcess(WeightStore.open(given.store), given.epoch, config, given.control, keys_for(config)).run()
 
 
 if __name__ == "__main__":

@@ -23,17 +23,17 @@ import structlog
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.local_socket import (
     LENGTH,
     Failed,
-    Follow,
+    FollowPublisher,
     Held,
-    Hello,
     Hold,
-    Place,
+    ReceiverPaths,
+    ReceiverState,
     Release,
-    State,
+    ServerHello,
     ToServer,
     frame,
     frame_length,
@@ -55,7 +55,7 @@ _messages = msgspec.msgpack.Decoder(ToServer)
 log = structlog.get_logger()
 
 
-class WeightReceiver:
+class ZmqWeightReceiver:
     """The newest weights, in the weight store at `store_path`. Several of one path share a receiver process."""
 
     def __init__(self, resolve: Resolve, store_path: Path, config: WeightsConfig, *, name: str = "") -> None:
@@ -72,13 +72,13 @@ class WeightReceiver:
         self._resolve = resolve
         self._config = config
         self._name = name
-        self._place = Place(store_path)
-        self._state = State(stats=self.stats)
+        self._place = ReceiverPaths(store_path)
+        self._state = ReceiverState(stats=self.stats)
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._address: PublisherAddress | None = None
-        self._taken: Identity | None = None
-        self._holding: Identity | None = None
+        self._taken: WeightVersion | None = None
+        self._holding: WeightVersion | None = None
         self._holds = 0
         self._held: asyncio.Queue[Held] = asyncio.Queue()
         self._hold_lock = asyncio.Lock()
@@ -91,7 +91,7 @@ class WeightReceiver:
         """PID of the receiver process if this server started it."""
         return self._process.pid if self._process is not None else None
 
-    async def next_version(self, after: Identity | tuple[int, int] | None, timeout_s: float) -> Identity:
+    async def next_version(self, after: WeightVersion | tuple[int, int] | None, timeout_s: float) -> WeightVersion:
         """Wait for weights newer than `after`; they, or newer ones, lie in the store when this returns.
 
         Raises WaitTimeout if there are none in time, PublisherLost if that is because the publisher
@@ -109,7 +109,7 @@ class WeightReceiver:
         return self._newest
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[Identity]:
+    async def hold(self) -> AsyncIterator[WeightVersion]:
         """The newest weights; they stay in the store for the length of the block, at most update_timeout_s.
 
         Raises WaitTimeout if the receiver does not answer, or has no weights yet.
@@ -134,14 +134,14 @@ class WeightReceiver:
             await asyncio.to_thread(self._reap, self._process)
 
     @property
-    def _newest(self) -> Identity | None:
-        return Identity(*self._state.newest) if self._state.newest is not None else None
+    def _newest(self) -> WeightVersion | None:
+        return WeightVersion(*self._state.newest) if self._state.newest is not None else None
 
     def _is_newer(self, after: tuple[int, int] | None) -> bool:
         return self._newest is not None and (after is None or self._newest > tuple(after))
 
     def _explain_timeout(self, after: tuple[int, int] | None, timeout_s: float) -> Exception:
-        wanted = f"weights newer than {Identity(*after)}" if after else "the first weights"
+        wanted = f"weights newer than {WeightVersion(*after)}" if after else "the first weights"
         state = self._state
         if not state.publisher:
             return WaitTimeout(f"{wanted} from a trainer that has not announced itself", timeout_s)
@@ -153,7 +153,7 @@ class WeightReceiver:
             )
         return WaitTimeout(f"{wanted} from {state.publisher}, which is alive", timeout_s)
 
-    async def _take_hold(self) -> Identity:
+    async def _take_hold(self) -> WeightVersion:
         """Ask until somebody answers: the process may be killed meanwhile and another be started."""
         deadline = time.monotonic() + HOLD_TIMEOUT_S
         while (remaining := deadline - time.monotonic()) > 0:
@@ -167,7 +167,7 @@ class WeightReceiver:
                     while held.number != self._holds:  # the answer to one that was given up
                         held = await self._held.get()
                     if held.identity is not None:
-                        return Identity(*held.identity)
+                        return WeightVersion(*held.identity)
                     await asyncio.sleep(_CONNECT_RETRY_S)
         raise WaitTimeout("the receiver process to hold the newest weights", HOLD_TIMEOUT_S, "Is it alive")
 
@@ -189,16 +189,16 @@ class WeightReceiver:
             address = await self._resolve()
             if address is not None and address != self._address:
                 self._address = address
-                self._send(Follow(address=address))
+                self._send(FollowPublisher(address=address))
             beats = HEARTBEATS_OF_SILENCE if address is not None else 1
             await asyncio.sleep(beats * self._config.heartbeat_s)
 
     async def _keep_connected(self) -> None:
         while True:
             reader, self._writer = await self._connect()
-            self._send(Hello(name=self._name, has=self._taken, holding=self._holding))
+            self._send(ServerHello(name=self._name, has=self._taken, holding=self._holding))
             if self._address is not None:
-                self._send(Follow(address=self._address))
+                self._send(FollowPublisher(address=self._address))
             await self._listen(reader)
             self._writer.close()
             self._writer = None
@@ -230,14 +230,14 @@ class WeightReceiver:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             match message:
-                case State():
+                case ReceiverState():
                     await self._note(message)
                 case Held():
                     self._held.put_nowait(message)
                 case Failed(message=text, corrupt=corrupt):
                     raise WeightsCorrupt(text) if corrupt else WeightsError(text)
 
-    async def _note(self, state: State) -> None:
+    async def _note(self, state: ReceiverState) -> None:
         self._state, self.stats = state, state.stats
         await self._notify()
 

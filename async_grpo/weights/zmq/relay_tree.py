@@ -21,8 +21,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from async_grpo.weights.manifest import Identity
-from async_grpo.weights.zmq.messages import Assignment, Beat, Leave, ManifestRequest, TrackerRequest
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.zmq.messages import (
+    ManifestRequest,
+    ParentAssignment,
+    ReceiverHeartbeat,
+    ReceiverLeaving,
+    TrackerRequest,
+)
 from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, Socket, is_loopback
 from async_grpo.wire import encode
 
@@ -30,7 +36,7 @@ ROOT = ""
 
 
 @dataclass(slots=True)
-class Member:
+class RelayNode:
     """One receiver. `relay` is the endpoint at which it serves others."""
 
     node: str
@@ -40,12 +46,12 @@ class Member:
     avoids: set[str] = field(default_factory=set)
 
 
-class Tree:
+class RelayTree:
     """Receivers by node name; `ROOT` is the publisher. `fanout` 0: all of them are its children."""
 
     def __init__(self, fanout: int) -> None:
         self._fanout = fanout
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, RelayNode] = {}
         self._children: dict[str, list[str]] = {ROOT: []}
 
     def __len__(self) -> int:
@@ -61,7 +67,7 @@ class Tree:
             return
         if known is not None:
             self.leave(node)
-        member = Member(node, host, relay)
+        member = RelayNode(node, host, relay)
         self._members[node] = member
         self._children[node] = []
         self._place(member)
@@ -91,7 +97,7 @@ class Tree:
         """Who fetches from it."""
         return list(self._children[node])
 
-    def _place(self, member: Member) -> None:
+    def _place(self, member: RelayNode) -> None:
         """Under the nearest place with room; under the publisher beyond its fanout if there is none."""
         places = (place for place in self._by_distance(member.node) if self._takes(place, member))
         member.parent = next(places, ROOT)
@@ -105,7 +111,7 @@ class Tree:
             yield place
             queue.extend(child for child in self._children[place] if child != mover)
 
-    def _takes(self, place: str, member: Member) -> bool:
+    def _takes(self, place: str, member: RelayNode) -> bool:
         if self._fanout == 0 or place == ROOT:
             return place == ROOT and (self._fanout == 0 or len(self._children[ROOT]) < self._fanout)
         relay = self._members[place]
@@ -121,11 +127,11 @@ class Tracker:
 
     def __init__(self, router: Socket, fanout: int, own_chunks: str, heartbeat_s: float) -> None:
         self._router = router
-        self._tree = Tree(fanout)
+        self._tree = RelayTree(fanout)
         self._own_chunks = own_chunks
         self._silence_s = HEARTBEATS_OF_SILENCE * heartbeat_s
         self._heard_s: dict[str, float] = {}
-        self._held: dict[str, Identity | None] = {}
+        self._held: dict[str, WeightVersion | None] = {}
 
     @property
     def receivers(self) -> int:
@@ -137,7 +143,7 @@ class Tracker:
         """Of them, children of the publisher."""
         return len(self._tree.children_of(ROOT))
 
-    def most_behind(self, newest: Identity) -> int:
+    def most_behind(self, newest: WeightVersion) -> int:
         """Versions that the receiver with the oldest weights lacks; one without any, or of an older epoch, has 0."""
         held = [identity for identity in self._held.values() if identity is not None and identity.epoch == newest.epoch]
         return max((newest.version - identity.version for identity in held), default=0)
@@ -150,9 +156,9 @@ class Tracker:
         except msgspec.MsgspecError:
             return  # not one of ours
         match request:
-            case Beat():
+            case ReceiverHeartbeat():
                 self._router.send_multipart([peer, encode(self._register(request))])
-            case Leave(node=node):
+            case ReceiverLeaving(node=node):
                 self._forget(node)
             case ManifestRequest():
                 self._router.send_multipart([peer, manifest], copy=False)
@@ -164,14 +170,14 @@ class Tracker:
             if now - heard_s > self._silence_s:
                 self._forget(node)
 
-    def _register(self, beat: Beat) -> Assignment:
+    def _register(self, beat: ReceiverHeartbeat) -> ParentAssignment:
         self._heard_s[beat.node] = time.monotonic()
-        self._held[beat.node] = Identity(*beat.held) if beat.held else None
+        self._held[beat.node] = WeightVersion(*beat.held) if beat.held else None
         self._tree.join(beat.node, beat.host, beat.relay)
         if beat.suspect:
             self._tree.suspect(beat.node, beat.suspect)
         relay = self._tree.parent_of(beat.node)
-        return Assignment(parent=relay or self._own_chunks, relay=bool(relay))
+        return ParentAssignment(parent=relay or self._own_chunks, relay=bool(relay))
 
     def _forget(self, node: str) -> None:
         if node in self._tree:

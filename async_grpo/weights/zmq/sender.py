@@ -25,10 +25,18 @@ import zmq
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
 from async_grpo.utils.child_process import child_argv
-from async_grpo.weights.manifest import Identity, Layout, TensorSpec
+from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.messages import Cleared, Prepare, Publish, Published, PublisherStats, Ready, StatsRequest
+from async_grpo.weights.zmq.messages import (
+    Cleared,
+    Prepare,
+    Publish,
+    Published,
+    PublisherReady,
+    PublisherStats,
+    StatsRequest,
+)
 from async_grpo.weights.zmq.sockets import keys_for
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import PublisherAddress
@@ -51,17 +59,17 @@ class Publication:
     """And for the copy into shared memory (with whatever gathers the tensors)."""
 
 
-class WeightPublisher:
+class ZmqWeightSender:
     """Publishes versions of one epoch. Owns a weight store and the publisher process.
 
-    >>> with WeightPublisher(layout, "my-run", epoch=0, config=WeightsConfig()) as publisher:  # doctest: +SKIP
+    >>> with ZmqWeightSender(layout, "my-run", epoch=0, config=WeightsConfig()) as publisher:  # doctest: +SKIP
     ...     await board.set_publisher(publisher.address)
     ...     publisher.publish(0, tensors)
 
     Use it from the thread that made it, and keep that thread alive: the process dies with it.
     """
 
-    def __init__(self, layout: Layout, run: str, epoch: int, config: WeightsConfig) -> None:
+    def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store and start the process. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
         keys_for(config)  # a missing secret is said here, not by a process that ends
         self._epoch = epoch
@@ -75,7 +83,7 @@ class WeightPublisher:
         self._control.bind(f"ipc://{self._control_path}")
         self._process = self._start_process()
         try:
-            ready = self._receive(Ready, "the publisher process to start", _START_TIMEOUT_S)
+            ready = self._receive(PublisherReady, "the publisher process to start", _START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -105,8 +113,8 @@ class WeightPublisher:
             raise WeightsError(f"version {version} was published after version {self._newest}; versions only rise.")
         cleared = self._ask(Prepare(), Cleared, "the publisher to clear a slot")
         waited_s = time.monotonic() - started
-        self._fill(self._store.begin(Identity(*cleared.spare) if cleared.spare else None), tensors)
-        identity = Identity(self._epoch, version)
+        self._fill(self._store.begin(WeightVersion(*cleared.spare) if cleared.spare else None), tensors)
+        identity = WeightVersion(self._epoch, version)
         self._store.commit(identity)
         self._newest = version
         copied_s = time.monotonic() - started - waited_s
@@ -130,7 +138,7 @@ class WeightPublisher:
         self._control_path.unlink(missing_ok=True)
         self._store.unlink()
 
-    def __enter__(self) -> WeightPublisher:
+    def __enter__(self) -> ZmqWeightSender:
         return self
 
     def __exit__(

@@ -9,21 +9,21 @@ import structlog
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights.chunks import cut
-from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.chunk_server import ChunkServer
 from async_grpo.weights.zmq.fetch import Fetch, edition_of
-from async_grpo.weights.zmq.local_socket import LocalServers
+from async_grpo.weights.zmq.local_socket import LocalClients
 from async_grpo.weights.zmq.messages import ReceiverStats
 
 log = structlog.get_logger()
 
 
-class Keeper:
+class StoreSlots:
     """Owns the store; offers what is in it to other receivers through `server`."""
 
     def __init__(
-        self, path: Path, config: WeightsConfig, server: ChunkServer, servers: LocalServers, stats: ReceiverStats
+        self, path: Path, config: WeightsConfig, server: ChunkServer, servers: LocalClients, stats: ReceiverStats
     ) -> None:
         self._path = path
         self._config = config
@@ -33,11 +33,11 @@ class Keeper:
         self._store: WeightStore | None = None
 
     @property
-    def newest(self) -> Identity | None:
+    def newest(self) -> WeightVersion | None:
         """The newest whole version."""
         return self._servers.newest
 
-    def is_news(self, identity: Identity | None) -> bool:
+    def is_news(self, identity: WeightVersion | None) -> bool:
         """Newer than what is here."""
         return identity is not None and (self.newest is None or identity > self.newest)
 
@@ -48,7 +48,7 @@ class Keeper:
             return False
         return self._servers.holds(victim) or self._server.in_use_since(victim) is not None
 
-    def open(self, manifest: Manifest) -> None:
+    def open(self, manifest: WeightManifest) -> None:
         """Have a store for versions like this one.
 
         Raises WeightsError if there is no room for it, WeightsCorrupt if the model is another.
@@ -61,7 +61,7 @@ class Keeper:
                 "Restart the rollout servers together with a trainer of another model."
             )
 
-    def begin(self, manifest: Manifest) -> Fetch:
+    def begin(self, manifest: WeightManifest) -> Fetch:
         """Take the back slot for this version; it is served as far as it has come."""
         assert self._store is not None
         victim = self._store.next_victim()
@@ -92,7 +92,7 @@ class Keeper:
             self._store.unlink()
         self._path.unlink(missing_ok=True)
 
-    def _open(self, manifest: Manifest) -> WeightStore:
+    def _open(self, manifest: WeightManifest) -> WeightStore:
         """Go on with what a killed receiver left, if servers use it; else make a store.
 
         What servers loaded from it must stay readable; and it saves a whole transfer.
@@ -104,7 +104,7 @@ class Keeper:
                 log.warning("the store of an earlier receiver cannot be used", error=str(error))
         return WeightStore.create(self._path, manifest.layout, chunks=len(cut(manifest.layout, manifest.chunk_bytes)))
 
-    def _adopt(self, manifest: Manifest) -> WeightStore:
+    def _adopt(self, manifest: WeightManifest) -> WeightStore:
         store = WeightStore.adopt(self._path)
         newest = store.identity
         if newest is not None and store.layout == manifest.layout:

@@ -44,7 +44,7 @@ _KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class CurveKeys:
     """Z85 text, as ZMQ takes it. All servers of a run share one pair, all clients the other."""
 
     server_public: bytes
@@ -56,7 +56,7 @@ class Keys:
         return "Keys(...)"
 
 
-def keys_for(config: WeightsConfig) -> Keys | None:
+def keys_for(config: WeightsConfig) -> CurveKeys | None:
     """None if nothing is encrypted. Raises ConfigError if the secret is missing or too short."""
     if config.encrypt == "off":
         return None
@@ -70,11 +70,11 @@ def keys_for(config: WeightsConfig) -> Keys | None:
     return derive_keys(secret)
 
 
-def derive_keys(secret: str) -> Keys:
+def derive_keys(secret: str) -> CurveKeys:
     """The same keys for the same secret, everywhere."""
     both = hashlib.scrypt(secret.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=2 * _KEY_BYTES)
     server, client = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
-    return Keys(zmq.curve_public(server), server, zmq.curve_public(client), client)
+    return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
 Socket = zmq.Socket[bytes]
@@ -114,7 +114,7 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 log = structlog.get_logger()
 
 
-def listen(listener: Socket, bind: str, port_offset: int, keys: Keys | None, advertise: str | None = None) -> str:
+def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None, advertise: str | None = None) -> str:
     """Bind to the given port (0: any free one; otherwise plus the offset) and say where others reach it: at
     `advertise`, if given; a wildcard host is announced as this machine's name."""
     _set_common(listener)
@@ -144,7 +144,7 @@ def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
     return endpoint
 
 
-def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: Keys | None) -> None:
+def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: CurveKeys | None) -> None:
     """Connect in the background; a message above the limit ends the connection."""
     _set_common(client)
     client.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
@@ -166,10 +166,10 @@ def _host_and_port(endpoint: str) -> tuple[str, str]:
     return host, port
 
 
-class Guard:
+class CurveGuard:
     """Lets only this run's clients in, and counts whom it refused. Without keys it has nothing to do."""
 
-    def __init__(self, context: Context, keys: Keys | None) -> None:
+    def __init__(self, context: Context, keys: CurveKeys | None) -> None:
         """Make it before the sockets that it guards are bound."""
         self.refused = 0
         self._reported = 0

@@ -12,23 +12,23 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from async_grpo.weights.manifest import Identity, Manifest
+from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.zmq.messages import (
     Announcement,
-    Assignment,
-    Beat,
     ChunkAnswer,
+    ChunkPending,
     ChunkReply,
     ChunkRequest,
-    Done,
-    Gone,
-    Leave,
+    FetchDone,
     ManifestReply,
     ManifestRequest,
+    ParentAssignment,
+    ReceiverHeartbeat,
+    ReceiverLeaving,
     TrackerReply,
-    Waiting,
+    VersionGone,
 )
-from async_grpo.weights.zmq.sockets import Context, Keys, Socket, connect
+from async_grpo.weights.zmq.sockets import Context, CurveKeys, Socket, connect
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import PublisherAddress
 
@@ -38,10 +38,12 @@ _FRAME_OVERHEAD_BYTES = 4096
 _answers = msgspec.msgpack.Decoder(ChunkAnswer)
 
 
-class Source:
+class ParentConnection:
     """One DEALER socket to a parent, and the monitor that tells when its connection breaks."""
 
-    def __init__(self, context: Context, assignment: Assignment, chunk_bytes: int, keys: Keys | None) -> None:
+    def __init__(
+        self, context: Context, assignment: ParentAssignment, chunk_bytes: int, keys: CurveKeys | None
+    ) -> None:
         """Connects in the background."""
         self.endpoint, self.is_relay = assignment.parent, assignment.relay
         self.heard_s = time.monotonic()
@@ -55,14 +57,14 @@ class Source:
         """To be polled."""
         return [self.dealer, self.monitor]
 
-    def ask(self, request: ChunkRequest | Done) -> None:
+    def ask(self, request: ChunkRequest | FetchDone) -> None:
         """Dropped if nothing can be sent: chunks are asked for again."""
         try:
             self.dealer.send(encode(request), zmq.DONTWAIT)
         except zmq.Again:
             return
 
-    def receive(self) -> tuple[ChunkReply | Gone | Waiting, memoryview] | None:
+    def receive(self) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
         """The next answer and its payload; None if there is none."""
         try:
             frames = self.dealer.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -90,15 +92,15 @@ MAX_MANIFEST_BYTES = 256 << 20
 _replies = msgspec.msgpack.Decoder(TrackerReply)
 
 
-class Uplink:
+class PublisherConnection:
     """Two sockets to the publisher at `address`, polled by the receiver's loop."""
 
-    def __init__(self, context: Context, address: PublisherAddress, keys: Keys | None) -> None:
+    def __init__(self, context: Context, address: PublisherAddress, keys: CurveKeys | None) -> None:
         """Connects in the background."""
         self.address = address
         self.heard_s = time.monotonic()
-        self.announced: Identity | None = None
-        self.assignment: Assignment | None = None
+        self.announced: WeightVersion | None = None
+        self.assignment: ParentAssignment | None = None
         self.announcements = context.socket(zmq.SUB)
         self.announcements.setsockopt(zmq.CONFLATE, 1)  # only the newest announcement matters
         self.announcements.setsockopt(zmq.SUBSCRIBE, b"")
@@ -116,17 +118,17 @@ class Uplink:
         self.announced = decode(self.announcements.recv(), Announcement).identity
         self.heard_s = time.monotonic()
 
-    def receive(self, on_manifest: Callable[[Manifest | None], None]) -> None:
+    def receive(self, on_manifest: Callable[[WeightManifest | None], None]) -> None:
         """A reply is there; a manifest is handed on."""
         reply = _replies.decode(self.requests.recv())
         self.heard_s = time.monotonic()
         match reply:
-            case Assignment():
+            case ParentAssignment():
                 self.assignment = reply
             case ManifestReply(manifest=manifest):
                 on_manifest(manifest)
 
-    def send(self, message: Beat | Leave | ManifestRequest) -> None:
+    def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
         """Dropped if the publisher has not taken anything for long: all of these are repeated."""
         try:
             self.requests.send(encode(message), zmq.DONTWAIT)

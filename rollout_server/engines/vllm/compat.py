@@ -23,7 +23,7 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 @dataclass(frozen=True, slots=True)
-class VllmApi:
+class VllmCompat:
     """What was found. `layer_info` tells how much of a layer was loaded; None where it cannot be asked."""
 
     transfer_engine: type
@@ -33,11 +33,11 @@ class VllmApi:
     layer_info: Callable[..., Any] | None
 
 
-def find_vllm_api() -> VllmApi:
+def find_vllm_api() -> VllmCompat:
     """Raises DependencyError, naming what is missing, for a vLLM whose weights cannot be updated."""
     check_private_names("engine worker")
     reload = importlib.import_module(_RELOAD)
-    return VllmApi(
+    return VllmCompat(
         transfer_engine=importlib.import_module(f"{_TRANSFER}.base").WeightTransferEngine,
         factory=importlib.import_module(f"{_TRANSFER}.factory").WeightTransferEngineFactory,
         initialize_reload=reload.initialize_layerwise_reload,

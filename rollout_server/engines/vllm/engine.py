@@ -27,8 +27,8 @@ from async_grpo.config.model import Precision
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import DependencyError, EngineError
 from async_grpo.utils.private_names import check_private_names
-from async_grpo.utils.processes import claim_ownership
-from async_grpo.weights.manifest import Identity
+from async_grpo.utils.processes import become_owner
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines import base
 from rollout_server.engines.base import EngineLoad, Generation, GenerationRequest, Interruption
@@ -40,10 +40,10 @@ _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
 MOST_LOST = 4096
 """Requests that failed, of which is remembered what they had."""
 T = TypeVar("T")
-_BEFORE_ANY_UPDATE = Identity(base.CHECKPOINT_VERSION, base.CHECKPOINT_VERSION)
+_BEFORE_ANY_UPDATE = WeightVersion(base.CHECKPOINT_VERSION, base.CHECKPOINT_VERSION)
 
 
-class Flight:
+class EngineRequest:
     """One request inside vLLM."""
 
     def __init__(self, flight_id: str, version: int, *, interruptible: bool, streams: bool = False) -> None:
@@ -71,7 +71,7 @@ class VllmEngine:
         self._llm: Any = None
         self._identity = _BEFORE_ANY_UPDATE
         self._failure: EngineError | None = None
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, EngineRequest] = {}
         """By request."""
         self._lost: dict[str, Generation] = {}
         self._submissions = 0
@@ -90,7 +90,7 @@ class VllmEngine:
         side effects. Blocks the event loop while the engine starts.
         """
         set_environment(self._config)
-        claim_ownership()
+        become_owner()
         try:
             import vllm  # noqa: F401
         except ImportError as error:
@@ -147,7 +147,7 @@ class VllmEngine:
         Raises WeightsError, with nothing touched, if the store does not hold that version of this
         model; EngineError if loading fails, after which this engine refuses to generate.
         """
-        identity = Identity(epoch, version)
+        identity = WeightVersion(epoch, version)
         self._raise_failure()
         self._check_store(store, identity)
         self._gate.clear()
@@ -197,15 +197,15 @@ class VllmEngine:
             self._llm.shutdown()
             self._llm = None
 
-    async def _new_flight(self, request: GenerationRequest, *, streams: bool = False) -> Flight:
+    async def _new_flight(self, request: GenerationRequest, *, streams: bool = False) -> EngineRequest:
         """Once no update is under way."""
         await self._gate.wait()
         self._raise_failure()
         self._submissions += 1
         flight_id = f"{request.request_id}#{self._submissions}"
-        return Flight(flight_id, self.version, interruptible=request.interruptible, streams=streams)
+        return EngineRequest(flight_id, self.version, interruptible=request.interruptible, streams=streams)
 
-    async def _fly(self, request: GenerationRequest, flight: Flight) -> AsyncGenerator[Any, None]:
+    async def _fly(self, request: GenerationRequest, flight: EngineRequest) -> AsyncGenerator[Any, None]:
         """Submit once; the final output, or of a stream one after the other. vLLM aborts the request if this is
         cancelled or closed."""
         from vllm import TokensPrompt
@@ -229,7 +229,7 @@ class VllmEngine:
             del self._flights[request.request_id]
             self._landed.set()
 
-    def _pass_on(self, output: Any, flight: Flight) -> Generation:
+    def _pass_on(self, output: Any, flight: EngineRequest) -> Generation:
         """The next piece of a stream."""
         completion = output.outputs[0]
         since, flight.passed_on = flight.passed_on, flight.passed_on + len(completion.token_ids)
@@ -282,7 +282,7 @@ class VllmEngine:
         ]
         await self._llm.abort([flight_id for flight_id in ended if flight_id in counts])
 
-    async def _replace_weights(self, store: Path, identity: Identity, interruption: Interruption) -> float:
+    async def _replace_weights(self, store: Path, identity: WeightVersion, interruption: Interruption) -> float:
         """Returns the seconds paused."""
         await self._announce()
         started = time.monotonic()
@@ -311,7 +311,7 @@ class VllmEngine:
         start = self._llm.start_weight_update
         await start(**start_arguments(start))
 
-    async def _load(self, store: Path, identity: Identity) -> None:
+    async def _load(self, store: Path, identity: WeightVersion) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {
@@ -324,7 +324,7 @@ class VllmEngine:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await finish(**finish_arguments(finish, identity.version))
 
-    def _check_store(self, store: Path, identity: Identity) -> None:
+    def _check_store(self, store: Path, identity: WeightVersion) -> None:
         opened = WeightStore.open(store)
         opened.snapshot(identity)
         check_layout(opened.layout, self._shapes, tied_head=self._tied_head)
@@ -355,7 +355,7 @@ class VllmEngine:
         """Tokens that each request in flight has so far."""
         return {flight_id: len(state.detokenizer.output_token_ids) for flight_id, state in self._states().items()}
 
-    def _so_far(self, flight: Flight) -> Generation | None:
+    def _so_far(self, flight: EngineRequest) -> Generation | None:
         state = self._states().get(flight.flight_id)
         if state is None or not state.detokenizer.output_token_ids:
             return None
@@ -363,7 +363,7 @@ class VllmEngine:
         tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
         return Generation(tokens, logprobs[: len(tokens)], flight.spans.spans(len(tokens)), "")
 
-    def _remember(self, request_id: str, flight: Flight) -> None:
+    def _remember(self, request_id: str, flight: EngineRequest) -> None:
         """What a failed request had; only the newest are kept."""
         if (left := self._so_far(flight)) is not None:
             self._lost[request_id] = left
@@ -404,7 +404,7 @@ class VllmEngine:
         }
 
 
-def _generation(output: Any, flight: Flight) -> Generation:
+def _generation(output: Any, flight: EngineRequest) -> Generation:
     completion = output.outputs[0]
     tokens = np.asarray(completion.token_ids, np.int32)
     labels = getattr(completion, "weight_versions", None)

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from async_grpo.weights.manifest import Identity, TensorSpec
-from async_grpo.weights.store import Snapshot, WeightStore
-from rollout_server.engines.vllm.compat import VllmApi
+from async_grpo.weights.manifest import TensorSpec, WeightVersion
+from async_grpo.weights.store import StoreSnapshot, WeightStore
+from rollout_server.engines.vllm.compat import VllmCompat
 
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 
@@ -36,16 +36,16 @@ _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 class LayerwiseReload:
     """Of one model in one worker."""
 
-    def __init__(self, api: VllmApi, model: torch.nn.Module, model_config: Any) -> None:
+    def __init__(self, api: VllmCompat, model: torch.nn.Module, model_config: Any) -> None:
         self._api = api
         self._model = model
         self._model_config = model_config
         self._store: WeightStore | None = None
         self._file: tuple[Path, int] | None = None
-        self._loaded: Identity | None = None
+        self._loaded: WeightVersion | None = None
         self._whole: dict[torch.nn.Module, int] = {}
 
-    def load(self, path: Path, identity: Identity) -> None:
+    def load(self, path: Path, identity: WeightVersion) -> None:
         """Make the model that of `identity`, by loading what differs from what it has, if that is known.
 
         Raises WeightsError if the store does not hold it, WeightsCorrupt if it was overwritten meanwhile;
@@ -59,14 +59,14 @@ class LayerwiseReload:
         snapshot.verify()  # after finalizing: until then layers hold on to the mapped bytes
         self._loaded = identity
 
-    def _wanted(self, snapshot: Snapshot) -> set[str]:
+    def _wanted(self, snapshot: StoreSnapshot) -> set[str]:
         names = [spec.name for spec in snapshot.layout.tensors]
         changed = None if self._loaded is None else snapshot.changed_since(self._loaded)
         if changed is None or self._api.layer_info is None:
             return set(names)
         return with_blocks(names, [spec.name for spec in changed])
 
-    def _reload(self, snapshot: Snapshot, wanted: Collection[str]) -> None:
+    def _reload(self, snapshot: StoreSnapshot, wanted: Collection[str]) -> None:
         self._api.initialize_reload(self._model)
         self._model.load_weights(_tensors(snapshot, wanted))
         rest = {spec.name for spec in snapshot.layout.tensors} - set(wanted)
@@ -132,7 +132,7 @@ def _block(name: str) -> str:
     return match[1] if match else name
 
 
-def _tensors(snapshot: Snapshot, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(snapshot: StoreSnapshot, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for spec, data in snapshot:
         if spec.name in names:
             yield spec.name, _tensor(spec, data)

@@ -1,6 +1,6 @@
 """Runs inside vLLM's workers: loads weights from the shared-memory store of the rollout server.
 
-    update_weights --> StoreLoader.receive_weights --> layerwise reload of what changed --> verify
+    update_weights --> WeightLoader.receive_weights --> layerwise reload of what changed --> verify
 
 vLLM imports this module in every worker (`worker_extension_cls`) before it loads the model, which
 registers the `zmq` weight-transfer backend there. The name says how weights reach the machine; the
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from async_grpo.utils.network import keep_stores_at_their_address
-from async_grpo.utils.processes import end_with_owner
-from async_grpo.weights.manifest import Identity
-from rollout_server.engines.vllm.compat import VllmApi, find_vllm_api
+from async_grpo.utils.processes import exit_with_owner
+from async_grpo.weights.manifest import WeightVersion
+from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api
 from rollout_server.engines.vllm.reload import LayerwiseReload
 
 BACKEND = "zmq"
@@ -49,7 +49,7 @@ class StoreUpdate:
     """vLLM 0.23 and 0.24 ask for it."""
 
 
-class StoreLoader:
+class WeightLoader:
     """What this project adds to vLLM's WeightTransferEngine, of whichever release.
 
     Raises WeightsError if the store does not hold the version, and WeightsCorrupt if it was
@@ -58,7 +58,7 @@ class StoreLoader:
 
     init_info_cls = StoreInit
     update_info_cls = StoreUpdate
-    api: VllmApi
+    api: VllmCompat
     model: torch.nn.Module
     """Set by vLLM's constructor."""
     _reload: LayerwiseReload | None = None
@@ -74,7 +74,7 @@ class StoreLoader:
         if self._reload is None:
             self._reload = LayerwiseReload(self.api, self.model, self._model_config(update_info.dtype))
         with self._vllm_context(), torch.device(next(self.model.parameters()).device):
-            self._reload.load(Path(update_info.store), Identity(update_info.epoch, update_info.version))
+            self._reload.load(Path(update_info.store), WeightVersion(update_info.epoch, update_info.version))
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""
@@ -105,9 +105,9 @@ class WorkerExtension:
     """Mixed into vLLM's worker; importing its module is what registers the backend."""
 
 
-def register(api: VllmApi) -> None:
-    """Make `StoreLoader` known to this process's vLLM as the `zmq` backend. Idempotent."""
-    engine = type("StoreWeightTransfer", (StoreLoader, api.transfer_engine), {"api": api})
+def register(api: VllmCompat) -> None:
+    """Make `WeightLoader` known to this process's vLLM as the `zmq` backend. Idempotent."""
+    engine = type("StoreWeightTransfer", (WeightLoader, api.transfer_engine), {"api": api})
     if BACKEND not in api.factory._registry:
         api.factory.register_engine(BACKEND, engine)
 
@@ -125,7 +125,7 @@ def _quiet_reload() -> None:
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
-end_with_owner()
+exit_with_owner()
 keep_stores_at_their_address()  # releases before 0.32 have workers meet by tcp://
 _request_amx()
 _quiet_reload()

@@ -155,7 +155,7 @@ def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
 def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[Any]:
     """What the buffer was told while a checkpoint was being written, and when the loop had seen to its end."""
     from trainer.loop import TrainingLoop
-    from trainer.run_logger import Diary
+    from trainer.run_logger import TrainerLogger
 
     class Buffer:
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
 
     buffer: Any = Buffer()
     saved = checkpoints(config, folder)
-    loop = TrainingLoop(config, model, make(config, model, platform), buffer, saved, Diary(config), 4)
+    loop = TrainingLoop(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
     loop.epoch, loop.saved = 1, 0
     with held_back() as let_go:
         loop._checkpoint()
@@ -223,12 +223,12 @@ def make(config: RunConfig, model: Path, platform: Any) -> Any:
 
 
 def step(policy: Any, config: RunConfig, version: int) -> list[float]:
-    from async_grpo.telemetry.timeline import Phases
+    from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.step.step import train_step
     from trainer_programs.batches import make_batch
 
     lr = config.trainer.optimizer.lr
-    result = train_step(policy, make_batch(version), config, lr=lr, phases=Phases())
+    result = train_step(policy, make_batch(version), config, lr=lr, phases=PhaseTimer())
     return [result.loss, result.grad_norm]
 
 
@@ -242,22 +242,22 @@ class held_back:
     """Within it, writing begins when the function that it gives is called."""
 
     def __enter__(self) -> Callable[[], None]:
-        from trainer.checkpoint.snapshot import Snapshot
+        from trainer.checkpoint.snapshot import RankSnapshot
 
-        self._original = write = Snapshot.write
+        self._original = write = RankSnapshot.write
         gate = threading.Event()
 
         def wait_and_write(snapshot: Any) -> Any:
             assert gate.wait(60)
             return write(snapshot)
 
-        Snapshot.write = wait_and_write
+        RankSnapshot.write = wait_and_write
         return gate.set
 
     def __exit__(self, *_: object) -> None:
-        from trainer.checkpoint.snapshot import Snapshot
+        from trainer.checkpoint.snapshot import RankSnapshot
 
-        Snapshot.write = self._original
+        RankSnapshot.write = self._original
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = CheckpointError) -> str:

@@ -20,7 +20,7 @@ from trainer_programs.running import run_cases
 def run(config: RunConfig, case: dict[str, str], platform: Platform) -> None:
     from safetensors.torch import save_file
 
-    from async_grpo.telemetry.timeline import Phases
+    from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.distributed import is_leader
     from trainer.model.policy import load_policy
     from trainer.step.step import train_step
@@ -28,7 +28,7 @@ def run(config: RunConfig, case: dict[str, str], platform: Platform) -> None:
 
     policy, out = load_policy(config, Path(case["model"]), platform), Path(case["out"])
     before = {name: tensor.clone() for name, tensor in policy.export()}
-    result = train_step(policy, make_aged_batch(), config, lr=config.trainer.optimizer.lr, phases=Phases())
+    result = train_step(policy, make_aged_batch(), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
     moved = {name: tensor - before[name] for name, tensor in policy.export()}
     if is_leader():
         save_file(moved, out.with_suffix(".safetensors"))

@@ -40,21 +40,21 @@ class OneRun:
 
 
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
-    from async_grpo.telemetry.timeline import Phases
+    from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.distributed import is_leader
     from trainer.model.policy import load_policy
     from trainer.step.step import train_step
-    from trainer.weights import WeightOutlet
+    from trainer.weights import WeightExporter
     from trainer_programs.batches import make_batch
 
     out = Path(case["out"])
     policy = load_policy(config, Path(case["model"]), platform)
     address = out.with_suffix(".address")
-    outlet = WeightOutlet(policy, config, OneRun(address), epoch=1)
+    outlet = WeightExporter(policy, config, OneRun(address), epoch=1)
     readers = [read(config, address, number, case["steps"]) for number in range(case["readers"] * is_leader())]
     for version in range(case["steps"] + 1):
         if version > 0:
-            train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=Phases())
+            train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
         outlet.publish(version)
         hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
         if is_leader():

@@ -27,7 +27,7 @@ VERSIONS = 4
 def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     from safetensors.torch import save_file
 
-    from async_grpo.telemetry.timeline import Phases
+    from async_grpo.telemetry.timeline import PhaseTimer
     from trainer.checkpoint.folder import CheckpointFolder
     from trainer.distributed import is_leader
     from trainer.model.policy import load_policy
@@ -48,7 +48,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     for version in range(first, case.get("versions", VERSIONS)):
         batch = make_batch(version, poisoned=case["poisoned"])
         try:
-            result = train_step(policy, batch, config, lr=config.trainer.optimizer.lr, phases=Phases())
+            result = train_step(policy, batch, config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
         except TrainingError as error:
             found["refused"] = str(error)
             break

@@ -125,13 +125,13 @@ def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoint
     import torch
 
     from trainer.distributed import is_leader
-    from trainer.run_logger import Diary
-    from trainer.step.step_runner import Skips, Stepper
+    from trainer.run_logger import TrainerLogger
+    from trainer.step.step_runner import SkippedSteps, StepRunner
 
-    diary = Diary(config)
-    skips = Skips(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
+    diary = TrainerLogger(config)
+    skips = SkippedSteps(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
     coordinator = Buffered(config, case) if case.buffered else Scripted(case)
-    stepper = Stepper(config, policy, reference, coordinator, diary, skips)
+    stepper = StepRunner(config, policy, reference, coordinator, diary, skips)
     found: dict[str, Any] = {"steps": [], "stayed": [], "stopped": ""}
     for version in case.versions:
         before = weights_of(policy)

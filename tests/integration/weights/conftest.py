@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.weights.shared_memory import remove_stores
-from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq import ZmqWeightSender
 from tests.support.weight_plane import CONFIG, LAYOUT, RUN, Board
 
 
@@ -23,7 +23,7 @@ def board() -> Board:
 
 
 @pytest.fixture
-def publisher(board: Board) -> Iterator[WeightPublisher]:
-    with WeightPublisher(LAYOUT, RUN, 0, CONFIG) as publisher:
+def publisher(board: Board) -> Iterator[ZmqWeightSender]:
+    with ZmqWeightSender(LAYOUT, RUN, 0, CONFIG) as publisher:
         board.address = publisher.address
         yield publisher

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import Identity
-from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.sockets import as_seen_from
 from tests.support.weight_plane import LAYOUT, RUN, Board, assert_holds, random_weights, receiving, until, with_
 
@@ -19,7 +19,7 @@ ALL = "tcp://0.0.0.0:0"
 async def test_weights_are_fetched_where_publisher_and_relay_say_they_are_reached(board: Board) -> None:
     advertised = {"bind": ALL, "advertise": "127.0.0.2", "relay_bind": ALL, "relay_advertise": "127.0.0.3"}
     config = with_(fanout=1, **advertised)
-    with WeightPublisher(LAYOUT, RUN, 0, config) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, config) as publisher:
         assert publisher.address.announce.startswith("tcp://127.0.0.2:")
         assert publisher.address.requests.startswith("tcp://127.0.0.2:")
         board.address = publisher.address
@@ -29,7 +29,7 @@ async def test_weights_are_fetched_where_publisher_and_relay_say_they_are_reache
             publisher.publish(0, weights.items())
             for receiver in (one, other):
                 await receiver.next_version(None, 30)
-                assert_holds(receiver.store_path, Identity(0, 0), weights)
+                assert_holds(receiver.store_path, WeightVersion(0, 0), weights)
             await until(lambda: one.stats.relayed_bytes + other.stats.relayed_bytes > 0)
 
 

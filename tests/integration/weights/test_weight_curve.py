@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.errors import PublisherLost, WaitTimeout
-from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.messages import Announcement, ChunkRequest, ManifestRequest
 from async_grpo.weights.zmq.sockets import SECRET_VARIABLE
 from async_grpo.wire import encode
@@ -25,16 +25,16 @@ def encrypt(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def publisher(board: Board, encrypt: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightPublisher]:
+def publisher(board: Board, encrypt: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ZmqWeightSender]:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    with WeightPublisher(LAYOUT, RUN, 0, with_(encrypt=encrypt, fanout=1)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(encrypt=encrypt, fanout=1)) as publisher:
         board.address = publisher.address
         publish(publisher, 0)
         yield publisher
 
 
 async def test_with_the_secret_every_byte_arrives_also_through_a_relay(
-    publisher: WeightPublisher, board: Board, encrypt: str
+    publisher: ZmqWeightSender, board: Board, encrypt: str
 ) -> None:
     config = with_(encrypt=encrypt, fanout=1)
     async with receiving(board, config, store="a") as first, receiving(board, config, store="b") as second:
@@ -49,7 +49,7 @@ async def test_with_the_secret_every_byte_arrives_also_through_a_relay(
 
 
 async def test_a_receiver_with_another_secret_gets_nothing_and_is_counted(
-    publisher: WeightPublisher, board: Board, encrypt: str, monkeypatch: pytest.MonkeyPatch
+    publisher: ZmqWeightSender, board: Board, encrypt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "quite another secret, also long enough")
     async with receiving(board, with_(encrypt=encrypt)) as stranger:
@@ -61,7 +61,7 @@ async def test_a_receiver_with_another_secret_gets_nothing_and_is_counted(
         assert publisher.stats().served_bytes == 0
 
 
-async def test_a_receiver_without_a_key_gets_nothing_and_is_counted(publisher: WeightPublisher, board: Board) -> None:
+async def test_a_receiver_without_a_key_gets_nothing_and_is_counted(publisher: ZmqWeightSender, board: Board) -> None:
     async with receiving(board, with_(encrypt="off")) as stranger:
         await until(lambda: publisher.stats().refused > 0)
         with pytest.raises((PublisherLost, WaitTimeout)):
@@ -69,7 +69,7 @@ async def test_a_receiver_without_a_key_gets_nothing_and_is_counted(publisher: W
         assert stranger.stats.received_bytes == 0
 
 
-async def test_a_plain_peer_hears_no_announcement_and_gets_no_manifest(publisher: WeightPublisher) -> None:
+async def test_a_plain_peer_hears_no_announcement_and_gets_no_manifest(publisher: ZmqWeightSender) -> None:
     context = zmq.asyncio.Context.instance()
     with context.socket(zmq.SUB) as announcements, context.socket(zmq.DEALER) as requests:
         announcements.setsockopt(zmq.SUBSCRIBE, b"")
@@ -83,7 +83,7 @@ async def test_a_plain_peer_hears_no_announcement_and_gets_no_manifest(publisher
 
 async def test_chunks_in_the_clear_are_given_only_to_who_knows_the_key_of_the_version(board: Board) -> None:
     """Without encryption of chunks, a peer that can reach the port but read no manifest gets none."""
-    with WeightPublisher(LAYOUT, RUN, 0, with_()) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         publish(publisher, 0)
         async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
             await receiver.next_version(None, 30)

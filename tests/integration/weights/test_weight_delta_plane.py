@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import WeightPublisher
+from async_grpo.weights.zmq import ZmqWeightSender
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,
@@ -36,14 +36,14 @@ def versions(count: int) -> list[Arrays]:
 @pytest.mark.parametrize("encoding", ["auto", "delta", "dense"])
 async def test_many_versions_of_mixed_dtypes_are_bit_identical(encoding: str, board: Board) -> None:
     config = with_(encoding=encoding)
-    with WeightPublisher(LAYOUT, RUN, 0, config) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, config) as publisher:
         board.address = publisher.address
         async with receiving(board, config) as receiver:
             seen = None
             for version, weights in enumerate(versions(8)):
                 publisher.publish(version, weights.items())
                 seen = await receiver.next_version(seen, 30)
-                assert_holds(receiver.store_path, Identity(0, version), weights)
+                assert_holds(receiver.store_path, WeightVersion(0, version), weights)
             stats, received = publisher.stats(), receiver.stats
             assert received.fallbacks == {}
             if encoding == "dense":
@@ -56,7 +56,7 @@ async def test_many_versions_of_mixed_dtypes_are_bit_identical(encoding: str, bo
 
 
 async def test_the_store_says_which_tensors_changed(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_()) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
             first, second = versions(2)
@@ -67,14 +67,14 @@ async def test_the_store_says_which_tensors_changed(board: Board) -> None:
                 seen = await receiver.next_version(seen, 30)
                 async with receiver.hold() as held:
                     snapshot = WeightStore.open(receiver.store_path).snapshot(held)
-                changed = snapshot.changed_since(Identity(0, version - 1))
+                changed = snapshot.changed_since(WeightVersion(0, version - 1))
                 names = None if changed is None else [spec.name for spec in changed]
                 assert names == [None, ["embed", "norm", "experts", "head"], ["norm"]][version]
-            assert snapshot.changed_since(Identity(0, 0)) is None
+            assert snapshot.changed_since(WeightVersion(0, 0)) is None
 
 
 async def test_a_receiver_that_skipped_a_version_fetches_dense_and_says_why(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(encoding="delta")) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(encoding="delta")) as publisher:
         made = versions(4)
         publisher.publish(0, made[0].items())
         async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
@@ -86,13 +86,13 @@ async def test_a_receiver_that_skipped_a_version_fetches_dense_and_says_why(boar
                     publisher.publish(version, made[version].items())
                     await until(lambda: publisher.stats().versions == version + 1)  # noqa: B023
             assert await receiver.next_version((0, 1), 30) == (0, 3)
-            assert_holds(receiver.store_path, Identity(0, 3), made[3])
+            assert_holds(receiver.store_path, WeightVersion(0, 3), made[3])
             assert receiver.stats.fallbacks == {"another base": 1}
             assert proxy.chunks > 0
 
 
 async def test_a_late_joiner_has_no_base_and_the_next_version_comes_as_a_delta(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_()) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         board.address = publisher.address
         made = versions(3)
         for version in (0, 1):
@@ -103,32 +103,32 @@ async def test_a_late_joiner_has_no_base_and_the_next_version_comes_as_a_delta(b
             assert (late.stats.fallbacks, late.stats.patched_chunks) == ({"no base": 1}, 0)
             publisher.publish(2, made[2].items())
             assert await late.next_version((0, 1), 30) == (0, 2)
-            assert_holds(late.store_path, Identity(0, 2), made[2])
+            assert_holds(late.store_path, WeightVersion(0, 2), made[2])
             assert late.stats.patched_chunks > 0
 
 
 async def test_a_base_that_is_not_the_publishers_is_noticed_by_its_hash(board: Board) -> None:
     """A trainer that begins anew under the same epoch: same names, other bytes."""
     made = versions(2)
-    with WeightPublisher(LAYOUT, RUN, 0, with_()) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
             publisher.publish(0, random_weights(77).items())
             await receiver.next_version(None, 30)
-            with WeightPublisher(LAYOUT, f"{RUN}-anew", 0, with_()) as anew:
+            with ZmqWeightSender(LAYOUT, f"{RUN}-anew", 0, with_()) as anew:
                 anew.publish(0, made[0].items())
                 anew.publish(1, made[1].items())
                 await until(lambda: anew.stats().delta_versions == 1)
                 board.address = anew.address
                 assert await receiver.next_version((0, 0), 30) == (0, 1)
-                assert_holds(receiver.store_path, Identity(0, 1), made[1])
+                assert_holds(receiver.store_path, WeightVersion(0, 1), made[1])
                 assert receiver.stats.fallbacks == {"base differs": 1}
     remove_stores(f"{RUN}-anew")
 
 
 async def test_a_base_damaged_in_memory_costs_dense_chunks_and_no_wrong_byte(board: Board) -> None:
     made = versions(2)
-    with WeightPublisher(LAYOUT, RUN, 0, with_()) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
             publisher.publish(0, made[0].items())
@@ -139,26 +139,26 @@ async def test_a_base_damaged_in_memory_costs_dense_chunks_and_no_wrong_byte(boa
                 damaged.block[offset] ^= 1
             publisher.publish(1, made[1].items())
             await receiver.next_version(held, 30)
-            assert_holds(receiver.store_path, Identity(0, 1), made[1])
+            assert_holds(receiver.store_path, WeightVersion(0, 1), made[1])
             assert receiver.stats.fallbacks == {"wrong result": 1, "base damaged": 1}
 
 
 async def test_a_spoiled_patch_is_refused_and_the_dense_chunk_fetched(board: Board) -> None:
     made = versions(2)
-    with WeightPublisher(LAYOUT, RUN, 0, with_()) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_()) as publisher:
         publisher.publish(0, made[0].items())
         async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
             seen = await receiver.next_version(None, 30)
             proxy.spoil = 3
             publisher.publish(1, made[1].items())
             await receiver.next_version(seen, 30)
-            assert_holds(receiver.store_path, Identity(0, 1), made[1])
+            assert_holds(receiver.store_path, WeightVersion(0, 1), made[1])
             assert sum(receiver.stats.fallbacks.values()) == 3
 
 
 @pytest.mark.parametrize("encoding", ["auto", "delta"])
 async def test_weights_that_changed_altogether_go_dense(encoding: str, board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(encoding=encoding)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(encoding=encoding)) as publisher:
         board.address = publisher.address
         for version in (0, 1):
             publisher.publish(version, random_weights(version).items())
@@ -166,13 +166,13 @@ async def test_weights_that_changed_altogether_go_dense(encoding: str, board: Bo
         assert publisher.stats().fallbacks == {"no base": 1, "larger": 1}
         async with receiving(board) as receiver:
             await receiver.next_version(None, 30)
-            assert_holds(receiver.store_path, Identity(0, 1))
+            assert_holds(receiver.store_path, WeightVersion(0, 1))
 
 
 async def test_the_trainer_waits_for_an_encoder_that_is_at_work_only_so_long(board: Board) -> None:
     """With no patience at all every encoding that is still at work is given up, and what arrives is right."""
     made = versions(12)
-    with WeightPublisher(LAYOUT, RUN, 0, with_(encoding="delta", encode_wait_s=1e-9)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(encoding="delta", encode_wait_s=1e-9)) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
             for version, weights in enumerate(made):
@@ -186,4 +186,4 @@ async def test_the_trainer_waits_for_an_encoder_that_is_at_work_only_so_long(boa
             while seen != (0, len(made) - 1):
                 seen = await receiver.next_version(seen, 30)
                 await asyncio.sleep(0)
-            assert_holds(receiver.store_path, Identity(*seen), made[-1])
+            assert_holds(receiver.store_path, WeightVersion(*seen), made[-1])

@@ -16,8 +16,8 @@ from async_grpo.errors import ConfigError, WeightsError
 from async_grpo.utils.child_process import MARK_VARIABLE
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import WeightPublisher
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,
@@ -44,7 +44,7 @@ def receiver_processes() -> list[psutil.Process]:
 
 
 async def test_servers_of_one_machine_share_one_process_one_store_and_one_copy(
-    publisher: WeightPublisher, board: Board
+    publisher: ZmqWeightSender, board: Board
 ) -> None:
     async with receiving(board, name="a") as first, receiving(board, name="b") as second:
         publish(publisher, 0)
@@ -56,7 +56,7 @@ async def test_servers_of_one_machine_share_one_process_one_store_and_one_copy(
             assert mine == theirs == (0, 0)
 
 
-async def test_the_process_outlives_the_server_that_started_it(publisher: WeightPublisher, board: Board) -> None:
+async def test_the_process_outlives_the_server_that_started_it(publisher: ZmqWeightSender, board: Board) -> None:
     async with receiving(board) as second:
         async with receiving(board) as first:
             publish(publisher, 0)
@@ -71,7 +71,7 @@ async def test_the_process_outlives_the_server_that_started_it(publisher: Weight
 
 
 async def test_a_server_that_holds_does_not_keep_the_others_from_what_is_there(
-    publisher: WeightPublisher, board: Board
+    publisher: ZmqWeightSender, board: Board
 ) -> None:
     async with receiving(board) as slow, receiving(board) as fast:
         publish(publisher, 0)
@@ -86,7 +86,7 @@ async def test_a_server_that_holds_does_not_keep_the_others_from_what_is_there(
 
 
 async def test_a_process_killed_amid_a_transfer_is_started_again_and_servers_keep_their_weights(
-    publisher: WeightPublisher, board: Board
+    publisher: ZmqWeightSender, board: Board
 ) -> None:
     async with proxy_to(publisher, board) as proxy, receiving(board) as first, receiving(board) as second:
         publish(publisher, 0)
@@ -108,7 +108,7 @@ async def test_a_process_killed_amid_a_transfer_is_started_again_and_servers_kee
 
 
 async def test_what_a_killed_process_had_whole_is_the_base_of_the_next_delta(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, CONFIG) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, CONFIG) as publisher:
         board.address = publisher.address
         async with receiving(board) as receiver:
             publish(publisher, 0)
@@ -127,9 +127,9 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from tests.support.weight_plane import Board, CONFIG
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 async def main():
-    receiver = WeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
+    receiver = ZmqWeightReceiver(Board().publisher, Path(sys.argv[1]), CONFIG)
     while receiver._writer is None:
         await asyncio.sleep(0.01)
     print("connected", flush=True)
@@ -156,7 +156,7 @@ async def test_when_the_last_server_is_killed_the_process_ends_and_leaves_nothin
 
 async def test_a_process_that_cannot_start_is_an_error(board: Board) -> None:
     taken = with_(relay_bind="tcp://203.0.113.1:0")  # an address that this machine does not have
-    receiver = WeightReceiver(board.publisher, store_path(RUN, "node"), taken)
+    receiver = ZmqWeightReceiver(board.publisher, store_path(RUN, "node"), taken)
     with pytest.raises(WeightsError, match="ended with code 1 before it was ready"):
         await receiver.next_version(None, 30)
     await receiver.close()
@@ -167,6 +167,6 @@ async def test_a_missing_secret_is_said_before_anything_is_started(
 ) -> None:
     monkeypatch.delenv("ASYNC_GRPO_WEIGHTS_SECRET", raising=False)
     with pytest.raises(ConfigError, match=r"weights.encrypt is 'all', but ASYNC_GRPO_WEIGHTS_SECRET has 0 characters"):
-        WeightReceiver(board.publisher, store_path(RUN, "node"), with_(encrypt="all"))
+        ZmqWeightReceiver(board.publisher, store_path(RUN, "node"), with_(encrypt="all"))
     with pytest.raises(ConfigError, match="ASYNC_GRPO_WEIGHTS_SECRET"):
-        WeightPublisher(LAYOUT, RUN, 0, with_(encrypt="control"))
+        ZmqWeightSender(LAYOUT, RUN, 0, with_(encrypt="control"))

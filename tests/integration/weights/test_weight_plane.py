@@ -14,11 +14,11 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
-from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import WeightPublisher
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,
@@ -35,12 +35,12 @@ from tests.support.weight_plane import (
 
 
 @pytest.fixture
-async def receiver(board: Board) -> AsyncIterator[WeightReceiver]:
+async def receiver(board: Board) -> AsyncIterator[ZmqWeightReceiver]:
     async with receiving(board) as receiver:
         yield receiver
 
 
-async def test_every_byte_arrives(publisher: WeightPublisher, receiver: WeightReceiver) -> None:
+async def test_every_byte_arrives(publisher: ZmqWeightSender, receiver: ZmqWeightReceiver) -> None:
     publish(publisher, 0)
     identity = await receiver.next_version(None, 30)
     assert identity == (0, 0)
@@ -49,7 +49,7 @@ async def test_every_byte_arrives(publisher: WeightPublisher, receiver: WeightRe
     assert receiver.stats.received_bytes == LAYOUT.total_bytes
 
 
-async def test_one_version_after_another(publisher: WeightPublisher, receiver: WeightReceiver) -> None:
+async def test_one_version_after_another(publisher: ZmqWeightSender, receiver: ZmqWeightReceiver) -> None:
     seen = None
     for version in range(4):
         publish(publisher, version)
@@ -58,7 +58,7 @@ async def test_one_version_after_another(publisher: WeightPublisher, receiver: W
         assert_holds(receiver.store_path, seen)
 
 
-async def test_a_late_joiner_gets_the_newest_version_only(publisher: WeightPublisher, board: Board) -> None:
+async def test_a_late_joiner_gets_the_newest_version_only(publisher: ZmqWeightSender, board: Board) -> None:
     for version in range(3):
         publish(publisher, version)
     await asyncio.sleep(0.2)
@@ -68,7 +68,7 @@ async def test_a_late_joiner_gets_the_newest_version_only(publisher: WeightPubli
 
 
 async def test_versions_published_in_a_burst_are_skipped_and_the_last_one_arrives_whole(
-    publisher: WeightPublisher, receiver: WeightReceiver
+    publisher: ZmqWeightSender, receiver: ZmqWeightReceiver
 ) -> None:
     for version in range(30):
         publish(publisher, version)
@@ -81,7 +81,7 @@ async def test_versions_published_in_a_burst_are_skipped_and_the_last_one_arrive
     assert receiver.stats.versions + receiver.stats.skipped <= 30
 
 
-async def test_publishing_faster_than_the_network_starves_nobody(publisher: WeightPublisher, board: Board) -> None:
+async def test_publishing_faster_than_the_network_starves_nobody(publisher: ZmqWeightSender, board: Board) -> None:
     async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
         proxy.pause_s = 0.01  # a fetch takes half a second at least, a version comes every 50 ms
         version, newest, came = 0, None, 0
@@ -97,7 +97,7 @@ async def test_publishing_faster_than_the_network_starves_nobody(publisher: Weig
 
 
 async def test_what_is_held_is_not_touched_however_many_versions_come(
-    publisher: WeightPublisher, receiver: WeightReceiver
+    publisher: ZmqWeightSender, receiver: ZmqWeightReceiver
 ) -> None:
     publish(publisher, 0)
     await receiver.next_version(None, 30)
@@ -114,7 +114,7 @@ async def test_what_is_held_is_not_touched_however_many_versions_come(
         snapshot.verify()
 
 
-async def test_a_hold_ends_after_the_time_that_an_update_may_take(publisher: WeightPublisher, board: Board) -> None:
+async def test_a_hold_ends_after_the_time_that_an_update_may_take(publisher: ZmqWeightSender, board: Board) -> None:
     async with receiving(board, with_(update_timeout_s=0.5)) as receiver:
         publish(publisher, 0)
         await receiver.next_version(None, 30)
@@ -126,24 +126,24 @@ async def test_a_hold_ends_after_the_time_that_an_update_may_take(publisher: Wei
 
 
 async def test_a_restarted_trainer_is_found_on_other_ports_and_its_lower_version_is_newer(
-    publisher: WeightPublisher, receiver: WeightReceiver, board: Board
+    publisher: ZmqWeightSender, receiver: ZmqWeightReceiver, board: Board
 ) -> None:
     publish(publisher, 5)
     before = await receiver.next_version(None, 30)
     os.kill(publisher.process_id, signal.SIGKILL)
-    with WeightPublisher(LAYOUT, RUN, 1, CONFIG) as restarted:
+    with ZmqWeightSender(LAYOUT, RUN, 1, CONFIG) as restarted:
         publish(restarted, 4)
         board.address = restarted.address
         assert await receiver.next_version(before, 30) == (1, 4)
-        assert_holds(receiver.store_path, Identity(1, 4))
+        assert_holds(receiver.store_path, WeightVersion(1, 4))
 
 
-async def test_a_trainer_of_an_older_epoch_is_refused(receiver: WeightReceiver, board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 1, CONFIG) as newer:
+async def test_a_trainer_of_an_older_epoch_is_refused(receiver: ZmqWeightReceiver, board: Board) -> None:
+    with ZmqWeightSender(LAYOUT, RUN, 1, CONFIG) as newer:
         publish(newer, 3)
         board.address = newer.address
         seen = await receiver.next_version(None, 30)
-        with WeightPublisher(LAYOUT, f"{RUN}-older", 0, CONFIG) as older:
+        with ZmqWeightSender(LAYOUT, f"{RUN}-older", 0, CONFIG) as older:
             publish(older, 9)
             board.address = older.address
             with pytest.raises(WaitTimeout, match="newer than version 3 of epoch 1"):
@@ -151,12 +151,12 @@ async def test_a_trainer_of_an_older_epoch_is_refused(receiver: WeightReceiver, 
     remove_stores(f"{RUN}-older")
 
 
-async def test_waiting_for_a_trainer_that_never_came_says_so(receiver: WeightReceiver) -> None:
+async def test_waiting_for_a_trainer_that_never_came_says_so(receiver: ZmqWeightReceiver) -> None:
     with pytest.raises(WaitTimeout, match="first weights from a trainer that has not announced itself"):
         await receiver.next_version(None, 0.3)
 
 
-async def test_a_dead_publisher_is_named(publisher: WeightPublisher, receiver: WeightReceiver) -> None:
+async def test_a_dead_publisher_is_named(publisher: ZmqWeightSender, receiver: ZmqWeightReceiver) -> None:
     publish(publisher, 0)
     seen = await receiver.next_version(None, 30)
     with pytest.raises(WaitTimeout, match="which is alive"):
@@ -169,7 +169,7 @@ async def test_a_dead_publisher_is_named(publisher: WeightPublisher, receiver: W
 
 
 async def test_weights_that_do_not_fit_the_layout_are_refused_and_the_next_ones_are_not(
-    publisher: WeightPublisher, receiver: WeightReceiver
+    publisher: ZmqWeightSender, receiver: ZmqWeightReceiver
 ) -> None:
     given = random_weights(0)
     with pytest.raises(WeightsError, match=r"4 tensors .* not given: \['experts', 'frozen', 'head'\]"):
@@ -182,7 +182,7 @@ async def test_weights_that_do_not_fit_the_layout_are_refused_and_the_next_ones_
     assert_holds(receiver.store_path, await receiver.next_version(None, 30))
 
 
-async def test_closing_ends_the_processes_and_removes_the_stores(publisher: WeightPublisher, board: Board) -> None:
+async def test_closing_ends_the_processes_and_removes_the_stores(publisher: ZmqWeightSender, board: Board) -> None:
     async with receiving(board) as receiver:
         publish(publisher, 0)
         await receiver.next_version(None, 30)
@@ -195,7 +195,7 @@ async def test_closing_ends_the_processes_and_removes_the_stores(publisher: Weig
 
 
 @pytest.mark.parametrize("fault", ["spoil", "lose"])
-async def test_a_spoiled_or_lost_chunk_is_asked_for_again(fault: str, publisher: WeightPublisher, board: Board) -> None:
+async def test_a_spoiled_or_lost_chunk_is_asked_for_again(fault: str, publisher: ZmqWeightSender, board: Board) -> None:
     publish(publisher, 0)
     async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
         setattr(proxy, fault, 2)
@@ -204,7 +204,7 @@ async def test_a_spoiled_or_lost_chunk_is_asked_for_again(fault: str, publisher:
 
 
 async def test_a_fetch_that_takes_too_long_is_given_up_and_the_newest_version_fetched_instead(
-    publisher: WeightPublisher, board: Board
+    publisher: ZmqWeightSender, board: Board
 ) -> None:
     publish(publisher, 0)
     hasty = with_(update_timeout_s=0.4)
@@ -215,11 +215,11 @@ async def test_a_fetch_that_takes_too_long_is_given_up_and_the_newest_version_fe
             await receiver.next_version(None, 0.3)
         publish(publisher, 1)
         proxy.lose = 0
-        assert_holds(receiver.store_path, await receiver.next_version(Identity(0, 0), 30))
+        assert_holds(receiver.store_path, await receiver.next_version(WeightVersion(0, 0), 30))
 
 
 async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_publisher(
-    publisher: WeightPublisher, receiver: WeightReceiver
+    publisher: ZmqWeightSender, receiver: ZmqWeightReceiver
 ) -> None:
     with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.connect(publisher.address.requests)
@@ -229,7 +229,7 @@ async def test_a_request_too_large_to_be_one_ends_its_connection_and_not_the_pub
 
 
 async def test_a_chunk_that_stays_corrupt_is_refused_and_nothing_is_applied(
-    publisher: WeightPublisher, board: Board
+    publisher: ZmqWeightSender, board: Board
 ) -> None:
     publish(publisher, 0)
     async with proxy_to(publisher, board) as proxy, receiving(board) as receiver:
@@ -238,11 +238,11 @@ async def test_a_chunk_that_stays_corrupt_is_refused_and_nothing_is_applied(
             await receiver.next_version(None, 30)
 
 
-async def test_another_model_is_refused(publisher: WeightPublisher, receiver: WeightReceiver, board: Board) -> None:
+async def test_another_model_is_refused(publisher: ZmqWeightSender, receiver: ZmqWeightReceiver, board: Board) -> None:
     publish(publisher, 0)
     seen = await receiver.next_version(None, 30)
     other = layout_of([("embed", "float32", [10])])
-    with WeightPublisher(other, f"{RUN}-other", 1, CONFIG) as stranger:
+    with ZmqWeightSender(other, f"{RUN}-other", 1, CONFIG) as stranger:
         stranger.publish(0, [("embed", np.zeros(10, np.float32))])
         board.address = stranger.address
         with pytest.raises(WeightsCorrupt, match="not those that this receiver started with"):

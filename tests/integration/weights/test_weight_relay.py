@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 import psutil
 import pytest
 
-from async_grpo.weights.manifest import Identity
-from async_grpo.weights.zmq import WeightPublisher
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,
@@ -29,10 +29,10 @@ from tests.support.weight_plane import (
 
 
 async def join_all(
-    stack: AsyncExitStack, board: Board, publisher: WeightPublisher, count: int, **changes: object
-) -> list[WeightReceiver]:
+    stack: AsyncExitStack, board: Board, publisher: ZmqWeightSender, count: int, **changes: object
+) -> list[ZmqWeightReceiver]:
     """Receivers of as many machines, which join one after the other."""
-    receivers: list[WeightReceiver] = []
+    receivers: list[ZmqWeightReceiver] = []
     for number in range(count):
         config = with_(**changes)
         receivers.append(await stack.enter_async_context(receiving(board, config, store=f"node-{number}")))
@@ -40,14 +40,14 @@ async def join_all(
     return receivers
 
 
-def process_of(receiver: WeightReceiver) -> psutil.Process:
+def process_of(receiver: ZmqWeightReceiver) -> psutil.Process:
     assert receiver.process_id is not None
     return psutil.Process(receiver.process_id)
 
 
 @pytest.mark.parametrize(("fanout", "copies"), [(2, 2), (1, 1), (0, 4)])
 async def test_the_publisher_sends_fanout_copies_dense_and_delta(fanout: int, copies: int, board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(fanout=fanout)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(fanout=fanout)) as publisher:
         board.address = publisher.address
         async with AsyncExitStack() as stack:
             receivers = await join_all(stack, board, publisher, 4, fanout=fanout)
@@ -55,8 +55,8 @@ async def test_the_publisher_sends_fanout_copies_dense_and_delta(fanout: int, co
             for version in range(3):
                 publisher.publish(version, weights.items())
                 for receiver in receivers:
-                    assert await receiver.next_version(Identity(0, version - 1), 30) == (0, version)
-                    assert_holds(receiver.store_path, Identity(0, version), weights)
+                    assert await receiver.next_version(WeightVersion(0, version - 1), 30) == (0, version)
+                    assert_holds(receiver.store_path, WeightVersion(0, version), weights)
                 weights = step(weights, version)
             stats = publisher.stats()
             assert stats.served_bytes == copies * stats.encoded_bytes
@@ -67,7 +67,7 @@ async def test_the_publisher_sends_fanout_copies_dense_and_delta(fanout: int, co
 
 
 async def test_chunks_are_passed_on_before_the_version_is_whole(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
         async with proxy_to(publisher, board) as proxy, AsyncExitStack() as stack:
             receivers = await join_all(stack, board, publisher, 2)
             proxy.pause_s = 0.02
@@ -83,7 +83,7 @@ async def test_chunks_are_passed_on_before_the_version_is_whole(board: Board) ->
 async def test_a_relay_that_dies_or_hangs_amid_a_transfer_is_replaced_and_no_chunk_is_fetched_twice(
     number: signal.Signals, board: Board
 ) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
         async with proxy_to(publisher, board) as proxy, AsyncExitStack() as stack:
             receivers = await join_all(stack, board, publisher, 3)
             proxy.pause_s = 0.02
@@ -105,7 +105,7 @@ async def test_a_relay_that_dies_or_hangs_amid_a_transfer_is_replaced_and_no_chu
 
 
 async def test_a_relay_that_left_is_not_waited_for(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
         board.address = publisher.address
         async with AsyncExitStack() as stack:
             receivers = await join_all(stack, board, publisher, 3)
@@ -120,7 +120,7 @@ async def test_a_relay_that_left_is_not_waited_for(board: Board) -> None:
 
 
 async def test_a_burst_reaches_the_end_of_a_chain(board: Board) -> None:
-    with WeightPublisher(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
+    with ZmqWeightSender(LAYOUT, RUN, 0, with_(fanout=1)) as publisher:
         board.address = publisher.address
         async with AsyncExitStack() as stack:
             receivers = await join_all(stack, board, publisher, 3)
@@ -131,4 +131,4 @@ async def test_a_burst_reaches_the_end_of_a_chain(board: Board) -> None:
                 seen = None
                 while seen != (0, 19):
                     seen = await receiver.next_version(seen, 30)
-                assert_holds(receiver.store_path, Identity(0, 19))
+                assert_holds(receiver.store_path, WeightVersion(0, 19))

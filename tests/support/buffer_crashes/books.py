@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from async_grpo.config.buffer import RedisConfig
 from buffer import make_client
-from buffer.redis.retrying import Link
-from buffer.redis.scripts import Keys
+from buffer.redis.retrying import RetryingClient
+from buffer.redis.scripts import RunKeys
 from tests.support.buffer_crashes.plan import RUN, SERVER_TIMEOUT_S
 
 _SETS = ("open", "ready", "leases", "begun", "ages")
@@ -47,14 +47,14 @@ class Books:
         return self.seqs["ready"] | self.seqs["taken"]
 
 
-def reader(url: str) -> Link:
+def reader(url: str) -> RetryingClient:
     """A connection to read books by, which outlives the server's."""
-    return Link(make_client(RedisConfig(url=url)), SERVER_TIMEOUT_S)
+    return RetryingClient(make_client(RedisConfig(url=url)), SERVER_TIMEOUT_S)
 
 
-async def read_books(link: Link) -> Books:
+async def read_books(link: RetryingClient) -> Books:
     """A consistent look at everything."""
-    keys = Keys(RUN)
+    keys = RunKeys(RUN)
 
     async def read() -> list[object]:
         async with link.client.pipeline(transaction=True) as pipe:

@@ -19,7 +19,7 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Group, decode
 from buffer import BufferStats, EmbeddedServer
-from buffer.redis.scripts import Keys
+from buffer.redis.scripts import RunKeys
 from tests.support.buffer_crashes.books import Books, complaints, read_books, reader
 from tests.support.buffer_crashes.crew import Crew
 from tests.support.buffer_crashes.journal import Entry, digest, entries
@@ -134,7 +134,7 @@ async def _look(plan: Plan, url: str) -> Look:
     buffer, link = await join(plan, url), reader(url)
     stats, books = await buffer.stats(), await read_books(link)
     seqs = sorted(books.kept)
-    payloads = await link.fetch([Keys(RUN).group(seq, books.records[seq].attempt) for seq in seqs])
+    payloads = await link.fetch([RunKeys(RUN).group(seq, books.records[seq].attempt) for seq in seqs])
     digests = {seq: digest(decode(found, Group)) for seq, found in zip(seqs, payloads, strict=True) if found}
     await buffer.aclose()
     await link.aclose()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from buffer import BufferStats, ReplayBuffer
-from buffer.redis.retrying import Link
+from buffer.redis.retrying import RetryingClient
 from tests.support.buffer_crashes.books import complaints, read_books
 from tests.support.buffer_crashes.journal import Journal
 
 LOOK_EVERY_S = 0.02
 
 
-async def watch(buffer: ReplayBuffer, link: Link, journal: Journal) -> None:
+async def watch(buffer: ReplayBuffer, link: RetryingClient, journal: Journal) -> None:
     """Until it is killed. Every look is an entry: the counters, and complaints if there are any."""
     while True:
         stats = await buffer.stats()

@@ -33,9 +33,9 @@ from rich.progress import Progress
 
 from async_grpo.app.bench.buffer.groups import task
 from async_grpo.app.bench.buffer.scaling import WARM_UP_CYCLES, Size, scaling
-from async_grpo.app.bench.buffer.systems import Done, Job, Role, System, attach
-from async_grpo.app.bench.buffer.workers import Crew
-from async_grpo.app.bench.measure import Figure, Fsync, bench_server
+from async_grpo.app.bench.buffer.systems import BenchJob, Role, System, WorkerReport, attach
+from async_grpo.app.bench.buffer.workers import BenchWorkers
+from async_grpo.app.bench.measure import Fsync, Measurement, bench_server
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
 from buffer import RedisBuffer, wipe_run
@@ -56,14 +56,14 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class BufferRound:
     """What one loop took: from the first worker's start until the last group was taken and settled."""
 
     seconds: float
     latencies_s: list[float]
 
 
-async def one_round(redis: RedisConfig, crew: Crew, shape: Shape, system: System) -> Round:
+async def one_round(redis: RedisConfig, crew: BenchWorkers, shape: Shape, system: System) -> BufferRound:
     """Run a loop on a fresh run, check that every group went through, and leave nothing on the server."""
     run = f"bench-{uuid.uuid4().hex}"
     try:
@@ -75,10 +75,12 @@ async def one_round(redis: RedisConfig, crew: Crew, shape: Shape, system: System
         await wipe_run(redis, run)
     consumer = done[-1]
     started_s = min(worker.started_s for worker in done)
-    return Round(consumer.ended_s - started_s, consumer.latencies_s)
+    return BufferRound(consumer.ended_s - started_s, consumer.latencies_s)
 
 
-async def pairs(redis: RedisConfig, crew: Crew, shape: Shape, count: int) -> AsyncIterator[tuple[Round, Round]]:
+async def pairs(
+    redis: RedisConfig, crew: BenchWorkers, shape: Shape, count: int
+) -> AsyncIterator[tuple[BufferRound, BufferRound]]:
     """(buffer, plain), `count` times."""
     for number in range(count):
         order: list[System] = ["buffer", "plain"] if number % 2 == 0 else ["plain", "buffer"]
@@ -86,7 +88,7 @@ async def pairs(redis: RedisConfig, crew: Crew, shape: Shape, count: int) -> Asy
         yield rounds["buffer"], rounds["plain"]
 
 
-async def _through_the_buffer(redis: RedisConfig, crew: Crew, shape: Shape, run: str) -> list[Done]:
+async def _through_the_buffer(redis: RedisConfig, crew: BenchWorkers, shape: Shape, run: str) -> list[WorkerReport]:
     """The tasks are there before the clock starts: feeding them is no part of the loop."""
     buffer = await attach(
         redis,
@@ -113,13 +115,13 @@ async def _check(buffer: RedisBuffer, shape: Shape) -> None:
         raise BufferFault(f"the loop over {shape.groups} groups ended with {stats}: groups are missing")
 
 
-def _jobs(redis: RedisConfig, run: str, shape: Shape, system: System) -> list[Job]:
+def _jobs(redis: RedisConfig, run: str, shape: Shape, system: System) -> list[BenchJob]:
     """The producers', then the consumer's."""
     assert redis.url is not None
 
-    def job(role: Role, worker: int, groups: int) -> Job:
+    def job(role: Role, worker: int, groups: int) -> BenchJob:
         assert redis.url is not None
-        return Job(
+        return BenchJob(
             url=redis.url,
             run=run,
             system=system,
@@ -151,7 +153,9 @@ def paced(groups: int) -> Shape:
     return Shape(producers=1, groups=groups, max_staleness=16, groups_per_step=1, interval_s=1 / RATE_PER_S)
 
 
-async def latency(redis: RedisConfig, crew: Crew, groups: int, count: int, step: Callable[[], None]) -> list[Figure]:
+async def latency(
+    redis: RedisConfig, crew: BenchWorkers, groups: int, count: int, step: Callable[[], None]
+) -> list[Measurement]:
     """Percentiles over all groups of `count` pairs of loops, in milliseconds; encoding and decoding are in it."""
     buffer_ms: list[float] = []
     plain_ms: list[float] = []
@@ -168,8 +172,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def _figure(percent: int, value: float, baseline: float) -> Figure:
-    return Figure(
+def _figure(percent: int, value: float, baseline: float) -> Measurement:
+    return Measurement(
         name=f"insert to take at {RATE_PER_S:g} groups/s, p{percent}",
         value=value,
         unit="ms",
@@ -182,7 +186,9 @@ def _figure(percent: int, value: float, baseline: float) -> Figure:
 PLAIN_LIST = "SET/GET/DEL + list, same bytes"
 
 
-async def throughput(redis: RedisConfig, crew: Crew, shape: Shape, count: int, step: Callable[[], None]) -> Figure:
+async def throughput(
+    redis: RedisConfig, crew: BenchWorkers, shape: Shape, count: int, step: Callable[[], None]
+) -> Measurement:
     """Groups a second from admission to release, medians of `count` pairs of loops after one of each that
     warms up. `step` is called after every pair."""
     for system in ("buffer", "plain"):
@@ -192,7 +198,7 @@ async def throughput(redis: RedisConfig, crew: Crew, shape: Shape, count: int, s
         rates.append((shape.groups / buffer.seconds, shape.groups / plain.seconds))
         step()
     producers = "1 producer" if shape.producers == 1 else f"{shape.producers} producers"
-    return Figure(
+    return Measurement(
         name=f"throughput, {producers}, 1 consumer",
         value=median(buffer for buffer, _ in rates),
         unit="groups/s",
@@ -206,7 +212,7 @@ MANY_PRODUCERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class BufferBenchSize:
     """How much is measured."""
 
     groups: int
@@ -217,25 +223,25 @@ class Effort:
     cycles: int
 
 
-FULL = Effort(1280, 7, 200, 3, Size(100_000, 10_000), 400)
+FULL = BufferBenchSize(1280, 7, 200, 3, Size(100_000, 10_000), 400)
 
 
-QUICK = Effort(128, 1, 10, 1, Size(400, 200), 10)
+QUICK = BufferBenchSize(128, 1, 10, 1, Size(400, 200), 10)
 
 
 async def measure(
     progress: Progress, *, quick: bool, url: str | None = None, fsync: Fsync = "everysec"
-) -> list[Figure]:
+) -> list[Measurement]:
     """All figures; `quick` only shows that the bench works."""
     effort = QUICK if quick else FULL
-    figures: list[Figure] = []
+    figures: list[Measurement] = []
 
     def steps(what: str, total: int) -> Callable[[], None]:
         task = progress.add_task(what, total=total)
         return lambda: progress.advance(task)
 
     with bench_server(url, fsync) as redis:
-        async with Crew(1 + MANY_PRODUCERS) as crew:
+        async with BenchWorkers(1 + MANY_PRODUCERS) as crew:
             for producers in (1, MANY_PRODUCERS):
                 step = steps(f"throughput, producers: {producers}", effort.pairs)
                 shape = Shape(producers=producers, groups=effort.groups)

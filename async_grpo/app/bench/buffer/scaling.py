@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from async_grpo.app.bench.buffer.groups import tiny_group, tiny_task
 from async_grpo.app.bench.buffer.systems import attach
-from async_grpo.app.bench.measure import Figure
+from async_grpo.app.bench.measure import Measurement
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.wire import Partial, ReleaseReason, Ticket
 from buffer import RedisBuffer, wipe_run
@@ -37,7 +37,7 @@ class Size:
     ready: int
 
 
-async def scaling(redis: RedisConfig, large: Size, cycles: int, step: Callable[[], None]) -> list[Figure]:
+async def scaling(redis: RedisConfig, large: Size, cycles: int, step: Callable[[], None]) -> list[Measurement]:
     """p50 of every transition, in microseconds. `step` is called after every cycle and every fill."""
     room = 2 * large.ready
     small_run = await FullRun.open(redis, Size(SMALL, SMALL), room)
@@ -130,9 +130,9 @@ class FullRun:
         return result
 
 
-def _figure(transition: str, large: FullRun, small: FullRun) -> Figure:
+def _figure(transition: str, large: FullRun, small: FullRun) -> Measurement:
     size, value, baseline = large.size, large.cost_us(transition), small.cost_us(transition)
-    return Figure(
+    return Measurement(
         name=f"{transition} at {size.waiting:,} waiting, {size.ready:,} ready, p50",
         value=value,
         unit="us",

@@ -39,7 +39,7 @@ from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from async_grpo.wire import Group, Ticket, decode, encode
 from buffer import RedisBuffer, connect, make_client
 from buffer.redis.connection import exchange, one_connection
-from buffer.redis.scripts import Keys
+from buffer.redis.scripts import RunKeys
 
 LEASE_S = 60.0
 
@@ -69,7 +69,7 @@ System = Literal["buffer", "plain"]
 Role = Literal["producer", "consumer"]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of one loop over `groups` groups of the run `run`."""
 
     url: str
@@ -86,7 +86,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Between two groups of a paced producer; 0: as fast as it can."""
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """`latencies_s`: of every group, from just before its insert until the consumer had it decoded."""
 
     started_s: float = 0.0
@@ -119,7 +119,7 @@ class Loop(Protocol):
         ...
 
 
-async def open_loop(job: Job) -> Loop:
+async def open_loop(job: BenchJob) -> Loop:
     """Connected, and nothing left to prepare."""
     redis = RedisConfig(url=job.url, durable=False)
     if job.system == "plain":
@@ -134,7 +134,7 @@ async def open_loop(job: Job) -> Loop:
 class BufferLoop:
     """The buffer, called as the rollout server and the trainer call it."""
 
-    def __init__(self, buffer: RedisBuffer, job: Job) -> None:
+    def __init__(self, buffer: RedisBuffer, job: BenchJob) -> None:
         self._buffer = buffer
         self._holder = f"producer-{job.worker}"
         self._batch = job.groups_per_step
@@ -165,9 +165,9 @@ class BufferLoop:
 class PlainLoop:
     """A list of keys, and the payloads beside it."""
 
-    def __init__(self, client: Any, job: Job) -> None:
+    def __init__(self, client: Any, job: BenchJob) -> None:
         self._client = client
-        self._keys = Keys(job.run)
+        self._keys = RunKeys(job.run)
         self._holder = f"producer-{job.worker}"
         self._batch = job.groups_per_step
         self._made = 0
@@ -226,7 +226,7 @@ class Slots:
         self._freed.set()
 
 
-async def produce(loop: Loop, job: Job, maker: GroupMaker) -> None:
+async def produce(loop: Loop, job: BenchJob, maker: GroupMaker) -> None:
     """Make the job's groups, and return when the last one is stored."""
     slots, left = Slots(AT_ONCE), job.groups
 
@@ -244,7 +244,7 @@ async def produce(loop: Loop, job: Job, maker: GroupMaker) -> None:
                 finishing.create_task(finish(ticket))
 
 
-async def produce_paced(loop: Loop, job: Job, maker: GroupMaker) -> None:
+async def produce_paced(loop: Loop, job: BenchJob, maker: GroupMaker) -> None:
     """One group every interval_s. Its ticket is there in time, as that of a group which took a while is."""
     begin_s = time.monotonic()
     for number in range(job.groups):
@@ -255,7 +255,7 @@ async def produce_paced(loop: Loop, job: Job, maker: GroupMaker) -> None:
         await loop.push(ticket, msgspec.structs.replace(group, finished_s=time.monotonic()))
 
 
-async def consume(loop: Loop, job: Job) -> list[float]:
+async def consume(loop: Loop, job: BenchJob) -> list[float]:
     """Take and settle the job's groups; returns the latency of each, in seconds."""
     latencies_s: list[float] = []
     async for groups in loop.batches(job.groups):

@@ -18,7 +18,17 @@ import msgspec
 import uvloop
 
 from async_grpo.app.bench.buffer.groups import GroupMaker
-from async_grpo.app.bench.buffer.systems import GO, READY, WAIT_S, Done, Job, consume, open_loop, produce, produce_paced
+from async_grpo.app.bench.buffer.systems import (
+    GO,
+    READY,
+    WAIT_S,
+    BenchJob,
+    WorkerReport,
+    consume,
+    open_loop,
+    produce,
+    produce_paced,
+)
 from async_grpo.errors import AsyncGrpoError, RoleFailed, WaitTimeout
 from async_grpo.utils.child_process import child_argv
 
@@ -28,14 +38,14 @@ LONGEST_ANSWER_BYTES = 16 << 20
 STOP_S = 5.0
 
 
-class Crew:
-    """`async with Crew(9) as crew`: nine processes, which end with the block, and with this process."""
+class BenchWorkers:
+    """`async with BenchWorkers(9) as crew`: nine processes, which end with the block, and with this process."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._workers: list[asyncio.subprocess.Process] = []
 
-    async def __aenter__(self) -> Crew:
+    async def __aenter__(self) -> BenchWorkers:
         for _ in range(self._size):
             worker = await asyncio.create_subprocess_exec(
                 *child_argv([sys.executable, "-m", "async_grpo.app.bench.buffer.workers"]),
@@ -52,7 +62,7 @@ class Crew:
     ) -> None:
         await asyncio.gather(*(_end(worker, at_once=error is not None) for worker in self._workers))
 
-    async def run(self, jobs: Sequence[Job]) -> list[Done]:
+    async def run(self, jobs: Sequence[BenchJob]) -> list[WorkerReport]:
         """Each job in a worker of its own, all begun at once, when the last one is ready. The answers are in
         the order of the jobs. Raises RoleFailed, WaitTimeout."""
         workers = self._workers[: len(jobs)]
@@ -75,7 +85,7 @@ def _tell(worker: asyncio.subprocess.Process, line: bytes) -> None:
     worker.stdin.write(line)
 
 
-async def _hear(worker: asyncio.subprocess.Process, job: Job) -> bytes:
+async def _hear(worker: asyncio.subprocess.Process, job: BenchJob) -> bytes:
     assert worker.stdout is not None
     try:
         async with asyncio.timeout(2 * WAIT_S):
@@ -87,8 +97,8 @@ async def _hear(worker: asyncio.subprocess.Process, job: Job) -> bytes:
     return line
 
 
-def _decoded(line: bytes) -> Done:
-    return msgspec.json.decode(line, type=Done)
+def _decoded(line: bytes) -> WorkerReport:
+    return msgspec.json.decode(line, type=WorkerReport)
 
 
 async def _end(worker: asyncio.subprocess.Process, *, at_once: bool) -> None:
@@ -107,27 +117,27 @@ async def serve() -> None:
     """One job after the other, until the pipe closes."""
     makers: dict[int, GroupMaker] = {}
     while line := await _next_line():
-        job = msgspec.json.decode(line, type=Job)
+        job = msgspec.json.decode(line, type=BenchJob)
         maker = makers.setdefault(job.worker, GroupMaker(job.worker))
         try:
             done = await _work(job, maker)
         except* AsyncGrpoError as errors:
-            done = Done(error=str(errors.exceptions[0]))
+            done = WorkerReport(error=str(errors.exceptions[0]))
         _say(msgspec.json.encode(done) + b"\n")
 
 
-async def _work(job: Job, maker: GroupMaker) -> Done:
+async def _work(job: BenchJob, maker: GroupMaker) -> WorkerReport:
     loop = await open_loop(job)
     try:
         _say(READY)
         if await _next_line() != GO:
-            return Done(error="the bench ended before this loop")
+            return WorkerReport(error="the bench ended before this loop")
         started_s, latencies_s = time.monotonic(), list[float]()
         if job.role == "consumer":
             latencies_s = await consume(loop, job)
         else:
             await (produce_paced if job.interval_s else produce)(loop, job, maker)
-        return Done(started_s=started_s, ended_s=time.monotonic(), latencies_s=latencies_s)
+        return WorkerReport(started_s=started_s, ended_s=time.monotonic(), latencies_s=latencies_s)
     finally:
         await loop.aclose()
 

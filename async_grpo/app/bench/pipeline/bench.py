@@ -28,12 +28,28 @@ from typing import Any
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Figure, Picture
-from async_grpo.app.bench.pipeline.observe import Observed, Record, check, observe, read_record, step_times, timed_rows
+from async_grpo.app.bench.measure import Measurement, Picture
+from async_grpo.app.bench.pipeline.observe import (
+    Observed,
+    RunRecord,
+    check,
+    observe,
+    read_record,
+    step_times,
+    timed_rows,
+)
 from async_grpo.app.bench.pipeline.plot import write_plot
-from async_grpo.app.bench.pipeline.results import Probe, Results, Sides, balanced_prompt, figures_of, in_turns
-from async_grpo.app.bench.pipeline.setup import POLICY, TINY, Stage, make_model, run_all, speed_beside, split_cores
-from async_grpo.app.bench.pipeline.workload import Course, Kind, Work, describe, draw
+from async_grpo.app.bench.pipeline.results import PromptProbe, Results, Sides, balanced_prompt, figures_of, in_turns
+from async_grpo.app.bench.pipeline.setup import (
+    POLICY,
+    TINY,
+    PipelineSetup,
+    make_model,
+    run_all,
+    speed_beside,
+    split_cores,
+)
+from async_grpo.app.bench.pipeline.workload import Course, FixedWork, Kind, describe, draw
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import configure_logging
@@ -45,7 +61,7 @@ QUICK_STALENESS, QUICK_REPETITIONS, QUICK_STEPS = "0,2", 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PipelineOptions:
     """The options of the bench, checked."""
 
     staleness: tuple[int, ...]
@@ -71,13 +87,13 @@ def asked(
     lengths_from: Path | None = None,
     prompt_tokens: int | None = None,
     cores: int = 1,
-) -> Ask:
+) -> PipelineOptions:
     """Defaults where nothing was said. Raises ConfigError for a list of S without the baseline.
 
     >>> asked(quick=False, staleness="0,2").staleness
     (0, 2)
     """
-    return Ask(
+    return PipelineOptions(
         staleness=_parse(staleness or (QUICK_STALENESS if quick else STALENESS)),
         repetitions=repetitions or (QUICK_REPETITIONS if quick else REPETITIONS),
         steps=steps or (QUICK_STEPS if quick else STEPS),
@@ -114,7 +130,7 @@ async def measure(
     out: Path | None = None,
     picture: Callable[[Picture], None] = lambda _: None,
     **options: Any,
-) -> list[Figure]:
+) -> list[Measurement]:
     """All figures; the options are those of `ask.asked`. Runs stay in `out`, if it is given, and where one failed.
     `picture` is called with what draws the plot.
 
@@ -126,7 +142,7 @@ async def measure(
     beside = speed_beside(split)
     with _folder(out, lambda line: progress.console.print(line, markup=False, soft_wrap=True)) as folder:
         shape = TINY if ask.quick else POLICY
-        stage = Stage(folder, make_model(folder / "model", shape), shape, split)
+        stage = PipelineSetup(folder, make_model(folder / "model", shape), shape, split)
         work = _work(ask)
         if ask.prompt_tokens is None:
             work = await _calibrated(stage, work, progress)
@@ -135,20 +151,20 @@ async def measure(
     picture(lambda path: write_plot(path, results, subtitle))
     return [
         *figures_of(results),
-        *([] if beside is None else [Figure("speed of a core beside the other side's", beside, "x")]),
-        Figure("prompts", work.prompt_tokens[0], "tokens"),
-        Figure("completion tokens of a timed part", work.tokens, "tokens"),
-        Figure("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes"),
+        *([] if beside is None else [Measurement("speed of a core beside the other side's", beside, "x")]),
+        Measurement("prompts", work.prompt_tokens[0], "tokens"),
+        Measurement("completion tokens of a timed part", work.tokens, "tokens"),
+        Measurement("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes"),
     ]
 
 
-def _work(ask: Ask) -> Work:
+def _work(ask: PipelineOptions) -> FixedWork:
     groups, size = (2, 4) if ask.quick else (GROUPS_PER_STEP, GROUP_SIZE)
     lengths = draw(ask.lengths, ask.steps * groups * size, seed=1, recorded=ask.lengths_from)
-    return Work(groups, size, lengths, (ask.prompt_tokens or PROBED[0],) * ask.steps)
+    return FixedWork(groups, size, lengths, (ask.prompt_tokens or PROBED[0],) * ask.steps)
 
 
-async def _calibrated(stage: Stage, work: Work, progress: Progress) -> Work:
+async def _calibrated(stage: PipelineSetup, work: FixedWork, progress: Progress) -> FixedWork:
     """The work with prompts of the length at which both sides take as long, by one run that tries two."""
     probing = probing_work(work)
     course = Course(0, probing.steps)
@@ -156,7 +172,7 @@ async def _calibrated(stage: Stage, work: Work, progress: Progress) -> Work:
     return replace(work, prompt_tokens=(balanced_prompt(*probes_of(record, probing, course)),) * work.steps)
 
 
-def probing_work(work: Work) -> Work:
+def probing_work(work: FixedWork) -> FixedWork:
     """Every step of the period twice, once with short prompts and once with long ones, in turns."""
     short, long = PROBED
     turns = [(short, long)[step % 2] for step in range(work.steps)]
@@ -164,7 +180,7 @@ def probing_work(work: Work) -> Work:
     return replace(work, lengths=work.lengths * 2, prompt_tokens=(*turns, *swapped))
 
 
-def probes_of(record: Record, probing: Work, course: Course) -> tuple[Probe, Probe]:
+def probes_of(record: RunRecord, probing: FixedWork, course: Course) -> tuple[PromptProbe, PromptProbe]:
     """What the two lengths have shown."""
     timed = [
         (probing.prompt_tokens[int(row["version"]) % probing.steps], times)
@@ -173,12 +189,12 @@ def probes_of(record: Record, probing: Work, course: Course) -> tuple[Probe, Pro
     return _probe(PROBED[0], timed), _probe(PROBED[1], timed)
 
 
-def _probe(tokens: int, timed: Sequence[tuple[int, tuple[float, float]]]) -> Probe:
+def _probe(tokens: int, timed: Sequence[tuple[int, tuple[float, float]]]) -> PromptProbe:
     waits, rests = zip(*(times for prompt, times in timed if prompt == tokens), strict=True)
-    return Probe(tokens, Sides(fmean(waits), fmean(rests)))
+    return PromptProbe(tokens, Sides(fmean(waits), fmean(rests)))
 
 
-async def _compare(stage: Stage, work: Work, ask: Ask, progress: Progress) -> Results:
+async def _compare(stage: PipelineSetup, work: FixedWork, ask: PipelineOptions, progress: Progress) -> Results:
     turns = in_turns(ask.staleness, ask.repetitions)
     asked = [(f"s{one}-r{repetition + 1}", work, Course(one, work.steps)) for repetition, one in turns]
     records = await _run(stage, asked, progress)
@@ -188,7 +204,9 @@ async def _compare(stage: Stage, work: Work, ask: Ask, progress: Progress) -> Re
     return Results({one: [found[repetition, one] for repetition in range(ask.repetitions)] for one in ask.staleness})
 
 
-async def _run(stage: Stage, asked: Sequence[tuple[str, Work, Course]], progress: Progress) -> list[Record]:
+async def _run(
+    stage: PipelineSetup, asked: Sequence[tuple[str, FixedWork, Course]], progress: Progress
+) -> list[RunRecord]:
     """One run after another, each checked for its work."""
     configs = [stage.config(*one) for one in asked]
     task = progress.add_task(asked[0][0], total=len(configs))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from async_grpo.data.tokenizer import Tokenizer
     from async_grpo.wire import Sample, Task
-    from rollout_server.workflows.session import Session
+    from rollout_server.workflows.session import SampleSession
 
 _LEVELS = 101
 
@@ -29,7 +29,7 @@ class PrescribedLengths:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def run(self, task: Task, session: Session) -> Sample:
+    async def run(self, task: Task, session: SampleSession) -> Sample:
         """The completion of the task's prompt, as long as the task says."""
         lengths = lengths_in(task.answer)
         session.limit(lengths[session.index % len(lengths)])

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.app.bench.pipeline.workload import Course, Work
+from async_grpo.app.bench.pipeline.workload import Course, FixedWork
 from async_grpo.app.sweep.results import Span, length, merged, overlap
 from async_grpo.errors import EngineError
 from async_grpo.telemetry.jsonl import read_rows
@@ -51,7 +51,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """What a run left. One row a step, in order."""
 
     steps: Sequence[Row]
@@ -80,14 +80,14 @@ class Observed:
     age_max: int
 
 
-def read_record(run_dir: Path) -> Record:
+def read_record(run_dir: Path) -> RunRecord:
     """Of the run in this folder."""
     steps = last_of_each(of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
     timelines = sorted((run_dir / "timeline").glob("rollout-*.jsonl"))
-    return Record(steps, [_server(read_rows(path)) for path in timelines])
+    return RunRecord(steps, [_server(read_rows(path)) for path in timelines])
 
 
-def check(record: Record, work: Work, course: Course, run: str) -> None:
+def check(record: RunRecord, work: FixedWork, course: Course, run: str) -> None:
     """Raise EngineError unless the run generated and trained exactly the work, in one go: less would look faster."""
     made = {group.seq: group.tokens for server in record.servers for group in server.groups}
     wanted = {seq: sum(work.of_group(seq)) for seq in range(course.steps * work.groups_per_step)}
@@ -104,7 +104,7 @@ def check(record: Record, work: Work, course: Course, run: str) -> None:
         )
 
 
-def observe(record: Record, work: Work, course: Course) -> Observed:
+def observe(record: RunRecord, work: FixedWork, course: Course) -> Observed:
     """The figures of a run that `check` has found to be whole."""
     timed = timed_rows(record, course)
     start_s, end_s = _time(record.steps[course.head - 1]), _time(timed[-1])
@@ -127,12 +127,12 @@ def observe(record: Record, work: Work, course: Course) -> Observed:
     )
 
 
-def timed_rows(record: Record, course: Course) -> Sequence[Row]:
+def timed_rows(record: RunRecord, course: Course) -> Sequence[Row]:
     """The steps between t0 and t1."""
     return record.steps[course.head : course.head + course.timed]
 
 
-def step_times(record: Record, course: Course) -> list[tuple[float, float]]:
+def step_times(record: RunRecord, course: Course) -> list[tuple[float, float]]:
     """(wait, rest) of each timed step, in seconds."""
     ends = [_time(row) for row in record.steps[course.head - 1 : course.head + course.timed]]
     waits = numbers(timed_rows(record, course), "wait_s")

@@ -26,7 +26,7 @@ from statistics import median
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_grpo.app.bench.measure import Figure, Machine, table
+from async_grpo.app.bench.measure import Machine, Measurement, table
 from async_grpo.app.bench.pipeline.observe import Observed
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 8, 384
@@ -60,14 +60,14 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class PromptProbe:
     """What was measured with prompts of so many tokens."""
 
     prompt_tokens: int
     sides: Sides
 
 
-def balanced_prompt(short: Probe, long: Probe) -> int:
+def balanced_prompt(short: PromptProbe, long: PromptProbe) -> int:
     """The length of the prompts at which T_gen = T_train, between the two limits above.
 
     Longer prompts are more work for the trainer, which reads them once a sample, forward and backward, and less so for
@@ -171,20 +171,20 @@ _MEASURES: tuple[tuple[str, str, Callable[[Observed], float]], ...] = (
 _COLUMNS = (TOKENS, "samples/s", "step", "trainer idle", "rollout idle", "age, mean", "age, largest")
 
 
-def figures_of(results: Results) -> list[Figure]:
+def figures_of(results: Results) -> list[Measurement]:
     """Those of every S, then those of the two sides. Values are medians over the repetitions."""
     found = [figure for staleness in results.staleness for figure in _of_staleness(results, staleness)]
     sides = results.sides
     return [
         *found,
-        Figure("T_gen, S=0", Spread.of([one.gen_s for one in sides]).median, "s/step"),
-        Figure("T_train, S=0", Spread.of([one.train_s for one in sides]).median, "s/step"),
-        Figure("T_gen / T_train, S=0", Spread.of([one.ratio for one in sides]).median, "x"),
-        Figure("overlap bound, S=0", Spread.of([one.bound for one in sides]).median, "x"),
+        Measurement("T_gen, S=0", Spread.of([one.gen_s for one in sides]).median, "s/step"),
+        Measurement("T_train, S=0", Spread.of([one.train_s for one in sides]).median, "s/step"),
+        Measurement("T_gen / T_train, S=0", Spread.of([one.ratio for one in sides]).median, "x"),
+        Measurement("overlap bound, S=0", Spread.of([one.bound for one in sides]).median, "x"),
     ]
 
 
-def view(title: str, figures: Sequence[Figure], machine: Machine) -> RenderableType:
+def view(title: str, figures: Sequence[Measurement], machine: Machine) -> RenderableType:
     """A row a staleness, and below it the figures that are of none."""
     rest = [figure for figure in figures if not figure.name.startswith("S=")]
     by_name = {figure.name: figure for figure in figures}
@@ -201,19 +201,20 @@ def view(title: str, figures: Sequence[Figure], machine: Machine) -> RenderableT
     return Group(shown, table("", rest, machine))
 
 
-def _of_staleness(results: Results, staleness: int) -> list[Figure]:
+def _of_staleness(results: Results, staleness: int) -> list[Measurement]:
     name = f"S={staleness}"
     speed = results.spread(staleness, lambda one: one.tokens_per_s)
     sync = results.spread(0, lambda one: one.tokens_per_s)
     found = [
-        Figure(f"{name}: {TOKENS}", speed.median, "tokens/s", *_beside(results, staleness, sync)),
+        Measurement(f"{name}: {TOKENS}", speed.median, "tokens/s", *_beside(results, staleness, sync)),
         *_ends(f"{name}: {TOKENS}", speed, "tokens/s"),
     ]
     if staleness:
         share = results.share_of_bound(staleness)
-        found += [Figure(f"{name}: {SHARE}", share.median, "x"), *_ends(f"{name}: {SHARE}", share, "x")]
+        found += [Measurement(f"{name}: {SHARE}", share.median, "x"), *_ends(f"{name}: {SHARE}", share, "x")]
     return found + [
-        Figure(f"{name}: {what}", results.spread(staleness, measure).median, unit) for what, unit, measure in _MEASURES
+        Measurement(f"{name}: {what}", results.spread(staleness, measure).median, unit)
+        for what, unit, measure in _MEASURES
     ]
 
 
@@ -221,14 +222,17 @@ def _beside(results: Results, staleness: int, sync: Spread) -> tuple[float, str,
     return (sync.median, _SYNC, results.speedup(staleness).median) if staleness else ()
 
 
-def _ends(name: str, spread: Spread, unit: str) -> list[Figure]:
-    return [Figure(f"{name}, {LOWEST}", spread.lowest, unit), Figure(f"{name}, {HIGHEST}", spread.highest, unit)]
+def _ends(name: str, spread: Spread, unit: str) -> list[Measurement]:
+    return [
+        Measurement(f"{name}, {LOWEST}", spread.lowest, unit),
+        Measurement(f"{name}, {HIGHEST}", spread.highest, unit),
+    ]
 
 
-def _with_spread(by_name: dict[str, Figure], row: str, what: str) -> str:
+def _with_spread(by_name: dict[str, Measurement], row: str, what: str) -> str:
     middle, low, high = (by_name[f"{row}: {what}{end}"].value for end in ("", f", {LOWEST}", f", {HIGHEST}"))
     return f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
 
 
-def _short(figure: Figure) -> str:
+def _short(figure: Measurement) -> str:
     return f"{figure.value:.0%}" if figure.unit == "share" else f"{figure.value:.3g}"

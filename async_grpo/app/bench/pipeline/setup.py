@@ -2,7 +2,7 @@
 
 Real runs, one after another: each an `async-grpo run` in a process of its own, by the crew of a sweep.
 
-points --> Crew --> DIR/runs/NAME   the first that fails stops the rest, and is an error of the bench
+points --> SweepRunner --> DIR/runs/NAME   the first that fails stops the rest, and is an error of the bench
 
 What is there once for all runs of the bench: a model, and the configuration of a run.
 """
@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from async_grpo.app.bench.pipeline.workload import VOCABULARY, Course, Work
+from async_grpo.app.bench.pipeline.workload import VOCABULARY, Course, FixedWork
 from async_grpo.app.bench.rollout.workload import number_words
 from async_grpo.app.launch.role_process import pin
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import SweepState
-from async_grpo.app.sweep.runner import Crew, Ending, Fate
+from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner
 from async_grpo.app.sweep.sweep import INTERRUPTED, run_argv
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.model import TinyQwen2Config
@@ -39,7 +39,7 @@ _TIMED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class CoreSplit:
     """Cores by side; () where this system pins no process to a core."""
 
     rollout: tuple[int, ...]
@@ -50,7 +50,7 @@ class Split:
         return {"rollout": list(self.rollout), "trainer": list(self.trainer)}
 
 
-def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int] | None = None) -> Split:
+def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int] | None = None) -> CoreSplit:
     """`each` cores a side. The sides share no physical core if that can be helped, and a side uses as many as it can.
 
     Raises ConfigError if there are too few.
@@ -61,7 +61,7 @@ def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int]
     Split(rollout=(0,), trainer=(2,))
     """
     if not here:
-        return Split((), ())
+        return CoreSplit((), ())
     if len(here) < 2 * each:
         raise ConfigError(
             f"--cores is {each} a side, which makes {2 * each}, and this process may use {len(here)}: the sides would "
@@ -72,7 +72,7 @@ def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int]
     rollout = (_one_thread_each_first(near) + _one_thread_each_first(physical[len(near) :]))[:each]
     rest = _one_thread_each_first(far) + _one_thread_each_first(physical[: len(physical) - len(far)])
     trainer = [core for core in rest if core not in rollout][:each]
-    return Split(tuple(sorted(rollout)), tuple(sorted(trainer)))
+    return CoreSplit(tuple(sorted(rollout)), tuple(sorted(trainer)))
 
 
 def _physical_cores(here: Sequence[int], first: Callable[[int], int]) -> list[list[int]]:
@@ -97,7 +97,7 @@ def first_sibling(core: int) -> int:
     return int(text.replace("-", ",").split(",")[0])
 
 
-def speed_beside(split: Split) -> float | None:
+def speed_beside(split: CoreSplit) -> float | None:
     """Speed of a core while the other side's computes too, to its speed alone: 1 where they share nothing. Takes two
     seconds; None without cores to pin to."""
     if not split.rollout:
@@ -132,14 +132,14 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
     points = [Point({"run": config.name}, config) for config in configs]
     files = SweepFolder(folder)
     files.write_configs(points)
-    endings: list[Ending] = []
+    endings: list[AttemptResult] = []
 
-    def ended(ending: Ending) -> None:
+    def ended(ending: AttemptResult) -> None:
         endings.append(ending)
-        if ending.fate is not Fate.FINISHED:
+        if ending.fate is not AttemptOutcome.FINISHED:
             crew.stop()
 
-    crew = Crew(
+    crew = SweepRunner(
         points,
         files,
         argv=lambda point: run_argv(files.config_file(point.name)),
@@ -150,7 +150,7 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
         ended=ended,
     )
     await crew.work()
-    if failed := [ending for ending in endings if ending.fate is Fate.FAILED]:
+    if failed := [ending for ending in endings if ending.fate is AttemptOutcome.FAILED]:
         raise RoleFailed(f"the run {failed[0].point.name} of the bench failed: {failed[0].error}")
     if crew.stopping:
         raise SystemExit(INTERRUPTED)
@@ -191,15 +191,15 @@ READY_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineSetup:
     """The folder of the bench, its model of that shape, and the cores of both sides."""
 
     folder: Path
     model: Path
     shape: TinyQwen2Config
-    cores: Split
+    cores: CoreSplit
 
-    def config(self, name: str, work: Work, course: Course) -> RunConfig:
+    def config(self, name: str, work: FixedWork, course: Course) -> RunConfig:
         """A run of the work with the default objective, selector and interruption. It is evaluated on one short
         completion before and after, and saved once, at the end. Raises ConfigError."""
         self._check_fits(work)
@@ -239,14 +239,14 @@ class Stage:
             source="async-grpo bench pipeline",
         )
 
-    def _check_fits(self, work: Work) -> None:
+    def _check_fits(self, work: FixedWork) -> None:
         if work.longest > self.shape.max_positions:
             raise ConfigError(
                 f"the longest sequence of the work has {work.longest} tokens, prompt included, and the model of this "
                 f"bench {self.shape.max_positions} positions. Leave longer completions out of --lengths-from"
             )
 
-    def _kv_bytes(self, work: Work) -> int:
+    def _kv_bytes(self, work: FixedWork) -> int:
         """So much that no sample in flight is ever pushed out."""
         shape = self.shape
         token_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden_size // shape.heads) * _FLOAT32_BYTES

@@ -100,7 +100,7 @@ HELD_OUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class FixedWork:
     """One period. `lengths`: of all samples, group after group; `prompt_tokens`: of the prompts of each step."""
 
     groups_per_step: int

@@ -22,11 +22,11 @@ from statistics import median
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Figure, bench_server
+from async_grpo.app.bench.measure import Measurement, bench_server
 from async_grpo.app.bench.paired import Pairs, Round, in_pairs
 from async_grpo.app.bench.rollout.server_round import open_stage
-from async_grpo.app.bench.rollout.updates import ModelSize
-from async_grpo.app.bench.rollout.workload import LogNormal, Uniform, Work
+from async_grpo.app.bench.rollout.updates import BenchModelSize
+from async_grpo.app.bench.rollout.workload import LogNormal, RolloutWork, Uniform
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.logging import configure_logging
 
@@ -36,28 +36,28 @@ BARE = "bare AsyncLLM, same requests"
 WAVES = "bare AsyncLLM in waves, same requests"
 
 
-def overhead(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
+def overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
     """Of the whole server: its speed beside that of bare vLLM, and what it costs in Python."""
     name = f"whole server, {policy}"
     used, used_by_bare = _cpu_us(pairs.whole), _cpu_us(pairs.baseline)
-    cpu = Figure(f"{name}: CPU time of its process", used, "us/token", used_by_bare, BARE, used / used_by_bare)
+    cpu = Measurement(f"{name}: CPU time of its process", used, "us/token", used_by_bare, BARE, used / used_by_bare)
     return [*_speed(name, work, BARE, pairs), cpu]
 
 
-def dispatch(policy: str, work: Work, pairs: Pairs) -> list[Figure]:
+def dispatch(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
     """What it is worth to start a completion whenever a slot is free."""
     return _speed(f"continuous dispatch, {policy}", work, WAVES, pairs)
 
 
-def _speed(name: str, work: Work, baseline: str, pairs: Pairs) -> list[Figure]:
+def _speed(name: str, work: RolloutWork, baseline: str, pairs: Pairs) -> list[Measurement]:
     speed, speed_of_baseline = _tokens_per_s(pairs.whole), _tokens_per_s(pairs.baseline)
     tokens, tokens_of_baseline = sum(pairs.whole[0].tokens), sum(pairs.baseline[0].tokens)
     asked = f"{work.concurrency} in flight, {work.lengths}"
     return [
-        Figure(f"{name}, {asked}", speed, "tokens/s", speed_of_baseline, baseline, pairs.ratio),
-        Figure(f"{name}: lowest of {len(pairs.ratios)} ratios", pairs.ratios[0], "x"),
-        Figure(f"{name}: highest of {len(pairs.ratios)} ratios", pairs.ratios[-1], "x"),
-        Figure(f"{name}: tokens of a round", tokens, "tokens", tokens_of_baseline, "asserted to be the same"),
+        Measurement(f"{name}, {asked}", speed, "tokens/s", speed_of_baseline, baseline, pairs.ratio),
+        Measurement(f"{name}: lowest of {len(pairs.ratios)} ratios", pairs.ratios[0], "x"),
+        Measurement(f"{name}: highest of {len(pairs.ratios)} ratios", pairs.ratios[-1], "x"),
+        Measurement(f"{name}: tokens of a round", tokens, "tokens", tokens_of_baseline, "asserted to be the same"),
     ]
 
 
@@ -69,59 +69,61 @@ def _cpu_us(rounds: list[Round]) -> float:
     return median(one.cpu_us_per_token for one in rounds)
 
 
-LARGE = ModelSize(hidden_size=640, layers=12, heads=10, kv_heads=2, intermediate_size=1792, vocab_size=4096)
+LARGE = BenchModelSize(hidden_size=640, layers=12, heads=10, kv_heads=2, intermediate_size=1792, vocab_size=4096)
 """56 million parameters."""
 
 
-TINY = ModelSize(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=384, vocab_size=32)
+TINY = BenchModelSize(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=384, vocab_size=32)
 """As the quickstart's."""
 
 
 PAIRS = 3
 
 
-STEADY = Work(groups=20, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(32, 96))
+STEADY = RolloutWork(groups=20, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(32, 96))
 """Some 20 s on two cores."""
 
 
-UNEVEN = Work(groups=24, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(24, 1.2, 384))
+UNEVEN = RolloutWork(groups=24, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(24, 1.2, 384))
 """Half of the completions have at most 24 tokens, the longest of 32 some nine times as many."""
 
 
-SHORT = Work(groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8)
+SHORT = RolloutWork(
+    groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8
+)
 """As the quickstart's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RolloutBenchSize:
     """A model, and the work that is measured with it; `uneven` is for dispatch beside waves."""
 
-    size: ModelSize
-    even: Work
-    uneven: Work | None = None
+    size: BenchModelSize
+    even: RolloutWork
+    uneven: RolloutWork | None = None
 
 
-FULL = (Scene(LARGE, STEADY, UNEVEN), Scene(TINY, SHORT))
+FULL = (RolloutBenchSize(LARGE, STEADY, UNEVEN), RolloutBenchSize(TINY, SHORT))
 
 
 QUICK = (
-    Scene(
+    RolloutBenchSize(
         TINY, replace(SHORT, groups=16, lengths=Uniform(4, 8)), replace(UNEVEN, groups=8, lengths=LogNormal(8, 1.0, 64))
     ),
 )
 
 
-async def measure(progress: Progress, *, quick: bool) -> list[Figure]:
+async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
     """All figures; `quick` only shows that the bench works, and has the tiny model only."""
     configure_logging("bench")
-    figures: list[Figure] = []
+    figures: list[Measurement] = []
     with bench_server(None) as redis:
         for scene in QUICK if quick else FULL:
             figures += await _measure(scene, redis, 1 if quick else PAIRS, progress)
-    return [*figures, Figure("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes")]
+    return [*figures, Measurement("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes")]
 
 
-async def _measure(scene: Scene, redis: RedisConfig, count: int, progress: Progress) -> list[Figure]:
+async def _measure(scene: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
     def steps(what: str) -> Callable[[], None]:
         task = progress.add_task(what, total=count)
         return lambda: progress.advance(task)

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import buffer
 from async_grpo.app.bench.paired import Clock, Round
-from async_grpo.app.bench.rollout.updates import ModelSize, MovingWeights
-from async_grpo.app.bench.rollout.workload import Lengths, Work, number_words
+from async_grpo.app.bench.rollout.updates import BenchModelSize, MovingWeights
+from async_grpo.app.bench.rollout.workload import Lengths, RolloutWork, number_words
 from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.model import Precision
@@ -37,16 +37,16 @@ from async_grpo.config.rollout import VllmConfig
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import BufferFault, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.wire import Group, Task
 from async_grpo.wire.board import Evaluation
 from buffer.base import ReplayBuffer, RunBoard
-from rollout_server.context import Cast
+from rollout_server.context import ServerContext
 from rollout_server.engines.base import Engine, Generation, GenerationRequest
 from rollout_server.engines.vllm.direct import Loop, continuous, waves
 from rollout_server.engines.vllm.engine import VllmEngine
-from rollout_server.run_logger import Diary
+from rollout_server.run_logger import RolloutLogger
 from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import make_workflow
@@ -73,7 +73,7 @@ class Surroundings:
     redis: RedisConfig
 
 
-async def through_the_server(around: Surroundings, work: Work) -> Round:
+async def through_the_server(around: Surroundings, work: RolloutWork) -> Round:
     """From the start of the server's loops until the last batch is released. Raises BufferFault if groups are
     missing, WaitTimeout if they do not come."""
     config = config_of(around, work)
@@ -94,7 +94,7 @@ async def through_the_server(around: Surroundings, work: Work) -> Round:
     return Round([sample.length for group in ordered for sample in group.samples], *took)
 
 
-def config_of(around: Surroundings, work: Work) -> RunConfig:
+def config_of(around: Surroundings, work: RolloutWork) -> RunConfig:
     """A run of this work alone."""
     steps = work.groups // work.groups_per_step
     return RunConfig.model_validate(
@@ -124,8 +124,10 @@ async def _begin(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> int
     return (await state.rollback(0)).epoch
 
 
-def _cast(around: Surroundings, work: Work, config: RunConfig, state: ReplayBuffer, board: RunBoard) -> Cast:
-    return Cast(
+def _cast(
+    around: Surroundings, work: RolloutWork, config: RunConfig, state: ReplayBuffer, board: RunBoard
+) -> ServerContext:
+    return ServerContext(
         config=config,
         name=NAME,
         engine=around.engine,
@@ -134,12 +136,12 @@ def _cast(around: Surroundings, work: Work, config: RunConfig, state: ReplayBuff
         pool=around.pool,
         workflow=make_workflow(config.rollout, around.tokenizer),
         source=WorkSource(work, around.vocabulary),
-        diary=Diary(config.run_dir, NAME, samples_every=config.telemetry.samples_every),
+        diary=RolloutLogger(config.run_dir, NAME, samples_every=config.telemetry.samples_every),
     )
 
 
 @asynccontextmanager
-async def _serving(cast: Cast) -> AsyncIterator[None]:
+async def _serving(cast: ServerContext) -> AsyncIterator[None]:
     """The server serves for the length of the block, which ends the run."""
     watcher = WeightWatcher(
         NoNews(),
@@ -169,7 +171,7 @@ async def _consume(state: ReplayBuffer, epoch: int, steps: int) -> list[Group]:
     return groups
 
 
-async def _check(state: ReplayBuffer, work: Work) -> None:
+async def _check(state: ReplayBuffer, work: RolloutWork) -> None:
     stats = await state.stats()
     if not stats.balanced or stats.released["trained"] != work.groups:
         raise BufferFault(f"the round over {work.groups} groups ended with {stats}: groups are missing")
@@ -178,7 +180,7 @@ async def _check(state: ReplayBuffer, work: Work) -> None:
 class WorkSource:
     """The work as a stream of tasks."""
 
-    def __init__(self, work: Work, vocabulary: int) -> None:
+    def __init__(self, work: RolloutWork, vocabulary: int) -> None:
         self._work = work
         self._vocabulary = vocabulary
         self.dropped: Mapping[str, int] = {}
@@ -193,12 +195,12 @@ class WorkSource:
 class NoNews:
     """A receiver for weights that stand still."""
 
-    async def next_version(self, after: Identity, timeout_s: float) -> Identity:
+    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
         await asyncio.sleep(timeout_s)
         raise WaitTimeout("weights that stand still", timeout_s)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[Identity]:
+    async def hold(self) -> AsyncIterator[WeightVersion]:
         raise WaitTimeout("weights that stand still", 0.0)
         yield
 
@@ -218,7 +220,7 @@ class DrawnLengths(VllmEngine):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RolloutSetup:
     """A started engine that has its first weights."""
 
     engine: DrawnLengths
@@ -230,20 +232,20 @@ class Stage:
         """The model, in words."""
         return f"{self.parameters / 1e6:.3g}M parameters"
 
-    async def whole(self, work: Work) -> Round:
+    async def whole(self, work: RolloutWork) -> Round:
         """A round through the whole server."""
         self.engine.lengths = work.lengths
         return await through_the_server(self.around, work)
 
-    async def bare(self, work: Work) -> Round:
+    async def bare(self, work: RolloutWork) -> Round:
         """A round of bare vLLM, its slots always full."""
         return await self._plain(continuous, work)
 
-    async def waves(self, work: Work) -> Round:
+    async def waves(self, work: RolloutWork) -> Round:
         """A round of bare vLLM in waves."""
         return await self._plain(waves, work)
 
-    async def _plain(self, loop: Loop, work: Work) -> Round:
+    async def _plain(self, loop: Loop, work: RolloutWork) -> Round:
         requests = work.requests(self.around.vocabulary)
         clock = Clock()
         tokens = await loop(self.engine.async_llm, requests, work.concurrency)
@@ -251,7 +253,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(size: ModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[Stage]:
+async def open_stage(size: BenchModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[RolloutSetup]:
     """A random model of that size, for sequences of up to `longest` tokens. Raises EngineError,
     DependencyError."""
     run = f"bench-rollout-{uuid.uuid4().hex}"
@@ -266,7 +268,7 @@ async def open_stage(size: ModelSize, redis: RedisConfig, *, longest: int) -> As
                 around = Surroundings(model, Path(folder), engine, pool, tokenizer, size.vocab_size, redis)
                 try:
                     await _start(engine, weights)
-                    yield Stage(engine, around, weights.parameters)
+                    yield RolloutSetup(engine, around, weights.parameters)
                 finally:
                     await engine.aclose()
     finally:

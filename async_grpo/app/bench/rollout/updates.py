@@ -28,7 +28,7 @@ import numpy as np
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
-from async_grpo.weights.manifest import Identity, layout_of
+from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import Engine, Generation, GenerationRequest, Interruption
@@ -42,7 +42,7 @@ CHANGED_FRACTION = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSize:
+class BenchModelSize:
     """Of a Qwen2 without a stop token: every request ends at its own max_tokens."""
 
     hidden_size: int = 256
@@ -56,7 +56,7 @@ class ModelSize:
 class MovingWeights:
     """Version after version of a random bfloat16 policy, in a store at `path`."""
 
-    def __init__(self, size: ModelSize, folder: Path, path: Path, *, seed: int) -> None:
+    def __init__(self, size: BenchModelSize, folder: Path, path: Path, *, seed: int) -> None:
         """Writes the checkpoint to `folder` and makes the store, still empty."""
         import torch
 
@@ -72,18 +72,18 @@ class MovingWeights:
         self._random = np.random.default_rng(seed)
         self._version = -1
 
-    def step(self) -> Identity:
+    def step(self) -> WeightVersion:
         """Move some of the values to their neighbour and publish that as the next version."""
         moved = self._random.integers(0, len(self._items), int(CHANGED_FRACTION * len(self._items)))
         self._items[moved] ^= 1
         self._version += 1
         np.frombuffer(self.store.begin(), np.uint16)[:] = self._items
-        identity = Identity(0, self._version)
+        identity = WeightVersion(0, self._version)
         self.store.commit(identity)
         return identity
 
 
-def _random_qwen2(size: ModelSize, seed: int) -> Qwen2ForCausalLM:
+def _random_qwen2(size: BenchModelSize, seed: int) -> Qwen2ForCausalLM:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -133,7 +133,7 @@ class UpdateBench:
     max_tokens: tuple[int, int] = (128, 384)
     """Each request's is drawn from here."""
     interruption: Interruption = "keep"
-    model: ModelSize = field(default_factory=ModelSize)
+    model: BenchModelSize = field(default_factory=BenchModelSize)
     seed: int = 1
 
     @property
@@ -143,7 +143,7 @@ class UpdateBench:
 
 
 @dataclass(slots=True)
-class Tally:
+class UpdateTotals:
     """What the streams and the updater have seen."""
 
     requests: int = 0
@@ -189,7 +189,7 @@ async def measure_updates(bench: UpdateBench, step: Callable[[], None] = lambda:
 async def _measure(
     bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, step: Callable[[], None]
 ) -> list[Measured]:
-    tally = Tally()
+    tally = UpdateTotals()
     pairs: list[dict[bool, float]] = []
     async with _traffic(bench, engine, tally):
         await _update(bench, engine, weights)  # the first one maps the store
@@ -202,7 +202,7 @@ async def _measure(
 
 
 async def _window(
-    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: Tally, with_updates: bool
+    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: UpdateTotals, with_updates: bool
 ) -> float:
     """Tokens a second. Every interval of the window begins with an update, if there are any."""
     started, before = time.monotonic(), engine.load().generated_tokens
@@ -214,7 +214,7 @@ async def _window(
 
 
 @contextlib.asynccontextmanager
-async def _traffic(bench: UpdateBench, engine: Engine, tally: Tally) -> AsyncIterator[None]:
+async def _traffic(bench: UpdateBench, engine: Engine, tally: UpdateTotals) -> AsyncIterator[None]:
     """`concurrency` requests in flight for the length of the block, and then until the last has ended."""
     ended = asyncio.Event()
 
@@ -254,7 +254,7 @@ def _spans_are_exact(generation: Generation) -> bool:
 
 
 def _figures(
-    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: Tally, pairs: list[dict[bool, float]]
+    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: UpdateTotals, pairs: list[dict[bool, float]]
 ) -> list[Measured]:
     pauses_ms = 1e3 * np.asarray(tally.pauses_s)
     return [

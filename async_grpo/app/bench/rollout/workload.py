@@ -67,7 +67,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RolloutWork:
     """`groups` prompts, each completed `group_size` times, `concurrency` completions at a time."""
 
     groups: int

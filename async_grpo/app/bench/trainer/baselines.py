@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from async_grpo.app.bench.paired import Done
+from async_grpo.app.bench.paired import BenchStep
 from async_grpo.config import RunConfig
 from trainer.batch import sequences as ours
 
@@ -43,7 +43,7 @@ Attention = Literal["sdpa", "sdpa without mask", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PaddedSetting:
     """How the baseline cuts its batch."""
 
     rows: int
@@ -111,13 +111,13 @@ class PlainModel:
         return (weight_N * importance_N * -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum()
 
 
-def padded_step(plain: PlainModel, members: Sequence[ours.Sequence], setting: Setting) -> Done:
+def padded_step(plain: PlainModel, members: Sequence[ours.Sequence], setting: PaddedSetting) -> BenchStep:
     """One step over the whole batch."""
     loss, cells = padded_gradients(plain, members, setting)
-    return Done(loss, plain.update(), sum(member.length for member in members) / cells)
+    return BenchStep(loss, plain.update(), sum(member.length for member in members) / cells)
 
 
-def padded_gradients(plain: PlainModel, members: Sequence[ours.Sequence], setting: Setting) -> tuple[float, int]:
+def padded_gradients(plain: PlainModel, members: Sequence[ours.Sequence], setting: PaddedSetting) -> tuple[float, int]:
     """Forward and backward over the whole batch; returns the loss, and the positions that were computed."""
     plain.model.set_attn_implementation("eager" if setting.attention == "eager" else "sdpa")
     loss, cells = 0.0, 0
@@ -129,7 +129,7 @@ def padded_gradients(plain: PlainModel, members: Sequence[ours.Sequence], settin
     return loss, cells
 
 
-def _micro_batches(members: Sequence[ours.Sequence], setting: Setting) -> Iterator[list[ours.Sequence]]:
+def _micro_batches(members: Sequence[ours.Sequence], setting: PaddedSetting) -> Iterator[list[ours.Sequence]]:
     ordered = sorted(members, key=lambda member: member.length) if setting.by_length else list(members)
     for start in range(0, len(ordered), setting.rows):
         yield ordered[start : start + setting.rows]
@@ -158,13 +158,13 @@ def _joined(members: Sequence[ours.Sequence], part: Callable[[ours.Sequence], Te
 _BY_HAND = "packed_by_hand"
 
 
-def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> Done:
+def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
     """No padding, and as many micro-batches as sequences."""
-    loss, _ = padded_gradients(plain, members, Setting(1, "sdpa without mask"))
-    return Done(loss, plain.forget(), 1.0)
+    loss, _ = padded_gradients(plain, members, PaddedSetting(1, "sdpa without mask"))
+    return BenchStep(loss, plain.forget(), 1.0)
 
 
-def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> Done:
+def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> BenchStep:
     """`packs`: the sequences of each micro-batch."""
     AttentionInterface.register(_BY_HAND, _attention)
     plain.model.set_attn_implementation(_BY_HAND)
@@ -182,7 +182,7 @@ def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) 
         loss = plain.loss(logprobs_N, members)
         loss.backward()
         total += loss.item()
-    return Done(total, plain.forget(), 1.0)
+    return BenchStep(total, plain.forget(), 1.0)
 
 
 def _attention(
@@ -197,7 +197,7 @@ def _attention(
 ROWS = 8
 
 
-def usual_step(plain: PlainModel, members: Sequence[ours.Sequence], rows: int = ROWS) -> Done:
+def usual_step(plain: PlainModel, members: Sequence[ours.Sequence], rows: int = ROWS) -> BenchStep:
     """One step over the whole batch."""
     plain.model.set_attn_implementation("sdpa")
     loss, cells = 0.0, 0
@@ -215,7 +215,7 @@ def usual_step(plain: PlainModel, members: Sequence[ours.Sequence], rows: int = 
         value.backward()
         loss += value.item()
         cells += tokens_BL.numel()
-    return Done(loss, plain.update(), sum(member.length for member in members) / cells)
+    return BenchStep(loss, plain.update(), sum(member.length for member in members) / cells)
 
 
 def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
-from async_grpo.app.bench.measure import Figure
+from async_grpo.app.bench.measure import Measurement
 from async_grpo.app.launch.role_specs import kept_memory
 from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.utils.child_process import child_argv
@@ -28,7 +28,7 @@ _ROUND_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 2000
 
 
-async def measure(progress: Progress, *, quick: bool, data: Path | None = None) -> list[Figure]:
+async def measure(progress: Progress, *, quick: bool, data: Path | None = None) -> list[Measurement]:
     """All figures; `quick` only shows that the bench works, on a tiny model. `data`: a JSON-lines file with GSM8K's
     fields, whose prompts are trained on. Raises TrainingError if the steps that are compared do not come to the same
     loss, WaitTimeout."""
@@ -51,7 +51,7 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
         if process.returncode:
             end = log.read_text()[-_SHOWN_CHARACTERS:]
             raise TrainingError(f"the bench of the trainer ended with exit code {process.returncode}:\n{end}")
-        return [Figure(**figure) for figure in json.loads(out.read_text())]
+        return [Measurement(**figure) for figure in json.loads(out.read_text())]
 
 
 async def _follow(process: Process, progress: Progress, task: TaskID) -> None:

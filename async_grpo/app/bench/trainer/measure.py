@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from async_grpo.app.bench.paired import Timed, cpu_ratio, in_turns, ratio
-from async_grpo.app.bench.trainer.baselines import ROWS, Attention, Setting
-from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, Mix, Stage, lengths_of
+from async_grpo.app.bench.trainer.baselines import ROWS, Attention, PaddedSetting
+from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, BatchShape, TrainerSetup, lengths_of
 from async_grpo.config.model import RandomModelConfig
 from trainer.batch.packing import pack_batch
 
@@ -26,7 +26,7 @@ ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrainerMeasurement:
     """One figure with its baseline from the same run; `ratio` is the median over the rounds."""
 
     name: str
@@ -38,15 +38,15 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrainerBenchPlan:
     """How much is measured, on what."""
 
     model: RandomModelConfig
-    mix: Mix
+    mix: BatchShape
     room: int
     """Tokens of a micro-batch, padding included."""
     rounds: int
-    usual: Mix
+    usual: BatchShape
     """A batch of the usual size, whose packing alone is measured."""
 
     @property
@@ -65,26 +65,26 @@ class Course:
         return sorted({2, min(4, self.most_rows), self.most_rows})
 
 
-FULL = Course(
+FULL = TrainerBenchPlan(
     RandomModelConfig(
         hidden_size=256, layers=8, heads=4, kv_heads=2, intermediate_size=704, vocab_size=8192, init_std=0.05
     ),
-    Mix(groups=4),
+    BatchShape(groups=4),
     room=8192,
     rounds=5,
-    usual=Mix(groups=128),
+    usual=BatchShape(groups=128),
 )
 """8 million parameters, a quarter of them in the output layer, as in Qwen2.5-0.5B."""
-QUICK = Course(
+QUICK = TrainerBenchPlan(
     RandomModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=96, vocab_size=512),
-    Mix(groups=4, group_size=2, prompt=(5, 20), median=12, longest=60),
+    BatchShape(groups=4, group_size=2, prompt=(5, 20), median=12, longest=60),
     room=256,
     rounds=1,
-    usual=Mix(groups=16, group_size=2, prompt=(5, 20), median=12, longest=60),
+    usual=BatchShape(groups=16, group_size=2, prompt=(5, 20), median=12, longest=60),
 )
 
 
-def measure(stage: Stage, course: Course, say: Say) -> list[Measured]:
+def measure(stage: TrainerSetup, course: TrainerBenchPlan, say: Say) -> list[TrainerMeasurement]:
     """All figures; `say` gets `total N`, and then a line a round. Raises TrainingError if two steps do not come to the
     same loss and gradient."""
     counts = course.row_counts
@@ -112,35 +112,35 @@ def measure(stage: Stage, course: Course, say: Say) -> list[Measured]:
     ]
 
 
-def _heats(stage: Stage, course: Course, say: Say) -> dict[str, Setting]:
+def _heats(stage: TrainerSetup, course: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
     """The settings of least processor time: of all, of those with the most rows, of those sorted by length.
 
     A busy machine disturbs it less than the clock.
     """
     counts = course.row_counts
-    tried = [Setting(rows, attention) for rows in counts for attention in ATTENTIONS]
+    tried = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
     found = in_turns({TRAINER: stage.trainer, **{str(s): stage.padded(s) for s in tried}}, 1, say)
     best = min(tried, key=lambda setting: found[str(setting)].cpu_s)
     full = min((s for s in tried if s.rows == counts[-1]), key=lambda setting: found[str(setting)].cpu_s)
-    by_length = [Setting(rows, best.attention, by_length=True) for rows in counts]
+    by_length = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
     found = in_turns({str(s): stage.padded(s) for s in by_length}, 1, say)
     return {FULL_ROWS: full, BEST: best, SORTED: min(by_length, key=lambda setting: found[str(setting)].cpu_s)}
 
 
 def _speeds(
-    stage: Stage, course: Course, final: Mapping[str, Timed], finalists: Mapping[str, Setting]
-) -> list[Measured]:
+    stage: TrainerSetup, course: TrainerBenchPlan, final: Mapping[str, Timed], finalists: Mapping[str, PaddedSetting]
+) -> list[TrainerMeasurement]:
     """Tokens of sequences a second, padding not counted."""
     tokens = sum(member.length for member in stage.members())
     mine = final[TRAINER]
 
-    def beside(name: str, what: str) -> Measured:
+    def beside(name: str, what: str) -> TrainerMeasurement:
         speed, other = tokens / median(mine.seconds), tokens / median(final[name].seconds)
-        return Measured("training step", speed, "tokens/s", other, what, ratio(mine, final[name]))
+        return TrainerMeasurement("training step", speed, "tokens/s", other, what, ratio(mine, final[name]))
 
-    def work_beside(name: str, what: str) -> Measured:
+    def work_beside(name: str, what: str) -> TrainerMeasurement:
         mean, other = 1e6 * median(mine.cpu_s) / tokens, 1e6 * median(final[name].cpu_s) / tokens
-        return Measured("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
+        return TrainerMeasurement("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
 
     named = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
     return [
@@ -149,14 +149,14 @@ def _speeds(
         beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
         *(work_beside(name, what) for name, what in named.items()),
         work_beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
-        Measured("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
-        Measured("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
-        Measured("tokens of the batch", tokens, "tokens"),
-        Measured("parameters", stage.plain.parameters, "parameters"),
+        TrainerMeasurement("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
+        TrainerMeasurement("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
+        TrainerMeasurement("tokens of the batch", tokens, "tokens"),
+        TrainerMeasurement("parameters", stage.plain.parameters, "parameters"),
     ]
 
 
-def _packing(course: Course, final: Mapping[str, Timed]) -> list[Measured]:
+def _packing(course: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[TrainerMeasurement]:
     """Of the batch that was trained, and of one of the usual size."""
     name = f"padded to the longest of {course.most_rows} rows"
     found = [("the batch", final[TRAINER].done.efficiency, final[FULL_ROWS].done.efficiency)]
@@ -166,21 +166,24 @@ def _packing(course: Course, final: Mapping[str, Timed]) -> list[Measured]:
     cells = sum(len(part) * max(part) for part in (lengths[i : i + rows] for i in range(0, len(lengths), rows)))
     usual = f"{course.usual.groups} groups of {course.usual.group_size}"
     found.append((usual, sum(lengths) / (len(packing) * course.room), sum(lengths) / cells))
-    return [Measured(f"packing efficiency, {what}", mine, "", other, name, mine / other) for what, mine, other in found]
+    return [
+        TrainerMeasurement(f"packing efficiency, {what}", mine, "", other, name, mine / other)
+        for what, mine, other in found
+    ]
 
 
-def _phases(stage: Stage, mine: Timed) -> list[Measured]:
+def _phases(stage: TrainerSetup, mine: Timed) -> list[TrainerMeasurement]:
     """Mean seconds of a step."""
     return [
-        Measured(f"of a step: {name}", seconds / len(mine.seconds), "s")
+        TrainerMeasurement(f"of a step: {name}", seconds / len(mine.seconds), "s")
         for name, seconds in stage.phases.seconds.items()
     ]
 
 
-def _streaming(stream: Mapping[str, Timed], compute_s: float) -> Measured:
+def _streaming(stream: Mapping[str, Timed], compute_s: float) -> TrainerMeasurement:
     """Time until the new weights are there, from the moment at which generation began."""
     early, late = stream[STREAMED], stream[WAITED]
-    return Measured(
+    return TrainerMeasurement(
         f"step with a producer that takes {compute_s:.2g} s: streamed",
         median(early.seconds),
         "s",

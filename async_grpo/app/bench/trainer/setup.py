@@ -29,10 +29,10 @@ import numpy as np
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from async_grpo.app.bench.paired import Contestant, Done
+from async_grpo.app.bench.paired import BenchStep, Contestant
 from async_grpo.app.bench.trainer.baselines import (
+    PaddedSetting,
     PlainModel,
-    Setting,
     one_by_one,
     packed_by_hand,
     padded_step,
@@ -45,7 +45,7 @@ from async_grpo.data.jsonl import usable_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.models.random_model import make_random_model
-from async_grpo.telemetry.timeline import Phases
+from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from trainer.batch.packing import pack_batch
 from trainer.batch.sequences import Sequence, sequences_of
@@ -83,19 +83,19 @@ class SlowProducer:
         return self.batch
 
 
-def streamed(policy: Policy, producer: SlowProducer, config: RunConfig) -> Done:
+def streamed(policy: Policy, producer: SlowProducer, config: RunConfig) -> BenchStep:
     """Each part is trained when it is there."""
-    step = StreamedStep(policy, config, producer.batch.version, Phases())
+    step = StreamedStep(policy, config, producer.batch.version, PhaseTimer())
     for part in producer.parts():
         step.add(part)
     result = step.close(lr=0.0)
-    return Done(result.loss, result.grad_norm, result.packing_efficiency)
+    return BenchStep(result.loss, result.grad_norm, result.packing_efficiency)
 
 
-def waited(policy: Policy, producer: SlowProducer, config: RunConfig) -> Done:
+def waited(policy: Policy, producer: SlowProducer, config: RunConfig) -> BenchStep:
     """The step begins when all groups are there."""
-    result = train_step(policy, producer.whole(), config, lr=0.0, phases=Phases())
-    return Done(result.loss, result.grad_norm, result.packing_efficiency)
+    result = train_step(policy, producer.whole(), config, lr=0.0, phases=PhaseTimer())
+    return BenchStep(result.loss, result.grad_norm, result.packing_efficiency)
 
 
 _SPECIAL = 3
@@ -103,7 +103,7 @@ _SPECIAL = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class BatchShape:
     """How long prompts and completions are, in tokens, and how many there are in a batch."""
 
     groups: int = 8
@@ -124,7 +124,7 @@ class Mix:
         )
 
 
-def make_batch(mix: Mix, vocab_size: int, prompts: collections.abc.Sequence[list[int]] = ()) -> Batch:
+def make_batch(mix: BatchShape, vocab_size: int, prompts: collections.abc.Sequence[list[int]] = ()) -> Batch:
     """The same for the same arguments. `prompts`: real ones as token ids, drawn from; else random ones."""
     random = np.random.default_rng(mix.seed)
     groups = []
@@ -140,7 +140,7 @@ def make_batch(mix: Mix, vocab_size: int, prompts: collections.abc.Sequence[list
     return Batch(epoch=1, version=0, groups=groups)
 
 
-def lengths_of(mix: Mix, vocab_size: int) -> list[int]:
+def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
     """Positions that the network reads, of each sequence of the batch."""
     groups = make_batch(mix, vocab_size).groups
     return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
@@ -152,13 +152,13 @@ def question_texts(path: Path) -> list[str]:
     return [row.prompt for row in usable_rows(path, data, Rejections())]
 
 
-def _random_prompt(mix: Mix, vocab_size: int, random: np.random.Generator) -> list[int]:
+def _random_prompt(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> list[int]:
     shortest, longest = mix.prompt
     prompt: list[int] = random.integers(_SPECIAL, vocab_size, random.integers(shortest, longest + 1)).tolist()
     return prompt
 
 
-def _sample(mix: Mix, vocab_size: int, random: np.random.Generator) -> Sample:
+def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sample:
     length = int(min(max(round(random.lognormal(math.log(mix.median), mix.sigma)), 1), mix.longest))
     return Sample(
         tokens=tokens_to_bytes(random.integers(_SPECIAL, vocab_size, length)),
@@ -172,34 +172,34 @@ _WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TrainerSetup:
     """What every round works on. The learning rate is 0: a step costs the same, and leaves the weights."""
 
     config: RunConfig
     policy: Policy
     plain: PlainModel
     batch: Batch
-    phases: Phases
+    phases: PhaseTimer
     """Of all steps of the trainer so far."""
 
-    def trainer(self) -> Done:
+    def trainer(self) -> BenchStep:
         """The step that is measured."""
         result = train_step(self.policy, self.batch, self.config, lr=0.0, phases=self.phases)
-        return Done(result.loss, result.grad_norm, result.packing_efficiency)
+        return BenchStep(result.loss, result.grad_norm, result.packing_efficiency)
 
-    def padded(self, setting: Setting) -> Contestant:
+    def padded(self, setting: PaddedSetting) -> Contestant:
         """A baseline."""
         return lambda: padded_step(self.plain, self.members(), setting)
 
-    def usual(self) -> Done:
+    def usual(self) -> BenchStep:
         """The baseline as it is usually found."""
         return usual_step(self.plain, self.members())
 
-    def one_by_one(self) -> Done:
+    def one_by_one(self) -> BenchStep:
         """A ceiling."""
         return one_by_one(self.plain, self.members())
 
-    def packed_by_hand(self) -> Done:
+    def packed_by_hand(self) -> BenchStep:
         """A ceiling, in the micro-batches of the trainer."""
         members = self.members()
         room = self.config.trainer.micro_batch_tokens
@@ -220,8 +220,15 @@ class Stage:
 
 
 def open_stage(
-    platform: Platform, folder: Path, shape: RandomModelConfig, mix: Mix, *, room: int, threads: int, data: Path | None
-) -> Stage:
+    platform: Platform,
+    folder: Path,
+    shape: RandomModelConfig,
+    mix: BatchShape,
+    *,
+    room: int,
+    threads: int,
+    data: Path | None,
+) -> TrainerSetup:
     """`room`: tokens of a micro-batch. `folder` gets the model; `data`: a file with real prompts. Raises DataError."""
     model = folder / "model"
     texts = [] if data is None else question_texts(data)
@@ -231,7 +238,7 @@ def open_stage(
     policy = load_policy(config, model, platform)
     plain = PlainModel(AutoModelForCausalLM.from_pretrained(model).float(), config)
     batch = make_batch(mix, shape.vocab_size, _tokens(model, texts))
-    return Stage(config, policy, plain, batch, Phases())
+    return TrainerSetup(config, policy, plain, batch, PhaseTimer())
 
 
 def _tokens(model: Path, texts: collections.abc.Sequence[str]) -> list[list[int]]:
@@ -239,7 +246,7 @@ def _tokens(model: Path, texts: collections.abc.Sequence[str]) -> list[list[int]
     return [tokenizer.encode(text) for text in texts]
 
 
-def _config(model: Path, mix: Mix, room: int, threads: int) -> RunConfig:
+def _config(model: Path, mix: BatchShape, room: int, threads: int) -> RunConfig:
     raw: dict[str, Any] = {
         "name": "bench-trainer",
         "model": {"path": str(model)},

@@ -35,7 +35,7 @@ import numpy as np
 from async_grpo.errors import RoleFailed, WaitTimeout
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import LOOPBACK, card_environment
-from async_grpo.weights.manifest import Layout
+from async_grpo.weights.manifest import TensorLayout
 
 GO = b"go\n"
 """The next block is on its way."""
@@ -113,7 +113,7 @@ def main() -> None:
 STOP_S = 5.0
 
 
-class FarEnd:
+class BaselineProcess:
     """The process that takes blocks; it ends with the `async with` block, and with this process."""
 
     def __init__(self, rival: str, where: str, target: Path) -> None:
@@ -121,7 +121,7 @@ class FarEnd:
         self._arguments = (rival, where, str(target))
         self._process: asyncio.subprocess.Process
 
-    async def __aenter__(self) -> FarEnd:
+    async def __aenter__(self) -> BaselineProcess:
         self._process = await asyncio.create_subprocess_exec(
             *child_argv([sys.executable, "-m", "async_grpo.app.bench.weights.baselines", *self._arguments]),
             stdin=asyncio.subprocess.PIPE,
@@ -164,10 +164,10 @@ class FarEnd:
             raise RoleFailed(f"the far end of the bench's {self._rival} loop ended. Its error stands above")
 
 
-class Rival(ABC):
+class TransferBaseline(ABC):
     """One way, ready to move blocks."""
 
-    def __init__(self, far: FarEnd) -> None:
+    def __init__(self, far: BaselineProcess) -> None:
         self._far = far
 
     @property
@@ -183,26 +183,26 @@ class Rival(ABC):
         return time.monotonic() - started_s
 
     @abstractmethod
-    async def _move(self, far: FarEnd, block: memoryview) -> None:
+    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
         """Tell the far end to go, and do this end's half."""
 
 
-class Tcp(Rival):
+class Tcp(TransferBaseline):
     """One connection."""
 
-    def __init__(self, far: FarEnd, connection: socket.socket) -> None:
+    def __init__(self, far: BaselineProcess, connection: socket.socket) -> None:
         super().__init__(far)
         self._connection = connection
 
-    async def _move(self, far: FarEnd, block: memoryview) -> None:
+    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
         far.go()
         await asyncio.to_thread(self._connection.sendall, block)
 
 
-class Gloo(Rival):
+class Gloo(TransferBaseline):
     """Rank 0 of two."""
 
-    async def _move(self, far: FarEnd, block: memoryview) -> None:
+    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
         import torch
         import torch.distributed as dist
 
@@ -210,15 +210,15 @@ class Gloo(Rival):
         await asyncio.to_thread(dist.broadcast, torch.frombuffer(block, dtype=torch.uint8), src=0)
 
 
-class Disk(Rival):
+class Disk(TransferBaseline):
     """A file, written anew for every block."""
 
-    def __init__(self, far: FarEnd, file: Path, layout: Layout) -> None:
+    def __init__(self, far: BaselineProcess, file: Path, layout: TensorLayout) -> None:
         super().__init__(far)
         self._file = file
         self._layout = layout
 
-    async def _move(self, far: FarEnd, block: memoryview) -> None:
+    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
         from safetensors.numpy import save_file
 
         await asyncio.to_thread(save_file, self._tensors(block), self._file)
@@ -233,11 +233,11 @@ class Disk(Rival):
 
 
 @asynccontextmanager
-async def tcp(target: Path) -> AsyncIterator[Rival]:
+async def tcp(target: Path) -> AsyncIterator[TransferBaseline]:
     """Over the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(WAIT_S)
-        async with FarEnd("tcp", str(listener.getsockname()[1]), target) as far:
+        async with BaselineProcess("tcp", str(listener.getsockname()[1]), target) as far:
             connection, _ = await asyncio.to_thread(listener.accept)
             with connection:
                 connection.settimeout(WAIT_S)
@@ -245,7 +245,7 @@ async def tcp(target: Path) -> AsyncIterator[Rival]:
 
 
 @asynccontextmanager
-async def gloo(target: Path, folder: Path) -> AsyncIterator[Rival]:
+async def gloo(target: Path, folder: Path) -> AsyncIterator[TransferBaseline]:
     """Over the loopback; the two ranks meet in a file of `folder`."""
     import torch.distributed as dist
 
@@ -253,7 +253,7 @@ async def gloo(target: Path, folder: Path) -> AsyncIterator[Rival]:
         os.environ.setdefault(name, value)  # for the far end, too
     where = f"file://{folder / 'gloo'}"
     timeout = timedelta(seconds=WAIT_S)
-    async with FarEnd("gloo", where, target) as far:
+    async with BaselineProcess("gloo", where, target) as far:
         await asyncio.to_thread(
             lambda: dist.init_process_group("gloo", init_method=where, rank=0, world_size=2, timeout=timeout)
         )
@@ -264,10 +264,10 @@ async def gloo(target: Path, folder: Path) -> AsyncIterator[Rival]:
 
 
 @asynccontextmanager
-async def disk(target: Path, folder: Path, layout: Layout) -> AsyncIterator[Rival]:
+async def disk(target: Path, folder: Path, layout: TensorLayout) -> AsyncIterator[TransferBaseline]:
     """Through a file of `folder`."""
     file = folder / "weights.safetensors"
-    async with FarEnd("disk", str(file), target) as far:
+    async with BaselineProcess("disk", str(file), target) as far:
         yield Disk(far, file, layout)
 
 

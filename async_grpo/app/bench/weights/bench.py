@@ -24,9 +24,9 @@ from statistics import median
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Figure
+from async_grpo.app.bench.measure import Measurement
 from async_grpo.app.bench.weights.deltas import WARM_UP_STEPS, patches
-from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, ModelSize, Weights, bench_plane
+from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, TinyModelSize, Weights, bench_plane
 from async_grpo.app.bench.weights.transfer import transfer
 from async_grpo.config.weights import WeightsConfig
 
@@ -43,7 +43,7 @@ DIRECT_NAME = "the trainer sends to each"
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class FanoutTime:
     """One version to all receivers."""
 
     seconds: float
@@ -51,10 +51,10 @@ class Spread:
     """That left the trainer."""
 
 
-async def fanout(size: ModelSize, receivers: int, rounds: int, step: Callable[[], None]) -> list[Figure]:
+async def fanout(size: TinyModelSize, receivers: int, rounds: int, step: Callable[[], None]) -> list[Measurement]:
     """Time and egress, relays beside direct; medians of `rounds` pairs."""
     weights = Weights(size.layout())
-    pairs: list[tuple[Spread, Spread]] = []
+    pairs: list[tuple[FanoutTime, FanoutTime]] = []
     async with (
         bench_plane("relays", weights.layout, RELAYS, receivers) as relays,
         bench_plane("direct", weights.layout, DIRECT, receivers) as direct,
@@ -66,15 +66,15 @@ async def fanout(size: ModelSize, receivers: int, rounds: int, step: Callable[[]
     return _figures(f"{weights.layout.total_bytes / 1e9:.2f} GB to {receivers} receivers", pairs[WARM_UPS:])
 
 
-async def _spread(plane: BenchPlane, weights: Weights) -> Spread:
+async def _spread(plane: BenchPlane, weights: Weights) -> FanoutTime:
     sent = plane.publisher.stats().served_bytes
     moved = await plane.move(weights)
-    return Spread(moved.seconds, (plane.publisher.stats().served_bytes - sent) / weights.layout.total_bytes)
+    return FanoutTime(moved.seconds, (plane.publisher.stats().served_bytes - sent) / weights.layout.total_bytes)
 
 
-def _figures(name: str, pairs: Sequence[tuple[Spread, Spread]]) -> list[Figure]:
+def _figures(name: str, pairs: Sequence[tuple[FanoutTime, FanoutTime]]) -> list[Measurement]:
     return [
-        Figure(
+        Measurement(
             name=f"{name}, fanout {FANOUT}: the trainer sends",
             value=median(ours.copies for ours, _ in pairs),
             unit="copies",
@@ -82,7 +82,7 @@ def _figures(name: str, pairs: Sequence[tuple[Spread, Spread]]) -> list[Figure]:
             baseline_name=DIRECT_NAME,
             ratio=median(ours.copies / theirs.copies for ours, theirs in pairs),
         ),
-        Figure(
+        Measurement(
             name=f"{name}, fanout {FANOUT}: until all have it",
             value=median(1e3 * ours.seconds for ours, _ in pairs),
             unit="ms",
@@ -97,23 +97,25 @@ RECEIVERS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class WeightsBenchSize:
     """How much is measured, on models of which size."""
 
-    whole: ModelSize
+    whole: TinyModelSize
     rounds: int
-    part: ModelSize
+    part: TinyModelSize
     part_rounds: int
 
 
-FULL = Effort(ModelSize(layers=27, vocab=151_936), 7, ModelSize(layers=4, vocab=8192), 5)
+FULL = WeightsBenchSize(TinyModelSize(layers=27, vocab=151_936), 7, TinyModelSize(layers=4, vocab=8192), 5)
 """1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; and 134 MB."""
 
 
-QUICK = Effort(ModelSize(layers=1, vocab=512, hidden=448), 1, ModelSize(layers=1, vocab=512, hidden=448), 1)
+QUICK = WeightsBenchSize(
+    TinyModelSize(layers=1, vocab=512, hidden=448), 1, TinyModelSize(layers=1, vocab=512, hidden=448), 1
+)
 
 
-async def measure(progress: Progress, *, quick: bool) -> list[Figure]:
+async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
     """All figures; `quick` only shows that the bench works."""
     effort = QUICK if quick else FULL
 

@@ -19,14 +19,14 @@ from types import TracebackType
 
 import numpy as np
 
-from async_grpo.app.bench.measure import Figure
-from async_grpo.app.bench.weights.plane import ModelSize, Weights, bench_plane
+from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.weights.plane import TinyModelSize, Weights, bench_plane
 from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import DependencyError, WeightsCorrupt
 from async_grpo.weights import delta
 from async_grpo.weights.chunks import cut
-from async_grpo.weights.manifest import Layout
+from async_grpo.weights.manifest import TensorLayout
 
 INITIAL_STD = 0.02
 
@@ -34,7 +34,7 @@ INITIAL_STD = 0.02
 class Training:
     """One flat master; `weights` is its bfloat16 image. Gradients are noise."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TensorLayout) -> None:
         """Raises DependencyError without torch."""
         try:
             import torch
@@ -89,7 +89,7 @@ class Codec:
     memcpy_s: float
 
 
-async def patches(size: ModelSize, rounds: int, step: Callable[[], None]) -> list[Figure]:
+async def patches(size: TinyModelSize, rounds: int, step: Callable[[], None]) -> list[Measurement]:
     """Sizes at several learning rates; rates, and the time to one receiver, at the first of them."""
     training = Training(size.layout())
     weights, timed_lr = training.weights, LEARNING_RATES[0]
@@ -151,14 +151,14 @@ def _figures(
     codecs: Sequence[Codec],
     moves: Sequence[tuple[float, float]],
     others: Sequence[tuple[float, float]],
-) -> list[Figure]:
+) -> list[Measurement]:
     name = f"AdamW, lr {LEARNING_RATES[0]:g}"
     sizes = [(LEARNING_RATES[0], median(each.ratio for each in codecs)), *others]
     return [
-        *(Figure(f"AdamW, lr {lr:g}: patches are smaller than dense", ratio, "times") for lr, ratio in sizes),
+        *(Measurement(f"AdamW, lr {lr:g}: patches are smaller than dense", ratio, "times") for lr, ratio in sizes),
         _rate(f"{name}: encoding, one core", gigabytes, [(each.encode_s, each.memcpy_s) for each in codecs]),
         _rate(f"{name}: decoding, one core", gigabytes, [(each.decode_s, each.memcpy_s) for each in codecs]),
-        Figure(
+        Measurement(
             name=f"{name}: {gigabytes:.2f} GB to one receiver",
             value=median(1e3 * ours for ours, _ in moves),
             unit="ms",
@@ -169,8 +169,8 @@ def _figures(
     ]
 
 
-def _rate(name: str, gigabytes: float, times_s: Sequence[tuple[float, float]]) -> Figure:
-    return Figure(
+def _rate(name: str, gigabytes: float, times_s: Sequence[tuple[float, float]]) -> Measurement:
+    return Measurement(
         name=name,
         value=median(gigabytes / ours_s for ours_s, _ in times_s),
         unit="GB/s",

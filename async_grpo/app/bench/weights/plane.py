@@ -20,24 +20,24 @@ from async_grpo.app.bench.weights.baselines import WAIT_S
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
 from async_grpo.weights.chunks import cut
-from async_grpo.weights.manifest import Identity, Layout, layout_of
+from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.zmq import Publication, WeightPublisher
-from async_grpo.weights.zmq.receiver import WeightReceiver
+from async_grpo.weights.zmq import Publication, ZmqWeightSender
+from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
 from async_grpo.wire.board import PublisherAddress
 
 DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSize:
+class TinyModelSize:
     """In the proportions of Qwen2.5-0.5B, which has 24 layers of 896 and 151,936 tokens."""
 
     layers: int
     vocab: int
     hidden: int = 896
 
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """Of all tensors; the output matrix is the embedding."""
         return layout_of((name, DTYPE, shape) for name, shape in _shapes(self))
 
@@ -45,7 +45,7 @@ class ModelSize:
 class Weights:
     """The values of one model, in one warm buffer; `arrays` are what the trainer publishes."""
 
-    def __init__(self, layout: Layout, seed: int = 0) -> None:
+    def __init__(self, layout: TensorLayout, seed: int = 0) -> None:
         self.layout = layout
         self.flat: npt.NDArray[np.uint8] = np.random.default_rng(seed).integers(0, 256, layout.total_bytes, np.uint8)
 
@@ -59,7 +59,7 @@ class Weights:
         self.flat[[chunk.start for chunk in cut(self.layout, chunk_bytes)]] ^= 1
 
 
-def _shapes(size: ModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, key_value, intermediate = size.hidden, size.hidden // 7, size.hidden * 38 // 7
     yield "model.embed_tokens.weight", (size.vocab, hidden)
     for layer in range(size.layers):
@@ -99,7 +99,7 @@ class Moved:
 class BenchPlane:
     """Publishes version after version, and waits for each."""
 
-    def __init__(self, publisher: WeightPublisher, receivers: list[WeightReceiver]) -> None:
+    def __init__(self, publisher: ZmqWeightSender, receivers: list[ZmqWeightReceiver]) -> None:
         self.publisher = publisher
         self.receivers = receivers
         self.version = -1
@@ -119,25 +119,27 @@ class BenchPlane:
         """Publish the weights as they are. Raises WaitTimeout and whatever the plane fails with."""
         publication = self.publish(weights)
         started_s = time.monotonic()
-        before = Identity(0, self.version - 1) if self.version else None
+        before = WeightVersion(0, self.version - 1) if self.version else None
         await asyncio.gather(*(receiver.next_version(before, WAIT_S) for receiver in self.receivers))
         return Moved(publication, time.monotonic() - started_s)
 
 
 @asynccontextmanager
-async def bench_plane(name: str, layout: Layout, config: WeightsConfig, receivers: int) -> AsyncIterator[BenchPlane]:
+async def bench_plane(
+    name: str, layout: TensorLayout, config: WeightsConfig, receivers: int
+) -> AsyncIterator[BenchPlane]:
     """All receivers have joined. Processes and stores are gone afterwards."""
     run = f"bench-{os.getpid()}-{name}"
     try:
         async with AsyncExitStack() as stack:
-            publisher = stack.enter_context(WeightPublisher(layout, run, 0, config))
+            publisher = stack.enter_context(ZmqWeightSender(layout, run, 0, config))
 
             async def resolve() -> PublisherAddress:
                 return publisher.address
 
             made = []
             for number in range(receivers):
-                receiver = WeightReceiver(resolve, store_path(run, f"machine-{number}"), config)
+                receiver = ZmqWeightReceiver(resolve, store_path(run, f"machine-{number}"), config)
                 stack.push_async_callback(receiver.close)
                 made.append(receiver)
             await _until_joined(publisher, receivers)
@@ -146,7 +148,7 @@ async def bench_plane(name: str, layout: Layout, config: WeightsConfig, receiver
         remove_stores(run)
 
 
-async def _until_joined(publisher: WeightPublisher, receivers: int) -> None:
+async def _until_joined(publisher: ZmqWeightSender, receivers: int) -> None:
     deadline = time.monotonic() + WAIT_S
     while publisher.stats().receivers < receivers:
         if time.monotonic() > deadline:

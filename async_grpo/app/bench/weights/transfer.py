@@ -20,11 +20,11 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.app.bench.measure import Figure
-from async_grpo.app.bench.weights.baselines import Rival, disk, gloo, tcp
-from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, ModelSize, Moved, Weights, bench_plane
+from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
+from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.manifest import Identity
+from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import allocate
 from async_grpo.weights.store import WeightStore
 
@@ -39,7 +39,7 @@ RIVALS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TransferRound:
     """Seconds; of processor time where it says `cpu`."""
 
     moved: Moved
@@ -51,7 +51,7 @@ class Round:
     tcp_cpu_s: float
 
 
-async def transfer(size: ModelSize, rounds: int, step: Callable[[], None]) -> list[Figure]:
+async def transfer(size: TinyModelSize, rounds: int, step: Callable[[], None]) -> list[Measurement]:
     """Throughput beside each rival, and the stall beside a memcpy; medians of `rounds` rounds."""
     weights = Weights(size.layout())
     async with AsyncExitStack() as stack:
@@ -73,18 +73,22 @@ async def transfer(size: ModelSize, rounds: int, step: Callable[[], None]) -> li
     return _figures(weights.layout.total_bytes, measured[WARM_UPS:], waits_s)
 
 
-async def _round(plane: BenchPlane, weights: Weights, rivals: dict[str, Rival], copy: Bytes) -> Round:
+async def _round(
+    plane: BenchPlane, weights: Weights, rivals: dict[str, TransferBaseline], copy: Bytes
+) -> TransferRound:
     weights.touch(CONFIG.chunk_bytes)
     memcpy_s = _memcpy(copy, weights.flat)
     with _Processor(plane.process_ids) as ours:
         moved = await plane.move(weights)
     memcpy_s = (memcpy_s + _memcpy(copy, weights.flat)) / 2
-    block = WeightStore.adopt(plane.publisher.store).snapshot(Identity(0, plane.version)).block
+    block = WeightStore.adopt(plane.publisher.store).snapshot(WeightVersion(0, plane.version)).block
     with _Processor(rivals["tcp"].process_ids) as theirs:
         took_s = {"tcp": await rivals["tcp"].seconds(block)}
     for name in ("gloo", "disk"):
         took_s[name] = await rivals[name].seconds(block)
-    return Round(moved, plane.receivers[0].stats.last_transfer_s, ours.seconds, memcpy_s, took_s, theirs.seconds)
+    return TransferRound(
+        moved, plane.receivers[0].stats.last_transfer_s, ours.seconds, memcpy_s, took_s, theirs.seconds
+    )
 
 
 async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
@@ -126,12 +130,12 @@ def _clock_of(process: int) -> int:
     return (~process << 3) | 2
 
 
-def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]) -> list[Figure]:
+def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequence[float]) -> list[Measurement]:
     gigabytes = total_bytes / 1e9
     name = f"dense, {gigabytes:.2f} GB to one receiver"
     return [
         *(_against(name, rival, gigabytes, rounds) for rival in RIVALS),
-        Figure(
+        Measurement(
             name=f"{name}, from manifest to commit",
             value=median(gigabytes / each.fetch_s for each in rounds),
             unit="GB/s",
@@ -139,7 +143,7 @@ def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]
             baseline_name=RIVALS["tcp"],
             ratio=median(each.rivals_s["tcp"] / each.fetch_s for each in rounds),
         ),
-        Figure(
+        Measurement(
             name=f"{name}, processor time, both ends",
             value=median(each.cpu_s / gigabytes for each in rounds),
             unit="s/GB",
@@ -147,7 +151,7 @@ def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]
             baseline_name=RIVALS["tcp"],
             ratio=median(each.cpu_s / each.tcp_cpu_s for each in rounds),
         ),
-        Figure(
+        Measurement(
             name="trainer's stall for one version",
             value=median(1e3 * each.moved.publication.stall_s for each in rounds),
             unit="ms",
@@ -155,12 +159,12 @@ def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]
             baseline_name="one memcpy of the weights",
             ratio=median(each.moved.publication.stall_s / each.memcpy_s for each in rounds),
         ),
-        Figure(
+        Measurement(
             name="of it, waiting for the encoder",
             value=median(1e3 * each.moved.publication.waited_s for each in rounds),
             unit="ms",
         ),
-        Figure(
+        Measurement(
             name="waiting for the encoder, a version right after another",
             value=median(1e3 * waited_s for waited_s in waits_s),
             unit="ms",
@@ -168,8 +172,8 @@ def _figures(total_bytes: int, rounds: Sequence[Round], waits_s: Sequence[float]
     ]
 
 
-def _against(name: str, rival: str, gigabytes: float, rounds: Sequence[Round]) -> Figure:
-    return Figure(
+def _against(name: str, rival: str, gigabytes: float, rounds: Sequence[TransferRound]) -> Measurement:
+    return Measurement(
         name=f"{name}, beside {rival}",
         value=median(gigabytes / each.moved.seconds for each in rounds),
         unit="GB/s",
