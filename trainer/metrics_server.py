@@ -34,23 +34,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from async_grpo.config import RunConfig
+from async_grpo.telemetry.metrics import METRICS, PHASES
 from async_grpo.telemetry.timeline import START
 from async_grpo.utils.http_server import HttpServer, address_of, listen
 from buffer import CachedStats, RedisBuffer, attach
 from buffer.stats import BufferStats
-from trainer.step.results import PHASES
-
-LATEST = {
-    "reward_mean": ("reward_mean", "Of the last step's samples"),
-    "age_mean_steps": ("age_mean", "Of the last step's trained tokens"),
-    "age_max_steps": ("age_max", "Of the last step's oldest trained token"),
-    "logprob_gap_mean": ("logprob_gap_mean", "Between engine and trainer, of tokens of this very version"),
-    "logprob_gap_max": ("logprob_gap_max", "The largest of them"),
-    "loss": ("loss", "Of the last step"),
-    "grad_norm": ("grad_norm", "Of the last step"),
-    "learning_rate": ("lr", "Of the last step"),
-}
-"""Metric: key of the step's row, and what it is. What a step did not measure is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +107,9 @@ class TrainerCollector(Collector):
         yield _gauge("target_version", "At which the run ends", config.steps)
         yield _gauge("age_bound_steps", "No trained token is older", config.replay_policy.age_bound)
         yield from _of_steps(progress, config.group_size)
-        for name, (key, help_text) in LATEST.items():
-            if key in progress.latest:
-                yield _gauge(name, help_text, progress.latest[key])
+        for metric in METRICS:
+            if metric.gauge and metric.key in progress.latest:
+                yield _gauge(metric.gauge, metric.doc, progress.latest[metric.key])
         yield from _of_groups(self.stats)
 
 

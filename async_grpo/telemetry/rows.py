@@ -1,6 +1,6 @@
 """The rows that a run writes: the one place that names their keys.
 
-    metrics.jsonl     StepRow | ProbeRow | WarningRow, told apart by `kind`
+    metrics.jsonl     rows of a step (metrics.METRICS) | ProbeRow | WarningRow, told apart by `kind`
     samples/*.jsonl   SampleRow
 
 Readers tolerate missing keys: a file may come from an older version or from a run cut short.
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from async_grpo.telemetry.metrics import PHASES
+
 Row = Mapping[str, Any]
 
 GENERATED_TOKENS = "generated_tokens"
@@ -21,80 +23,8 @@ RESTARTS_PREFIX = "restarts."
 REWARD_FAILURES_PREFIX = "reward_failures."
 """Counters of the run board: `reward_failures.<kind>`, completions that a verifier could not judge."""
 
-TIME_KEYS = (
-    *("wait_s", "pack_s", "prox_s", "reference_s", "train_s", "optimizer_s"),
-    *("publish_s", "checkpoint_s"),
-)
+TIME_KEYS = tuple(f"{phase}_s" for phase in PHASES)
 """The parts of a step, in order; what they leave of `step_s` is "other"."""
-
-
-class StepRow(TypedDict, total=False):
-    """One optimizer step, `version` -> `version + 1`. Times in seconds; ages in optimizer steps."""
-
-    kind: str
-    step: int
-    version: int
-    epoch: int
-    time_s: float
-    reward_mean: float
-    reward_std: float
-    loss: float
-    grad_norm: float
-    lr: float
-    clip_fraction: float
-    clip_low_fraction: float
-    clip_high_fraction: float
-    rejected_fraction: float
-    """Share of the trained tokens that a correction multiplies by 0."""
-    lr_scale: float
-    """What `lr` was multiplied by."""
-    entropy: float
-    """Mean over the trained tokens; only with an entropy bonus."""
-    kl: float
-    """Mean divergence from the reference model over the trained tokens; only with one."""
-    advantage_mean: float
-    advantage_std: float
-    updates: int
-    """Optimizer updates of the step."""
-    skipped_steps: int
-    """1 if the step was skipped because its loss or gradient was not finite; most other keys are then missing."""
-    overlong_samples: int
-    """Truncated or dropped because they fit no micro-batch."""
-    weight_mean: float
-    weight_max: float
-    ess: float
-    age_mean: float
-    age_max: int
-    age_histogram: dict[str, int]
-    """Age -> trained tokens."""
-    trained_tokens: int
-    completion_tokens_mean: float
-    logprob_gap_mean: float
-    """Mean |trainer - engine| log-probability over completions that the trainer's present version sampled whole."""
-    logprob_gap_max: float
-    gap_tokens: int
-    packing_efficiency: float
-    rank_balance: float
-    """Mean work of a data-parallel rank / that of the busiest."""
-    read_tokens: int
-    tokens_per_s: float
-    """read_tokens over the seconds of pack, prox, reference, train and optimizer."""
-    mfu: float
-    """model_flops over those seconds and the peak of all devices; only where that is known."""
-    model_flops: float
-    groups: int
-    replayed: bool
-    wait_s: float
-    start_s: float
-    """Until the first batch of this process, while engines load; not part of step_s."""
-    pack_s: float
-    prox_s: float
-    reference_s: float
-    train_s: float
-    optimizer_s: float
-    publish_s: float
-    checkpoint_s: float
-    step_s: float
 
 
 class ProbeRow(TypedDict, total=False):

@@ -25,7 +25,8 @@ import buffer
 import trainer
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
-from async_grpo.telemetry.rows import TIME_KEYS, StepRow
+from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.rows import TIME_KEYS
 from async_grpo.telemetry.trackers.tensorboard import TAGS
 from async_grpo.wire.records import Record
 from buffer.redis.scripts import RunKeys
@@ -125,12 +126,16 @@ def test_keys_of_the_files_of_a_run(run_dir: Path, summary: dict[str, Any]) -> N
         for path in sorted(run_dir.rglob("*.jsonl"))
     }
     nested = {f"summary.json: {key}": sorted(value) for key, value in summary.items() if isinstance(value, dict)}
-    files |= {"summary.json": sorted(summary), "step row": sorted(StepRow.__annotations__), "times": list(TIME_KEYS)}
+    files |= {
+        "summary.json": sorted(summary),
+        "step row": sorted(metric.key for metric in METRICS),
+        "times": list(TIME_KEYS),
+    }
     assert_golden("run_files.json", lines(files | nested | {"tensorboard": dict(TAGS)}))
 
 
 def test_names_of_the_trainers_metrics() -> None:
     collector = TrainerCollector(RunConfig.model_validate({"name": "golden", "model": {"random": {}}}))
-    row = {key: 1.0 for key in StepRow.__annotations__} | {"groups": 1, "skipped_steps": 0, "replayed": False}
+    row = {metric.key: 1.0 for metric in METRICS} | {"groups": 1, "skipped_steps": 0, "replayed": False}
     collector.progress = TrainerProgress().after(row)
     assert_golden("trainer_metrics.json", lines(sorted(family.name for family in collector.collect())))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 from msgspec.structs import replace
 
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire import Batch, Group, Sample, Task, Turn, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
 from trainer.batch.sequences import MIXED, micro_batch, reweighed, sequences_of, targets_of
-from trainer.step.results import StepResult, step_row
+from trainer.step.results import step_row
 
 PROMPT = [7, 8, 9]
 
@@ -56,7 +55,7 @@ def test_a_sample_that_is_masked_whole_is_context_only() -> None:
 
 
 def test_ages_are_those_of_the_tokens_with_a_gradient() -> None:
-    result = StepResult(**{field.name: 0 for field in fields(StepResult)})
+    result = {metric.key: 0 for metric in METRICS if metric.value is not None}
     rows = [step_row(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=below), result, lr=0.1, seconds={}) for below in (0, 2)]
     assert [(row["age_max"], row["masked_tokens"]) for row in rows] == [(2, 0), (0, 3)]
 

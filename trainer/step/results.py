@@ -1,18 +1,16 @@
-"""What a step found: sums over micro-batches, ranks and updates, and the figures made of them.
+"""The row of a training step: what its batch was like, what the step measured, how long it took; and what a model
+costs.
 
-How many floating-point operations a model needs, from its Hugging Face configuration. Pure.
+`ModelCost` counts floating-point operations from the Hugging Face configuration:
 
     forward pass over a sequence of n tokens = 2 * M * n  +  2 * L * H * n^2
 
-M weights of the matrices that a token meets: attention's four, the MLP's three, and the output layer. Of a mixture of
-experts: the router, and the MLPs of the experts that a token is sent to (`num_experts_per_tok`), not of all. The
+M counts the weights of the matrices that a token meets: attention's four, the MLP's three, and the output layer. In a
+mixture of experts it counts the router and the MLPs of the experts that a token is sent to (`num_experts_per_tok`). The
 embedding is a look-up and counts nothing. H = heads * head size; scores and weighted values take 2 * n * H each for a
-token that sees n others, and n / 2 on average under the causal mask. A multiplication and an addition are two.
-
-The backward pass takes twice the forward one. What is computed anew to save memory (`trainer.recompute`) is not
-counted: the figures are of useful work.
-
-The row of a training step: what its batch was like, what the step did, and how long it took.
+token that sees n others, and n / 2 on average under the causal mask. A multiplication and an addition are two
+operations. The backward pass takes twice the forward one. Recomputed activations (`trainer.recompute`) are not counted:
+the figures are of useful work.
 """
 
 from __future__ import annotations
@@ -20,23 +18,23 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Many
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from async_grpo.errors import NonFiniteStep
 from async_grpo.staleness import age
-from async_grpo.telemetry.timeline import START, WAIT
+from async_grpo.telemetry.metrics import COMPUTE, PHASES
+from async_grpo.telemetry.timeline import START
 from async_grpo.wire import Batch, Group
-from trainer.batch.packing import Packed
-from trainer.batch.sequences import Sequence
-from trainer.step.statistics import MAXIMA, SUMS
 
 TRAINING = 3
 """Forward and backward, in forward passes."""
+
+StepValues = dict[str, Any]
+"""Key -> value of the metrics that are made of a step's totals (`StepTotals.values`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,120 +75,6 @@ def _mixed(hf: Any) -> int:
     return int(hf.hidden_size * (hf.num_experts + 3 * hf.num_experts_per_tok * hf.moe_intermediate_size))
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Of the whole batch, the same on all ranks. Tokens are the trained ones, each as often as it was trained."""
-
-    loss: float
-    """Mean over the updates of the step; so is `grad_norm`."""
-    grad_norm: float
-    clip_fraction: float
-    """Tokens that left the trust region."""
-    clip_low_fraction: float
-    """Those that left it below: the ratio has fallen."""
-    clip_high_fraction: float
-    rejected_fraction: float
-    """Tokens that a correction multiplies by 0."""
-    lr_scale: float
-    """What the learning rate was multiplied by; 1 without `ess_lr`."""
-    weight_mean: float
-    """rho = pi / pi_behaviour before any cap, pi being the policy before the update."""
-    weight_max: float
-    ess: float
-    """Effective sample size (sum rho)^2 / sum rho^2, as a share of the tokens."""
-    kl: float | None
-    """Mean divergence from the reference model, by objective.kl_estimator; None without one."""
-    entropy_estimate: float
-    """-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy."""
-    entropy: float | None
-    """Mean entropy of the distributions; only with an entropy bonus."""
-    advantage_mean: float
-    """Over the samples that a verifier could judge."""
-    advantage_std: float
-    trained_tokens: int
-    overlong_samples: int
-    """Truncated or dropped because they fit no micro-batch."""
-    logprob_gap_mean: float | None
-    """|behaviour - trainer| over completions that this very version sampled from first token to last; None if
-    there are none. Others cannot be compared: where the KV cache is kept, part of it is of older weights."""
-    logprob_gap_max: float | None
-    gap_tokens: int
-    updates: int
-    micro_batches: int
-    """On each data-parallel rank."""
-    packing_efficiency: float
-    """Tokens read / (micro-batches * micro_batch_tokens)."""
-    rank_balance: float
-    """Mean work of a data-parallel rank / that of the busiest."""
-    read_tokens: int
-    """Positions that were trained through: with prompts and all other context."""
-    model_flops: float
-    """Useful floating-point operations of the forward and backward passes, all ranks; see `flops`."""
-
-
-@dataclass(slots=True)
-class StepTotals:
-    """Grows with every pass and every update of a step."""
-
-    cost: ModelCost
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
-    maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))
-    norms: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    slots: int = 0
-    micro_batches: int = 0
-    balances: list[float] = field(default_factory=list)
-    members: list[Sequence] = field(default_factory=list)
-    """All sequences of the batch, once."""
-    lr_scale: float = 1.0
-
-    def read(self, packed: Packed) -> None:
-        """These micro-batches were trained."""
-        self.lengths += packed.lengths
-        self.slots += packed.slots
-        self.micro_batches += len(packed.micro_batches)
-        self.balances.append(packed.balance)
-
-    def add(self, sums: dict[str, float], maxima: dict[str, float]) -> None:
-        """What one update found."""
-        self.sums = {name: self.sums[name] + value for name, value in sums.items()}
-        self.maxima = {name: max(self.maxima[name], value) for name, value in maxima.items()}
-
-    def result(self, *, entropy: bool, reference: bool) -> StepResult:
-        """`entropy`, `reference`: whether there was one."""
-        sums, updates = self.sums, len(self.norms)
-        tokens, gap_tokens = max(1.0, sums["tokens"]), int(sums["gap_tokens"])
-        advantages = [member.advantage for member in self.members if member.counted]
-        return StepResult(
-            loss=sums["loss"] / updates,
-            grad_norm=sum(self.norms) / updates,
-            clip_fraction=sums["clipped"] / tokens,
-            clip_low_fraction=sums["clipped_low"] / tokens,
-            clip_high_fraction=sums["clipped_high"] / tokens,
-            rejected_fraction=sums["rejected"] / tokens,
-            lr_scale=self.lr_scale,
-            weight_mean=sums["weight"] / tokens,
-            weight_max=self.maxima["weight"],
-            ess=sums["weight"] ** 2 / (tokens * sums["weight_squared"]) if sums["weight_squared"] else 0.0,
-            kl=sums["kl"] / tokens if reference else None,
-            entropy_estimate=-sums["logprob"] / tokens,
-            entropy=sums["entropy"] / tokens if entropy else None,
-            advantage_mean=_mean(advantages),
-            advantage_std=_deviation(advantages),
-            trained_tokens=int(sums["tokens"]),
-            overlong_samples=sum(member.overlong for member in self.members),
-            logprob_gap_mean=sums["gap"] / gap_tokens if gap_tokens else None,
-            logprob_gap_max=self.maxima["gap"] if gap_tokens else None,
-            gap_tokens=gap_tokens,
-            updates=updates,
-            micro_batches=self.micro_batches,
-            packing_efficiency=sum(self.lengths) / self.slots,
-            rank_balance=_mean(self.balances),
-            read_tokens=sum(self.lengths),
-            model_flops=TRAINING * self.cost.forward(self.lengths),
-        )
-
-
 def refuse_non_finite(loss: float, version: int) -> None:
     """Raise NonFiniteStep for such a loss, of the step from `version`."""
     if not math.isfinite(loss):
@@ -200,31 +84,15 @@ def refuse_non_finite(loss: float, version: int) -> None:
         )
 
 
-def _mean(values: Many[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _deviation(values: Many[float]) -> float:
-    centre = _mean(values)
-    return math.sqrt(_mean([(value - centre) ** 2 for value in values]))
-
-
-PHASES = (WAIT, "pack", "prox", "reference", "train", "optimizer", "publish", "checkpoint")
-
-
-COMPUTE = ("pack", "prox", "reference", "train", "optimizer")
-"""What the ranks spend on the step itself."""
-
-
 def step_row(
-    batch: Batch, result: StepResult | None, *, lr: float, seconds: dict[str, float], peak_flops: float | None = None
+    batch: Batch, found: StepValues | None, *, lr: float, seconds: dict[str, float], peak_flops: float | None = None
 ) -> dict[str, Any]:
-    """For metrics.jsonl; `step` is the version that the step made; what was not measured is left out.
+    """The row of metrics.jsonl (`telemetry.metrics.METRICS` explains its keys). What was not measured is left out.
 
-    `result` is None for a step that was skipped. It is written before the step's own checkpoint: `checkpoint_s` and
-    `step_s` have the one before. `peak_flops`: of all ranks together, a second.
+    `found` is None for a step that was skipped. The row is written before the step's own checkpoint: `checkpoint_s` and
+    `step_s` have the one before. `peak_flops`: floating-point operations a second, of all ranks together.
     """
-    outcome = {key: value for key, value in asdict(result).items() if value is not None} if result else {}
+    measured = {key: value for key, value in (found or {}).items() if value is not None}
     return {
         "kind": "step",
         "step": batch.version + 1,
@@ -236,22 +104,22 @@ def step_row(
         "lr": lr,
         **_rewards(batch.groups),
         **_ages(batch),
-        **outcome,
-        **(_speed(result, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops) if result else {}),
-        "skipped_steps": int(result is None),
+        **measured,
+        **_speed(measured, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops),
+        "skipped_steps": int(found is None),
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
         "start_s": seconds.get(START, 0.0),
         "step_s": sum(taken_s for name, taken_s in seconds.items() if name != START),
     }
 
 
-def _speed(result: StepResult, compute_s: float, peak_flops: float | None) -> dict[str, float]:
-    """Over the time that the ranks compute. MFU is of useful operations: passes before the first update and what is
-    computed anew take time and count nothing."""
-    if compute_s <= 0:
+def _speed(measured: Mapping[str, float], compute_s: float, peak_flops: float | None) -> dict[str, float]:
+    """Over the seconds in which the ranks compute. MFU counts useful operations: passes before the first update and
+    recomputation take time and count nothing."""
+    if not measured or compute_s <= 0:
         return {}
-    used = {} if peak_flops is None else {"mfu": result.model_flops / (compute_s * peak_flops)}
-    return {"tokens_per_s": result.read_tokens / compute_s, **used}
+    used = {} if peak_flops is None else {"mfu": measured["model_flops"] / (compute_s * peak_flops)}
+    return {"tokens_per_s": measured["read_tokens"] / compute_s, **used}
 
 
 def _rewards(groups: list[Group]) -> dict[str, Any]:

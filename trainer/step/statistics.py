@@ -9,28 +9,10 @@ from torch import Tensor
 
 from async_grpo.algorithms import Objective, Tokens, ess_sums, token_kl
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.telemetry.metrics import MAXIMA, SUMS
 from trainer.batch.sequences import Targets
 from trainer.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
 
-SUMS = (
-    "loss",
-    "tokens",
-    "clipped",
-    "clipped_low",
-    "clipped_high",
-    "rejected",
-    "weight",
-    "weight_squared",
-    "sequence_weight",
-    "sequence_weight_squared",
-    "sequences",
-    "logprob",
-    "entropy",
-    "kl",
-    "gap",
-    "gap_tokens",
-)
-MAXIMA = ("weight", "gap")
 NO_VERSION = -2
 """Neither a version nor MIXED."""
 
@@ -50,31 +32,38 @@ def tally(
     weight_N = tokens.log_rho_N.exp().double()
     gap_N, gap_tokens = _gap(logprobs_N, targets, version)
     risen_N = _risen(tokens, objective)
-    sums = [
-        loss.detach().double(),
-        _number(len(logprobs_N)),
-        found.clipped_N.sum().double(),
-        (found.clipped_N & ~risen_N).sum().double(),
-        (found.clipped_N & risen_N).sum().double(),
-        found.rejected_N.sum().double(),
-        weight_N.sum(),
-        weight_N.square().sum(),
-        *ess_sums(tokens.detached()),
-        logprobs_N.sum(),
-        _number(0) if tokens.entropy_N is None else tokens.entropy_N.detach().double().sum(),
-        _divergence(tokens, objective),
-        gap_N.sum(),
-        gap_tokens,
-    ]
-    return torch.stack(sums), torch.stack([_largest(weight_N), _largest(gap_N)])
+    sequence_weight, sequence_weight_squared, sequences = ess_sums(tokens.detached())
+    sums = {
+        "loss": loss.detach().double(),
+        "tokens": _number(len(logprobs_N)),
+        "clipped": found.clipped_N.sum().double(),
+        "clipped_low": (found.clipped_N & ~risen_N).sum().double(),
+        "clipped_high": (found.clipped_N & risen_N).sum().double(),
+        "rejected": found.rejected_N.sum().double(),
+        "weight": weight_N.sum(),
+        "weight_squared": weight_N.square().sum(),
+        "sequence_weight": sequence_weight,
+        "sequence_weight_squared": sequence_weight_squared,
+        "sequences": sequences,
+        "logprob": logprobs_N.sum(),
+        "entropy": _number(0) if tokens.entropy_N is None else tokens.entropy_N.detach().double().sum(),
+        "kl": _divergence(tokens, objective),
+        "gap": gap_N.sum(),
+        "gap_tokens": gap_tokens,
+    }
+    maxima = {"weight": _largest(weight_N), "gap": _largest(gap_N)}
+    return torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA])
 
 
 def tally_gap(logprobs_N: Tensor, targets: Targets, version: int) -> Tally:
     """The gap alone: all other statistics are 0."""
     gap_N, gap_tokens = _gap(logprobs_N.detach().double(), targets, version)
-    sums = torch.zeros(len(SUMS), dtype=torch.float64)
-    sums[SUMS.index("gap")], sums[SUMS.index("gap_tokens")] = gap_N.sum(), gap_tokens
-    return sums, torch.stack([_number(0), _largest(gap_N)])
+    sums = {"gap": gap_N.sum(), "gap_tokens": gap_tokens}
+    maxima = {"gap": _largest(gap_N)}
+    return (
+        torch.stack([sums.get(name, _number(0)) for name in SUMS]),
+        torch.stack([maxima.get(name, _number(0)) for name in MAXIMA]),
+    )
 
 
 def reduce_tallies(found: Many[Tally]) -> tuple[dict[str, float], dict[str, float]]:

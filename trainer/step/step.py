@@ -23,6 +23,7 @@ from torch import Tensor
 from async_grpo.algorithms import ess_scale, rewards_less_kl, token_objective
 from async_grpo.config import RunConfig
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.telemetry.metrics import StepTotals
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.packing import Packed, pack, pack_for_rank, sequences_in, split_groups
@@ -30,7 +31,7 @@ from trainer.batch.sequences import MicroBatch, Sequence, reweighed, targets_of
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.step.precompute import PrecomputedTokens, precompute, prepared, theta_version, tokens_of
-from trainer.step.results import StepResult, StepTotals, model_cost, refuse_non_finite
+from trainer.step.results import TRAINING, StepValues, model_cost, refuse_non_finite
 from trainer.step.statistics import Tally, reduce_tallies, tally, tally_gap
 
 
@@ -50,7 +51,7 @@ def train_step(
     lr: float,
     phases: PhaseTimer,
     reference: Reference | None = None,
-) -> StepResult:
+) -> StepValues:
     """Turn version `batch.version` into the next one.
 
     The result does not depend on the number of micro-batches or ranks (up to rounding). Raises NonFiniteStep if the
@@ -58,17 +59,38 @@ def train_step(
     """
     objective = config.trainer.objective
     ready = make_ready(policy, batch, config, reference, phases)
-    figures = StepTotals(model_cost(policy.hf), members=ready.members)
-    for number, packed in enumerate(_mini_batches(ready, batch, config, figures, phases)):
+    totals = new_totals(config, reference)
+    count_members(totals, ready.members)
+    for number, packed in enumerate(_mini_batches(policy, ready, batch, config, phases)):
         loss = MicroBatchLoss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
         with phases.span("train", micro_batches=len(packed.micro_batches)):
             policy.zero_grad()
             micro_batches = prepared(packed.micro_batches, ready.known)
             found = policy.run(micro_batches, loss, train=True, entropy=objective.entropy_coef > 0)
             sums, maxima = reduce_tallies(found)
-        figures.read(packed)
-        take_update(policy, figures, sums, maxima, ready.known, config, lr=lr, version=batch.version, phases=phases)
-    return figures.result(entropy=objective.entropy_coef > 0, reference=reference is not None)
+        count_read(totals, packed, policy)
+        take_update(policy, totals, sums, maxima, ready.known, config, lr=lr, version=batch.version, phases=phases)
+    return totals.values()
+
+
+def new_totals(config: RunConfig, reference: Reference | None) -> StepTotals:
+    """The totals of a step before its first micro-batch."""
+    return StepTotals(with_entropy=config.trainer.objective.entropy_coef > 0, with_reference=reference is not None)
+
+
+def count_members(totals: StepTotals, members: list[Sequence]) -> None:
+    """Add what is known of the sequences of a batch, each counted once."""
+    totals.advantages += [member.advantage for member in members if member.counted]
+    totals.overlong += sum(member.overlong for member in members)
+
+
+def count_read(totals: StepTotals, packed: Packed, policy: Policy) -> None:
+    """Add the micro-batches that were trained through."""
+    totals.lengths += packed.lengths
+    totals.slots += packed.slots
+    totals.micro_batches += len(packed.micro_batches)
+    totals.balances.append(packed.balance)
+    totals.flops += TRAINING * model_cost(policy.hf).forward(packed.lengths)
 
 
 def make_ready(
@@ -90,7 +112,7 @@ def make_ready(
 
 def take_update(
     policy: Policy,
-    figures: StepTotals,
+    totals: StepTotals,
     sums: dict[str, float],
     maxima: dict[str, float],
     known: PrecomputedTokens,
@@ -104,10 +126,10 @@ def take_update(
     refuse_non_finite(sums["loss"], version)
     if config.trainer.objective.scales_step:
         of_this = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
-        figures.lr_scale = of_this if known.lr_scale is None else known.lr_scale
+        totals.lr_scale = of_this if known.lr_scale is None else known.lr_scale
     with phases.span("optimizer"):
-        figures.norms.append(policy.update(lr * figures.lr_scale))
-    figures.add(sums, maxima)
+        totals.norms.append(policy.update(lr * totals.lr_scale))
+    totals.add(sums, maxima)
 
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:
@@ -157,7 +179,7 @@ class MicroBatchLoss:
 
 
 def _mini_batches(
-    ready: PreparedBatch, batch: Batch, config: RunConfig, figures: StepTotals, phases: PhaseTimer
+    policy: Policy, ready: PreparedBatch, batch: Batch, config: RunConfig, phases: PhaseTimer
 ) -> Iterator[Packed]:
     """What each update is made from, in order."""
     trainer = config.trainer
@@ -172,7 +194,7 @@ def _mini_batches(
             with phases.span("pack"):
                 members = [member for member in ready.members if member.group in part]
                 weighed = reweighed(members, trainer.objective, config.sampling.max_tokens)
-                packed = pack(weighed, config, figures.cost.quadratic)
+                packed = pack(weighed, config, model_cost(policy.hf).quadratic)
             yield packed
 
 

@@ -33,7 +33,7 @@ from trainer.model.optimizer import learning_rate
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.run_logger import TrainerLogger
-from trainer.step.results import StepResult
+from trainer.step.results import StepValues
 from trainer.step.step import train_step
 from trainer.step.streaming import StreamedStep
 
@@ -96,7 +96,7 @@ class StepOutcome(NamedTuple):
     """A step of the policy."""
 
     batch: Batch
-    result: StepResult | None
+    result: StepValues | None
     """None: the step was skipped."""
     lr: float
 
@@ -149,7 +149,7 @@ class StepRunner:
             return self._skip(step.batch, fault, lr)
         return self._done(step.batch, result, lr)
 
-    def _done(self, batch: Batch, result: StepResult, lr: float) -> StepOutcome:
+    def _done(self, batch: Batch, result: StepValues, lr: float) -> StepOutcome:
         self.skips.made()
         return StepOutcome(batch, result, lr)
 

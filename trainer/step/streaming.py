@@ -22,15 +22,16 @@ from msgspec import structs
 
 from async_grpo.algorithms import denominator
 from async_grpo.config import RunConfig
+from async_grpo.telemetry.metrics import StepTotals
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.sequences import Sequence
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.step.precompute import PrecomputedTokens, prepared
-from trainer.step.results import StepResult, StepTotals, model_cost
+from trainer.step.results import StepValues
 from trainer.step.statistics import Tally, reduce_tallies
-from trainer.step.step import MicroBatchLoss, make_ready, take_update
+from trainer.step.step import MicroBatchLoss, count_members, count_read, make_ready, new_totals, take_update
 
 
 @dataclass(slots=True)
@@ -44,10 +45,11 @@ class StreamedStep:
     reference: Reference | None = None
     parts: list[Batch] = field(default_factory=list)
     found: list[Tally] = field(default_factory=list)
-    figures: StepTotals = field(init=False)
+    members: list[Sequence] = field(default_factory=list)
+    totals: StepTotals = field(init=False)
 
     def __post_init__(self) -> None:
-        self.figures = StepTotals(model_cost(self.policy.hf))
+        self.totals = new_totals(self.config, self.reference)
         self.policy.zero_grad()
 
     @property
@@ -75,22 +77,22 @@ class StreamedStep:
             micro_batches = prepared(ready.packed.micro_batches, ready.known)
             entropy = objective.entropy_coef > 0
             self.found += self.policy.run(micro_batches, loss, train=True, entropy=entropy, total=False)
-        self.figures.members += ready.members
-        self.figures.read(ready.packed)
+        self.members += ready.members
+        count_members(self.totals, ready.members)
+        count_read(self.totals, ready.packed, self.policy)
 
-    def close(self, lr: float) -> StepResult:
+    def close(self, lr: float) -> StepValues:
         """Change the weights. Raises NonFiniteStep before it does."""
-        total = self._denominator(self.figures.members)
+        total = self._denominator(self.members)
         with self.phases.span("train"):
             self.policy.total_gradients(scale=1.0 / total)
             sums, maxima = reduce_tallies(self.found)
         sums["loss"] /= total
         known = PrecomputedTokens()
         take_update(
-            self.policy, self.figures, sums, maxima, known, self.config, lr=lr, version=self.version, phases=self.phases
+            self.policy, self.totals, sums, maxima, known, self.config, lr=lr, version=self.version, phases=self.phases
         )
-        entropy = self.config.trainer.objective.entropy_coef > 0
-        return self.figures.result(entropy=entropy, reference=self.reference is not None)
+        return self.totals.values()
 
     def _denominator(self, members: list[Sequence]) -> float:
         tokens_N = torch.tensor([member.counted for member in members])

@@ -10,58 +10,11 @@ from typing import Any
 
 from async_grpo.errors import DependencyError
 from async_grpo.evaluation.summary import rows_of
+from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire.board import Evaluation
 
-TAGS = {
-    "reward_mean": "reward/mean",
-    "reward_std": "reward/std",
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "clip_fraction": "train/clip_fraction",
-    "clip_low_fraction": "train/clip_low_fraction",
-    "clip_high_fraction": "train/clip_high_fraction",
-    "rejected_fraction": "train/rejected_fraction",
-    "lr_scale": "train/lr_scale",
-    "entropy": "train/entropy",
-    "kl": "train/kl",
-    "advantage_mean": "train/advantage_mean",
-    "advantage_std": "train/advantage_std",
-    "updates": "train/updates",
-    "skipped_steps": "train/skipped_steps",
-    "overlong_samples": "train/overlong_samples",
-    "trained_tokens": "train/tokens",
-    "packing_efficiency": "train/packing_efficiency",
-    "rank_balance": "train/rank_balance",
-    "read_tokens": "train/read_tokens",
-    "tokens_per_s": "speed/tokens_per_s",
-    "mfu": "speed/mfu",
-    "model_flops": "speed/model_flops",
-    "weight_mean": "importance/weight_mean",
-    "weight_max": "importance/weight_max",
-    "ess": "importance/ess",
-    "age_mean": "staleness/age_mean",
-    "age_max": "staleness/age_max",
-    "completion_tokens_mean": "rollout/completion_tokens_mean",
-    "logprob_gap_mean": "logprob_gap/mean",
-    "logprob_gap_max": "logprob_gap/max",
-    "gap_tokens": "logprob_gap/tokens",
-    "groups": "rollout/groups",
-    "epoch": "run/epoch",
-    "replayed": "run/replayed",
-    "version": "run/version",
-    "wait_s": "time/wait_s",
-    "start_s": "time/start_s",
-    "pack_s": "time/pack_s",
-    "prox_s": "time/prox_s",
-    "reference_s": "time/reference_s",
-    "train_s": "time/train_s",
-    "optimizer_s": "time/optimizer_s",
-    "publish_s": "time/publish_s",
-    "checkpoint_s": "time/checkpoint_s",
-    "step_s": "time/step_s",
-}
-"""Row key -> tag. Numeric keys that are not listed are written as `other/<key>`."""
+TAGS = {metric.key: metric.tag for metric in METRICS if metric.tag}
+"""Key of a step's row -> tag. Numeric keys without a tag are written as `other/<key>`."""
 
 _COORDINATES = ("step", "time_s")
 
@@ -76,7 +29,7 @@ class TensorBoardTracker:
         self._writer = _open_writer(run_dir / "tensorboard") if enabled else None
 
     def write_step(self, row: Mapping[str, Any]) -> None:
-        """The numeric fields of a step row (see `rows.StepRow`), at its step."""
+        """The numeric fields of a step row (see `metrics.METRICS`), at its step."""
         scalars = {
             TAGS.get(key, f"other/{key}"): float(value)
             for key, value in row.items()

@@ -9,7 +9,6 @@ moved lies beside it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from async_grpo.config import RunConfig
@@ -32,7 +31,7 @@ def run(config: RunConfig, case: dict[str, str], platform: Platform) -> None:
     moved = {name: tensor - before[name] for name, tensor in policy.export()}
     if is_leader():
         save_file(moved, out.with_suffix(".safetensors"))
-        out.write_text(json.dumps(asdict(result)))
+        out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

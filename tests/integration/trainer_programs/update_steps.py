@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoint
             found["stopped"] = str(error)
             break
         assert made is not None
-        found["steps"].append(asdict(made.result) if made.result else None)
+        found["steps"].append(made.result)
         found["stayed"].append(all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy).items()))
         if version + 1 == case.save_at:
             checkpoints.save(policy, version + 1, epoch=1)

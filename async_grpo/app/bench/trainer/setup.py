@@ -89,13 +89,13 @@ def streamed(policy: Policy, producer: SlowProducer, config: RunConfig) -> Bench
     for part in producer.parts():
         step.add(part)
     result = step.close(lr=0.0)
-    return BenchStep(result.loss, result.grad_norm, result.packing_efficiency)
+    return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
 
 
 def waited(policy: Policy, producer: SlowProducer, config: RunConfig) -> BenchStep:
     """The step begins when all groups are there."""
     result = train_step(policy, producer.whole(), config, lr=0.0, phases=PhaseTimer())
-    return BenchStep(result.loss, result.grad_norm, result.packing_efficiency)
+    return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
 
 
 _SPECIAL = 3
@@ -185,7 +185,7 @@ class TrainerSetup:
     def trainer(self) -> BenchStep:
         """The step that is measured."""
         result = train_step(self.policy, self.batch, self.config, lr=0.0, phases=self.phases)
-        return BenchStep(result.loss, result.grad_norm, result.packing_efficiency)
+        return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
 
     def padded(self, setting: PaddedSetting) -> Contestant:
         """A baseline."""

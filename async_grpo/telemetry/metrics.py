@@ -1,0 +1,337 @@
+"""METRICS: the one table of what a training step measures.
+
+A row of the table names the key in metrics.jsonl and summary.json, the tag of TensorBoard and other trackers, the gauge
+of Prometheus, and the statistics that the value is made of. The trainer adds up `SUMS` and `MAXIMA` over micro-batches
+and ranks, `StepTotals.values` applies the table, and docs/reference.md is written from it.
+
+To add a metric, add a row here and put its statistic into trainer/step/statistics.py. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_grpo.telemetry.timeline import WAIT
+
+PHASES = (WAIT, "pack", "prox", "reference", "train", "optimizer", "publish", "checkpoint")
+"""The parts of a step, in order. A row has the seconds of each as `<phase>_s`."""
+
+COMPUTE = ("pack", "prox", "reference", "train", "optimizer")
+"""The phases in which the ranks compute."""
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """What the micro-batches, ranks and updates of one step add up to; all counts are over the whole batch."""
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+    """Statistic -> sum over the trained tokens, each as often as it was trained."""
+    maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))
+    """Statistic -> largest value of a token; 0 if there is none."""
+    norms: list[float] = field(default_factory=list)
+    """Gradient norm of every update."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of every sequence read, prompts included, each as often as it was read."""
+    slots: int = 0
+    """Tokens that the micro-batches had room for."""
+    micro_batches: int = 0
+    balances: list[float] = field(default_factory=list)
+    """Of every packing: mean work of a data-parallel rank / work of the busiest."""
+    advantages: list[float] = field(default_factory=list)
+    """Of every sample that a verifier could judge."""
+    overlong: int = 0
+    """Samples truncated or dropped because they fit no micro-batch."""
+    lr_scale: float = 1.0
+    flops: float = 0.0
+    """Useful floating-point operations of the forward and backward passes, all ranks."""
+    with_entropy: bool = False
+    """Whether the objective has an entropy bonus, so that entropies were computed."""
+    with_reference: bool = False
+    """Whether there is a reference model."""
+
+    def add(self, sums: dict[str, float], maxima: dict[str, float]) -> None:
+        """Add what one update found, summed over micro-batches and ranks."""
+        self.sums = {name: self.sums[name] + value for name, value in sums.items()}
+        self.maxima = {name: max(self.maxima[name], value) for name, value in maxima.items()}
+
+    def per_token(self, name: str) -> float:
+        """A sum divided by the number of trained tokens; 0 if there are none."""
+        return self.sums[name] / max(1.0, self.sums["tokens"])
+
+    def values(self) -> dict[str, Any]:
+        """Key -> value of every metric that is made of totals; None where there is nothing to measure."""
+        return {metric.key: metric.value(self) for metric in METRICS if metric.value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row of the table."""
+
+    key: str
+    """Key in metrics.jsonl and summary.json."""
+    doc: str
+    """One sentence, for docs/reference.md and the gauge's help."""
+    tag: str = ""
+    """Tag of TensorBoard and other trackers; empty: not a scalar of the curves."""
+    sums: tuple[str, ...] = ()
+    """Statistics that are added up over tokens, micro-batches and ranks."""
+    maxima: tuple[str, ...] = ()
+    """Statistics of which the largest is kept."""
+    value: Callable[[StepTotals], float | None] | None = None
+    """Totals of a step -> value. None: the value comes from the batch or the clock (trainer/step/results.py)."""
+    gauge: str = ""
+    """Name of the Prometheus gauge, without `async_grpo_trainer_`; empty: not shown."""
+
+
+def _ess(totals: StepTotals) -> float:
+    squared = totals.sums["weight_squared"]
+    tokens = max(1.0, totals.sums["tokens"])
+    return totals.sums["weight"] ** 2 / (tokens * squared) if squared else 0.0
+
+
+def _of_gap(total: float, totals: StepTotals) -> float | None:
+    return total if totals.sums["gap_tokens"] else None
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(key="step", doc="Version that the step made."),
+    Metric(key="version", doc="Version that the step started from.", tag="run/version"),
+    Metric(key="epoch", doc="Rises by one each time a trainer takes over the run.", tag="run/epoch"),
+    Metric(key="time_s", doc="Unix time at the end of the step."),
+    Metric(key="replayed", doc="Whether the step was made once more after a crash.", tag="run/replayed"),
+    Metric(key="groups", doc="Groups in the batch.", tag="rollout/groups"),
+    Metric(
+        key="reward_mean",
+        doc="Mean reward of the samples that a verifier could judge.",
+        tag="reward/mean",
+        gauge="reward_mean",
+    ),
+    Metric(key="reward_std", doc="Standard deviation of those rewards.", tag="reward/std"),
+    Metric(key="unverifiable_samples", doc="Samples that no verifier could judge.", tag="other/unverifiable_samples"),
+    Metric(key="informative_groups", doc="Share of the groups whose rewards differ.", tag="other/informative_groups"),
+    Metric(
+        key="completion_tokens_mean", doc="Mean length of a completion in tokens.", tag="rollout/completion_tokens_mean"
+    ),
+    Metric(
+        key="loss",
+        doc="Mean loss over the updates of the step.",
+        tag="train/loss",
+        gauge="loss",
+        sums=("loss", "tokens"),
+        value=lambda t: t.sums["loss"] / len(t.norms),
+    ),
+    Metric(
+        key="grad_norm",
+        doc="Mean gradient norm over the updates of the step, before clipping.",
+        tag="train/grad_norm",
+        gauge="grad_norm",
+        value=lambda t: _mean(t.norms),
+    ),
+    Metric(key="lr", doc="Learning rate of the step.", tag="train/lr", gauge="learning_rate"),
+    Metric(
+        key="lr_scale",
+        doc="Factor on the learning rate; 1 without ess_lr.",
+        tag="train/lr_scale",
+        sums=("sequence_weight", "sequence_weight_squared", "sequences"),
+        value=lambda t: t.lr_scale,
+    ),
+    Metric(
+        key="clip_fraction",
+        doc="Share of the trained tokens that left the trust region.",
+        tag="train/clip_fraction",
+        sums=("clipped",),
+        value=lambda t: t.per_token("clipped"),
+    ),
+    Metric(
+        key="clip_low_fraction",
+        doc="Share of the trained tokens that left it below: their ratio has fallen.",
+        tag="train/clip_low_fraction",
+        sums=("clipped_low",),
+        value=lambda t: t.per_token("clipped_low"),
+    ),
+    Metric(
+        key="clip_high_fraction",
+        doc="Share of the trained tokens that left it above.",
+        tag="train/clip_high_fraction",
+        sums=("clipped_high",),
+        value=lambda t: t.per_token("clipped_high"),
+    ),
+    Metric(
+        key="rejected_fraction",
+        doc="Share of the trained tokens that a correction multiplies by 0.",
+        tag="train/rejected_fraction",
+        sums=("rejected",),
+        value=lambda t: t.per_token("rejected"),
+    ),
+    Metric(
+        key="weight_mean",
+        doc="Mean of rho = pi / pi_behaviour before any cap; pi is the policy before the update.",
+        tag="importance/weight_mean",
+        sums=("weight",),
+        value=lambda t: t.per_token("weight"),
+    ),
+    Metric(
+        key="weight_max",
+        doc="Largest rho of a token.",
+        tag="importance/weight_max",
+        maxima=("weight",),
+        value=lambda t: t.maxima["weight"],
+    ),
+    Metric(
+        key="ess",
+        doc="Effective sample size (sum rho)^2 / sum rho^2, as a share of the trained tokens.",
+        tag="importance/ess",
+        sums=("weight_squared",),
+        value=_ess,
+    ),
+    Metric(
+        key="kl",
+        doc="Mean divergence from the reference model by objective.kl_estimator; only with a reference model.",
+        tag="train/kl",
+        sums=("kl",),
+        value=lambda t: t.per_token("kl") if t.with_reference else None,
+    ),
+    Metric(
+        key="entropy_estimate",
+        doc="-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy.",
+        tag="other/entropy_estimate",
+        sums=("logprob",),
+        value=lambda t: -t.per_token("logprob"),
+    ),
+    Metric(
+        key="entropy",
+        doc="Mean entropy of the distributions; only with an entropy bonus.",
+        tag="train/entropy",
+        sums=("entropy",),
+        value=lambda t: t.per_token("entropy") if t.with_entropy else None,
+    ),
+    Metric(
+        key="advantage_mean",
+        doc="Mean advantage of the samples that a verifier could judge.",
+        tag="train/advantage_mean",
+        value=lambda t: _mean(t.advantages),
+    ),
+    Metric(
+        key="advantage_std",
+        doc="Standard deviation of those advantages.",
+        tag="train/advantage_std",
+        value=lambda t: _deviation(t.advantages),
+    ),
+    Metric(
+        key="trained_tokens",
+        doc="Tokens that got a gradient, each as often as it did.",
+        tag="train/tokens",
+        value=lambda t: int(t.sums["tokens"]),
+    ),
+    Metric(key="masked_tokens", doc="Tokens too old to get a gradient.", tag="other/masked_tokens"),
+    Metric(
+        key="age_mean",
+        doc="Mean age of the trained tokens, in optimizer steps.",
+        tag="staleness/age_mean",
+        gauge="age_mean_steps",
+    ),
+    Metric(
+        key="age_max",
+        doc="Age of the oldest trained token, in optimizer steps.",
+        tag="staleness/age_max",
+        gauge="age_max_steps",
+    ),
+    Metric(key="age_histogram", doc="Age -> number of trained tokens."),
+    Metric(
+        key="overlong_samples",
+        doc="Samples truncated or dropped because they fit no micro-batch.",
+        tag="train/overlong_samples",
+        value=lambda t: t.overlong,
+    ),
+    Metric(
+        key="logprob_gap_mean",
+        doc="Mean |trainer - engine| log-probability over completions that this very version sampled whole.",
+        tag="logprob_gap/mean",
+        gauge="logprob_gap_mean",
+        sums=("gap", "gap_tokens"),
+        value=lambda t: _of_gap(t.sums["gap"] / max(1.0, t.sums["gap_tokens"]), t),
+    ),
+    Metric(
+        key="logprob_gap_max",
+        doc="Largest of those differences.",
+        tag="logprob_gap/max",
+        gauge="logprob_gap_max",
+        maxima=("gap",),
+        value=lambda t: _of_gap(t.maxima["gap"], t),
+    ),
+    Metric(
+        key="gap_tokens",
+        doc="Tokens that the gap was measured on.",
+        tag="logprob_gap/tokens",
+        value=lambda t: int(t.sums["gap_tokens"]),
+    ),
+    Metric(key="updates", doc="Optimizer updates of the step.", tag="train/updates", value=lambda t: len(t.norms)),
+    Metric(
+        key="skipped_steps",
+        doc="1 if the step was skipped: its loss or gradient was not finite.",
+        tag="train/skipped_steps",
+    ),
+    Metric(
+        key="micro_batches",
+        doc="Micro-batches on each data-parallel rank.",
+        tag="other/micro_batches",
+        value=lambda t: t.micro_batches,
+    ),
+    Metric(
+        key="packing_efficiency",
+        doc="Tokens read / (micro-batches * micro_batch_tokens).",
+        tag="train/packing_efficiency",
+        value=lambda t: sum(t.lengths) / t.slots,
+    ),
+    Metric(
+        key="rank_balance",
+        doc="Mean work of a data-parallel rank / work of the busiest.",
+        tag="train/rank_balance",
+        value=lambda t: _mean(t.balances),
+    ),
+    Metric(
+        key="read_tokens",
+        doc="Positions that were trained through, with prompts and all other context.",
+        tag="train/read_tokens",
+        value=lambda t: sum(t.lengths),
+    ),
+    Metric(
+        key="model_flops",
+        doc="Useful floating-point operations of the forward and backward passes, all ranks.",
+        tag="speed/model_flops",
+        value=lambda t: t.flops,
+    ),
+    Metric(
+        key="tokens_per_s", doc="read_tokens over the seconds in which the ranks compute.", tag="speed/tokens_per_s"
+    ),
+    Metric(
+        key="mfu", doc="model_flops over those seconds and the peak of all devices, where it is known.", tag="speed/mfu"
+    ),
+    Metric(key="wait_s", doc="Seconds of waiting for groups.", tag="time/wait_s"),
+    Metric(key="start_s", doc="Seconds until the first batch of this process; not part of step_s.", tag="time/start_s"),
+    Metric(key="pack_s", doc="Seconds of making sequences and packing them.", tag="time/pack_s"),
+    Metric(key="prox_s", doc="Seconds of evaluating the proximal policy.", tag="time/prox_s"),
+    Metric(key="reference_s", doc="Seconds of evaluating the reference model.", tag="time/reference_s"),
+    Metric(key="train_s", doc="Seconds of forward and backward passes.", tag="time/train_s"),
+    Metric(key="optimizer_s", doc="Seconds of optimizer updates.", tag="time/optimizer_s"),
+    Metric(key="publish_s", doc="Seconds of handing over the weights.", tag="time/publish_s"),
+    Metric(key="checkpoint_s", doc="Seconds of starting the checkpoint before this row.", tag="time/checkpoint_s"),
+    Metric(key="step_s", doc="Seconds of the whole step.", tag="time/step_s"),
+)
+
+
+SUMS: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.sums))
+MAXIMA: tuple[str, ...] = tuple(dict.fromkeys(name for metric in METRICS for name in metric.maxima))
+"""What trainer/step/statistics.py reduces, in this order."""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    centre = _mean(values)
+    return math.sqrt(_mean([(value - centre) ** 2 for value in values]))
