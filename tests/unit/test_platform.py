@@ -118,7 +118,9 @@ def test_the_installed_megatron_is_the_one_that_the_trainer_is_written_for() -> 
 def test_every_platform_has_the_whole_interface(name: str) -> None:
     platform: Platform = select_platform(name)
     assert platform.name == name
-    assert all(callable(getattr(platform, method)) for method in ("activate", "configure", "layer_spec", "memory"))
+    assert all(
+        callable(getattr(platform, method)) for method in ("activate", "configure", "layer_replacements", "memory")
+    )
     assert "gloo" in platform.backend
 
 

@@ -19,7 +19,8 @@ from trainer.batch import packed as packed_batch
 from trainer.model import layers as own
 from trainer.model.policy import place
 from trainer.platform import cuda
-from trainer.platform.npu_attention import FusedAttention, with_fused_attention
+from trainer.platform.npu import NpuPlatform
+from trainer.platform.npu_attention import FusedAttention
 
 HEADS, GROUPS, DIM = 4, 2, 16
 LENGTHS = [5, 12, 1, 7]
@@ -84,7 +85,7 @@ def classes_in(node: Any) -> set[type]:
 @pytest.mark.usefixtures("their_layers")
 def test_transformer_engine_takes_every_place_that_was_ours() -> None:
     config = model_config(qk_layernorm=True)
-    found = classes_in(cuda.with_transformer_engine(own.block_spec(config), config))
+    found = classes_in(own.block_spec(config, cuda.transformer_engine_layers(config)))
     assert found >= {Norm, Column, Row, Attention}
     assert not found & {own.RMSNorm, own.PackedAttention, ColumnParallelLinear, RowParallelLinear}
 
@@ -92,7 +93,7 @@ def test_transformer_engine_takes_every_place_that_was_ours() -> None:
 @pytest.mark.usefixtures("their_layers")
 def test_norms_stay_beside_the_linear_layers_so_that_parameters_keep_their_names() -> None:
     config = model_config()
-    layer = cuda.with_transformer_engine(own.block_spec(config), config).layer_specs[0].submodules
+    layer = own.block_spec(config, cuda.transformer_engine_layers(config)).layer_specs[0].submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is Norm
     assert layer.self_attention.submodules.linear_qkv is layer.mlp.submodules.linear_fc1 is Column
 
@@ -101,14 +102,14 @@ def test_norms_stay_beside_the_linear_layers_so_that_parameters_keep_their_names
 @pytest.mark.parametrize(("dtype", "context_parallel"), [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_attention_stays_ours_where_their_kernels_cannot_do_it(dtype: torch.dtype, context_parallel: int) -> None:
     config = model_config(dtype, context_parallel)
-    found = classes_in(cuda.with_transformer_engine(own.block_spec(config), config))
+    found = classes_in(own.block_spec(config, cuda.transformer_engine_layers(config)))
     assert own.PackedAttention in found
     assert Attention not in found
 
 
 def test_the_spec_that_was_given_stays_as_it_was() -> None:
     spec = own.block_spec(model_config())
-    with_fused_attention(spec, model_config())
+    own.replace_modules(spec, {own.PackedAttention: FusedAttention})
     assert own.PackedAttention in classes_in(spec)
 
 
@@ -116,7 +117,7 @@ def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     config = model_config()
     with pytest.raises(DependencyError, match=r"transformer_engine cannot be imported.*pip install"):
-        cuda.with_transformer_engine(own.block_spec(config), config)
+        own.block_spec(config, cuda.transformer_engine_layers(config))
 
 
 def fusion_attention(query: Any, key: Any, value: Any, heads: int, **given: Any) -> tuple[torch.Tensor]:
@@ -154,7 +155,7 @@ def test_the_fused_kernel_is_asked_for_the_attention_that_ours_computes(monkeypa
 
 def test_with_sequences_shared_by_ranks_the_npu_uses_our_attention() -> None:
     config = model_config(context_parallel=2)
-    assert own.PackedAttention in classes_in(with_fused_attention(own.block_spec(config), config))
+    assert own.PackedAttention in classes_in(own.block_spec(config, NpuPlatform().layer_replacements(config)))
 
 
 def imagined(value: Any, mode: FakeTensorMode) -> Any:

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from async_grpo.config.trainer import TrainerConfig
 from trainer.batch.packed import PackedSequences
 from trainer.model.families import family_of, head_dim, rope_of
+from trainer.model.layers import block_spec
 from trainer.platform import Platform
 
 
@@ -111,7 +112,7 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
     rope = rope_of(hf)
     model = TrainedPositionsModel(
         config,
-        platform.layer_spec(config),
+        block_spec(config, platform.layer_replacements(config)),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from trainer.batch.context_parallel import gather_context
 from trainer.batch.packed import KeyRanges, LengthBucket, PackedSequences, PaddedCells
+from trainer.platform.base import LayerRole
 
 
 class RMSNorm(torch.nn.Module):
@@ -145,15 +147,27 @@ def _rectangle(cells: Tensor, width: int) -> Tensor:
     return cells.view(-1, width, *cells.shape[1:]).transpose(1, 2)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer with the norms and the attention of this module."""
+OWN_LAYERS: Mapping[LayerRole, type] = {
+    LayerRole.norm: RMSNorm,
+    LayerRole.attention: PackedAttention,
+    LayerRole.column_linear: ColumnParallelLinear,
+    LayerRole.row_linear: RowParallelLinear,
+}
+"""The classes that stand where a platform has none of its own."""
+
+
+def block_spec(
+    config: TransformerConfig, replacements: Mapping[LayerRole, type] | None = None
+) -> TransformerBlockSubmodules:
+    """Megatron's local layer with the norms and the attention of this module, or with a platform's `replacements`."""
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    spec = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return replace_modules(spec, {OWN_LAYERS[role]: layer for role, layer in (replacements or {}).items()})
 
 
 def replace_modules(node: Any, by: Mapping[type, type]) -> Any:

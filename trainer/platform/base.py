@@ -1,6 +1,6 @@
 """What the trainer asks of the machine it runs on.
 
-    main --activate--> megatron may be imported --configure--> process groups --layer_spec--> model
+    main --activate--> megatron may be imported --configure--> process groups --layer_replacements--> model
 
 Nothing else in the trainer asks for the kind of device: tensors of the model and of its micro-batches live on
 `device`, everything that ranks tell each other beside Megatron (bytes, integers, statistics) lives on the CPU, and
@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -230,6 +231,15 @@ class MemoryUse:
     total_bytes: int
 
 
+class LayerRole(StrEnum):
+    """The places of a layer that a platform may fill with classes of its own (`model/layers.py` puts them in)."""
+
+    norm = "norm"
+    attention = "attention"
+    column_linear = "column_linear"
+    row_linear = "row_linear"
+
+
 class Platform(Protocol):
     """One kind of accelerator (or none)."""
 
@@ -250,8 +260,11 @@ class Platform(Protocol):
         """Tell what stands below Megatron how the ranks are cut; before Megatron's groups are made."""
         ...
 
-    def layer_spec(self, config: Any) -> Any:
-        """The Megatron block spec (`TransformerBlockSubmodules`) for a `TransformerConfig`."""
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        """Classes that take the places of our own layers, for a `TransformerConfig`; {} where ours stand.
+
+        Raises DependencyError if a package that has them is installed but does not load.
+        """
         ...
 
     def synchronize(self) -> None:

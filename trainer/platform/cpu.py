@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ import torch.utils._device
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
-from trainer.platform.base import MemoryUse, require_megatron
+from trainer.platform.base import LayerRole, MemoryUse, require_megatron
 from trainer.platform.cpu_patches import (
     _answer_device_queries,
     _answer_random_state,
@@ -61,11 +62,9 @@ class CpuPlatform:
     def configure(self, config: TrainerConfig) -> None:
         """Nothing stands below Megatron here."""
 
-    def layer_spec(self, config: Any) -> Any:
-        """RMSNorm and packed attention in plain PyTorch."""
-        from trainer.model.layers import block_spec
-
-        return block_spec(config)
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        """None: RMSNorm and packed attention in plain PyTorch."""
+        return {}
 
     def synchronize(self) -> None:
         """Operations of the CPU are done when they return."""

@@ -27,8 +27,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import PRIVATE_NAMES
@@ -52,8 +50,8 @@ from async_grpo.utils.requirements import (
     present,
     release,
 )
-from trainer.model.layers import replace_modules
 from trainer.platform.base import (
+    LayerRole,
     MemoryUse,
     Run,
     local_rank,
@@ -254,15 +252,9 @@ class CudaPlatform:
         """Megatron itself knows this device."""
         self._peak_tflops = config.device_peak_tflops
 
-    def layer_spec(self, config: Any) -> Any:
-        """Our own layers, with Transformer Engine's in their places where it is installed."""
-        from trainer.model.layers import block_spec
-
-        spec = block_spec(config)
-        if importlib.util.find_spec("transformer_engine") is None:
-            return spec
-
-        return with_transformer_engine(spec, config)
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        """Transformer Engine's layers where it is installed, else none."""
+        return transformer_engine_layers(config) if importlib.util.find_spec("transformer_engine") else {}
 
     def synchronize(self) -> None:
         """Of all streams."""
@@ -292,30 +284,23 @@ class CudaPlatform:
         return peak_flops(torch.cuda.get_device_name(), precision)
 
 
-def with_transformer_engine(spec: Any, config: Any) -> Any:
-    """`spec` for a TransformerConfig, in Transformer Engine's layers. Raises DependencyError if it does not load."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    from trainer.model.layers import PackedAttention, RMSNorm
-
-    theirs = _classes()
-    by = {
-        RMSNorm: theirs["TENorm"],
-        ColumnParallelLinear: theirs["TEColumnParallelLinear"],
-        RowParallelLinear: theirs["TERowParallelLinear"],
-    }
-    if config.params_dtype == torch.bfloat16 and config.context_parallel_size == 1:
-        by[PackedAttention] = theirs["TEDotProductAttention"]
-    return replace_modules(spec, by)
-
-
-def _classes() -> dict[str, Any]:
-    """Megatron's wrappers, which exist without Transformer Engine too, but not usably."""
+def transformer_engine_layers(config: Any) -> dict[LayerRole, type]:
+    """Transformer Engine's classes for a `TransformerConfig`, in Megatron's wrappers; attention only where its kernels
+    take packed sequences: in bfloat16 and with no sequence split over ranks. Raises DependencyError if it does not
+    load.
+    """
+    import torch
     from megatron.core.extensions import transformer_engine as extension
 
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # built for another torch, it fails while it loads
         raise missing("cuda", "transformer_engine", error, INSTALL_TRANSFORMER_ENGINE) from error
-    names = ("TENorm", "TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention")
-    return {name: getattr(extension, name) for name in names}
+    layers: dict[LayerRole, type] = {
+        LayerRole.norm: extension.TENorm,
+        LayerRole.column_linear: extension.TEColumnParallelLinear,
+        LayerRole.row_linear: extension.TERowParallelLinear,
+    }
+    if config.params_dtype == torch.bfloat16 and config.context_parallel_size == 1:
+        layers[LayerRole.attention] = extension.TEDotProductAttention
+    return layers

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
@@ -28,7 +28,15 @@ from async_grpo.utils.requirements import (
     installed,
     release,
 )
-from trainer.platform.base import MemoryUse, local_rank, missing, require_megatron, require_own_device, set_defaults
+from trainer.platform.base import (
+    LayerRole,
+    MemoryUse,
+    local_rank,
+    missing,
+    require_megatron,
+    require_own_device,
+    set_defaults,
+)
 from trainer.platform.cuda import peak_flops
 
 ENVIRONMENT = {
@@ -93,12 +101,11 @@ class NpuPlatform:
         with _empty_command_line():
             adaptor.repatch(mindspeed_arguments(config))
 
-    def layer_spec(self, config: Any) -> Any:
-        """Our own layers; attention by the fused kernel for packed sequences."""
-        from trainer.model.layers import block_spec
-        from trainer.platform.npu_attention import with_fused_attention
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        """The fused attention kernel, unless sequences are split over ranks: there our own attention gathers keys."""
+        from trainer.platform.npu_attention import FusedAttention
 
-        return with_fused_attention(block_spec(config), config)
+        return {} if config.context_parallel_size > 1 else {LayerRole.attention: FusedAttention}
 
     def synchronize(self) -> None:
         """Of all streams."""

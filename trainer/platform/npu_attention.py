@@ -17,7 +17,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from trainer.batch.packed import PackedSequences
-from trainer.model.layers import PackedAttention, replace_modules
 
 CAUSAL = 3
 """`sparse_mode`: position i of a query sees positions up to i of its sequence."""
@@ -70,11 +69,6 @@ class FusedAttention(MegatronModule):
             actual_seq_kvlen=ends,
         )[0]
         return out.reshape(out.shape[0], -1)
-
-
-def with_fused_attention(spec: Any, config: Any) -> Any:
-    """`spec` with the fused kernel, unless sequences are split over ranks: there our own attention gathers keys."""
-    return spec if config.context_parallel_size > 1 else replace_modules(spec, {PackedAttention: FusedAttention})
 
 
 _TRIANGLES: dict[torch.device, Tensor] = {}
