@@ -5,7 +5,7 @@ The buffer that a configuration describes, and whether its run is over.
 
 from __future__ import annotations
 
-from redis.asyncio import Redis
+from typing import Any
 
 from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
@@ -75,7 +75,7 @@ async def wipe_run(redis: RedisConfig, run: str) -> int:
         await close(client)
 
 
-async def wipe(client: Redis, run: str, *, timeout_s: float = 30.0) -> int:
+async def wipe(client: Any, run: str, *, timeout_s: float = 30.0) -> int:
     """Delete every key of `run`; returns how many there were. `timeout_s`: for one page of keys.
 
     It ends with a pass that finds nothing: a failover in the middle of a pass may hide keys from it.
@@ -98,7 +98,7 @@ async def _wipe_once(link: RetryingClient, run: str) -> int:
             return deleted
 
 
-async def _checked_client(redis: RedisConfig, run: str) -> Redis:
+async def _checked_client(redis: RedisConfig, run: str) -> Any:
     client = make_client(redis, run)
     try:
         await RetryingClient(client, redis.timeout_s).call(lambda: check_server(client))

@@ -21,13 +21,11 @@ from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.weights.shared_memory import store_path
-from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.base import make_receiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
-from rollout_server.engines.base import sample_seed
+from rollout_server.engines.base import make_engine
 from rollout_server.engines.model_files import vocabulary_size
-from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.evaluation.milestones import LOOK_EVERY_S
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.server import RolloutServer
@@ -109,13 +107,7 @@ async def _assemble(
         log.warning("rows of the data are not used", rows=str(source.dropped))
     diary = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every)
     stack.callback(diary.close)
-    engine = VllmEngine(
-        model,
-        config.rollout.vllm,
-        precision=config.model.precision,
-        seed=sample_seed(config.seed, name) % 2**31,
-        name=name,
-    )
+    engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
     await engine.start()
     return ServerContext(
@@ -125,13 +117,11 @@ async def _assemble(
 
 async def _follow_weights(stack: AsyncExitStack, cast: ServerContext) -> WeightWatcher:
     config = cast.config
-    path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
-    receiver = ZmqWeightReceiver(cast.board.publisher, path, config.weights, name=cast.name)
+    receiver = make_receiver(config, cast.board.publisher, name=cast.name)
     stack.push_async_callback(receiver.close)
     watcher = WeightWatcher(
         receiver,
         cast.engine,
-        store=path,
         interruption=config.rollout.interruption,
         update_timeout_s=config.weights.update_timeout_s,
         diary=cast.diary,

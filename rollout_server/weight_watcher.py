@@ -18,13 +18,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
-from typing import Protocol
+from contextlib import asynccontextmanager
 
 import structlog
 
 from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
+from async_grpo.weights.base import HeldWeights, WeightReceiver
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import Engine, Interruption
 from rollout_server.run_logger import RolloutLogger
@@ -34,35 +33,20 @@ NOTHING = WeightVersion(-1, -1)
 log = structlog.get_logger()
 
 
-class Receiver(Protocol):
-    """Where new weights come from (`async_grpo.weights.receiver.WeightReceiver`)."""
-
-    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
-        """The newest weights, once they are newer than `after`. Raises WaitTimeout, or PublisherLost if the
-        publisher is silent."""
-        ...
-
-    def hold(self) -> AbstractAsyncContextManager[WeightVersion]:
-        """The newest weights; they stay in the store for the length of the block. Raises WaitTimeout."""
-        ...
-
-
 class WeightWatcher:
     """One engine's weights. `applied`, `updates` and `last_pause_s` are for those who report."""
 
     def __init__(
         self,
-        receiver: Receiver,
+        receiver: WeightReceiver,
         engine: Engine,
         *,
-        store: Path,
         interruption: Interruption,
         update_timeout_s: float,
         diary: RolloutLogger,
     ) -> None:
         self._receiver = receiver
         self._engine = engine
-        self._store = store
         self._interruption: Interruption = interruption
         self._update_timeout_s = update_timeout_s
         self._diary = diary
@@ -128,36 +112,31 @@ class WeightWatcher:
         async with self._engine_lock, self._receiver.hold() as newest:
             if newest.version >= self._engine.version:
                 await self._update(newest)
-            self._seen = newest
+            self._seen = newest.identity
 
-    async def _update(self, identity: WeightVersion) -> None:
+    async def _update(self, held: HeldWeights) -> None:
         started_s = time.time()
-        with self._diary.span("weights", f"version {identity.version}"):
-            self.last_pause_s = await self._load(identity)
-        self.applied = identity
+        with self._diary.span("weights", f"version {held.version}"):
+            self.last_pause_s = await self._load(held)
+        self.applied = held.identity
         self.updates += 1
         log.info(
             "weights applied",
-            version=identity.version,
-            epoch=identity.epoch,
+            version=held.version,
+            epoch=held.epoch,
             pause_s=self.last_pause_s,
             took_s=time.time() - started_s,
         )
         async with self._changed:
             self._changed.notify_all()
 
-    async def _load(self, identity: WeightVersion) -> float:
+    async def _load(self, held: HeldWeights) -> float:
         """Raises EngineError also for an engine that never answers: it may have died during the update."""
         try:
             async with asyncio.timeout(self._update_timeout_s):
-                return await self._engine.update_weights(
-                    self._store,
-                    epoch=identity.epoch,
-                    version=identity.version,
-                    interruption=self._interruption,
-                )
+                return await self._engine.update_weights(held, interruption=self._interruption)
         except TimeoutError:
             raise EngineError(
-                f"the engine did not load {identity} within {self._update_timeout_s:g} s. Is its process alive? "
+                f"the engine did not load {held.identity} within {self._update_timeout_s:g} s. Is its process alive? "
                 "Raise weights.update_timeout_s if the model is that large"
             ) from None

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
+from async_grpo.weights.base import WeightSender, make_sender
 from async_grpo.weights.manifest import layout_of
-from async_grpo.weights.zmq import ZmqWeightSender
 from trainer.coordinator import Coordinator
 from trainer.distributed import is_leader
 from trainer.model.policy import Policy
@@ -28,10 +28,10 @@ class WeightExporter:
         self._policy = policy
         self._coordinator = coordinator
         self._announced = False
-        self._publisher: ZmqWeightSender | None = None
+        self._publisher: WeightSender | None = None
         if is_leader():
             layout = layout_of(_tensor_kinds(policy.hf, policy.dtype))
-            self._publisher = ZmqWeightSender(layout, config.local_name, epoch, config.weights)
+            self._publisher = make_sender(config, layout, epoch)
 
     def publish(self, version: int) -> None:
         """Weights first, then the version that tickets carry: no ticket asks for weights that are not there."""

@@ -135,6 +135,8 @@ class MultiTurnConfig(StrictModel):
 class RolloutConfig(StrictModel):
     """A rollout server."""
 
+    engine: Literal["vllm"] = "vllm"
+    """The inference engine; its own keys are in the section of its name."""
     servers: Annotated[int, Field(ge=1)] = 1
     """How many `async-grpo run` starts on this machine."""
     workflow: str = "single_turn"

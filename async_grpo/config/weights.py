@@ -17,6 +17,8 @@ Encryption = Literal["off", "control", "all"]
 class WeightsConfig(StrictModel):
     """Weights from the trainer to the rollout servers, over ZMQ."""
 
+    transport: Literal["zmq"] = "zmq"
+    """How weights travel: `zmq` works everywhere."""
     bind: Endpoint = "tcp://127.0.0.1:0"
     """Where the publisher listens (port 0: three free ones; port N: N announces, N + 1 controls, N + 2 serves)."""
     advertise: Host | None = None

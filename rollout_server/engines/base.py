@@ -20,6 +20,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.config import RunConfig
+from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 
 Interruption = Literal["keep", "recompute", "drain", "abort"]
@@ -106,9 +108,9 @@ class Engine(Sampler, Protocol):
         """Load the model and be ready to generate. Raises EngineError."""
         ...
 
-    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
-        """Load `version` from the shared-memory store while requests are in flight; returns the
-        seconds during which no token could be generated.
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
+        """Load held weights while requests are in flight; returns the seconds during which no token could be
+        generated.
 
         Requests continue afterwards: tokens generated before keep their version, later ones get
         the new one. Raises EngineError; a failed update never leaves a mixture behind unnoticed.
@@ -127,6 +129,19 @@ class Engine(Sampler, Protocol):
     async def aclose(self) -> None:
         """Stop the engine and its processes."""
         ...
+
+
+def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
+    """The engine of `rollout.engine` with the weights of a Hugging Face folder; `name`: the server's, which seeds it.
+
+    Its module, and its framework, are imported here and nowhere else. Raises ConfigError, DependencyError.
+    """
+    match config.rollout.engine:
+        case "vllm":
+            from rollout_server.engines.vllm.engine import VllmEngine
+
+            seed = sample_seed(config.seed, name) % 2**31
+            return VllmEngine(model, config.rollout.vllm, precision=config.model.precision, seed=seed, name=name)
 
 
 CHECKPOINT_VERSION = -1

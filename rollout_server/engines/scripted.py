@@ -11,14 +11,13 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import EngineError
+from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import (
     CHECKPOINT_VERSION,
     EngineLoad,
@@ -148,10 +147,10 @@ class ScriptedEngine:
         flight = self._flights.get(request_id) or self._lost.get(request_id)
         return flight.generation() if flight is not None and flight.tokens else None
 
-    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
         """Hold all requests for `update_s` (or let them land, or end them), then go on with `version`."""
         self._raise_failure()
-        identity = WeightVersion(epoch, version)
+        version = weights.version
         self._open.clear()
         try:
             while interruption == "drain" and self._flights:
@@ -160,12 +159,12 @@ class ScriptedEngine:
             self._gate.clear()
             await asyncio.sleep(self._update_s)
             if self._reads_store:
-                WeightStore.open(store).snapshot(identity).verify()
+                SourceReader().open(weights).verify()
             for flight in self._flights.values():
                 flight.log.update(len(flight.tokens), version)
                 flight.aborted = interruption == "abort" and flight.interruptible
             self._version = version
-            self.updates.append((identity, interruption))
+            self.updates.append((weights.identity, interruption))
         finally:
             self._gate.set()
             self._open.set()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_grpo.data.tokenizer import Tokenizer
+from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import Sample, Task, tokens_to_bytes
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
@@ -57,7 +58,7 @@ async def play(
 
     engine = ScriptedEngine(script, tokens_per_s=1e6)
     await engine.start()
-    await engine.update_weights(Path(), epoch=1, version=0, interruption="keep")
+    await engine.update_weights(HeldWeights.in_store(Path(), epoch=1, version=0), interruption="keep")
     prompt_tokens = tokenizer.encode(prompt)
     task = Task(index=0, prompt=prompt, prompt_tokens=tokens_to_bytes(prompt_tokens), answer=answer)
     session = SampleSession(engine, "test", prompt_tokens, seed=0, temperature=1.0, max_tokens=max_tokens, prior=prior)

@@ -20,6 +20,7 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from async_grpo.errors import EngineError, WeightsCorrupt, WeightsError
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
@@ -196,12 +197,14 @@ async def test_a_cancelled_request_leaves_the_engine(untied: Lab) -> None:
 async def test_weights_that_are_not_there_or_do_not_fit_are_refused_and_generation_goes_on(untied: Lab) -> None:
     version = untied.engine.version
     with pytest.raises(WeightsError, match="does not hold version 99"):
-        await untied.engine.update_weights(untied.store.path, epoch=0, version=99, interruption="keep")
+        await untied.engine.update_weights(
+            HeldWeights.in_store(untied.store.path, epoch=0, version=99), interruption="keep"
+        )
     other = WeightStore.create(store_path(RUN, "other"), layout_of([("model.norm.weight", "float32", [64])]))
     other.begin()
     other.commit(WeightVersion(0, 99))
     with pytest.raises(WeightsCorrupt, match="missing in the weights"):
-        await untied.engine.update_weights(other.path, epoch=0, version=99, interruption="keep")
+        await untied.engine.update_weights(HeldWeights.in_store(other.path, epoch=0, version=99), interruption="keep")
     generation = await untied.generate(prompt_of(10, 5), 10)
     assert untied.engine.version == version
     assert untied.error(prompt_of(10, 5), generation) < EXACT

@@ -13,6 +13,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.weights import chunks
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
@@ -55,7 +56,9 @@ class Lab:
         flags = [told is not None and spec.name in told for spec in self.store.layout.tensors]
         base = None if told is None else (0, version - 1)
         self.store.commit(WeightVersion(0, version), VersionNotes(base=base, changed=chunks.pack(flags)))
-        await self.engine.update_weights(self.store.path, epoch=0, version=version, interruption=interruption)
+        await self.engine.update_weights(
+            HeldWeights.in_store(self.store.path, epoch=0, version=version), interruption=interruption
+        )
         return version
 
     async def generate(

@@ -18,9 +18,9 @@ from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.messages import ParentAssignment, TrackerReply
 from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 

@@ -34,7 +34,8 @@ async def follow(store: Path, address: Path, config: WeightsConfig, last: int) -
     seen: WeightVersion | None = None
     while seen is None or seen.version < last:
         await receiver.next_version(seen, PATIENCE_S)
-        async with receiver.hold() as seen:
+        async with receiver.hold() as held:
+            seen = held.identity
             hashes = hashes_in(store, seen)
         stats = receiver.stats
         line = {

@@ -17,7 +17,7 @@ import xxhash
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import TensorLayout, layout_of
-from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire import encode
 from async_grpo.wire.board import PublisherAddress
 from tests.support.speech import Speech

@@ -15,6 +15,7 @@ from async_grpo.data.base import make_task
 from async_grpo.errors import WaitTimeout
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult, unverifiable
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Task, VersionSpan
 from buffer import InMemoryBoard, InMemoryBuffer
@@ -103,10 +104,10 @@ class FakeEngine:
         for request_id in request_ids or list(self.held):
             self.held.pop(request_id).set_result(None)
 
-    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: str) -> float:
+    async def update_weights(self, weights: HeldWeights, *, interruption: str) -> float:
         await asyncio.sleep(3600.0 if self.stuck else 0)
-        self.version = version
-        self.updates.append(version)
+        self.version = weights.version
+        self.updates.append(weights.version)
         return 0.01
 
     def load(self) -> EngineLoad:
@@ -140,11 +141,13 @@ class FakeReceiver:
         return self.newest
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[WeightVersion]:
+    async def hold(self) -> AsyncIterator[HeldWeights]:
         assert self.newest is not None
         self.held = True
-        yield self.newest
+        yield HeldWeights.in_store(Path("/dev/shm/unused"), epoch=self.newest.epoch, version=self.newest.version)
         self.held = False
+
+    async def close(self) -> None: ...
 
 
 class FakePool:
@@ -232,7 +235,6 @@ def watcher_of(
     return WeightWatcher(
         receiver,
         cast_.engine,
-        store=Path("/dev/shm/unused"),
         interruption=interruption,
         update_timeout_s=update_timeout_s,
         diary=cast_.diary,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import EngineError, WeightsError
+from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Engine, GenerationRequest, SpanLog, from_labels
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script, scripted_logprobs
@@ -61,11 +62,11 @@ async def test_the_scripted_engine_repeats_itself_and_continues_a_prefix() -> No
 async def test_a_request_in_flight_goes_on_under_the_new_version() -> None:
     engine = ScriptedEngine(hashed_script(20), tokens_per_s=200)
     await engine.start()
-    await engine.update_weights(NO_STORE, epoch=0, version=0, interruption="keep")
+    await engine.update_weights(HeldWeights.in_store(NO_STORE, epoch=0, version=0), interruption="keep")
     running = asyncio.create_task(engine.generate(request()))
     while engine.load().generated_tokens < 5:
         await asyncio.sleep(0.005)
-    await engine.update_weights(NO_STORE, epoch=0, version=1, interruption="keep")
+    await engine.update_weights(HeldWeights.in_store(NO_STORE, epoch=0, version=1), interruption="keep")
     spans = (await running).spans
     assert [span.version for span in spans] == [0, 1]
     assert spans[0].end >= 5
@@ -76,7 +77,7 @@ async def test_a_dead_scripted_engine_fails_its_requests_and_a_missing_store_its
     engine = ScriptedEngine(hashed_script(1000), reads_store=True)
     await engine.start()
     with pytest.raises(WeightsError, match="no weight store"):
-        await engine.update_weights(NO_STORE, epoch=0, version=0, interruption="keep")
+        await engine.update_weights(HeldWeights.in_store(NO_STORE, epoch=0, version=0), interruption="keep")
     running = asyncio.create_task(engine.generate(request(max_tokens=1000)))
     await asyncio.sleep(0.02)
     engine.fail()

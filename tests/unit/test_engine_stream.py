@@ -12,6 +12,7 @@ from rollout_fakes import until
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
+from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
@@ -60,7 +61,7 @@ async def test_pieces_after_an_update_are_of_the_new_version() -> None:
     engine = await engine_of(tokens_per_s=200)
     reading = asyncio.create_task(read(engine, request()))
     await until(lambda: engine.load().streamed_tokens >= 3)
-    await engine.update_weights(NOWHERE, epoch=1, version=5, interruption="abort")
+    await engine.update_weights(HeldWeights.in_store(NOWHERE, epoch=1, version=5), interruption="abort")
     pieces = await reading
     versions = [span.version for piece in pieces for span in piece.spans]
     assert sorted(set(versions)) == [-1, 5]

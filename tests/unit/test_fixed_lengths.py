@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.app.bench.pipeline.fixed_lengths import PrescribedLengths, answer_for, lengths_in, reward
+from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import Sample, Task, tokens_to_bytes
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
@@ -24,7 +25,7 @@ def never_stops(_request: GenerationRequest) -> list[int]:
 async def make(index: int, prior: Sample | None = None) -> Sample:
     engine = ScriptedEngine(never_stops, tokens_per_s=1e5)
     await engine.start()
-    await engine.update_weights(Path(), epoch=1, version=0, interruption="keep")
+    await engine.update_weights(HeldWeights.in_store(Path(), epoch=1, version=0), interruption="keep")
     session = SampleSession(engine, "r", [112], seed=1, temperature=1.0, max_tokens=LONGEST, prior=prior, index=index)
     return await PrescribedLengths(ByteTokenizer()).run(TASK, session)
 

@@ -18,6 +18,7 @@ from rollout_fakes import FakeReceiver, buffer_of, cast_of, until, watcher_of
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.http_server import address_of
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
 from buffer import InMemoryBuffer
 from rollout_server.engines.scripted import ScriptedEngine
@@ -99,7 +100,7 @@ async def test_a_stream_tells_when_the_policy_changes(tmp_path: Path) -> None:
     async with serving(tmp_path, engine) as (front, _, _), client_of(front) as client:
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
         seen = [(await anext(stream)).system_fingerprint]
-        await engine.update_weights(tmp_path, epoch=1, version=1, interruption="keep")
+        await engine.update_weights(HeldWeights.in_store(tmp_path, epoch=1, version=1), interruption="keep")
         seen += [piece.system_fingerprint async for piece in stream]
         assert (seen[0], seen[-1]) == ("1-0", "1-1")
         assert seen == sorted(seen)
@@ -136,7 +137,7 @@ async def test_a_reader_that_does_not_read_keeps_nobody_waiting(tmp_path: Path) 
         body = {"prompt": "hi", "max_tokens": 40, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body):
             async with asyncio.timeout(5):
-                await engine.update_weights(tmp_path, epoch=1, version=1, interruption="drain")
+                await engine.update_weights(HeldWeights.in_store(tmp_path, epoch=1, version=1), interruption="drain")
         assert engine.version == 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import Sample, Turn, VersionSpan
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
@@ -41,7 +42,7 @@ async def engine_at(version: int, *, tokens_per_s: float = 10_000.0) -> Scripted
 
 
 async def update(engine: ScriptedEngine, version: int, how: str = "keep") -> None:
-    await engine.update_weights(Path(), epoch=1, version=version, interruption=how)  # type: ignore[arg-type]
+    await engine.update_weights(HeldWeights.in_store(Path(), epoch=1, version=version), interruption=how)  # type: ignore[arg-type]
 
 
 def session_on(engine: ScriptedEngine, prior: Sample | None = None, *, max_tokens: int = 20) -> SampleSession:

@@ -36,7 +36,7 @@ from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
 from buffer import connect_board
-from rollout_server.engines.base import Sampler, sample_seed
+from rollout_server.engines.base import Sampler, make_engine
 from rollout_server.engines.http import KEY_VARIABLE, HttpSampler
 from rollout_server.workflows import Workflow, make_workflow
 
@@ -246,10 +246,7 @@ class OfflineContext:
 async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterator[Sampler]:
     """An engine with the weights of a Hugging Face folder, set up as those of the run. Raises EngineError,
     DependencyError."""
-    from rollout_server.engines.vllm.engine import VllmEngine  # with its dependencies, which a live run does not need
-
-    seed = sample_seed(config.seed, name) % 2**31
-    engine = VllmEngine(model, config.rollout.vllm, precision=config.model.precision, seed=seed, name=name)
+    engine = make_engine(config, model, name=name)
     try:
         await engine.start()
         yield engine

@@ -1,11 +1,9 @@
-"""The trainer's end of the weight plane.
+"""The default transport: announcements and chunks over ZMQ, weights in shared memory on both sides.
 
-- `client`     `ZmqWeightSender`: copies into shared memory, and goes on
-- `process`    the publisher process: announces, tracks the receivers, serves
-- `encoder`    hashes and patches, on threads
-- `tree`       who fetches from whom
+sender        copies the trainer's weights into shared memory, and goes on
+publisher     the publisher process: announces, tracks the receivers, serves
+encoder       hashes and patches chunks, on threads
+relay_tree    who fetches from whom
+node_receiver the receiver process of a machine, which relays to others
+receiver      a rollout server's handle on it
 """
-
-from async_grpo.weights.zmq.sender import Publication, ZmqWeightSender
-
-__all__ = ["Publication", "ZmqWeightSender"]

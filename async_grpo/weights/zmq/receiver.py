@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import structlog
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
+from async_grpo.weights.base import HeldWeights, Resolve
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.local_socket import (
     LENGTH,
@@ -43,8 +44,6 @@ from async_grpo.weights.zmq.messages import ReceiverStats
 from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, keys_for
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
-
-Resolve = Callable[[], Awaitable[PublisherAddress | None]]
 
 START_TIMEOUT_S = 60.0
 HOLD_TIMEOUT_S = 30.0
@@ -109,7 +108,7 @@ class ZmqWeightReceiver:
         return self._newest
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[WeightVersion]:
+    async def hold(self) -> AsyncIterator[HeldWeights]:
         """The newest weights; they stay in the store for the length of the block, at most update_timeout_s.
 
         Raises WaitTimeout if the receiver does not answer, or has no weights yet.
@@ -117,7 +116,7 @@ class ZmqWeightReceiver:
         async with self._hold_lock:
             self._taken = self._holding = await self._take_hold()
             try:
-                yield self._holding
+                yield HeldWeights.in_store(self.store_path, epoch=self._holding.epoch, version=self._holding.version)
             finally:
                 self._holding = None
                 self._send(Release())

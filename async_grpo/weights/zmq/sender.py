@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -25,6 +24,7 @@ import zmq
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
 from async_grpo.utils.child_process import child_argv
+from async_grpo.weights.base import Publication
 from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
@@ -46,17 +46,6 @@ _STOP_TIMEOUT_S = 5.0
 _LIVENESS_MS = 100
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """How long the trainer stood still for one version."""
-
-    stall_s: float
-    waited_s: float
-    """Of it, for the encoding of the version before."""
-    copied_s: float
-    """And for the copy into shared memory (with whatever gathers the tensors)."""
 
 
 class ZmqWeightSender:

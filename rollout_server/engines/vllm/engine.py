@@ -21,6 +21,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 
 from async_grpo.config.model import Precision
@@ -28,8 +29,8 @@ from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import DependencyError, EngineError
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import become_owner
+from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.store import WeightStore
 from rollout_server.engines import base
 from rollout_server.engines.base import EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
@@ -141,15 +142,15 @@ class VllmEngine:
             if not flight.resubmit:
                 return
 
-    async def update_weights(self, store: Path, *, epoch: int, version: int, interruption: Interruption) -> float:
-        """Load `version` from `store` while requests are in flight; returns the seconds paused.
+    async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
+        """Load held weights while requests are in flight; returns the seconds paused.
 
-        Raises WeightsError, with nothing touched, if the store does not hold that version of this
-        model; EngineError if loading fails, after which this engine refuses to generate.
+        Raises WeightsError, with nothing touched, if that version of this model is not there; EngineError if loading
+        fails, after which this engine refuses to generate.
         """
-        identity = WeightVersion(epoch, version)
+        identity = weights.identity
         self._raise_failure()
-        self._check_store(store, identity)
+        check_layout(SourceReader().open(weights).layout, self._shapes, tied_head=self._tied_head)
         self._gate.clear()
         try:
             await self._drain(interruption)
@@ -157,7 +158,7 @@ class VllmEngine:
             self._gate.set()
             raise
         try:
-            return await self._unless_dead(self._replace_weights(store, identity, interruption))
+            return await self._unless_dead(self._replace_weights(weights, interruption))
         except BaseException as error:
             await self._give_up(f"the update to {identity} did not finish: {type(error).__name__}: {error}", error)
         finally:
@@ -282,14 +283,14 @@ class VllmEngine:
         ]
         await self._llm.abort([flight_id for flight_id in ended if flight_id in counts])
 
-    async def _replace_weights(self, store: Path, identity: WeightVersion, interruption: Interruption) -> float:
+    async def _replace_weights(self, weights: HeldWeights, interruption: Interruption) -> float:
         """Returns the seconds paused."""
         await self._announce()
         started = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
-        await self._mark_flights(identity.version, interruption)
-        await self._load(store, identity)
-        self._identity = identity
+        await self._mark_flights(weights.version, interruption)
+        await self._load(weights)
+        self._identity = weights.identity
         await self._llm.resume_generation()
         return time.monotonic() - started
 
@@ -311,23 +312,13 @@ class VllmEngine:
         start = self._llm.start_weight_update
         await start(**start_arguments(start))
 
-    async def _load(self, store: Path, identity: WeightVersion) -> None:
+    async def _load(self, weights: HeldWeights) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        info = {
-            "store": str(store),
-            "epoch": identity.epoch,
-            "version": identity.version,
-            "dtype": self._precision,
-        }
+        info = {"held": msgspec.json.encode(weights).decode(), "dtype": self._precision}
         finish = self._llm.finish_weight_update
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await finish(**finish_arguments(finish, identity.version))
-
-    def _check_store(self, store: Path, identity: WeightVersion) -> None:
-        opened = WeightStore.open(store)
-        opened.snapshot(identity)
-        check_layout(opened.layout, self._shapes, tied_head=self._tied_head)
+        await finish(**finish_arguments(finish, weights.version))
 
     async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
         """Half-loaded weights must not generate: fail every request, now and later."""

@@ -21,13 +21,12 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from async_grpo.weights.base import HeldWeights, SourceReader, TensorReader
 from async_grpo.weights.manifest import TensorSpec, WeightVersion
-from async_grpo.weights.store import StoreSnapshot, WeightStore
 from rollout_server.engines.vllm.compat import VllmCompat
 
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
@@ -40,38 +39,37 @@ class LayerwiseReload:
         self._api = api
         self._model = model
         self._model_config = model_config
-        self._store: WeightStore | None = None
-        self._file: tuple[Path, int] | None = None
+        self._source = SourceReader()
         self._loaded: WeightVersion | None = None
         self._whole: dict[torch.nn.Module, int] = {}
 
-    def load(self, path: Path, identity: WeightVersion) -> None:
-        """Make the model that of `identity`, by loading what differs from what it has, if that is known.
+    def load(self, weights: HeldWeights) -> None:
+        """Make the model that of the held version, by loading what differs from what it has, if that is known.
 
-        Raises WeightsError if the store does not hold it, WeightsCorrupt if it was overwritten meanwhile;
+        Raises WeightsError if it is not there, WeightsCorrupt if it was overwritten meanwhile;
         the next update then loads everything.
         """
-        snapshot = self._open(path).snapshot(identity)
-        wanted = self._wanted(snapshot)
+        reader = self._source.open(weights)
+        wanted = self._wanted(reader)
         self._loaded = None
         if wanted:
-            self._reload(snapshot, wanted)
-        snapshot.verify()  # after finalizing: until then layers hold on to the mapped bytes
-        self._loaded = identity
+            self._reload(reader, wanted)
+        reader.verify()  # after finalizing: until then layers hold on to the mapped bytes
+        self._loaded = weights.identity
 
-    def _wanted(self, snapshot: StoreSnapshot) -> set[str]:
-        names = [spec.name for spec in snapshot.layout.tensors]
-        changed = None if self._loaded is None else snapshot.changed_since(self._loaded)
+    def _wanted(self, reader: TensorReader) -> set[str]:
+        names = [spec.name for spec in reader.layout.tensors]
+        changed = None if self._loaded is None else reader.changed_since(self._loaded)
         if changed is None or self._api.layer_info is None:
             return set(names)
         return with_blocks(names, [spec.name for spec in changed])
 
-    def _reload(self, snapshot: StoreSnapshot, wanted: Collection[str]) -> None:
+    def _reload(self, reader: TensorReader, wanted: Collection[str]) -> None:
         self._api.initialize_reload(self._model)
-        self._model.load_weights(_tensors(snapshot, wanted))
-        rest = {spec.name for spec in snapshot.layout.tensors} - set(wanted)
+        self._model.load_weights(_tensors(reader, wanted))
+        rest = {spec.name for spec in reader.layout.tensors} - set(wanted)
         if rest and self._has_partial_layer():
-            self._model.load_weights(_tensors(snapshot, rest))
+            self._model.load_weights(_tensors(reader, rest))
             rest = set()
         if not rest:
             self._remember_whole_layers()
@@ -94,13 +92,6 @@ class LayerwiseReload:
             info = self._api.layer_info(layer)
             if info.can_load() and info.load_numel > 0:
                 yield layer, info.load_numel
-
-    def _open(self, path: Path) -> WeightStore:
-        """The store, mapped once for as long as its file is the same."""
-        file = (path, path.stat().st_ino) if path.exists() else None
-        if self._store is None or file != self._file:
-            self._store, self._file = WeightStore.open(path), file
-        return self._store
 
 
 def with_blocks(names: Collection[str], changed: Collection[str]) -> set[str]:
@@ -132,8 +123,8 @@ def _block(name: str) -> str:
     return match[1] if match else name
 
 
-def _tensors(snapshot: StoreSnapshot, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for spec, data in snapshot:
+def _tensors(reader: TensorReader, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for spec, data in reader:
         if spec.name in names:
             yield spec.name, _tensor(spec, data)
 

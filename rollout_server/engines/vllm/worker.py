@@ -17,15 +17,15 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 
 from async_grpo.utils.network import keep_stores_at_their_address
 from async_grpo.utils.processes import exit_with_owner
-from async_grpo.weights.manifest import WeightVersion
+from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api
 from rollout_server.engines.vllm.reload import LayerwiseReload
 
@@ -34,16 +34,15 @@ BACKEND = "zmq"
 
 @dataclass
 class StoreInit:
-    """Nothing to set up: every update names its store."""
+    """Nothing to set up: every update names its source."""
 
 
 @dataclass
 class StoreUpdate:
-    """Which weights to load, the file that holds them, and the dtype that the model computes in."""
+    """Which weights to load, and the dtype that the model computes in."""
 
-    store: str
-    epoch: int
-    version: int
+    held: str
+    """`HeldWeights` as JSON: vLLM sends nothing but plain values to its workers."""
     dtype: str
     update_kind: str = "dense"
     """vLLM 0.23 and 0.24 ask for it."""
@@ -74,7 +73,7 @@ class WeightLoader:
         if self._reload is None:
             self._reload = LayerwiseReload(self.api, self.model, self._model_config(update_info.dtype))
         with self._vllm_context(), torch.device(next(self.model.parameters()).device):
-            self._reload.load(Path(update_info.store), WeightVersion(update_info.epoch, update_info.version))
+            self._reload.load(msgspec.json.decode(update_info.held, type=HeldWeights))
 
     def finish_weight_update(self) -> None:
         """Nothing left to do."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.weights.shared_memory import remove_stores
-from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import CONFIG, LAYOUT, RUN, Board
 
 

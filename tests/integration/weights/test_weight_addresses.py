@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.weights.zmq.sockets import as_seen_from
 from tests.support.weight_plane import LAYOUT, RUN, Board, assert_holds, random_weights, receiving, until, with_
 

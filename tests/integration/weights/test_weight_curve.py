@@ -10,8 +10,8 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.errors import PublisherLost, WaitTimeout
-from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.messages import Announcement, ChunkRequest, ManifestRequest
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.weights.zmq.sockets import SECRET_VARIABLE
 from async_grpo.wire import encode
 from tests.support.weight_plane import LAYOUT, RUN, Board, assert_holds, proxy_to, publish, receiving, until, with_

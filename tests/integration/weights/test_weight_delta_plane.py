@@ -10,7 +10,7 @@ import pytest
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import ZmqWeightSender
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,
@@ -66,7 +66,7 @@ async def test_the_store_says_which_tensors_changed(board: Board) -> None:
                 publisher.publish(version, weights.items())
                 seen = await receiver.next_version(seen, 30)
                 async with receiver.hold() as held:
-                    snapshot = WeightStore.open(receiver.store_path).snapshot(held)
+                    snapshot = WeightStore.open(receiver.store_path).snapshot(held.identity)
                 changed = snapshot.changed_since(WeightVersion(0, version - 1))
                 names = None if changed is None else [spec.name for spec in changed]
                 assert names == [None, ["embed", "norm", "experts", "head"], ["norm"]][version]

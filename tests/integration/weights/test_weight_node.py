@@ -16,8 +16,8 @@ from async_grpo.errors import ConfigError, WeightsError
 from async_grpo.utils.child_process import MARK_VARIABLE
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,
@@ -53,7 +53,7 @@ async def test_servers_of_one_machine_share_one_process_one_store_and_one_copy(
         assert len(receiver_processes()) == 1
         assert publisher.stats().served_bytes == LAYOUT.total_bytes
         async with first.hold() as mine, second.hold() as theirs:
-            assert mine == theirs == (0, 0)
+            assert mine.identity == theirs.identity == (0, 0)
 
 
 async def test_the_process_outlives_the_server_that_started_it(publisher: ZmqWeightSender, board: Board) -> None:
@@ -78,11 +78,11 @@ async def test_a_server_that_holds_does_not_keep_the_others_from_what_is_there(
         await slow.next_version(None, 30)
         async with slow.hold() as held:
             publish(publisher, 1)
-            assert await fast.next_version(held, 30) == (0, 1)
+            assert await fast.next_version(held.identity, 30) == (0, 1)
             async with fast.hold() as newer:
-                assert newer == (0, 1)
-                assert_holds(fast.store_path, newer)
-            assert_holds(slow.store_path, held)
+                assert newer.identity == (0, 1)
+                assert_holds(fast.store_path, newer.identity)
+            assert_holds(slow.store_path, held.identity)
 
 
 async def test_a_process_killed_amid_a_transfer_is_started_again_and_servers_keep_their_weights(
@@ -93,7 +93,7 @@ async def test_a_process_killed_amid_a_transfer_is_started_again_and_servers_kee
         seen = await first.next_version(None, 30)
         await second.next_version(None, 30)
         async with second.hold() as held:
-            snapshot = WeightStore.open(second.store_path).snapshot(held)
+            snapshot = WeightStore.open(second.store_path).snapshot(held.identity)
             proxy.pause_s, before = 0.02, proxy.chunks
             publish(publisher, 1)
             await until(lambda: proxy.chunks > before + 5)

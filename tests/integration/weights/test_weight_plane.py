@@ -17,8 +17,8 @@ from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, Weight
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import (
     CONFIG,
     LAYOUT,
@@ -77,7 +77,7 @@ async def test_versions_published_in_a_burst_are_skipped_and_the_last_one_arrive
     while identity != (0, 29):
         identity = await receiver.next_version(identity, 30)
         async with receiver.hold() as held:
-            assert_holds(receiver.store_path, held)
+            assert_holds(receiver.store_path, held.identity)
     assert receiver.stats.versions + receiver.stats.skipped <= 30
 
 
@@ -102,9 +102,9 @@ async def test_what_is_held_is_not_touched_however_many_versions_come(
     publish(publisher, 0)
     await receiver.next_version(None, 30)
     async with receiver.hold() as held:
-        snapshot = WeightStore.open(receiver.store_path).snapshot(held)
+        snapshot = WeightStore.open(receiver.store_path).snapshot(held.identity)
         publish(publisher, 1)
-        await receiver.next_version(held, 30)  # into the other slot
+        await receiver.next_version(held.identity, 30)  # into the other slot
         publish(publisher, 2)
         with pytest.raises(WaitTimeout):
             await receiver.next_version((0, 1), 0.5)

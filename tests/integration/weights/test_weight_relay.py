@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.zmq import ZmqWeightSender
 from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from tests.support.weight_plane import (
     LAYOUT,
     RUN,

@@ -37,6 +37,7 @@ from async_grpo.config.rollout import VllmConfig
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import BufferFault, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.wire import Group, Task
@@ -146,7 +147,6 @@ async def _serving(cast: ServerContext) -> AsyncIterator[None]:
     watcher = WeightWatcher(
         NoNews(),
         cast.engine,
-        store=Path("unused"),
         interruption=cast.config.rollout.interruption,
         update_timeout_s=cast.config.weights.update_timeout_s,
         diary=cast.diary,
@@ -200,9 +200,11 @@ class NoNews:
         raise WaitTimeout("weights that stand still", timeout_s)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[WeightVersion]:
+    async def hold(self) -> AsyncIterator[HeldWeights]:
         raise WaitTimeout("weights that stand still", 0.0)
         yield
+
+    async def close(self) -> None: ...
 
 
 PRECISION: Precision = "bfloat16"
@@ -279,4 +281,5 @@ async def _start(engine: DrawnLengths, weights: MovingWeights) -> None:
     """With version 0 of the weights, which the tickets ask for."""
     await engine.start()
     first = weights.step()
-    await engine.update_weights(weights.store.path, epoch=first.epoch, version=first.version, interruption="keep")
+    held = HeldWeights.in_store(weights.store.path, epoch=first.epoch, version=first.version)
+    await engine.update_weights(held, interruption="keep")

@@ -28,6 +28,7 @@ import numpy as np
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
@@ -241,9 +242,8 @@ async def _traffic(bench: UpdateBench, engine: Engine, tally: UpdateTotals) -> A
 
 async def _update(bench: UpdateBench, engine: VllmEngine, weights: MovingWeights) -> float:
     identity = await asyncio.to_thread(weights.step)
-    return await engine.update_weights(
-        weights.store.path, epoch=identity.epoch, version=identity.version, interruption=bench.interruption
-    )
+    held = HeldWeights.in_store(weights.store.path, epoch=identity.epoch, version=identity.version)
+    return await engine.update_weights(held, interruption=bench.interruption)
 
 
 def _spans_are_exact(generation: Generation) -> bool:

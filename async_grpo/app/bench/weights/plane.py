@@ -19,11 +19,12 @@ import numpy.typing as npt
 from async_grpo.app.bench.weights.baselines import WAIT_S
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WaitTimeout
+from async_grpo.weights.base import Publication
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import TensorLayout, WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
-from async_grpo.weights.zmq import Publication, ZmqWeightSender
 from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import PublisherAddress
 
 DTYPE = "bfloat16"

@@ -1,0 +1,160 @@
+"""The seam of the weights' path: what a transport offers to the trainer and to a rollout server.
+
+    trainer --WeightSender.publish--> transport --WeightReceiver.hold--> HeldWeights --> engine --open_source--> tensors
+
+A transport (`weights.transport`) makes senders and receivers. What it holds crosses into the engine's workers as
+`HeldWeights`, and every engine reads it through a `TensorReader`; so E engines and T transports are E + T modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
+from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.store import WeightStore
+from async_grpo.wire.board import PublisherAddress
+from async_grpo.wire.records import Record
+
+if TYPE_CHECKING:
+    from async_grpo.config import RunConfig
+
+Resolve = Callable[[], Awaitable[PublisherAddress | None]]
+"""Asks the run board where the weights are published; None if nobody has said so yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """How long the trainer stood still for one version, in seconds."""
+
+    stall_s: float
+    """From the call to its return."""
+    waited_s: float
+    """The part of it that waited for the encoding of the version before."""
+    copied_s: float
+    """The part of it that gathered and copied the tensors."""
+
+
+class WeightSender(Protocol):
+    """Publishes the versions of one epoch, from one rank of the trainer."""
+
+    address: PublisherAddress
+    """What receivers are to be told through the run board."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
+        """Take over all tensors, each name of the layout exactly once, in any order, and have them published.
+
+        When this returns the arrays may change. Raises WeightsError on arrays that do not fit, PublisherLost if the
+        transport has died, WaitTimeout if it does not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the transport on this side. Safe to call twice."""
+        ...
+
+
+class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):
+    """Weights that lie in the shared-memory store of this machine."""
+
+    path: str
+
+
+class HeldWeights(Record, frozen=True, kw_only=True, tag="held_weights"):
+    """One version that stays readable while it is held; crosses into the engine's workers."""
+
+    epoch: int
+    version: int
+    source: StoreSource
+
+    @classmethod
+    def in_store(cls, path: Path, *, epoch: int, version: int) -> HeldWeights:
+        """Weights of the shared-memory store at `path`."""
+        return cls(epoch=epoch, version=version, source=StoreSource(path=str(path)))
+
+    @property
+    def identity(self) -> WeightVersion:
+        """Epoch and version."""
+        return WeightVersion(self.epoch, self.version)
+
+
+class WeightReceiver(Protocol):
+    """The newest weights, as one rollout server sees them."""
+
+    async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
+        """Wait for weights newer than `after`. Raises WaitTimeout, or PublisherLost if the publisher is silent."""
+        ...
+
+    def hold(self) -> AbstractAsyncContextManager[HeldWeights]:
+        """The newest weights; they stay readable for the length of the block. Raises WaitTimeout."""
+        ...
+
+    async def close(self) -> None:
+        """Stop receiving. Safe to call twice."""
+        ...
+
+
+class TensorReader(Protocol):
+    """The tensors of one version, in place."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """Name, dtype, shape and place of every tensor."""
+        ...
+
+    def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
+        """The tensors whose bytes differ from those of `base`; None if that is not known, so that all must be
+        loaded."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
+        """Every tensor with its bytes."""
+        ...
+
+    def verify(self) -> None:
+        """Raise WeightsCorrupt if anything that was read may have been overwritten meanwhile."""
+        ...
+
+
+class SourceReader:
+    """Opens held weights again and again; keeps a store mapped for as long as its file is the same."""
+
+    def __init__(self) -> None:
+        self._store: WeightStore | None = None
+        self._file: tuple[Path, int] | None = None
+
+    def open(self, held: HeldWeights) -> TensorReader:
+        """The tensors of exactly that version. Raises WeightsError if there is no store, WeightsReplaced if the store
+        does not hold the version."""
+        path = Path(held.source.path)
+        file = (path, path.stat().st_ino) if path.exists() else None
+        if self._store is None or file != self._file:
+            self._store, self._file = WeightStore.open(path), file
+        return self._store.snapshot(held.identity)
+
+
+def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSender:
+    """The sender of `weights.transport`. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
+    match config.weights.transport:
+        case "zmq":
+            from async_grpo.weights.zmq.sender import ZmqWeightSender
+
+            return ZmqWeightSender(layout, config.local_name, epoch, config.weights)
+
+
+def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightReceiver:
+    """The receiver of `weights.transport` for the rollout server `name`; needs a running event loop. Raises
+    ConfigError."""
+    match config.weights.transport:
+        case "zmq":
+            from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
+
+            path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
+            return ZmqWeightReceiver(resolve, path, config.weights, name=name)
