@@ -21,10 +21,10 @@ from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.weights.base import make_receiver
+from async_grpo.weights import make_receiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
-from rollout_server.engines.base import make_engine
+from rollout_server.engines import make_engine
 from rollout_server.engines.model_files import vocabulary_size
 from rollout_server.evaluation.milestones import LOOK_EVERY_S
 from rollout_server.run_logger import RolloutLogger

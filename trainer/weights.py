@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
-from async_grpo.weights.base import WeightSender, make_sender
+from async_grpo.weights import make_sender
+from async_grpo.weights.base import WeightSender
 from async_grpo.weights.manifest import layout_of
 from trainer.coordinator import Coordinator
 from trainer.distributed import is_leader

@@ -12,19 +12,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
-from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
-
-if TYPE_CHECKING:
-    from async_grpo.config import RunConfig
 
 Resolve = Callable[[], Awaitable[PublisherAddress | None]]
 """Asks the run board where the weights are published; None if nobody has said so yet."""
@@ -138,23 +134,3 @@ class SourceReader:
         if self._store is None or file != self._file:
             self._store, self._file = WeightStore.open(path), file
         return self._store.snapshot(held.identity)
-
-
-def make_sender(config: RunConfig, layout: TensorLayout, epoch: int) -> WeightSender:
-    """The sender of `weights.transport`. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
-    match config.weights.transport:
-        case "zmq":
-            from async_grpo.weights.zmq.sender import ZmqWeightSender
-
-            return ZmqWeightSender(layout, config.local_name, epoch, config.weights)
-
-
-def make_receiver(config: RunConfig, resolve: Resolve, *, name: str) -> WeightReceiver:
-    """The receiver of `weights.transport` for the rollout server `name`; needs a running event loop. Raises
-    ConfigError."""
-    match config.weights.transport:
-        case "zmq":
-            from async_grpo.weights.zmq.receiver import ZmqWeightReceiver
-
-            path = store_path(config.local_name, "node")  # every server of the run on this machine shares it
-            return ZmqWeightReceiver(resolve, path, config.weights, name=name)

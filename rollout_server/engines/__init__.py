@@ -1,0 +1,27 @@
+"""Inference engines behind one seam (`base`): vLLM, the servers of a live run over HTTP, and a scripted one.
+
+The engine's own processes pass through this module, so it imports nothing before `make_engine` is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from async_grpo.config import RunConfig
+    from rollout_server.engines.base import Engine
+
+
+def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
+    """The engine of `rollout.engine` with the weights of a Hugging Face folder; `name`: the server's, which seeds it.
+
+    Its module, and its framework, are imported here and nowhere else. Raises ConfigError, DependencyError.
+    """
+    match config.rollout.engine:
+        case "vllm":
+            from rollout_server.engines.base import sample_seed
+            from rollout_server.engines.vllm.engine import VllmEngine
+
+            seed = sample_seed(config.seed, name) % 2**31
+            return VllmEngine(model, config.rollout.vllm, precision=config.model.precision, seed=seed, name=name)

@@ -14,13 +14,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.config import RunConfig
 from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 
@@ -129,19 +127,6 @@ class Engine(Sampler, Protocol):
     async def aclose(self) -> None:
         """Stop the engine and its processes."""
         ...
-
-
-def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
-    """The engine of `rollout.engine` with the weights of a Hugging Face folder; `name`: the server's, which seeds it.
-
-    Its module, and its framework, are imported here and nowhere else. Raises ConfigError, DependencyError.
-    """
-    match config.rollout.engine:
-        case "vllm":
-            from rollout_server.engines.vllm.engine import VllmEngine
-
-            seed = sample_seed(config.seed, name) % 2**31
-            return VllmEngine(model, config.rollout.vllm, precision=config.model.precision, seed=seed, name=name)
 
 
 CHECKPOINT_VERSION = -1

@@ -13,6 +13,7 @@ import torch
 
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks
+from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
@@ -77,6 +78,10 @@ class CountingModel(torch.nn.Module):
         return 4 * len(self._loaded[layer])
 
 
+def held(path: Path, identity: WeightVersion) -> HeldWeights:
+    return HeldWeights.in_store(path, epoch=identity.epoch, version=identity.version)
+
+
 class Bench:
     """A model, its reload, and a store whose version v holds v * 10 + position in every tensor."""
 
@@ -102,7 +107,7 @@ class Bench:
     def update(self, version: int, changed: list[str] | None, base: int | None = None) -> list[list[str]]:
         """Publish and load; returns the names of each call of load_weights."""
         self.model.calls.clear()
-        self.reload.load(self.store.path, self.publish(version, changed, base))
+        self.reload.load(held(self.store.path, self.publish(version, changed, base)))
         assert self.model.values == self.values
         return self.model.calls
 
@@ -165,7 +170,7 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     identity = bench.publish(2, ["head.weight"])
     bench.model.after_finalize = lambda: bench.store.begin(sparing=WeightVersion(0, 1))
     with pytest.raises(WeightsCorrupt, match="version 2 of epoch 0 was overwritten"):
-        bench.reload.load(bench.store.path, identity)
+        bench.reload.load(held(bench.store.path, identity))
     bench.model.after_finalize = lambda: None
     bench.store.commit(WeightVersion(0, 2))
     assert bench.update(3, ["head.weight"]) == [NAMES]
@@ -182,9 +187,9 @@ def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_wa
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
     with pytest.raises(WeightsError, match="does not hold version 9"):
-        bench.reload.load(bench.store.path, WeightVersion(0, 9))
+        bench.reload.load(held(bench.store.path, WeightVersion(0, 9)))
     with pytest.raises(WeightsError, match="no weight store"):
-        bench.reload.load(Path("/dev/shm/nowhere/x.weights"), WeightVersion(0, 1))
+        bench.reload.load(held(Path("/dev/shm/nowhere/x.weights"), WeightVersion(0, 1)))
     assert bench.update(2, ["head.weight"]) == [["head.weight"]]
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 IN_PLACE = """
 import pathlib, sys, torch
-from trainer.platform import products
+from trainer.platform import cpu_patches as products
 
 seen = []
 multiply = products.product

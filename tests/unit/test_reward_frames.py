@@ -62,5 +62,5 @@ async def test_a_length_above_the_limit_is_refused_before_anything_is_read() -> 
 
 
 async def test_bytes_that_are_no_message_are_refused() -> None:
-    with pytest.raises(WireError, match="not a Answer"):
+    with pytest.raises(WireError, match="not a VerifierReply"):
         await reader_of(struct.pack(">I", 2), b"no").next(VerifierReply)

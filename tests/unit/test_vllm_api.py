@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from async_grpo.errors import DependencyError
+from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import find_vllm_api, finish_arguments, start_arguments
 
 TRANSFER = "vllm.distributed.weight_transfer"
@@ -165,7 +166,7 @@ def test_an_old_release_is_given_a_whole_update_in_receive_weights(
     loads = record_loads(worker, monkeypatch)
     model = torch.nn.Linear(2, 2)
     engine = old.registered["zmq"](None, None, model)
-    update = engine.update_info_cls(store="/x", epoch=1, version=2, dtype="bfloat16")
+    update = engine.update_info_cls(held=HELD.format(2), dtype="bfloat16")
     assert update.update_kind == "dense"
     engine.receive_weights(update, load_weights=print)
     assert loads == [(model, torch.bfloat16, "/x", (1, 2))]
@@ -181,7 +182,7 @@ def test_a_new_release_is_given_its_own_configuration_around_the_update(
     engine = new.registered["zmq"](None, config, torch.device("cpu"), model)
     engine.start_weight_update()
     for version in (2, 3):
-        engine.receive_weights(engine.update_info_cls(store="/x", epoch=1, version=version, dtype="bfloat16"))
+        engine.receive_weights(engine.update_info_cls(held=HELD.format(version), dtype="bfloat16"))
     engine.finish_weight_update()
     assert loads == [(model, torch.float16, "/x", (1, 2)), (model, torch.float16, "/x", (1, 3))]
     assert new.contexts == [config, config]
@@ -194,6 +195,10 @@ def test_registering_twice_keeps_the_first(new: FakeVllm) -> None:
     assert new.registered["zmq"] is first
 
 
+HELD = '{{"kind":"held_weights","epoch":1,"version":{},"source":{{"kind":"store_source","path":"/x"}}}}'
+"""What crosses into vLLM's workers."""
+
+
 def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Calls of `LayerwiseReload.load`: model, dtype, store, identity."""
     recorded: list[tuple[Any, ...]] = []
@@ -202,8 +207,8 @@ def record_loads(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tu
         def __init__(self, api: object, model: object, model_config: Any) -> None:
             self._facts = (model, model_config.dtype)
 
-        def load(self, path: object, identity: object) -> None:
-            recorded.append((*self._facts, str(path), identity))
+        def load(self, weights: HeldWeights) -> None:
+            recorded.append((*self._facts, weights.source.path, weights.identity))
 
     monkeypatch.setattr(worker, "LayerwiseReload", Recorder)
     return recorded

@@ -13,6 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from async_grpo.app.bench.measure import Fsync
 from async_grpo.app.cli.common import exit_with
 
+MODULES = {
+    "buffer": "async_grpo.app.bench.buffer.bench",
+    "data": "async_grpo.app.bench.data",
+    "pipeline": "async_grpo.app.bench.pipeline.bench",
+    "rollout": "async_grpo.app.bench.rollout.bench",
+    "trainer": "async_grpo.app.bench.trainer.bench",
+    "weights": "async_grpo.app.bench.weights.bench",
+}
+"""Bench -> the module whose `measure` makes its figures. It is imported when the command runs."""
+
 app = typer.Typer(
     help="Measure this installation: each figure comes with its baseline from the same run.", no_args_is_help=True
 )
@@ -123,7 +133,7 @@ def _measure(name: str, json_file: Path | None, plot: Path | None = None, **opti
         for file in (json_file, plot):
             if file is not None:
                 make_room(file)
-        machine, bench = Machine.here(), import_module(f"async_grpo.app.bench.{name}")
+        machine, bench = Machine.here(), import_module(MODULES[name])
         pictures: list[Picture] = []
         wanted = options if plot is None else {**options, "picture": pictures.append}
         with _progress() as progress:

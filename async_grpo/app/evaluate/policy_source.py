@@ -36,7 +36,8 @@ from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
 from buffer import connect_board
-from rollout_server.engines.base import Sampler, make_engine
+from rollout_server.engines import make_engine
+from rollout_server.engines.base import Sampler
 from rollout_server.engines.http import KEY_VARIABLE, HttpSampler
 from rollout_server.workflows import Workflow, make_workflow
 
