@@ -31,7 +31,7 @@ AsyncGrpoError
 └── RoleFailed             a supervised process ended when it should not have
 
 Signals, caught by the package that raises them: Interrupted (async_grpo.app.launch), StoppedEarly (trainer.nodes),
-Unusable (async_grpo.data), HttpError (rollout_server.http).
+RejectedRow (async_grpo.data), HttpError (rollout_server.http).
 """
 
 from __future__ import annotations

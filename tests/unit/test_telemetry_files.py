@@ -184,8 +184,11 @@ def test_a_traceback_is_redacted_too(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_importing_telemetry_loads_no_heavy_package() -> None:
-    modules = ("log", "jsonl", "scalars", "timeline", "summary", "live", "plots", "report")
-    imports = ", ".join(f"async_grpo.telemetry.{name}" for name in modules)
+    library = ("logging", "jsonl", "metrics", "trackers.tensorboard", "timeline")
+    report = ("summary", "live_view", "plots", "run_report")
+    imports = ", ".join(
+        [f"async_grpo.telemetry.{name}" for name in library] + [f"async_grpo.app.report.{name}" for name in report]
+    )
     heavy = "{'torch', 'vllm', 'megatron', 'matplotlib', 'tensorboard', 'buffer'}"
     code = f"import sys, {imports}; print(sorted({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
