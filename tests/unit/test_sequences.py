@@ -31,8 +31,9 @@ def test_every_completion_token_is_predicted_from_the_position_before_it() -> No
     assert tensors.labels_N.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
 
 
-def test_masked_tokens_stay_as_context_and_get_no_gradient() -> None:
-    tensors = micro_batch(sequences_of(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=2), ObjectiveConfig(), 64))
+@pytest.mark.parametrize("mask_below", [2, 3])
+def test_masked_tokens_stay_as_context_and_get_no_gradient(mask_below: int) -> None:
+    tensors = micro_batch(sequences_of(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=mask_below), ObjectiveConfig(), 64))
     assert tensors.tokens_1T.tolist() == [[*PROMPT, 0, 1, 2, 3, 4, *PROMPT, 0, 1, 2]]
     assert tensors.trained_N.tolist() == [5, 6, 7, 10, 11, 12, 13]
     assert tensors.labels_N.tolist() == [3, 4, 5, 0, 1, 2, 3]

@@ -87,3 +87,10 @@ def test_as_many_groups_are_wanted_as_fill_the_slots(capacity: int, committed: i
     slots = SampleSlots(capacity)
     slots.commit(committed)
     assert slots.groups_wanted(8) == wanted
+
+
+async def test_finished_samples_make_room_for_the_next_group() -> None:
+    slots = SampleSlots(4)
+    slots.commit(8)
+    slots.finish(5)
+    assert (slots.committed, slots.has_room) == (3, True)

@@ -202,6 +202,15 @@ def test_a_point_that_needs_more_devices_than_there_are_is_refused(tmp_path: Pat
     assert pool_for([point(tmp_path).config], 4, {}) is None
 
 
+def test_the_devices_of_a_run_that_has_ended_go_to_the_next(tmp_path: Path) -> None:
+    pool = pool_for([point(tmp_path, **on_cuda(2)).config], 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+    assert pool is not None
+    assert pool.take("a", 3) == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    assert pool.take("b", 3) is None
+    pool.give_back("a")
+    assert pool.take("b", 3) == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+
+
 @pytest.mark.parametrize(
     ("code", "finished", "stopping", "fate"),
     [
