@@ -1,0 +1,40 @@
+"""Asynchronous GRPO: rollout servers generate without pause, a trainer takes what is ready, and new weights go back.
+
+    async_grpo.app     what a person types; starts the processes of a run and reports on them
+       |
+    rollout_server     generates samples          trainer     trains on them, publishes weights
+       |                                             |
+    buffer             keeps groups of samples between the two, in memory or in Redis
+       |
+    async_grpo         the library that all of them share: configuration, records, objectives, data, rewards, weights
+
+Imports go downwards only. A rollout server waits for room in the buffer, the trainer waits for a batch, and neither
+waits for the other. docs/architecture.md follows one sample and one tensor through the files.
+
+The public names are `RunConfig`, `load` and `__version__`. They are imported when they are first used, because every
+child process imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_grpo.config import RunConfig, load
+
+    __version__: str
+
+__all__ = ["RunConfig", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name. Raises AttributeError for any other."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("async-grpo")
+    if name in __all__:
+        from async_grpo import config
+
+        return getattr(config, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
