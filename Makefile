@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRL_VENV := benchmarks/trl/.venv
 
-.PHONY: help quickstart test test-all test-gpu test-deploy bench-trl check format clean
+.PHONY: help quickstart test test-all test-gpu test-deploy bench-trl check reference format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ $(TRL_VENV)/.installed: benchmarks/trl/requirements.txt
 
 bench-trl: $(VENV)/.installed $(TRL_VENV)/.installed  ## Samples/s and reward over time beside TRL's GRPOTrainer, on CPU
 	$(BIN)/python -m benchmarks.trl.compare
+
+reference: $(VENV)/.installed  ## Write docs/reference.md from the code
+	$(BIN)/python -m async_grpo.app.cli.reference docs/reference.md
 
 check: $(VENV)/.installed  ## Lint, types, import rules
 	$(BIN)/ruff check .

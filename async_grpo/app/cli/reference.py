@@ -1,0 +1,149 @@
+"""docs/reference.md: every configuration key, step metric and command, written from the code.
+
+    python -m async_grpo.app.cli.reference docs/reference.md
+
+A test compares that file with what this module would write.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from async_grpo.app.cli.main import app
+from async_grpo.config import RunConfig
+from async_grpo.telemetry.metrics import METRICS
+
+HEADER = """# Reference
+
+Every configuration key, every metric of a training step, and every command. `make reference` writes this
+page from the code; change the code, not the page.
+"""
+
+
+def reference() -> str:
+    """The whole page as Markdown."""
+    return "\n".join([HEADER, *configuration(), *step_metrics(), *commands()]).rstrip() + "\n"
+
+
+def configuration() -> Iterator[str]:
+    """One table for each section of the configuration: key, type, default, meaning."""
+    yield "## Configuration keys\n"
+    yield "Nested keys are written with dots, as `-o` takes them; `list[].key` is a key of every item of a list.\n"
+    sections: dict[str, list[tuple[str, FieldInfo]]] = {}
+    for key, field in _fields(RunConfig, ""):
+        sections.setdefault(key.split(".")[0] if "." in key else "", []).append((key, field))
+    for section in sorted(sections):
+        yield f"### {section or 'Top level'}\n"
+        yield "| key | type | default | meaning |\n|---|---|---|---|"
+        for key, field in sections[section]:
+            yield f"| `{key}` | {_type_name(field.annotation)} | {_default(field)} | {_cell(field.description or '')} |"
+        yield ""
+
+
+def step_metrics() -> Iterator[str]:
+    """The table of METRICS: key, tag, gauge, meaning."""
+    yield "## Metrics of a training step\n"
+    yield (
+        "`key` stands in the rows of kind `step` in `metrics.jsonl`, `tag` in TensorBoard and other trackers, and "
+        "`gauge` on the trainer's `/metrics`, after `async_grpo_trainer_`.\n"
+    )
+    yield "| key | tag | gauge | meaning |\n|---|---|---|---|"
+    for metric in METRICS:
+        yield f"| `{metric.key}` | {_code(metric.tag)} | {_code(metric.gauge)} | {_cell(metric.doc)} |"
+    yield ""
+
+
+def commands() -> Iterator[str]:
+    """Every command with its arguments and options."""
+    yield "## Commands\n"
+    pending: list[tuple[str, Any]] = [("async-grpo", typer.main.get_command(app))]
+    while pending:
+        name, command = pending.pop(0)
+        children: Mapping[str, Any] = getattr(command, "commands", {})
+        pending += [(f"{name} {child}", found) for child, found in sorted(children.items())]
+        if not children:
+            yield f"### `{name}`\n\n{_paragraphs(command.help or '')}\n"
+            yield "| option | meaning | default |\n|---|---|---|"
+            yield from map(_parameter_row, command.params)
+            yield ""
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below `prefix`; the keys of a list's items follow the list as `list[].key`."""
+    for name, field in model.model_fields.items():
+        sections = [member for member in _members(field.annotation) if _is_model(member)]
+        if not sections:
+            yield f"{prefix}{name}", field
+        for section in sections:
+            yield from _fields(section, f"{prefix}{name}.")
+        for item in _members(field.annotation):
+            for section in filter(_is_model, (part for each in get_args(item) for part in _members(each))):
+                yield from _fields(section, f"{prefix}{name}[].")
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The parts of a union; otherwise the annotation itself."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(member for part in get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def _type_name(annotation: Any) -> str:
+    names: list[str] = []
+    for member in _members(annotation):
+        origin = get_origin(member)
+        if origin is Literal:
+            names += [f"`{value}`" for value in get_args(member)]
+        elif origin is not None:
+            names.append(origin.__name__)
+        else:
+            names.append("none" if member is type(None) else getattr(member, "__name__", str(member)))
+    return " or ".join(dict.fromkeys(names))
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    return "required" if default is PydanticUndefined else _code(json.dumps(default, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+
+
+def _parameter_row(parameter: Any) -> str:
+    words = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name.upper()]
+    default = parameter.default
+    shown = "" if default is None or callable(default) else _code(str(getattr(default, "value", default)))
+    return f"| {', '.join(map(_code, words))} | {_cell(getattr(parameter, 'help', None) or '')} | {shown} |"
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.replace("\b", "").split("\n\n"))
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
