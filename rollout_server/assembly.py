@@ -50,16 +50,16 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
             yield None
             return
         tokenizer = load_tokenizer(model)
-        front = await _open_front(stack, config, model, name, tokenizer)
-        cast = await _assemble(stack, config, model, name, state, board, tokenizer)
-        watcher = await _follow_weights(stack, cast)
+        api = await _open_api(stack, config, model, name, tokenizer)
+        context = await _assemble(stack, config, model, name, state, board, tokenizer)
+        watcher = await _follow_weights(stack, context)
         first = watcher.first(config.launch.ready_timeout_s)
         if not await came_before_the_end(first, lambda: buffer.is_over(config, state, board)):
             yield None
             return
-        if front is not None:
-            stack.push_async_callback(front.detach)
-        yield RolloutServer(cast, watcher, front)
+        if api is not None:
+            stack.push_async_callback(api.detach)
+        yield RolloutServer(context, watcher, api)
 
 
 async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
@@ -70,7 +70,7 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
     return state, board
 
 
-async def _open_front(
+async def _open_api(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
 ) -> ApiServer | None:
     """Early: it is there to say that the engine is not."""
@@ -85,10 +85,10 @@ async def _open_front(
             "rollout.http.port to -1"
         ) from error
     longest = config.rollout.vllm.max_model_len
-    front = ApiServer(config, name, PromptEncoder(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
-    await front.open()
-    stack.push_async_callback(front.aclose)
-    return front
+    api = ApiServer(config, name, PromptEncoder(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
+    await api.open()
+    stack.push_async_callback(api.aclose)
+    return api
 
 
 async def _assemble(
@@ -105,26 +105,26 @@ async def _assemble(
     source = make_source(config, tokenizer)
     if source.dropped:
         log.warning("rows of the data are not used", rows=str(source.dropped))
-    diary = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every)
-    stack.callback(diary.close)
+    logger = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every)
+    stack.callback(logger.close)
     engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
     await engine.start()
     return ServerContext(
-        config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, diary
+        config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, logger
     )
 
 
-async def _follow_weights(stack: AsyncExitStack, cast: ServerContext) -> WeightWatcher:
-    config = cast.config
-    receiver = make_receiver(config, cast.board.publisher, name=cast.name)
+async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:
+    config = context.config
+    receiver = make_receiver(config, context.board.publisher, name=context.name)
     stack.push_async_callback(receiver.close)
     watcher = WeightWatcher(
         receiver,
-        cast.engine,
+        context.engine,
         interruption=config.rollout.interruption,
         update_timeout_s=config.weights.update_timeout_s,
-        diary=cast.diary,
+        logger=context.logger,
     )
     return watcher
 

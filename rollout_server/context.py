@@ -25,4 +25,4 @@ class ServerContext:
     pool: RewardPool
     workflow: Workflow
     source: TaskSource
-    diary: RolloutLogger
+    logger: RolloutLogger

@@ -27,7 +27,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        cast: ServerContext,
+        context: ServerContext,
         watcher: WeightWatcher,
         dispatcher: Dispatcher,
         evaluator: MilestoneEvaluator,
@@ -35,7 +35,7 @@ class Heartbeat:
         http: str = "",
     ) -> None:
         """`http`: where the server answers over HTTP, for the board."""
-        self._cast = cast
+        self._context = context
         self._watcher = watcher
         self._dispatcher = dispatcher
         self._evaluator = evaluator
@@ -52,14 +52,14 @@ class Heartbeat:
 
     async def beat(self) -> None:
         """One heartbeat."""
-        load = self._cast.engine.load()
+        load = self._context.engine.load()
         now_s = time.monotonic()
         rate = (load.generated_tokens - self._last_tokens) / max(now_s - self._last_s, 1e-3)
         self._last_tokens, self._last_s = load.generated_tokens, now_s
         beat = ServerBeat(
-            name=self._cast.name,
+            name=self._context.name,
             pid=os.getpid(),
-            version=self._cast.engine.version,
+            version=self._context.engine.version,
             running=load.running,
             waiting=load.waiting,
             tokens_per_s=rate,
@@ -69,7 +69,7 @@ class Heartbeat:
             time_s=time.time(),
             http=self._http,
         )
-        await self._cast.board.beat(beat, ttl_s=TTL_S)
+        await self._context.board.beat(beat, ttl_s=TTL_S)
         await self.count_tokens()
 
     async def count_tokens(self) -> None:
@@ -79,9 +79,9 @@ class Heartbeat:
         """
         if self._evaluator.busy:
             return
-        total = self._cast.engine.load().generated_tokens - self._evaluator.tokens
+        total = self._context.engine.load().generated_tokens - self._evaluator.tokens
         if total > self._counted:
-            await self._cast.board.count(GENERATED_TOKENS, total - self._counted)
+            await self._context.board.count(GENERATED_TOKENS, total - self._counted)
             self._counted = total
 
     async def _waiting_for(self, load: EngineLoad) -> str:
@@ -90,6 +90,6 @@ class Heartbeat:
             return f"admission ({self._dispatcher.admission.state.value})"
         since_s = self._dispatcher.asking_since_s
         if since_s is not None and time.time() - since_s > SHORT_WAIT_S:
-            stats = await self._cast.buffer.stats()
+            stats = await self._context.buffer.stats()
             return "tasks" if stats.waiting == 0 else "staleness window"
         return "weights" if len(self._dispatcher.leases) and not load.running + load.waiting else ""

@@ -6,7 +6,7 @@
                                          ^
                         MilestoneEvaluator --pin--+--> board <-- Heartbeat
 
-The cast:
+The context:
 
 - `Dispatcher`     keeps the engine full; tickets in, groups out
 - `TaskFeeder`         keeps tasks waiting in the buffer
@@ -18,7 +18,7 @@ The cast:
 
 Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher (until
 the buffer says that the run has ended, or somebody has drained this server) and for the evaluator (until
-the final evaluation is on the board; a drained server leaves that to others). If one of the cast fails,
+the final evaluation is on the board; a drained server leaves that to others). If one of the context fails,
 all are stopped and the failure surfaces.
 """
 
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
 class RolloutServer:
     """One engine's server; the engine has started and has its first weights."""
 
-    def __init__(self, cast: ServerContext, watcher: WeightWatcher, front: ApiServer | None = None) -> None:
-        """`front` is open; from here on it is ready."""
-        self._front = front
-        self._cast = cast
+    def __init__(self, context: ServerContext, watcher: WeightWatcher, api: ApiServer | None = None) -> None:
+        """`api` is open; from here on it is ready."""
+        self._api = api
+        self._context = context
         self._watcher = watcher
-        self._feeder = TaskFeeder(cast.buffer, cast.source, target=TASKS_AHEAD * cast.config.capacity_groups)
-        self._dispatcher = Dispatcher(cast, watcher, self._feeder)
-        self._evaluator = MilestoneEvaluator(cast, watcher)
-        rollout = cast.config.rollout
+        self._feeder = TaskFeeder(context.buffer, context.source, target=TASKS_AHEAD * context.config.capacity_groups)
+        self._dispatcher = Dispatcher(context, watcher, self._feeder)
+        self._evaluator = MilestoneEvaluator(context, watcher)
+        rollout = context.config.rollout
         least = rollout.min_concurrency or rollout.max_concurrency
-        self._throttle = ConcurrencyController(
-            cast.engine, self._dispatcher.slots, least=least, most=rollout.max_concurrency
+        self._concurrency = ConcurrencyController(
+            context.engine, self._dispatcher.slots, least=least, most=rollout.max_concurrency
         )
-        address = front.address if front is not None else ""
-        self._pulse = Heartbeat(cast, watcher, self._dispatcher, self._evaluator, http=address)
-        if front is not None:
-            front.attach(cast, watcher, self._dispatcher, self._evaluator)
+        address = api.address if api is not None else ""
+        self._heartbeat = Heartbeat(context, watcher, self._dispatcher, self._evaluator, http=address)
+        if api is not None:
+            api.attach(context, watcher, self._dispatcher, self._evaluator)
 
     async def serve(self) -> None:
         """Until the run has ended and its final evaluation is there, or the server is drained. Cancel it to stop
         early: work in flight is stored and given back."""
         try:
             async with asyncio.TaskGroup() as group:
-                loops = [self._watcher.run(), self._feeder.run(), self._throttle.run(), self._pulse.run()]
-                loops += [self._front.run()] if self._front is not None else []
+                loops = [self._watcher.run(), self._feeder.run(), self._concurrency.run(), self._heartbeat.run()]
+                loops += [self._api.run()] if self._api is not None else []
                 background = [group.create_task(loop) for loop in loops]
                 await self._dispatcher.admission.until_draining(self._evaluator.first())
                 async with asyncio.TaskGroup() as work:
@@ -78,20 +78,22 @@ class RolloutServer:
                 for task in background:
                     task.cancel()
         finally:
-            await self._pulse.count_tokens()
+            await self._heartbeat.count_tokens()
 
     async def _leave(self, evaluation: asyncio.Task[None]) -> None:
         """Somebody has drained this server: what is in flight has ended, but for completions over HTTP."""
         evaluation.cancel()
-        if self._front is not None:
-            in_a_hurry = self._dispatcher.admission.hurry.is_set()
-            await self._front.finish(0 if in_a_hurry else self._cast.config.rollout.http.drain_timeout_s)
+        if self._api is not None:
+            is_urgent = self._dispatcher.admission.stop_now.is_set()
+            await self._api.finish(0 if is_urgent else self._context.config.rollout.http.drain_timeout_s)
 
     async def _finish(self, evaluation: asyncio.Task[None]) -> None:
         """After the run has ended: the final weights are on their way, or here."""
-        timeout_s = self._cast.config.weights.update_timeout_s + 2 * self._cast.config.eval.timeout_s
+        timeout_s = self._context.config.weights.update_timeout_s + 2 * self._context.config.eval.timeout_s
         done, _ = await asyncio.wait([evaluation], timeout=timeout_s)
         if not done:
             raise WaitTimeout(
-                f"the evaluation of the final version {self._cast.config.steps}", timeout_s, "Did the trainer end early"
+                f"the evaluation of the final version {self._context.config.steps}",
+                timeout_s,
+                "Did the trainer end early",
             )

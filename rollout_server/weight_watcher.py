@@ -43,13 +43,13 @@ class WeightWatcher:
         *,
         interruption: Interruption,
         update_timeout_s: float,
-        diary: RolloutLogger,
+        logger: RolloutLogger,
     ) -> None:
         self._receiver = receiver
         self._engine = engine
         self._interruption: Interruption = interruption
         self._update_timeout_s = update_timeout_s
-        self._diary = diary
+        self._logger = logger
         self._seen = NOTHING
         self.applied = NOTHING
         """What the engine has."""
@@ -116,7 +116,7 @@ class WeightWatcher:
 
     async def _update(self, held: HeldWeights) -> None:
         started_s = time.time()
-        with self._diary.span("weights", f"version {held.version}"):
+        with self._logger.span("weights", f"version {held.version}"):
             self.last_pause_s = await self._load(held)
         self.applied = held.identity
         self.updates += 1

@@ -8,9 +8,9 @@ The dispatcher waits here while it is paused; `resume` unblocks it, and `drain` 
 
 Keeps tasks waiting in the buffer.
 
-    dispatcher --nudge (a ticket was admitted)--> TaskFeeder --put_tasks--> buffer
+    dispatcher --notify (a ticket was admitted)--> TaskFeeder --put_tasks--> buffer
 
-The feeder waits for a nudge; admissions and its own start unblock it. Several servers may feed at
+The feeder waits for a notify; admissions and its own start unblock it. Several servers may feed at
 once: the buffer keeps one stream, tasks that are there already are skipped. A failover of the server between look and
 append may have lost tasks that were there: the feeder then looks again.
 """
@@ -47,7 +47,7 @@ class AdmissionGate:
 
     def __init__(self) -> None:
         self.state = AdmissionState.OPEN
-        self.hurry = asyncio.Event()
+        self.stop_now = asyncio.Event()
         """Do not wait for what is in flight: store it and give it back."""
         self._open = asyncio.Event()
         self._open.set()
@@ -79,7 +79,7 @@ class AdmissionGate:
         self._open.clear()
         self._draining.set()
         if now:
-            self.hurry.set()
+            self.stop_now.set()
 
     async def opened(self) -> None:
         """Wait while it is paused, and for ever once it drains (see `until_draining`)."""
@@ -115,7 +115,7 @@ class TaskFeeder:
         self._target = target
         self._wanted = asyncio.Event()
 
-    def nudge(self) -> None:
+    def notify(self) -> None:
         """Tasks were taken, or seem to be missing."""
         self._wanted.set()
 

@@ -57,7 +57,7 @@ from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
 from rollout_server.workflows.session import SampleSession
 
 ADMIT_TIMEOUT_S = 10.0
-HAND_BACK_TIMEOUT_S = 10.0
+GIVE_BACK_TIMEOUT_S = 10.0
 NOTED_WAIT_S = 0.05
 MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
 """Groups that fail or cannot be judged, one after the other, before the server gives up; the second if the last of them
@@ -69,19 +69,23 @@ log = structlog.get_logger()
 class Dispatcher:
     """One server's stream of groups."""
 
-    def __init__(self, cast: ServerContext, watcher: WeightWatcher, feeder: TaskFeeder) -> None:
-        self._cast = cast
+    def __init__(self, context: ServerContext, watcher: WeightWatcher, feeder: TaskFeeder) -> None:
+        self._context = context
         self._watcher = watcher
         self._feeder = feeder
-        self._maker = SampleMaker(cast.workflow, cast.config.rollout.workflow, SampleDeadline.of_training(cast.config))
+        self._maker = SampleMaker(
+            context.workflow, context.config.rollout.workflow, SampleDeadline.of_training(context.config)
+        )
         self.admission = AdmissionGate()
-        self.tally = GroupCounters()
-        self.slots = SampleSlots(cast.config.rollout.min_concurrency or cast.config.rollout.max_concurrency)
-        rollout = cast.config.rollout
-        self.leases = Leases(cast.buffer, every_s=cast.config.lease_s / 3, store_every_s=rollout.progress_interval_s)
+        self.counters = GroupCounters()
+        self.slots = SampleSlots(context.config.rollout.min_concurrency or context.config.rollout.max_concurrency)
+        rollout = context.config.rollout
+        self.leases = Leases(
+            context.buffer, every_s=context.config.lease_s / 3, store_every_s=rollout.progress_interval_s
+        )
         self.asking_since_s: float | None = None
         """Since when the dispatcher has been waiting for a ticket; None while it is not."""
-        self._weights_timeout_s = cast.config.weights.update_timeout_s + cast.config.eval.timeout_s
+        self._weights_timeout_s = context.config.weights.update_timeout_s + context.config.eval.timeout_s
         self._failures_in_a_row = 0
 
     async def run(self) -> None:
@@ -89,31 +93,31 @@ class Dispatcher:
         (nothing works), WaitTimeout (published weights do not come)."""
         try:
             async with asyncio.TaskGroup() as works:
-                keepers = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
+                lease_loops = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
                 try:
                     await self._admit_until_end(works)
                     await self._finish()
                 except asyncio.CancelledError:
-                    self.leases.freeze()
+                    self.leases.keep_partials()
                     raise
-                for keeper in keepers:
-                    keeper.cancel()
+                for loop in lease_loops:
+                    loop.cancel()
                 self._drop_rest()
         finally:
-            await self._hand_back_all()
+            await self._give_back_all()
 
     async def _finish(self) -> None:
         """Of a server that drains: wait for the groups in work; the last to end unblocks it, or somebody in a hurry."""
-        timeout_s = self._cast.config.rollout.http.drain_timeout_s
-        hurry = asyncio.create_task(self.admission.hurry.wait())
+        timeout_s = self._context.config.rollout.http.drain_timeout_s
+        stop_now = asyncio.create_task(self.admission.stop_now.wait())
         try:
             async with asyncio.timeout(timeout_s):
-                while self.admission.is_draining and not hurry.done() and (doing := self._in_work()):
-                    await asyncio.wait([hurry, *doing], return_when=asyncio.FIRST_COMPLETED)
+                while self.admission.is_draining and not stop_now.done() and (doing := self._in_work()):
+                    await asyncio.wait([stop_now, *doing], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             log.warning("groups are still in work; what exists of them is stored", waited_s=timeout_s)
         finally:
-            hurry.cancel()
+            stop_now.cancel()
 
     def _in_work(self) -> list[asyncio.Task[None]]:
         return [work.doing for work in self.leases if work.doing is not None and not work.doing.done()]
@@ -121,20 +125,20 @@ class Dispatcher:
     def _drop_rest(self) -> None:
         """No more generation. Of a run that has ended nothing is kept; of a server that drains all is handed back."""
         if self.admission.is_draining:
-            self.leases.freeze()
+            self.leases.keep_partials()
         for work in self.leases:
             if not self.admission.is_draining:
                 self.leases.forget(work)
             if work.doing is not None:
                 work.doing.cancel()
 
-    async def _hand_back_all(self) -> None:
+    async def _give_back_all(self) -> None:
         """As far as time allows: a lease that is not given back runs out by itself."""
         try:
-            async with asyncio.timeout(HAND_BACK_TIMEOUT_S):
-                await asyncio.gather(*(self.leases.hand_back(work) for work in self.leases))
+            async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
+                await asyncio.gather(*(self.leases.give_back(work) for work in self.leases))
         except TimeoutError:
-            log.warning("the buffer did not take all groups back; their leases run out", waited_s=HAND_BACK_TIMEOUT_S)
+            log.warning("the buffer did not take all groups back; their leases run out", waited_s=GIVE_BACK_TIMEOUT_S)
 
     async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
         """Until the run has ended, or somebody drains this server."""
@@ -154,26 +158,26 @@ class Dispatcher:
         group; fewer, or none after a while, if there are no more. Raises RunEnded."""
         await self.slots.room()
         await self.admission.opened()
-        config = self._cast.config
+        config = self._context.config
         wanted = self.slots.groups_wanted(config.group_size + config.rollout.oversample)
         self.asking_since_s = time.time()
         try:
-            tickets = await self._cast.buffer.admit(wanted, holder=self._cast.name, timeout_s=ADMIT_TIMEOUT_S)
+            tickets = await self._context.buffer.admit(wanted, holder=self._context.name, timeout_s=ADMIT_TIMEOUT_S)
         except WaitTimeout:
             return []
         finally:
             self._note_wait(self.asking_since_s)
-            self._feeder.nudge()
+            self._feeder.notify()
         return [self._take_up(ticket) for ticket in tickets]  # at once: what is held is given back, come what may
 
     async def _return(self, works: Sequence[GroupRollout]) -> None:
         """Groups that came after a pause, or as the server was drained."""
         for work in works:
             self.slots.finish(work.committed)
-            await self.leases.hand_back(work)
+            await self.leases.give_back(work)
 
     def _take_up(self, ticket: Ticket) -> GroupRollout:
-        config = self._cast.config
+        config = self._context.config
         work = GroupRollout.resume(ticket, config.group_size, oversample=config.rollout.oversample)
         self.slots.commit(work.committed)
         self.leases.hold(work)
@@ -183,7 +187,7 @@ class Dispatcher:
         self.asking_since_s = None
         now_s = time.time()
         if now_s - since_s >= NOTED_WAIT_S:
-            self._cast.diary.wait("ticket", since_s, now_s)
+            self._context.logger.wait("ticket", since_s, now_s)
 
     async def _make(self, work: GroupRollout) -> None:
         """A group from ticket to release. Raises EngineError, RoleFailed."""
@@ -223,16 +227,16 @@ class Dispatcher:
                 work.keep(index, await self._maker.make(work.ticket.task, session))
                 del work.sessions[index]
         except EngineError:
-            self.leases.freeze()  # before the failure cancels everything else, and what it had is gone
+            self.leases.keep_partials()  # before the failure cancels everything else, and what it had is gone
             raise
         finally:
             work.committed -= 1
             self.slots.finish(1)
 
     def _session(self, work: GroupRollout, index: int) -> SampleSession:
-        ticket, config = work.ticket, self._cast.config
+        ticket, config = work.ticket, self._context.config
         return SampleSession(
-            self._cast.engine,
+            self._context.engine,
             f"{ticket.seq}-{ticket.attempt}-{index}",
             ticket.task.prompt_ids(),
             seed=sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt),
@@ -249,43 +253,43 @@ class Dispatcher:
             await self._discard(work, ReleaseReason.FAILED, work.error)
             return
         if work.missing:
-            self.tally.groups["interrupted"] += 1
-            await self.leases.hand_back(work)
+            self.counters.groups["interrupted"] += 1
+            await self.leases.give_back(work)
             return
         samples = work.whole()
         if broken := what_is_broken(samples):
             await self._discard(work, ReleaseReason.FAILED, broken)
             return
         samples = await self._judge(work, samples)
-        reason = reason_to_discard(samples, dynamic_sampling=self._cast.config.rollout.dynamic_sampling)
+        reason = reason_to_discard(samples, dynamic_sampling=self._context.config.rollout.dynamic_sampling)
         if reason is not None:
             await self._discard(work, reason, samples[0].unverifiable)
             return
-        group = work.group(self._cast.name, samples)
+        group = work.group(self._context.name, samples)
         work.settling = True
-        await self._cast.buffer.insert(work.ticket, group)
+        await self._context.buffer.insert(work.ticket, group)
         self.leases.forget(work)
         self._failures_in_a_row = 0
-        self.tally.inserted(samples)
-        self._cast.diary.group(group, version=self._cast.engine.version)
+        self.counters.inserted(samples)
+        self._context.logger.group(group, version=self._context.engine.version)
 
     async def _judge(self, work: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards; what kept rewards from coming is counted by kind."""
         task = work.ticket.task
         items = [RewardInput.of(sample, task) for sample in samples]
-        judged = zip(samples, await self._cast.pool.judge(items), strict=True)
-        verdicts = [at_its_length(sample, verdict, self._cast.config) for sample, verdict in judged]
+        judged = zip(samples, await self._context.pool.judge(items), strict=True)
+        verdicts = [at_its_length(sample, verdict, self._context.config) for sample, verdict in judged]
         kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())
         for kind, count in kinds.items():
-            self.tally.reward_failures[kind] += count
-            await self._cast.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
+            self.counters.reward_failures[kind] += count
+            await self._context.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
         return [with_verdict(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
     async def _discard(self, work: GroupRollout, reason: ReleaseReason, why: str) -> None:
         work.settling = True
-        await self._cast.buffer.discard(work.ticket, reason)
+        await self._context.buffer.discard(work.ticket, reason)
         self.leases.forget(work)
-        self.tally.groups[reason.value] += 1
+        self.counters.groups[reason.value] += 1
         if reason is ReleaseReason.FILTERED:
             self._failures_in_a_row = 0
             return

@@ -31,7 +31,7 @@ class GroupRollout:
     """Tokens that the buffer has as partial."""
     committed: int = 0
     """Samples that still hold a place in the dispatcher's slots."""
-    frozen: Partial | None = None
+    kept: Partial | None = None
     """What existed when generation was cancelled."""
     error: str = ""
     """Why a workflow failed."""
@@ -79,8 +79,8 @@ class GroupRollout:
         return [sample for index in chosen if (sample := self.samples[index]) is not None]
 
     def partial(self) -> Partial:
-        """What exists at this moment (or existed when it was frozen), for whoever goes on."""
-        return self.frozen or Partial(seq=self.ticket.seq, attempt=self.ticket.attempt, samples=self._so_far())
+        """What exists at this moment (or existed when it was kept), for whoever goes on."""
+        return self.kept or Partial(seq=self.ticket.seq, attempt=self.ticket.attempt, samples=self._so_far())
 
     def _so_far(self) -> list[Sample | None]:
         now = {index: session.snapshot() for index, session in self.sessions.items()}

@@ -85,7 +85,7 @@ class Leases:
             ):
                 await self._store(work, partial)
 
-    async def hand_back(self, work: GroupRollout) -> None:
+    async def give_back(self, work: GroupRollout) -> None:
         """Store what exists and end the lease, so that another server goes on at once. One that is cancelled stays
         to be handed back."""
         self.forget(work)
@@ -100,10 +100,10 @@ class Leases:
             self._works.setdefault(work.ticket.seq, work)
             raise
 
-    def freeze(self) -> None:
-        """All generation is about to be cancelled: remember what exists now, for `hand_back`."""
+    def keep_partials(self) -> None:
+        """All generation is about to be cancelled: remember what exists now, for `give_back`."""
         for work in self:
-            work.frozen = work.partial()  # which is the same from then on
+            work.kept = work.partial()  # which is the same from then on
 
     async def _store(self, work: GroupRollout, partial: Partial) -> None:
         try:

@@ -84,8 +84,8 @@ class ScriptedEngine:
         self._update_s = update_s
         self._reads_store = reads_store
         self._version = CHECKPOINT_VERSION
-        self._flights: dict[str, ScriptedRequest] = {}
-        self._lost: dict[str, ScriptedRequest] = {}
+        self._active: dict[str, ScriptedRequest] = {}
+        self._partials: dict[str, ScriptedRequest] = {}
         self._generated = 0
         self._streamed = 0
         self._failure: EngineError | None = EngineError("the engine was not started.")
@@ -93,7 +93,7 @@ class ScriptedEngine:
         """For new requests."""
         self._gate = asyncio.Event()
         """For the next token."""
-        self._landed = asyncio.Event()
+        self._finished = asyncio.Event()
 
     async def start(self) -> None:
         """Ready at once."""
@@ -103,49 +103,49 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """The script's completion from after `prefix`, cut at max_tokens ("length") or by an update ("abort")."""
-        async with aclosing(self._fly(request)) as flights:
-            async for flight in flights:
-                self._generated += not flight.reason
-        return flight.generation()
+        async with aclosing(self._submit(request)) as submission:
+            async for active in submission:
+                self._generated += not active.reason
+        return active.generation()
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
         """The same, a token at a time, and the finish reason after the last."""
         passed_on = 0
-        async with aclosing(self._fly(request)) as flights:
-            async for flight in flights:
-                self._streamed += not flight.reason
-                yield flight.generation(since=passed_on)
-                passed_on = len(flight.tokens)
+        async with aclosing(self._submit(request)) as submission:
+            async for active in submission:
+                self._streamed += not active.reason
+                yield active.generation(since=passed_on)
+                passed_on = len(active.tokens)
 
-    async def _fly(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
-        """The flight after every token, and once more when it has a finish reason."""
+    async def _submit(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
+        """The active after every token, and once more when it has a finish reason."""
         await self._open.wait()
         rest = list(self._script(request))[len(request.prefix) :]
-        flight = self._flights[request.request_id] = ScriptedRequest(SpanLog(self._version), request.interruptible)
+        active = self._active[request.request_id] = ScriptedRequest(SpanLog(self._version), request.interruptible)
         try:
             for token in rest[: request.max_tokens]:
                 await asyncio.sleep(self._token_s)
                 await self._gate.wait()
                 self._raise_failure()
-                if flight.aborted:
-                    flight.reason = "abort"
+                if active.aborted:
+                    active.reason = "abort"
                     break
-                flight.tokens.append(token)
-                yield flight
+                active.tokens.append(token)
+                yield active
             self._raise_failure()
         except EngineError:
-            self._lost[request.request_id] = flight
+            self._partials[request.request_id] = active
             raise
         finally:
-            del self._flights[request.request_id]
-            self._landed.set()
-        flight.reason = flight.reason or ("stop" if len(rest) <= request.max_tokens else "length")
-        yield flight
+            del self._active[request.request_id]
+            self._finished.set()
+        active.reason = active.reason or ("stop" if len(rest) <= request.max_tokens else "length")
+        yield active
 
     def peek(self, request_id: str) -> Generation | None:
         """The tokens so far."""
-        flight = self._flights.get(request_id) or self._lost.get(request_id)
-        return flight.generation() if flight is not None and flight.tokens else None
+        active = self._active.get(request_id) or self._partials.get(request_id)
+        return active.generation() if active is not None and active.tokens else None
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
         """Hold all requests for `update_s` (or let them land, or end them), then go on with `version`."""
@@ -153,16 +153,16 @@ class ScriptedEngine:
         version = weights.version
         self._open.clear()
         try:
-            while interruption == "drain" and self._flights:
-                self._landed.clear()
-                await self._landed.wait()
+            while interruption == "drain" and self._active:
+                self._finished.clear()
+                await self._finished.wait()
             self._gate.clear()
             await asyncio.sleep(self._update_s)
             if self._reads_store:
                 SourceReader().open(weights).verify()
-            for flight in self._flights.values():
-                flight.log.update(len(flight.tokens), version)
-                flight.aborted = interruption == "abort" and flight.interruptible
+            for active in self._active.values():
+                active.log.update(len(active.tokens), version)
+                active.aborted = interruption == "abort" and active.interruptible
             self._version = version
             self.updates.append((weights.identity, interruption))
         finally:
@@ -181,7 +181,7 @@ class ScriptedEngine:
 
     def load(self) -> EngineLoad:
         """Requests in flight all run."""
-        return EngineLoad(len(self._flights), 0, self._generated, streamed_tokens=self._streamed)
+        return EngineLoad(len(self._active), 0, self._generated, streamed_tokens=self._streamed)
 
     async def aclose(self) -> None:
         """Requests in flight fail."""

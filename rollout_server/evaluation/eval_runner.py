@@ -40,7 +40,7 @@ SOURCE_FIELDS = ("data_source", "source", "file")
 
 
 class EvalContext(Protocol):
-    """What an exam needs; a rollout server's cast has it."""
+    """What an runner needs; a rollout server's context has it."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -148,8 +148,8 @@ class EvalRunner:
         deadline_s: float | None = None,
     ) -> None:
         """`on_answer` is called after every completion, `on_grades` with so many of them when all of a prompt are
-        graded. A completion that is not there by `deadline_s` ends the exam with SampleOverdue."""
-        self._hall = hall
+        graded. A completion that is not there by `deadline_s` ends the runner with SampleOverdue."""
+        self._context = hall
         self._maker = SampleMaker(hall.workflow, hall.config.rollout.workflow, SampleDeadline(deadline_s))
         self._on_answer = on_answer
         self._on_grades = on_grades
@@ -161,19 +161,19 @@ class EvalRunner:
 
     async def grade(self, plan: EvalPlan) -> EvalResult:
         """mean@k and the like, and greedy if it is asked for."""
-        tasks = self._hall.source.held_out()[: plan.prompts]
+        tasks = self._context.source.held_out()[: plan.prompts]
         sampled = await self._answer_all(tasks, plan.samples, plan.temperature)
         greedy = await self._answer_all(tasks, 1, 0.0) if plan.greedy else [[] for _ in tasks]
         papers = [PromptResult(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
         lengths = [answer.sample.length for answers in sampled for answer in answers]
-        no_majority = self._hall.pool.why_no_answers(self._judged_by)
+        no_majority = self._context.pool.why_no_answers(self._judged_by)
         figures, by_source = await asyncio.to_thread(self._figures, papers, plan.samples, votes=not no_majority)
         return EvalResult(papers, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan)
 
     async def probe(self, version: int) -> list[Group]:
         """Groups sampled as for training, with behaviour log-probabilities, without rewards."""
-        tasks = list(islice(cycle(self._hall.source.held_out()), PROBE_GROUPS))
-        started_s, temperature = time.time(), self._hall.config.sampling.temperature
+        tasks = list(islice(cycle(self._context.source.held_out()), PROBE_GROUPS))
+        started_s, temperature = time.time(), self._context.config.sampling.temperature
         makes = (self._complete(task, PROBE_SAMPLES, temperature, f"probe{seq}") for seq, task in enumerate(tasks))
         return [
             Group(
@@ -181,7 +181,7 @@ class EvalRunner:
                 attempt=0,
                 task=task,
                 samples=samples,
-                server=self._hall.name,
+                server=self._context.name,
                 admitted_version=version,
                 started_s=started_s,
                 finished_s=time.time(),
@@ -193,7 +193,7 @@ class EvalRunner:
         self, papers: Sequence[PromptResult], samples: int, *, votes: bool
     ) -> tuple[EvalMetrics, dict[str, EvalMetrics]]:
         """A moment of arithmetic that must not hold the event loop."""
-        graded, right_at = [paper.graded for paper in papers], self._hall.config.eval.right_at
+        graded, right_at = [paper.graded for paper in papers], self._context.config.eval.right_at
         return (
             eval_metrics(graded, samples=samples, right_at=right_at, votes=votes),
             figures_by_source(graded, samples=samples, right_at=right_at, votes=votes),
@@ -206,7 +206,7 @@ class EvalRunner:
 
     async def _answer(self, task: Task, count: int, temperature: float) -> list[GradedCompletion]:
         samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
-        pool, name = self._hall.pool, self._judged_by
+        pool, name = self._context.pool, self._judged_by
         verdicts = await pool.judge([RewardInput.of(sample, task) for sample in samples])
         found: list[str | RewardFailure | None] = [None] * count
         if temperature and not pool.why_no_answers(name):
@@ -232,12 +232,12 @@ class EvalRunner:
 
     def _session(self, task: Task, index: int, temperature: float, purpose: str) -> SampleSession:
         return SampleSession(
-            self._hall.engine,
+            self._context.engine,
             f"{purpose}-{task.index}-{index}-{self.tokens}",
             task.prompt_ids(),
-            seed=sample_seed(self._hall.config.seed, purpose, task.index, index),
+            seed=sample_seed(self._context.config.seed, purpose, task.index, index),
             temperature=temperature,
-            max_tokens=self._hall.config.sampling.max_tokens,
+            max_tokens=self._context.config.sampling.max_tokens,
             interruptible=False,
             index=index,
         )

@@ -68,12 +68,12 @@ log = structlog.get_logger()
 class MilestoneEvaluator:
     """`first` before the first ticket, then `run` until the final evaluation is on the board."""
 
-    def __init__(self, cast: ServerContext, watcher: WeightWatcher) -> None:
-        self._cast = cast
+    def __init__(self, context: ServerContext, watcher: WeightWatcher) -> None:
+        self._context = context
         self._watcher = watcher
-        self._exam = EvalRunner(cast, deadline_s=longest_completion_s(cast.config))
-        self._plan = EvalPlan.of(cast.config)
-        self._final = cast.config.steps
+        self._runner = EvalRunner(context, deadline_s=longest_completion_s(context.config))
+        self._plan = EvalPlan.of(context.config)
+        self._final = context.config.steps
         self._handled = -1
         self.busy = False
         """An evaluation is generating now."""
@@ -81,7 +81,7 @@ class MilestoneEvaluator:
     @property
     def tokens(self) -> int:
         """Tokens generated for evaluations and probes so far."""
-        return self._exam.tokens
+        return self._runner.tokens
 
     async def first(self) -> None:
         """Evaluate what the engine has at the start, if it is due and nobody else does it."""
@@ -114,28 +114,28 @@ class MilestoneEvaluator:
             self._handled = milestone
 
     async def _evaluate(self, version: int, milestone: int) -> None:
-        started_s, tokens_before = time.time(), self._exam.tokens
+        started_s, tokens_before = time.time(), self._runner.tokens
         claim = asyncio.create_task(self._keep_claim(milestone))
         self.busy = True
         try:
-            with self._cast.diary.span("evaluation", f"version {version}"):
-                async with asyncio.timeout(self._cast.config.eval.timeout_s):
+            with self._context.logger.span("evaluation", f"version {version}"):
+                async with asyncio.timeout(self._context.config.eval.timeout_s):
                     await self._probe_and_grade(version, started_s)
         except (TimeoutError, SampleOverdue) as error:
-            found = f"the evaluation of version {version}", self._cast.config.eval.timeout_s
+            found = f"the evaluation of version {version}", self._context.config.eval.timeout_s
             if isinstance(error, SampleOverdue):
                 found = f"{found[0]}, in which {error.waited_for}", error.timeout_s
             raise WaitTimeout(*found, "Lower eval.prompts or eval.samples, or raise eval.timeout_s") from error
         finally:
             self.busy = False
             claim.cancel()
-            await self._cast.board.count("eval_tokens", self._exam.tokens - tokens_before)
+            await self._context.board.count("eval_tokens", self._runner.tokens - tokens_before)
 
     async def _probe_and_grade(self, version: int, started_s: float) -> None:
         """The probe first: the trainer waits for it."""
         if version >= self._final:
-            await self._cast.board.put_probe(Probe(version=version, groups=await self._exam.probe(version)))
-        grades = await self._exam.grade(self._plan)
+            await self._context.board.put_probe(Probe(version=version, groups=await self._runner.probe(version)))
+        grades = await self._runner.grade(self._plan)
         evaluation = Evaluation(
             version=version,
             prompts=len(grades.papers),
@@ -144,12 +144,12 @@ class MilestoneEvaluator:
             greedy_accuracy=grades.greedy_accuracy,
             completion_tokens_mean=grades.completion_tokens_mean,
             wall_s=time.time() - started_s,
-            server=self._cast.name,
+            server=self._context.name,
             figures=grades.figures,
             by_source=grades.by_source,
             no_majority=grades.no_majority,
         )
-        await self._cast.board.put_evaluation(evaluation)
+        await self._context.board.put_evaluation(evaluation)
         log.info(
             "evaluated",
             version=version,
@@ -159,11 +159,11 @@ class MilestoneEvaluator:
         )
 
     async def _is_done(self, milestone: int) -> bool:
-        evaluations = await self._cast.board.evaluations()
+        evaluations = await self._context.board.evaluations()
         return any(self._milestone(evaluation.version) == milestone for evaluation in evaluations)
 
     async def _claim(self, milestone: int) -> bool:
-        return await self._cast.board.claim(f"evaluation {milestone}", self._cast.name, ttl_s=CLAIM_TTL_S)
+        return await self._context.board.claim(f"evaluation {milestone}", self._context.name, ttl_s=CLAIM_TTL_S)
 
     async def _keep_claim(self, milestone: int) -> None:
         while True:
@@ -171,11 +171,13 @@ class MilestoneEvaluator:
             await self._claim(milestone)
 
     def _milestone(self, version: int) -> int:
-        return milestone_of(version, every_steps=self._cast.config.eval.every_steps, final=self._final)
+        return milestone_of(version, every_steps=self._context.config.eval.every_steps, final=self._final)
 
     @property
     def _next(self) -> int:
-        return next_milestone(max(0, self._handled), every_steps=self._cast.config.eval.every_steps, final=self._final)
+        return next_milestone(
+            max(0, self._handled), every_steps=self._context.config.eval.every_steps, final=self._final
+        )
 
 
 def longest_completion_s(config: RunConfig) -> float:

@@ -6,7 +6,7 @@
                     |-- completions   /v1/*            --> Writers --> Engine.stream
                     +-- admin         /admin/*         --> Admission (dispatcher)
 
-The cast:
+The context:
 
 - `ApiServer`   the socket, from before the engine starts until after it has ended
 - `HttpContext`       what the routes share: how far the server is, and its nouns once they are there

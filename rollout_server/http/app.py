@@ -26,11 +26,11 @@ from rollout_server.http.metrics import metrics_routes
 from rollout_server.http.streaming import HttpError
 
 
-def admin_routes(lobby: HttpContext) -> APIRouter:
+def admin_routes(http: HttpContext) -> APIRouter:
     """All of them need the administration token."""
 
     async def token(request: Request) -> None:
-        lobby.keys.admit_to_admin(request.headers.get("authorization", ""))
+        http.keys.admit_to_admin(request.headers.get("authorization", ""))
 
     routes = APIRouter(prefix="/admin", dependencies=[Depends(token)])
 
@@ -38,61 +38,61 @@ def admin_routes(lobby: HttpContext) -> APIRouter:
     async def pause() -> JSONResponse:
         """Admit nothing new; what is in flight goes on, and so do completions over HTTP."""
         admission().pause()
-        return _state(lobby)
+        return _state(http)
 
     @routes.post("/resume")
     async def resume() -> JSONResponse:
         """Admit again."""
         admission().resume()
-        return _state(lobby)
+        return _state(http)
 
     @routes.post("/drain")
     async def drain(now: bool = False) -> JSONResponse:
         """Admit nothing new, finish what is in flight (`now`: store it and give it back), and leave the run."""
         admission().drain(now=now)
-        return _state(lobby)
+        return _state(http)
 
     def admission() -> AdmissionGate:
-        return lobby.open().dispatcher.admission
+        return http.open().dispatcher.admission
 
     return routes
 
 
-def _state(lobby: HttpContext) -> JSONResponse:
-    dispatcher = lobby.open().dispatcher
+def _state(http: HttpContext) -> JSONResponse:
+    dispatcher = http.open().dispatcher
     return JSONResponse({"admission": dispatcher.admission.state.value, "groups_in_work": len(dispatcher.leases)}, 202)
 
 
-def probe_routes(lobby: HttpContext) -> APIRouter:
+def probe_routes(http: HttpContext) -> APIRouter:
     """They need no key and tell no text."""
     routes = APIRouter()
 
     @routes.get("/healthz")
     async def healthz() -> JSONResponse:
         """That this is answered says it all: the process lives and its event loop turns."""
-        return JSONResponse({"status": "alive", "server": lobby.name})
+        return JSONResponse({"status": "alive", "server": http.name})
 
     @routes.get("/readyz")
     async def readyz() -> JSONResponse:
         """Ready: the engine has started, has its first weights, and the server is not about to leave."""
-        if reason := lobby.why_not_ready:
+        if reason := http.why_not_ready:
             return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        backstage = lobby.ready()
-        admission = backstage.dispatcher.admission.state.value
-        return JSONResponse({"status": "ready", "policy_version": backstage.policy, "admission": admission})
+        server = http.ready()
+        admission = server.dispatcher.admission.state.value
+        return JSONResponse({"status": "ready", "policy_version": server.policy, "admission": admission})
 
     return routes
 
 
-def make_app(lobby: HttpContext) -> ASGIApp:
+def make_app(http: HttpContext) -> ASGIApp:
     """Everything but the socket. No documentation pages and no CORS: no web page has business here."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    for routes in (probe_routes(lobby), metrics_routes(lobby), completion_routes(lobby), admin_routes(lobby)):
+    for routes in (probe_routes(http), metrics_routes(http), completion_routes(http), admin_routes(http)):
         app.include_router(routes)
     app.add_exception_handler(HttpError, _explain)
     app.add_exception_handler(HTTPException, _explain_unknown)
-    local_only = lobby.config.rollout.http.is_local and not lobby.keys.completions
-    return HostCheck(app, lobby.responses, local_only=local_only)
+    local_only = http.config.rollout.http.is_local and not http.keys.completions
+    return HostCheck(app, http.responses, local_only=local_only)
 
 
 class HostCheck:

@@ -22,7 +22,13 @@ from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.detokenizer import TextStream
 from rollout_server.http.jobs import CompletionChunk, CompletionJob
 from rollout_server.http.requests import ChatBody, CompletionBody, Sampling, parse
-from rollout_server.http.responses import ChatForm, CompletionChoice, CompletionForm, ResponseFormat, ResponseOptions
+from rollout_server.http.responses import (
+    ChatFormat,
+    CompletionChoice,
+    CompletionFormat,
+    ResponseFormat,
+    ResponseOptions,
+)
 from rollout_server.http.streaming import EventStream, HttpError, read_json, unless_gone
 
 VERSION_HEADER = "x-policy-version"
@@ -42,45 +48,45 @@ class CompletionRequest:
         return sum(len(prompt) for prompt in self.prompts)
 
 
-def completion_routes(lobby: HttpContext) -> APIRouter:
+def completion_routes(http: HttpContext) -> APIRouter:
     """/v1/models, /v1/completions, /v1/chat/completions."""
-    bound = lobby.config.rollout.http
+    bound = http.config.rollout.http
     numbers = count(1)
 
     async def key(request: Request) -> None:
-        lobby.keys.admit_to_completions(request.headers.get("authorization", ""))
+        http.keys.admit_to_completions(request.headers.get("authorization", ""))
 
     routes = APIRouter(prefix="/v1", dependencies=[Depends(key)])
 
     @routes.get("/models")
     async def models() -> JSONResponse:
-        backstage = lobby.ready()
-        model = {"id": lobby.config.name, "object": "model", "created": 0, "owned_by": "async-grpo"}
-        return JSONResponse({"object": "list", "data": [{**model, "policy_version": backstage.policy}]})
+        server = http.ready()
+        model = {"id": http.config.name, "object": "model", "created": 0, "owned_by": "async-grpo"}
+        return JSONResponse({"object": "list", "data": [{**model, "policy_version": server.policy}]})
 
     @routes.post("/completions")
     async def completions(request: Request) -> Response:
-        lobby.ready()
+        http.ready()
         body = parse(CompletionBody, await read_json(request, bound.max_body_bytes))
         _check(body, prompts=len(body.prompts))
-        prompts = [await lobby.prompts.of_text(prompt) for prompt in body.prompts]
-        form = CompletionForm(lobby.config.name, lobby.prompts.name, wants=_wants(body))
+        prompts = [await http.prompts.of_text(prompt) for prompt in body.prompts]
+        form = CompletionFormat(http.config.name, http.prompts.name, options=_options(body))
         return await _answer(request, CompletionRequest(prompts, body, form), body.max_tokens)
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        lobby.ready()
+        http.ready()
         body = parse(ChatBody, await read_json(request, bound.max_body_bytes))
         _check(body, prompts=1)
-        prompt = await lobby.prompts.of_chat(body.messages)
-        form = ChatForm(lobby.config.name, lobby.prompts.name, wants=_wants(body))
+        prompt = await http.prompts.of_chat(body.messages)
+        form = ChatFormat(http.config.name, http.prompts.name, options=_options(body))
         return await _answer(
             request, CompletionRequest([prompt], body, form), body.max_completion_tokens or body.max_tokens
         )
 
     def _check(body: Sampling, *, prompts: int) -> None:
-        if body.model not in (None, lobby.config.name):
-            raise HttpError(404, f"the model of this server is {lobby.config.name!r}", code="model_not_found")
+        if body.model not in (None, http.config.name):
+            raise HttpError(404, f"the model of this server is {http.config.name!r}", code="model_not_found")
         if not 1 <= prompts * body.n <= bound.most_completions:
             raise HttpError(
                 400,
@@ -93,24 +99,24 @@ def completion_routes(lobby: HttpContext) -> APIRouter:
             _generation(order.sampling, prompt, index, max_tokens)
             for index, prompt in enumerate(prompt for prompt in order.prompts for _ in range(order.sampling.n))
         ]
-        backstage = lobby.ready()
-        texts = [TextStream(lobby.prompts.decode, order.sampling.stops) for _ in requests]
-        job = backstage.writers.start(requests, texts)
+        server = http.ready()
+        texts = [TextStream(http.prompts.decode, order.sampling.stops) for _ in requests]
+        job = server.jobs.start(requests, texts)
         if order.sampling.stream:
-            return await _streamed(request, order, backstage, job)
+            return await _streamed(request, order, server, job)
         try:
-            work = _whole(order, backstage, job, len(requests))
+            work = _whole(order, server, job, len(requests))
             return await unless_gone(request.receive, work, bound.request_timeout_s)
         finally:
             await job.aclose()
 
     def _generation(sampling: Sampling, prompt: list[int], index: int, max_tokens: int | None) -> GenerationRequest:
-        config = lobby.config.sampling
+        config = http.config.sampling
         temperature = config.temperature if sampling.temperature is None else sampling.temperature
         return GenerationRequest(
             request_id=f"http-{next(numbers)}",
             prompt=prompt,
-            max_tokens=_bounded(max_tokens, room=lobby.prompts.room(prompt)),
+            max_tokens=_bounded(max_tokens, room=http.prompts.room(prompt)),
             temperature=temperature,
             seed=None if sampling.seed is None else sampling.seed + index,
             interruptible=False,
@@ -118,20 +124,20 @@ def completion_routes(lobby: HttpContext) -> APIRouter:
 
     def _bounded(asked: int | None, *, room: int) -> int:
         if asked is None:
-            return min(lobby.config.sampling.max_tokens, bound.max_tokens, room)
+            return min(http.config.sampling.max_tokens, bound.max_tokens, room)
         if asked > bound.max_tokens:
             raise HttpError(400, f"max_tokens: {asked} is above rollout.http.max_tokens ({bound.max_tokens})")
         if asked > room:
             raise HttpError(
                 400,
                 f"max_tokens: {asked} do not fit: beside this prompt there is room for {room} within "
-                f"rollout.vllm.max_model_len ({lobby.config.rollout.vllm.max_model_len}). Ask for less",
+                f"rollout.vllm.max_model_len ({http.config.rollout.vllm.max_model_len}). Ask for less",
                 code="context_length_exceeded",
             )
         return asked
 
     async def _streamed(
-        request: Request, order: CompletionRequest, backstage: ReadyServer, job: CompletionJob
+        request: Request, order: CompletionRequest, server: ReadyServer, job: CompletionJob
     ) -> Response:
         """The first piece is waited for: until then, an error still has a status."""
         pieces = job.pieces()
@@ -140,24 +146,24 @@ def completion_routes(lobby: HttpContext) -> APIRouter:
         except BaseException:
             await job.aclose()
             raise
-        events = _events(order, backstage, first, pieces)
-        headers = {VERSION_HEADER: _fingerprint(backstage, first)}
+        events = _events(order, server, first, pieces)
+        headers = {VERSION_HEADER: _fingerprint(server, first)}
         return EventStream(events, headers, close=job.aclose, timeout_s=bound.request_timeout_s)
 
     return routes
 
 
-def _wants(body: Sampling) -> ResponseOptions:
+def _options(body: Sampling) -> ResponseOptions:
     return ResponseOptions(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
 
 
-async def _whole(order: CompletionRequest, backstage: ReadyServer, job: CompletionJob, count: int) -> Response:
+async def _whole(order: CompletionRequest, server: ReadyServer, job: CompletionJob, count: int) -> Response:
     choices = [CompletionChoice() for _ in range(count)]
     async with aclosing(job.pieces()) as pieces:
         async for piece in pieces:
             choices[piece.index].add(piece)
     versions = [choice.version for choice in choices if choice.version is not None]
-    fingerprint = backstage.identity_of(max(versions, default=backstage.cast.engine.version))
+    fingerprint = server.identity_of(max(versions, default=server.context.engine.version))
     body = order.form.whole(choices, order.prompt_tokens, fingerprint)
     return JSONResponse(body, headers={VERSION_HEADER: fingerprint})
 
@@ -168,19 +174,19 @@ async def _first_of(pieces: AsyncGenerator[CompletionChunk, None]) -> Completion
 
 async def _events(
     order: CompletionRequest,
-    backstage: ReadyServer,
+    server: ReadyServer,
     first: CompletionChunk,
     rest: AsyncGenerator[CompletionChunk, None],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    tokens, fingerprint = len(first.tokens), _fingerprint(backstage, first)
+    tokens, fingerprint = len(first.tokens), _fingerprint(server, first)
     yield order.form.piece(first, fingerprint)
     async for piece in rest:
-        tokens, fingerprint = tokens + len(piece.tokens), _fingerprint(backstage, piece)
+        tokens, fingerprint = tokens + len(piece.tokens), _fingerprint(server, piece)
         yield order.form.piece(piece, fingerprint)
     if order.sampling.wants_usage:
         yield order.form.usage(order.prompt_tokens, tokens, fingerprint)
 
 
-def _fingerprint(backstage: ReadyServer, piece: CompletionChunk) -> str:
+def _fingerprint(server: ReadyServer, piece: CompletionChunk) -> str:
     versions = [span.version for span in piece.spans]
-    return backstage.identity_of(max(versions, default=backstage.cast.engine.version))
+    return server.identity_of(max(versions, default=server.context.engine.version))

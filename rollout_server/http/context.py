@@ -22,16 +22,16 @@ STARTING, LEAVING = "the engine is starting, or waits for its first weights", "t
 class ReadyServer:
     """The server's nouns that the routes look at or speak to."""
 
-    cast: ServerContext
+    context: ServerContext
     watcher: WeightWatcher
     dispatcher: Dispatcher
     evaluator: MilestoneEvaluator
-    writers: CompletionJobs
+    jobs: CompletionJobs
 
     @property
     def policy(self) -> str:
         """Epoch and version of the engine's weights."""
-        return self.identity_of(self.cast.engine.version)
+        return self.identity_of(self.context.engine.version)
 
     def identity_of(self, version: int) -> str:
         """ "epoch-version", as in every response."""
@@ -39,7 +39,7 @@ class ReadyServer:
 
 
 class HttpContext:
-    """One for the life of the front; `backstage` is there from the first weights to the server's end."""
+    """One for the life of the api; `server` is there from the first weights to the server's end."""
 
     def __init__(self, config: RunConfig, name: str, keys: ApiKeys, prompts: PromptEncoder) -> None:
         self.config = config
@@ -48,25 +48,25 @@ class HttpContext:
         self.prompts = prompts
         self.responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""
-        self.backstage: ReadyServer | None = None
+        self.server: ReadyServer | None = None
         self.missing = STARTING
-        """Why there is no backstage."""
+        """Why there is no server."""
 
     @property
     def why_not_ready(self) -> str:
         """ "" if the server is ready."""
-        if self.backstage is None:
+        if self.server is None:
             return self.missing
-        return LEAVING if self.backstage.dispatcher.admission.is_draining else ""
+        return LEAVING if self.server.dispatcher.admission.is_draining else ""
 
     def ready(self) -> ReadyServer:
         """For whoever wants completions. Raises HttpError 503."""
-        if self.backstage is None or self.why_not_ready:
+        if self.server is None or self.why_not_ready:
             raise not_ready(self.why_not_ready)
-        return self.backstage
+        return self.server
 
     def open(self) -> ReadyServer:
         """For whoever administers, also while the server drains. Raises HttpError 503."""
-        if self.backstage is None:
+        if self.server is None:
             raise not_ready(self.missing)
-        return self.backstage
+        return self.server

@@ -17,18 +17,18 @@ from buffer import BufferStats, CachedStats
 from rollout_server.http.context import HttpContext, ReadyServer
 
 
-def metrics_routes(lobby: HttpContext) -> APIRouter:
+def metrics_routes(http: HttpContext) -> APIRouter:
     """It needs no key and tells no text."""
     registry = CollectorRegistry()
     recent = CachedStats()
-    registry.register(ServerCollector(lobby, recent))
+    registry.register(ServerCollector(http, recent))
     ProcessCollector(registry=registry)
     routes = APIRouter()
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        if lobby.backstage is not None:
-            await recent.refresh(lobby.backstage.cast.buffer.stats)
+        if http.server is not None:
+            await recent.refresh(http.server.context.buffer.stats)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes
@@ -37,56 +37,56 @@ def metrics_routes(lobby: HttpContext) -> APIRouter:
 class ServerCollector(Collector):
     """Looks at the server when it is asked."""
 
-    def __init__(self, lobby: HttpContext, recent: CachedStats) -> None:
-        self._lobby = lobby
+    def __init__(self, http: HttpContext, recent: CachedStats) -> None:
+        self._http = http
         self._recent = recent
 
     def collect(self) -> Iterable[Metric]:
         """All families of this server."""
-        lobby = self._lobby
+        http = self._http
         info = GaugeMetricFamily("async_grpo_server_info", "This server, always 1", labels=["run", "server"])
-        info.add_metric([lobby.config.name, lobby.name], 1)
+        info.add_metric([http.config.name, http.name], 1)
         yield info
-        yield _gauge("async_grpo_ready", "1: ready for completions and training", float(not lobby.why_not_ready))
+        yield _gauge("async_grpo_ready", "1: ready for completions and training", float(not http.why_not_ready))
         responses = CounterMetricFamily(
             "async_grpo_http_responses", "Answers over HTTP, by route and status", labels=["route", "status"]
         )
-        for (route, status), number in list(lobby.responses.items()):
+        for (route, status), number in list(http.responses.items()):
             responses.add_metric([route, str(status)], number)
         yield responses
-        if lobby.backstage is not None:
-            yield from _of_engine(lobby.backstage)
-            yield from _of_groups(lobby.backstage)
-            yield from _of_window(self._recent.stats, lobby.backstage.cast.engine.version)
+        if http.server is not None:
+            yield from _of_engine(http.server)
+            yield from _of_groups(http.server)
+            yield from _of_window(self._recent.stats, http.server.context.engine.version)
 
 
-def _of_engine(backstage: ReadyServer) -> Iterable[Metric]:
-    engine, watcher = backstage.cast.engine, backstage.watcher
+def _of_engine(server: ReadyServer) -> Iterable[Metric]:
+    engine, watcher = server.context.engine, server.watcher
     load = engine.load()
     yield _count("async_grpo_generated_tokens", "Made for training and evaluation", load.generated_tokens)
-    yield _count("async_grpo_evaluation_tokens", "Of those, made for evaluation", backstage.evaluator.tokens)
+    yield _count("async_grpo_evaluation_tokens", "Of those, made for evaluation", server.evaluator.tokens)
     yield _count("async_grpo_http_tokens", "Made for HTTP; in no other counter", load.streamed_tokens)
     yield _gauge("async_grpo_requests_running", "In the engine, with a first token", load.running)
     yield _gauge("async_grpo_requests_waiting", "In the engine, without a token", load.waiting)
     yield _gauge("async_grpo_kv_cache_use_ratio", "Of the KV cache, by requests in flight; 0 if unknown", load.kv_use)
-    yield _gauge("async_grpo_http_completions_running", "Under way for HTTP", backstage.writers.busy)
+    yield _gauge("async_grpo_http_completions_running", "Under way for HTTP", server.jobs.busy)
     yield _gauge("async_grpo_policy_version", "Of the weights that the next token comes from", engine.version)
     yield _gauge("async_grpo_policy_epoch", "Of those weights", watcher.applied.epoch)
     yield _count("async_grpo_weight_updates", "Applied", watcher.updates)
     yield _gauge("async_grpo_weight_pause_seconds", "Without a token, in the last update", watcher.last_pause_s)
 
 
-def _of_groups(backstage: ReadyServer) -> Iterable[Metric]:
-    dispatcher = backstage.dispatcher
-    slots, tally = dispatcher.slots, dispatcher.tally
+def _of_groups(server: ReadyServer) -> Iterable[Metric]:
+    dispatcher = server.dispatcher
+    slots, counters = dispatcher.slots, dispatcher.counters
     yield _gauge("async_grpo_concurrency_limit_samples", "That may run for training at once", slots.capacity)
     yield _gauge("async_grpo_samples_running", "For training", slots.in_use)
     yield _gauge("async_grpo_admission_open", "1: takes up new groups", float(dispatcher.admission.is_open))
     yield _gauge("async_grpo_leases", "Groups in work", len(dispatcher.leases))
     yield _count("async_grpo_leases_lost", "Groups dropped because another server has them", dispatcher.leases.lost)
-    yield _counts("async_grpo_groups", "That ended here", "outcome", tally.groups)
-    yield _counts("async_grpo_samples", "Of inserted groups", "finish_reason", tally.samples)
-    yield _counts("async_grpo_reward_failures", "Completions that were not judged", "kind", tally.reward_failures)
+    yield _counts("async_grpo_groups", "That ended here", "outcome", counters.groups)
+    yield _counts("async_grpo_samples", "Of inserted groups", "finish_reason", counters.samples)
+    yield _counts("async_grpo_reward_failures", "Completions that were not judged", "kind", counters.reward_failures)
 
 
 def _of_window(stats: BufferStats | None, version: int) -> Iterable[Metric]:

@@ -57,19 +57,19 @@ class ResponseOptions:
 
 
 class ResponseFormat:
-    """How answers to one request look; `CompletionForm` and `ChatForm` differ in the choices."""
+    """How answers to one request look; `CompletionFormat` and `ChatFormat` differ in the choices."""
 
     kind = ""
     piece_kind = ""
     prefix = ""
 
-    def __init__(self, model: str, name: Callable[[int], str], *, wants: ResponseOptions) -> None:
+    def __init__(self, model: str, name: Callable[[int], str], *, options: ResponseOptions) -> None:
         """`name`: one token as text."""
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._name = name
-        self._wants = wants
+        self._options = options
 
     def whole(self, choices: Sequence[CompletionChoice], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
         """The answer to a request that does not stream."""
@@ -128,16 +128,16 @@ class ResponseFormat:
         }
 
     def _token_ids(self, choice: CompletionChoice) -> dict[str, list[int]]:
-        return {"token_ids": choice.tokens} if self._wants.token_ids else {}
+        return {"token_ids": choice.tokens} if self._options.token_ids else {}
 
     def _logprobs(self, choice: CompletionChoice) -> dict[str, Any] | None:
-        if not self._wants.logprobs:
+        if not self._options.logprobs:
             return None
         names = [self._name(token) for token in choice.tokens]
         return self.logprobs(names, [max(logprob, LOWEST_LOGPROB) for logprob in choice.logprobs])
 
 
-class CompletionForm(ResponseFormat):
+class CompletionFormat(ResponseFormat):
     """/v1/completions."""
 
     kind = piece_kind = "text_completion"
@@ -154,7 +154,7 @@ class CompletionForm(ResponseFormat):
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": _offsets(names)}
 
 
-class ChatForm(ResponseFormat):
+class ChatFormat(ResponseFormat):
     """/v1/chat/completions."""
 
     kind, piece_kind = "chat.completion", "chat.completion.chunk"

@@ -37,9 +37,9 @@ class ApiServer:
     def __init__(self, config: RunConfig, name: str, prompts: PromptEncoder) -> None:
         """Raises ConfigError if the configuration would let anybody in."""
         self._config = config.rollout.http
-        self._lobby = HttpContext(config, name, ApiKeys.of(os.environ, self._config), prompts)
+        self._http = HttpContext(config, name, ApiKeys.of(os.environ, self._config), prompts)
         self._listening: asyncio.Task[None] | None = None
-        self._server = HttpServer(make_app(self._lobby), MAX_REQUESTS)
+        self._server = HttpServer(make_app(self._http), MAX_REQUESTS)
         self.address = ""
         """`http://host:port`, once it is open."""
 
@@ -57,22 +57,22 @@ class ApiServer:
         await asyncio.shield(self._listening)
 
     def attach(
-        self, cast: ServerContext, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: MilestoneEvaluator
+        self, context: ServerContext, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: MilestoneEvaluator
     ) -> None:
         """The engine has its first weights: the server is ready."""
-        writers = CompletionJobs(cast.engine, self._config.max_concurrency)
-        self._lobby.backstage = ReadyServer(cast, watcher, dispatcher, evaluator, writers)
+        jobs = CompletionJobs(context.engine, self._config.max_concurrency)
+        self._http.server = ReadyServer(context, watcher, dispatcher, evaluator, jobs)
 
     async def finish(self, timeout_s: float) -> None:
         """Of a server that drains: wait for completions under way, then end them."""
-        if self._lobby.backstage is not None:
-            await self._lobby.backstage.writers.finish(timeout_s)
+        if self._http.server is not None:
+            await self._http.server.jobs.finish(timeout_s)
 
     async def detach(self) -> None:
         """The engine is about to go: end completions under way."""
-        if (backstage := self._lobby.backstage) is not None:
-            self._lobby.backstage, self._lobby.missing = None, LEAVING
-            await backstage.writers.close()
+        if (server := self._http.server) is not None:
+            self._http.server, self._http.missing = None, LEAVING
+            await server.jobs.close()
 
     async def aclose(self) -> None:
         """Close the socket and all connections."""

@@ -1,6 +1,6 @@
 """One sample within its deadline, whatever its workflow does.
 
-    dispatcher, exam --make--> SampleMaker --a task of its own--> workflow --> Session --> engine
+    dispatcher, runner --make--> SampleMaker --a task of its own--> workflow --> Session --> engine
 
 `make` waits for the workflow; its return unblocks it, or the deadline. A workflow that does not even end when it is
 cancelled is left behind, and keeps nobody waiting. One that never lets go of the event loop is the matter of

@@ -72,19 +72,19 @@ async def client(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
             "rollout": {"vllm": {"max_model_len": 1024}},
         }
     )
-    front = ApiServer(config, "rollout-0", PromptEncoder(OneCharacterEach(), vocabulary=VOCABULARY, longest=1024))
-    await front.open()
+    api = ApiServer(config, "rollout-0", PromptEncoder(OneCharacterEach(), vocabulary=VOCABULARY, longest=1024))
+    await api.open()
     nouns: list[Any] = [
         SimpleNamespace(engine=lab.engine),
         SimpleNamespace(applied=WeightVersion(0, 0)),
         SimpleNamespace(admission=AdmissionGate()),
         None,
     ]
-    front.attach(*nouns)
-    async with openai.AsyncOpenAI(base_url=f"{front.address}/v1", api_key="none", max_retries=0) as client:
+    api.attach(*nouns)
+    async with openai.AsyncOpenAI(base_url=f"{api.address}/v1", api_key="none", max_retries=0) as client:
         yield client
-    await front.detach()
-    await front.aclose()
+    await api.detach()
+    await api.aclose()
 
 
 async def test_a_completion_is_of_the_version_that_it_names(lab: Lab, client: openai.AsyncOpenAI) -> None:

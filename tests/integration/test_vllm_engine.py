@@ -265,9 +265,9 @@ def record_own_spans(monkeypatch: pytest.MonkeyPatch) -> list[list[VersionSpan]]
     recorded: list[list[VersionSpan]] = []
     original = engine._generation
 
-    def spy(output: Any, flight: engine.EngineRequest) -> Generation:
-        recorded.append(flight.spans.spans(len(output.outputs[0].token_ids)))
-        return original(output, flight)
+    def spy(output: Any, active: engine.EngineRequest) -> Generation:
+        recorded.append(active.spans.spans(len(output.outputs[0].token_ids)))
+        return original(output, active)
 
     monkeypatch.setattr(engine, "_generation", spy)
     return recorded
@@ -278,9 +278,9 @@ def record_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     recorded: list[int] = []
     original = engine._generation
 
-    def spy(output: Any, flight: engine.EngineRequest) -> Generation:
+    def spy(output: Any, active: engine.EngineRequest) -> Generation:
         recorded.append(output.num_cached_tokens)
-        return original(output, flight)
+        return original(output, active)
 
     monkeypatch.setattr(engine, "_generation", spy)
     return recorded

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, watcher_of
+from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, watcher_of
 from starlette.types import ASGIApp
 
 from async_grpo.config import RunConfig
@@ -56,8 +56,8 @@ class House:
     """A server that is ready, and its app."""
 
     app: ASGIApp
-    lobby: HttpContext
-    cast: ServerContext
+    http: HttpContext
+    context: ServerContext
     engine: Any
     watcher: WeightWatcher
     dispatcher: Dispatcher
@@ -86,9 +86,9 @@ async def scripted(script: Callable[[GenerationRequest], list[int]], tokens_per_
     return engine
 
 
-def lettered(cast: ServerContext) -> ServerContext:
+def lettered(context: ServerContext) -> ServerContext:
     """With workflows that know the stop token."""
-    return replace(cast, workflow=SingleTurn(Letters()))
+    return replace(context, workflow=SingleTurn(Letters()))
 
 
 async def house_of(
@@ -103,20 +103,20 @@ async def house_of(
 ) -> House:
     """With weights of epoch 2."""
     config = config or http_config()
-    cast = lettered(cast_of(tmp_path, config, engine, buffer or buffer_of(config)))
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(2, version)))
+    context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(2, version)))
     await watcher.first(1.0)
-    dispatcher = Dispatcher(cast, watcher, TaskFeeder(cast.buffer, cast.source, target=16))
-    lobby = HttpContext(config, cast.name, keys or ApiKeys(), prompts_of(tokenizer))
-    writers = CompletionJobs(engine, config.rollout.http.max_concurrency)
-    lobby.backstage = ReadyServer(cast, watcher, dispatcher, MilestoneEvaluator(cast, watcher), writers)
-    return House(make_app(lobby), lobby, cast, engine, watcher, dispatcher)
+    dispatcher = Dispatcher(context, watcher, TaskFeeder(context.buffer, context.source, target=16))
+    http = HttpContext(config, context.name, keys or ApiKeys(), prompts_of(tokenizer))
+    jobs = CompletionJobs(engine, config.rollout.http.max_concurrency)
+    http.server = ReadyServer(context, watcher, dispatcher, MilestoneEvaluator(context, watcher), jobs)
+    return House(make_app(http), http, context, engine, watcher, dispatcher)
 
 
 @asynccontextmanager
 async def dispatching(house: House) -> AsyncIterator[asyncio.Task[None]]:
     """The dispatcher at work; stopped at the end of the block, if it has not ended."""
-    feeder = asyncio.create_task(TaskFeeder(house.cast.buffer, house.cast.source, target=16).run())
+    feeder = asyncio.create_task(TaskFeeder(house.context.buffer, house.context.source, target=16).run())
     running = asyncio.create_task(house.dispatcher.run())
     try:
         yield running

@@ -100,7 +100,7 @@ class FakeEngine:
     def peek(self, request_id: str) -> Generation | None:
         return None
 
-    def let_go(self, *request_ids: str) -> None:
+    def release(self, *request_ids: str) -> None:
         for request_id in request_ids or list(self.held):
             self.held.pop(request_id).set_result(None)
 
@@ -208,7 +208,7 @@ def buffer_of(config: RunConfig) -> InMemoryBuffer:
     return InMemoryBuffer(policy=config.replay_policy, lease_s=config.lease_s, max_attempts=config.rollout.max_attempts)
 
 
-def cast_of(
+def context_of(
     tmp_path: Path,
     config: RunConfig,
     engine: FakeEngine | Engine,
@@ -225,19 +225,19 @@ def cast_of(
         pool=cast(RewardPool, FakePool()),
         workflow=SingleTurn(Bytes()),
         source=Yes(),
-        diary=RolloutLogger(tmp_path, name, samples_every=1),
+        logger=RolloutLogger(tmp_path, name, samples_every=1),
     )
 
 
 def watcher_of(
-    cast_: ServerContext, receiver: FakeReceiver, update_timeout_s: float = 5.0, interruption: Interruption = "keep"
+    context: ServerContext, receiver: FakeReceiver, update_timeout_s: float = 5.0, interruption: Interruption = "keep"
 ) -> WeightWatcher:
     return WeightWatcher(
         receiver,
-        cast_.engine,
+        context.engine,
         interruption=interruption,
         update_timeout_s=update_timeout_s,
-        diary=cast_.diary,
+        logger=context.logger,
     )
 
 

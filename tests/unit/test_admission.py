@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from http_fakes import House, dispatching, house_of
-from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
+from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, until, until_async, watcher_of
 
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Ticket
@@ -35,12 +35,12 @@ async def test_a_paused_server_finishes_what_it_has_and_takes_nothing_new(tmp_pa
         await full(house)
         house.dispatcher.admission.pause()
         house.engine.hold = False
-        house.engine.let_go()
-        await until(lambda: house.dispatcher.tally.groups["inserted"] == 2)
+        house.engine.release()
+        await until(lambda: house.dispatcher.counters.groups["inserted"] == 2)
         await asyncio.sleep(0.05)
         assert (len(house.dispatcher.leases), (await buffer.stats()).ready) == (0, 2)
         house.dispatcher.admission.resume()
-        await until(lambda: house.dispatcher.tally.groups["inserted"] == 4)
+        await until(lambda: house.dispatcher.counters.groups["inserted"] == 4)
 
 
 async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path)
     running = asyncio.create_task(house.dispatcher.run())
     await until(lambda: house.dispatcher.asking_since_s is not None)
     house.dispatcher.admission.pause()
-    await buffer.put_tasks([house.cast.source.task(0)])
+    await buffer.put_tasks([house.context.source.task(0)])
     await until_async(lambda: _is_admitted(buffer))
     (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=2.0)
     assert ticket.seq == 0
@@ -78,7 +78,7 @@ async def test_tickets_on_their_way_back_after_a_pause_survive_a_stop(tmp_path: 
     running = asyncio.create_task(house.dispatcher.run())
     await until(lambda: house.dispatcher.asking_since_s is not None)
     house.dispatcher.admission.pause()
-    await buffer.put_tasks([house.cast.source.task(index) for index in range(2)])
+    await buffer.put_tasks([house.context.source.task(index) for index in range(2)])
     await until_async(lambda: _is_admitted(buffer))
     if stop == "drain":
         house.dispatcher.admission.drain()
@@ -101,7 +101,7 @@ async def test_a_drained_dispatcher_ends_when_its_groups_have_finished(tmp_path:
         await asyncio.sleep(0.02)
         assert not running.done()
         house.engine.hold = False
-        house.engine.let_go()
+        house.engine.release()
         async with asyncio.timeout(5):
             await running
     assert (await buffer.stats()).ready == 2
@@ -142,10 +142,10 @@ async def test_what_does_not_finish_in_time_is_given_back(tmp_path: Path) -> Non
 async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Path) -> None:
     config = config_of(eval={"prompts": 1, "greedy": False, "samples": 1})
     buffer = buffer_of(config)
-    cast = cast_of(tmp_path, config, FakeEngine(), buffer)
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
+    context = context_of(tmp_path, config, FakeEngine(), buffer)
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    server = RolloutServer(cast, watcher)
+    server = RolloutServer(context, watcher)
     serving = asyncio.create_task(server.serve())
     await until_async(lambda: _has_ready(buffer, 4))
     server._dispatcher.admission.drain(now=True)

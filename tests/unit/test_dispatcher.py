@@ -14,8 +14,8 @@ from rollout_fakes import (
     FakePool,
     FakeReceiver,
     buffer_of,
-    cast_of,
     config_of,
+    context_of,
     until,
     until_async,
     watcher_of,
@@ -35,12 +35,12 @@ from rollout_server.workflows.session import SampleSession
 
 
 @asynccontextmanager
-async def dispatching(cast: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[Dispatcher]:
+async def dispatching(context: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[Dispatcher]:
     """A dispatcher with its feeder and weights, stopped as by SIGTERM at the end of the block."""
-    watcher = watcher_of(cast, receiver or FakeReceiver(WeightVersion(1, 0)))
+    watcher = watcher_of(context, receiver or FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = TaskFeeder(cast.buffer, cast.source, target=16)
-    dispatcher = Dispatcher(cast, watcher, feeder)
+    feeder = TaskFeeder(context.buffer, context.source, target=16)
+    dispatcher = Dispatcher(context, watcher, feeder)
     loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
     running = asyncio.create_task(dispatcher.run())
     try:
@@ -61,7 +61,7 @@ async def ready(buffer: InMemoryBuffer, groups: int) -> None:
 async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
-    async with dispatching(cast_of(tmp_path, config, FakeEngine(), buffer)):
+    async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
         await ready(buffer, 4)
     batch = await buffer.take(epoch=0, version=0, timeout_s=1.0)
     assert [group.seq for group in batch.groups] == [0, 1]
@@ -74,7 +74,7 @@ async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
 async def test_no_more_than_the_staleness_window_is_admitted(tmp_path: Path) -> None:
     config = config_of(max_staleness=1)
     buffer = buffer_of(config)
-    async with dispatching(cast_of(tmp_path, config, FakeEngine(), buffer)):
+    async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
         await ready(buffer, 4)
         await asyncio.sleep(0.05)
         assert (await buffer.stats()).admitted == config.capacity_groups == 4
@@ -84,10 +84,10 @@ async def test_the_engine_stays_full_and_is_never_overfilled(tmp_path: Path) -> 
     config = config_of(max_staleness=8, rollout={"max_concurrency": 6})
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(cast_of(tmp_path, config, engine)) as dispatcher:
+    async with dispatching(context_of(tmp_path, config, engine)) as dispatcher:
         await until(lambda: len(engine.held) == 6)
         for _ in range(12):
-            engine.let_go(next(iter(engine.held)))
+            engine.release(next(iter(engine.held)))
             await until(lambda: len(engine.held) == 6)
             assert dispatcher.slots.committed <= 6 - 1 + 4
         assert engine.peak == 6
@@ -105,7 +105,7 @@ async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> Non
     buffer.admit = noted  # type: ignore[method-assign]
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(cast_of(tmp_path, config, engine, buffer)) as dispatcher:
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as dispatcher:
         await until(lambda: len(engine.held) == 10)
         assert (limits, dispatcher.slots.committed) == ([3], 12)
 
@@ -114,10 +114,10 @@ async def test_a_new_group_starts_while_another_is_unfinished(tmp_path: Path) ->
     config = config_of(max_staleness=8, rollout={"max_concurrency": 4})
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(cast_of(tmp_path, config, engine)):
+    async with dispatching(context_of(tmp_path, config, engine)):
         await until(lambda: len(engine.held) == 4)
         straggler, *others = engine.held
-        engine.let_go(*others)
+        engine.release(*others)
         await until(lambda: len(engine.held) == 4)
         assert straggler in engine.held
 
@@ -125,13 +125,13 @@ async def test_a_new_group_starts_while_another_is_unfinished(tmp_path: Path) ->
 async def test_verification_does_not_keep_the_engine_waiting(tmp_path: Path) -> None:
     config = config_of(max_staleness=8, rollout={"max_concurrency": 4})
     engine = FakeEngine()
-    cast = cast_of(tmp_path, config, engine)
-    assert isinstance(cast.pool, FakePool)
-    cast.pool.gate = asyncio.Event()
-    async with dispatching(cast):
+    context = context_of(tmp_path, config, engine)
+    assert isinstance(context.pool, FakePool)
+    context.pool.gate = asyncio.Event()
+    async with dispatching(context):
         await until(lambda: len(engine.requests) >= 16)
-        assert (await cast.buffer.stats()).ready == 0
-        cast.pool.gate.set()
+        assert (await context.buffer.stats()).ready == 0
+        context.pool.gate.set()
 
 
 async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path
     buffer = buffer_of(config)
     engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
     await buffer.publish_version(epoch=0, version=1)
-    async with dispatching(cast_of(tmp_path, config, engine, buffer), receiver):
+    async with dispatching(context_of(tmp_path, config, engine, buffer), receiver):
         await asyncio.sleep(0.05)
         assert engine.requests == []
         await receiver.publish(1, 1)
@@ -151,7 +151,7 @@ async def test_with_no_staleness_every_group_is_of_the_trainers_version(tmp_path
     config = config_of(max_staleness=0)
     buffer = buffer_of(config)
     receiver = FakeReceiver(WeightVersion(1, 0))
-    async with dispatching(cast_of(tmp_path, config, FakeEngine(), buffer), receiver):
+    async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer), receiver):
         for version in range(config.steps):
             batch = await buffer.take(epoch=0, version=version, timeout_s=5.0)
             assert {group.oldest_version for group in batch.groups} == {version}
@@ -165,14 +165,14 @@ async def test_stopping_stores_what_has_finished_and_another_server_makes_the_re
     buffer = buffer_of(config)
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(cast_of(tmp_path, config, engine, buffer)):
+    async with dispatching(context_of(tmp_path, config, engine, buffer)):
         await until(lambda: len(engine.held) == 4)
-        engine.let_go(*list(engine.held)[:3])
+        engine.release(*list(engine.held)[:3])
         await until(lambda: len(engine.held) == 1)
         await asyncio.sleep(0.01)
 
     other = FakeEngine()
-    async with dispatching(cast_of(tmp_path, config, other, buffer, name="rollout-1")):
+    async with dispatching(context_of(tmp_path, config, other, buffer, name="rollout-1")):
         await ready(buffer, 1)
     assert len(other.requests) == 1
     (group,) = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups
@@ -203,7 +203,7 @@ async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
     buffer = buffer_of(config)
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(cast_of(tmp_path, config, engine, buffer)) as dispatcher:
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as dispatcher:
         await until(lambda: len(engine.held) == 4)
         (work,) = dispatcher.leases
         await buffer.give_back(work.ticket)
@@ -227,12 +227,12 @@ async def test_a_group_that_cannot_be_trained_is_discarded_with_its_reason(
     config = config_of(rollout={"max_concurrency": 4, "dynamic_sampling": dynamic_sampling})
     buffer = buffer_of(config)
     engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
-    cast = cast_of(tmp_path, config, engine, buffer)
+    context = context_of(tmp_path, config, engine, buffer)
 
     async def discarded() -> bool:
         return (await buffer.stats()).released.get(reason, 0) >= 2
 
-    async with dispatching(cast):
+    async with dispatching(context):
         await until_async(discarded)
         assert (await buffer.stats()).ready == 0
 
@@ -242,13 +242,13 @@ async def test_a_group_with_two_rewards_is_trained_and_the_others_are_masked(tmp
     buffer = buffer_of(config)
     answers = ["yes", "no", "?", "?"]
     engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
-    cast = cast_of(tmp_path, config, engine, buffer)
-    async with dispatching(cast):
+    context = context_of(tmp_path, config, engine, buffer)
+    async with dispatching(context):
         await ready(buffer, 2)
     group = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups[0]
     assert [sample.reward for sample in group.samples] == [1.0, 0.0, None, None]
     assert group.samples[2].unverifiable == "raised: cannot say"
-    assert (await cast.board.counters())["reward_failures.raised"] >= 4
+    assert (await context.board.counters())["reward_failures.raised"] >= 4
 
 
 async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path
         return "yes"
 
     engine = FakeEngine(answer)
-    async with dispatching(cast_of(tmp_path, config, engine, buffer)):
+    async with dispatching(context_of(tmp_path, config, engine, buffer)):
         await ready(buffer, 2)
     assert (await buffer.stats()).released["failed"] == 1
 
@@ -271,7 +271,7 @@ async def test_a_sample_that_breaks_its_guarantees_makes_the_group_failed_and_is
     buffer = buffer_of(config)
     engine = FakeEngine(lambda request: "" if request.request_id.startswith("0-") else "yes")
     with structlog.testing.capture_logs() as logs:
-        async with dispatching(cast_of(tmp_path, config, engine, buffer)):
+        async with dispatching(context_of(tmp_path, config, engine, buffer)):
             await ready(buffer, 2)
     assert (await buffer.stats()).released["failed"] == 1
     (why,) = [entry["why"] for entry in logs if entry["event"] == "group discarded"]
@@ -284,14 +284,14 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
     config = config_of()
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
-    monkeypatch.setattr("rollout_server.dispatch.dispatcher.HAND_BACK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("rollout_server.dispatch.dispatcher.GIVE_BACK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
-    cast = cast_of(tmp_path, config, engine, buffer)
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
+    context = context_of(tmp_path, config, engine, buffer)
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = TaskFeeder(buffer, cast.source, target=16)
+    feeder = TaskFeeder(buffer, context.source, target=16)
     await feeder.top_up()
-    running = asyncio.create_task(Dispatcher(cast, watcher, feeder).run())
+    running = asyncio.create_task(Dispatcher(context, watcher, feeder).run())
     await until(lambda: len(engine.held) > 0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -300,13 +300,13 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
 
 async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path: Path) -> None:
     config = config_of()
-    cast = cast_of(tmp_path, config, FakeEngine(lambda request: "?"))
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
+    context = context_of(tmp_path, config, FakeEngine(lambda request: "?"))
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = TaskFeeder(cast.buffer, cast.source, target=64)
+    feeder = TaskFeeder(context.buffer, context.source, target=64)
     feeding = asyncio.create_task(feeder.run())
     with pytest.raises(ExceptionGroup) as raised:
-        await Dispatcher(cast, watcher, feeder).run()
+        await Dispatcher(context, watcher, feeder).run()
     cause = root_cause(raised.value)
     assert isinstance(cause, RoleFailed)
     assert "32 groups in a row ended as unverifiable, the last because: raised: cannot say" in str(cause)
@@ -318,13 +318,13 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
     buffer = buffer_of(config)
     engine = FakeEngine()
     engine.error = EngineError("rollout-0: the engine died")
-    cast = cast_of(tmp_path, config, engine, buffer)
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
+    context = context_of(tmp_path, config, engine, buffer)
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = TaskFeeder(buffer, cast.source, target=16)
+    feeder = TaskFeeder(buffer, context.source, target=16)
     await feeder.top_up()
     with pytest.raises(ExceptionGroup) as raised:
-        await Dispatcher(cast, watcher, feeder).run()
+        await Dispatcher(context, watcher, feeder).run()
     assert isinstance(root_cause(raised.value), EngineError)
     tickets = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
     assert tickets[0].attempt == 2
@@ -333,7 +333,7 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
 async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: Path) -> None:
     config = config_of()
     buffer = buffer_of(config)
-    await TaskFeeder(buffer, cast_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
+    await TaskFeeder(buffer, context_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
     (ticket,) = await buffer.admit(1, holder="a", timeout_s=1.0)
     work = GroupRollout.resume(ticket, 4)
     assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 0)

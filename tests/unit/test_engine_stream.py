@@ -91,15 +91,15 @@ async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
     engine = VllmEngine(NOWHERE, VllmConfig(), precision="float32")
     aborted: list[list[str]] = []
 
-    async def abort(flights: list[str]) -> None:
-        aborted.append(flights)
+    async def abort(requests: list[str]) -> None:
+        aborted.append(requests)
 
     processor = SimpleNamespace(request_states={})  # neither is known to vLLM's front end any more
     engine._llm = SimpleNamespace(output_processor=processor, abort=abort)
     read, unread = (EngineRequest(name, 1, interruptible=False, streams=True) for name in ("read#1", "unread#2"))
     read.passed_on = 5
-    engine._flights = {"read": read, "unread": unread}
-    await engine._mark_flights(2, "keep")
+    engine._active = {"read": read, "unread": unread}
+    await engine._mark_active(2, "keep")
     assert (read.resubmit, unread.resubmit) == (False, True)
     assert read.spans.spans(7, since=5) == [VersionSpan(1, 0, 2)]
     assert aborted == [[]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_fakes import Bytes, FakeEngine, FakeReceiver, cast_of, config_of, until, until_async, watcher_of
+from rollout_fakes import Bytes, FakeEngine, FakeReceiver, config_of, context_of, until, until_async, watcher_of
 
 from async_grpo.errors import WaitTimeout
 from async_grpo.weights.manifest import WeightVersion
@@ -27,11 +27,11 @@ from rollout_server.workflows import SingleTurn
 from rollout_server.workflows.session import SampleSession
 
 
-async def evaluator_at(cast: ServerContext, version: int) -> tuple[MilestoneEvaluator, WeightWatcher, FakeReceiver]:
+async def evaluator_at(context: ServerContext, version: int) -> tuple[MilestoneEvaluator, WeightWatcher, FakeReceiver]:
     receiver = FakeReceiver(WeightVersion(1, version))
-    watcher = watcher_of(cast, receiver)
+    watcher = watcher_of(context, receiver)
     await watcher.first(1.0)
-    return MilestoneEvaluator(cast, watcher), watcher, receiver
+    return MilestoneEvaluator(context, watcher), watcher, receiver
 
 
 async def versions_on(board: Any) -> list[int]:
@@ -40,10 +40,10 @@ async def versions_on(board: Any) -> list[int]:
 
 async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
     engine = FakeEngine(lambda request: "yes" if request.temperature == 0 or "-0-0-" in request.request_id else "no")
-    cast = cast_of(tmp_path, config_of(), engine)
-    evaluator, watcher, receiver = await evaluator_at(cast, 0)
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, watcher, receiver = await evaluator_at(context, 0)
     await evaluator.first()
-    (before,) = await cast.board.evaluations()
+    (before,) = await context.board.evaluations()
     assert (before.version, before.prompts, before.samples, before.server) == (0, 4, 2, "rollout-0")
     assert (before.sampled_accuracy, before.greedy_accuracy) == (1 / 8, 1.0)
     assert before.completion_tokens_mean == pytest.approx((3 + 7 * 2) / 8)
@@ -59,24 +59,24 @@ async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
         await receiver.publish(1, version)
     await asyncio.wait_for(loops[1], 5.0)
     loops[0].cancel()
-    assert await versions_on(cast.board) == [0, 4]
+    assert await versions_on(context.board) == [0, 4]
 
 
 async def test_without_an_extraction_the_board_says_why_there_is_no_majority(tmp_path: Path) -> None:
-    cast = cast_of(tmp_path, config_of(rewards={"functions": [{"name": "format"}]}), FakeEngine())
-    evaluator, _, _ = await evaluator_at(cast, 0)
+    context = context_of(tmp_path, config_of(rewards={"functions": [{"name": "format"}]}), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 0)
     await evaluator.first()
-    (found,) = await cast.board.evaluations()
+    (found,) = await context.board.evaluations()
     assert found.figures is not None and found.figures.majority is None
     assert found.no_majority == "format has none"
 
 
 async def test_the_board_says_in_how_many_completions_looking_for_the_answer_failed(tmp_path: Path) -> None:
     engine = FakeEngine(lambda request: "!" if "-0-0-" in request.request_id else "yes")
-    cast = cast_of(tmp_path, config_of(), engine)
-    evaluator, _, _ = await evaluator_at(cast, 0)
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, _, _ = await evaluator_at(context, 0)
     await evaluator.first()
-    (found,) = await cast.board.evaluations()
+    (found,) = await context.board.evaluations()
     assert found.figures is not None and found.figures.unextracted == 1  # of the greedy completions nobody asks it
     assert (found.figures.unjudged, found.no_majority) == (0, "")
 
@@ -89,20 +89,20 @@ async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_
             made[session.index] += 1
             return await super().run(task, session)
 
-    exam = EvalRunner(replace(cast_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
-    await exam.grade(EvalPlan(prompts=4, samples=3))
+    runner = EvalRunner(replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
+    await runner.grade(EvalPlan(prompts=4, samples=3))
     assert made == {0: 4 + 4, 1: 4, 2: 4}  # a greedy one is the first of one
     made.clear()
-    await exam.probe(version=0)
+    await runner.probe(version=0)
     assert made == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
-    assert exam.generating == 0
+    assert runner.generating == 0
 
 
 async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:
-    cast = cast_of(tmp_path, config_of(), FakeEngine())
-    evaluator, _, _ = await evaluator_at(cast, 4)
+    context = context_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 4)
     await evaluator.run()
-    probe = await cast.board.probe(4, timeout_s=1.0)
+    probe = await context.board.probe(4, timeout_s=1.0)
     assert [len(group.samples) for group in probe.groups] == [4] * 16
     for sample in (sample for group in probe.groups for sample in group.samples):
         sample.validate()
@@ -113,19 +113,23 @@ async def test_a_server_without_the_final_weights_leaves_once_another_has_measur
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_server.evaluation.milestones.LOOK_EVERY_S", 0.01)
-    cast = cast_of(tmp_path, config_of(), FakeEngine())
-    evaluator, _, _ = await evaluator_at(cast, 3)
+    context = context_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 3)
     running = asyncio.create_task(evaluator.run())
     await asyncio.sleep(0.05)
     assert not running.done()
-    await cast.board.put_evaluation(Evaluation(version=4, prompts=4, samples=2, sampled_accuracy=0.5, server="other"))
+    await context.board.put_evaluation(
+        Evaluation(version=4, prompts=4, samples=2, sampled_accuracy=0.5, server="other")
+    )
     await asyncio.wait_for(running, 1.0)
-    assert await versions_on(cast.board) == [4]
+    assert await versions_on(context.board) == [4]
 
 
 async def test_milestones_are_evaluated_even_if_versions_are_skipped(tmp_path: Path) -> None:
-    cast = cast_of(tmp_path, config_of(steps=10, eval={"prompts": 2, "samples": 1, "every_steps": 3}), FakeEngine())
-    evaluator, watcher, receiver = await evaluator_at(cast, 0)
+    context = context_of(
+        tmp_path, config_of(steps=10, eval={"prompts": 2, "samples": 1, "every_steps": 3}), FakeEngine()
+    )
+    evaluator, watcher, receiver = await evaluator_at(context, 0)
     await evaluator.first()
     loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
     for version in (1, 4, 5, 9, 10):
@@ -133,42 +137,44 @@ async def test_milestones_are_evaluated_even_if_versions_are_skipped(tmp_path: P
         done_up_to = {1: 0, 4: 4, 5: 4, 9: 9, 10: 10}[version]
 
         async def caught_up(expected: int = done_up_to) -> bool:
-            return (await versions_on(cast.board))[-1] == expected
+            return (await versions_on(context.board))[-1] == expected
 
         await until_async(caught_up)
     await asyncio.gather(loops[1])
     loops[0].cancel()
-    assert await versions_on(cast.board) == [0, 4, 9, 10]
+    assert await versions_on(context.board) == [0, 4, 9, 10]
 
 
 async def test_only_one_of_several_servers_evaluates_a_version(tmp_path: Path) -> None:
     board, engines = InMemoryBoard(), [FakeEngine(), FakeEngine()]
-    casts = [cast_of(tmp_path, config_of(), engine, board=board, name=f"r{n}") for n, engine in enumerate(engines)]
-    evaluators = [(await evaluator_at(cast, 0))[0] for cast in casts]
+    contexts = [
+        context_of(tmp_path, config_of(), engine, board=board, name=f"r{n}") for n, engine in enumerate(engines)
+    ]
+    evaluators = [(await evaluator_at(context, 0))[0] for context in contexts]
     await asyncio.gather(*(evaluator.first() for evaluator in evaluators))
     assert sorted(len(engine.requests) > 0 for engine in engines) == [False, True]
     assert await versions_on(board) == [0]
 
 
 async def test_a_server_that_joins_late_does_not_measure_a_later_version_as_the_first(tmp_path: Path) -> None:
-    cast = cast_of(tmp_path, config_of(), FakeEngine())
-    evaluator, _, _ = await evaluator_at(cast, 2)
+    context = context_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 2)
     await evaluator.first()
-    assert await versions_on(cast.board) == []
+    assert await versions_on(context.board) == []
 
 
 async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.hold = True
-    cast = cast_of(tmp_path, config_of(), engine)
-    evaluator, watcher, receiver = await evaluator_at(cast, 0)
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, watcher, receiver = await evaluator_at(context, 0)
     watching = asyncio.create_task(watcher.run())
     evaluating = asyncio.create_task(evaluator.first())
     await until(lambda: len(engine.held) > 0)
     await receiver.publish(1, 1)
     while not evaluating.done():
         assert engine.version == 0
-        engine.let_go()
+        engine.release()
         await asyncio.sleep(0.001)
     await watcher.wait_for_version(1)
     watching.cancel()
@@ -177,8 +183,8 @@ async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None
 async def test_an_evaluation_that_takes_too_long_is_an_error_with_the_fix(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.hold = True
-    cast = cast_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.05}), engine)
-    evaluator, _, _ = await evaluator_at(cast, 0)
+    context = context_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.05}), engine)
+    evaluator, _, _ = await evaluator_at(context, 0)
     with pytest.raises(WaitTimeout, match=r"evaluation of version 0.*Lower eval\.prompts"):
         await evaluator.first()
     assert engine.held == {}
@@ -186,16 +192,16 @@ async def test_an_evaluation_that_takes_too_long_is_an_error_with_the_fix(tmp_pa
 
 async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training(tmp_path: Path) -> None:
     engine = FakeEngine()
-    cast = cast_of(tmp_path, config_of(), engine)
-    evaluator, watcher, _ = await evaluator_at(cast, 0)
-    feeder = TaskFeeder(cast.buffer, cast.source, target=4)
-    pulse = Heartbeat(cast, watcher, Dispatcher(cast, watcher, feeder), evaluator)
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, watcher, _ = await evaluator_at(context, 0)
+    feeder = TaskFeeder(context.buffer, context.source, target=4)
+    heartbeat = Heartbeat(context, watcher, Dispatcher(context, watcher, feeder), evaluator)
     await evaluator.first()
     engine.tokens += 100
-    await pulse.beat()
-    counters = await cast.board.counters()
+    await heartbeat.beat()
+    counters = await context.board.counters()
     assert counters == {"eval_tokens": (4 * 2 + 4) * 3, "generated_tokens": 100}
-    (beat,) = await cast.board.servers()
+    (beat,) = await context.board.servers()
     assert (beat.name, beat.version, beat.updates) == ("rollout-0", 0, 1)
 
 

@@ -187,7 +187,7 @@ async def test_more_than_there_is_room_for_is_refused_until_there_is_room(tmp_pa
     status, body = await ask(house, n=2)
     assert (status, body["error"]["code"]) == (429, "too_many_requests")
     engine.hold = False
-    engine.let_go()
+    engine.release()
     assert (await waiting)[0] == 200
     assert (await ask(house, n=2))[0] == 200
 
@@ -210,13 +210,13 @@ async def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None
 
 
 async def test_a_server_is_alive_before_it_is_ready(house: House) -> None:
-    backstage, house.lobby.backstage = house.lobby.backstage, None
+    server, house.http.server = house.http.server, None
     async with house.client() as client:
         assert (await client.get("/healthz")).json() == {"status": "alive", "server": "rollout-0"}
         early = await client.get("/readyz")
-        assert (early.status_code, early.json()["reason"]) == (503, house.lobby.missing)
+        assert (early.status_code, early.json()["reason"]) == (503, house.http.missing)
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 503
-        house.lobby.backstage = backstage
+        house.http.server = server
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["policy_version"]) == (200, "2-3")
 
@@ -228,13 +228,13 @@ async def test_a_server_that_drains_takes_no_requests(house: House) -> None:
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["reason"]) == (503, "the server leaves the run")
     assert (await ask(house))[0] == 503
-    assert not house.dispatcher.admission.hurry.is_set()
+    assert not house.dispatcher.admission.stop_now.is_set()
 
 
 async def test_a_server_may_be_drained_in_a_hurry(house: House) -> None:
     async with house.client() as client:
         await client.post("/admin/drain?now=1", headers=ADMIN)
-    assert house.dispatcher.admission.hurry.is_set()
+    assert house.dispatcher.admission.stop_now.is_set()
 
 
 async def test_a_paused_server_goes_on_answering(house: House) -> None:
@@ -268,7 +268,7 @@ async def test_secrets_are_in_no_log_and_in_no_answer(house: House) -> None:
         async with house.client() as client:
             answers = [await client.post("/admin/pause", headers=header) for header in ({}, ADMIN)]
             metrics = await client.get("/metrics")
-    everything = f"{logs} {[answer.text for answer in answers]} {metrics.text} {house.lobby.keys!r}"
+    everything = f"{logs} {[answer.text for answer in answers]} {metrics.text} {house.http.keys!r}"
     assert "sesame" not in everything
 
 
@@ -327,7 +327,7 @@ async def test_no_page_and_no_schema_is_served(house: House) -> None:
 async def test_metrics_tell_how_the_server_is_doing(house: House) -> None:
     await ask(house, n=2)
     await ask(house, temperature=-1)
-    house.dispatcher.tally.groups["inserted"] += 3
+    house.dispatcher.counters.groups["inserted"] += 3
     async with house.client() as client:
         text = (await client.get("/metrics")).text
     for line in (
@@ -366,7 +366,7 @@ async def test_the_buffer_is_asked_at_most_once_a_second_and_may_be_silent(house
         asked += 1
         raise BufferFault("gone")
 
-    house.cast.buffer.stats = stats  # type: ignore[method-assign]
+    house.context.buffer.stats = stats  # type: ignore[method-assign]
     async with house.client() as client:
         texts = [(await client.get("/metrics")).text for _ in range(3)]
     assert asked == 1

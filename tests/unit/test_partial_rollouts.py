@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
+from rollout_fakes import FakeReceiver, buffer_of, config_of, context_of, until, until_async, watcher_of
 
 from async_grpo.errors import EngineError
 from async_grpo.weights.manifest import WeightVersion
@@ -45,14 +45,14 @@ async def started(tokens_per_s: float = 200.0) -> ScriptedEngine:
 
 
 @asynccontextmanager
-async def serving(cast: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[asyncio.Task[None]]:
+async def serving(context: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[asyncio.Task[None]]:
     """Yields the dispatcher's task."""
     watcher = watcher_of(
-        cast, receiver or FakeReceiver(WeightVersion(1, 0)), interruption=cast.config.rollout.interruption
+        context, receiver or FakeReceiver(WeightVersion(1, 0)), interruption=context.config.rollout.interruption
     )
     await watcher.first(1.0)
-    feeder = TaskFeeder(cast.buffer, cast.source, target=16)
-    dispatcher = Dispatcher(cast, watcher, feeder)
+    feeder = TaskFeeder(context.buffer, context.source, target=16)
+    dispatcher = Dispatcher(context, watcher, feeder)
     loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
     running = asyncio.create_task(dispatcher.run())
     try:
@@ -100,12 +100,12 @@ def check_whole(group: Group, samples: int = 4) -> None:
 async def test_a_server_that_stops_leaves_every_token_to_the_next_one(tmp_path: Path) -> None:
     settings = config()
     buffer, first = buffer_of(settings), await started()
-    async with serving(cast_of(tmp_path, settings, first, buffer)):
+    async with serving(context_of(tmp_path, settings, first, buffer)):
         await some_tokens(first, 40)
     generated = first.load().generated_tokens
     assert await stored(buffer) == generated
     second = await started(5000.0)
-    async with serving(cast_of(tmp_path, settings, second, buffer, name="rollout-1")):
+    async with serving(context_of(tmp_path, settings, second, buffer, name="rollout-1")):
         check_whole(await the_group(buffer))
     assert generated + second.load().generated_tokens == 4 * LENGTH
 
@@ -113,14 +113,14 @@ async def test_a_server_that_stops_leaves_every_token_to_the_next_one(tmp_path: 
 async def test_a_server_that_is_killed_costs_what_it_made_since_it_last_stored(tmp_path: Path) -> None:
     settings = config(progress_interval_s=0.02, lease_s=0.2)
     buffer, first = buffer_of(settings), await started()
-    cast = cast_of(tmp_path, settings, first, buffer)
-    async with serving(cast) as running:
+    context = context_of(tmp_path, settings, first, buffer)
+    async with serving(context) as running:
         await some_tokens(first, 60)
         first.fail = lambda reason="": None  # type: ignore[method-assign]
-        cast.buffer.progress = cast.buffer.give_back = nothing  # type: ignore[method-assign]
+        context.buffer.progress = context.buffer.give_back = nothing  # type: ignore[method-assign]
         running.cancel()
     second = await started(5000.0)
-    async with serving(cast_of(tmp_path, settings, second, buffer_again(buffer), name="rollout-1")):
+    async with serving(context_of(tmp_path, settings, second, buffer_again(buffer), name="rollout-1")):
         check_whole(await the_group(buffer))
     regenerated = first.load().generated_tokens + second.load().generated_tokens - 4 * LENGTH
     assert 0 <= regenerated <= 40
@@ -139,7 +139,7 @@ def buffer_again(buffer: InMemoryBuffer) -> InMemoryBuffer:
 async def test_the_death_of_the_engine_costs_no_token(tmp_path: Path) -> None:
     settings = config()
     buffer, first = buffer_of(settings), await started()
-    async with serving(cast_of(tmp_path, settings, first, buffer)) as running:
+    async with serving(context_of(tmp_path, settings, first, buffer)) as running:
         await some_tokens(first, 40)
         first.fail()
         with pytest.raises(ExceptionGroup) as errors:
@@ -151,7 +151,7 @@ async def test_the_death_of_the_engine_costs_no_token(tmp_path: Path) -> None:
 async def test_abort_gives_the_group_to_whoever_has_room_and_loses_no_token(tmp_path: Path) -> None:
     settings = config(interruption="abort", max_interruptions=9)
     buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
-    async with serving(cast_of(tmp_path, settings, engine, buffer), receiver):
+    async with serving(context_of(tmp_path, settings, engine, buffer), receiver):
         for version, least in [(1, 30), (2, 70)]:
             await some_tokens(engine, least)
             await receiver.publish(1, version)
@@ -165,7 +165,7 @@ async def test_abort_gives_the_group_to_whoever_has_room_and_loses_no_token(tmp_
 async def test_a_group_is_aborted_no_more_than_max_interruptions_times(tmp_path: Path) -> None:
     settings = config(interruption="abort", max_interruptions=1)
     buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
-    async with serving(cast_of(tmp_path, settings, engine, buffer), receiver):
+    async with serving(context_of(tmp_path, settings, engine, buffer), receiver):
         for version, least in [(1, 30), (2, 70), (3, 110)]:
             await some_tokens(engine, least)
             await receiver.publish(1, version)
@@ -183,7 +183,7 @@ async def test_a_group_that_over_samples_keeps_the_first_that_finish(tmp_path: P
     engine = ScriptedEngine(unequal, tokens_per_s=200.0)
     await engine.start()
     buffer = buffer_of(settings)
-    async with serving(cast_of(tmp_path, settings, engine, buffer)):
+    async with serving(context_of(tmp_path, settings, engine, buffer)):
         group = await the_group(buffer)
         await until(lambda: engine.load().running == 0)
     assert [sample.length for sample in group.samples] == [4, 10, 16, 22]

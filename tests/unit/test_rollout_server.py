@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, watcher_of
+from rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, until, watcher_of
 
 from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.utils.aio import root_cause
@@ -17,10 +17,10 @@ from rollout_server.context import ServerContext
 from rollout_server.server import RolloutServer
 
 
-async def server_of(cast: ServerContext, receiver: FakeReceiver) -> RolloutServer:
-    watcher = watcher_of(cast, receiver)
+async def server_of(context: ServerContext, receiver: FakeReceiver) -> RolloutServer:
+    watcher = watcher_of(context, receiver)
     await watcher.first(1.0)
-    return RolloutServer(cast, watcher)
+    return RolloutServer(context, watcher)
 
 
 async def train(buffer: InMemoryBuffer, receiver: FakeReceiver, steps: int) -> list[int]:
@@ -39,23 +39,23 @@ async def train(buffer: InMemoryBuffer, receiver: FakeReceiver, steps: int) -> l
 async def test_a_run_is_served_to_its_end_within_the_staleness_bound(tmp_path: Path, staleness: int) -> None:
     config = config_of(steps=6, max_staleness=staleness)
     buffer, engine, receiver = buffer_of(config), FakeEngine(), FakeReceiver(WeightVersion(1, 0))
-    cast = cast_of(tmp_path, config, engine, buffer)
-    serving = asyncio.create_task((await server_of(cast, receiver)).serve())
+    context = context_of(tmp_path, config, engine, buffer)
+    serving = asyncio.create_task((await server_of(context, receiver)).serve())
     ages = await train(buffer, receiver, config.steps)
     assert len(ages) == 6 * 2 * 4
     assert max(ages) <= staleness
     await buffer.end()
     await asyncio.wait_for(serving, 5.0)
-    assert [evaluation.version for evaluation in await cast.board.evaluations()] == [0, 6]
-    assert (await cast.board.counters())["generated_tokens"] == 48 * len("yes")
+    assert [evaluation.version for evaluation in await context.board.evaluations()] == [0, 6]
+    assert (await context.board.counters())["generated_tokens"] == 48 * len("yes")
 
 
 async def test_the_first_evaluation_comes_before_the_first_ticket(tmp_path: Path) -> None:
     config = config_of()
     buffer, engine = buffer_of(config), FakeEngine()
     engine.hold = True
-    cast = cast_of(tmp_path, config, engine, buffer)
-    serving = asyncio.create_task((await server_of(cast, FakeReceiver(WeightVersion(1, 0)))).serve())
+    context = context_of(tmp_path, config, engine, buffer)
+    serving = asyncio.create_task((await server_of(context, FakeReceiver(WeightVersion(1, 0)))).serve())
     await until(lambda: len(engine.held) > 0)
     assert all(request.request_id.startswith("eval") for request in engine.requests)
     assert (await buffer.stats()).admitted == 0
@@ -66,8 +66,8 @@ async def test_the_first_evaluation_comes_before_the_first_ticket(tmp_path: Path
 async def test_a_server_that_is_told_to_stop_gives_everything_back(tmp_path: Path) -> None:
     config = config_of(eval={"prompts": 1, "greedy": False, "samples": 1})
     buffer, engine = buffer_of(config), FakeEngine()
-    cast = cast_of(tmp_path, config, engine, buffer)
-    server = await server_of(cast, FakeReceiver(WeightVersion(1, 0)))
+    context = context_of(tmp_path, config, engine, buffer)
+    server = await server_of(context, FakeReceiver(WeightVersion(1, 0)))
     serving = asyncio.create_task(server.serve())
     await until(lambda: len(engine.requests) > 0)
     engine.hold = True
@@ -82,7 +82,7 @@ async def test_a_server_that_is_told_to_stop_gives_everything_back(tmp_path: Pat
 async def test_an_engine_that_dies_ends_the_server_with_its_error(tmp_path: Path) -> None:
     config = config_of()
     engine = FakeEngine()
-    server = await server_of(cast_of(tmp_path, config, engine), FakeReceiver(WeightVersion(1, 0)))
+    server = await server_of(context_of(tmp_path, config, engine), FakeReceiver(WeightVersion(1, 0)))
     engine.error = EngineError("rollout-0: the engine died")
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(server.serve(), 5.0)
@@ -92,7 +92,7 @@ async def test_an_engine_that_dies_ends_the_server_with_its_error(tmp_path: Path
 async def test_a_run_that_ends_without_its_final_version_is_an_error_after_a_while(tmp_path: Path) -> None:
     config = config_of(weights={"update_timeout_s": 0.05}, eval={"prompts": 1, "timeout_s": 0.5})
     buffer = buffer_of(config)
-    server = await server_of(cast_of(tmp_path, config, FakeEngine(), buffer), FakeReceiver(WeightVersion(1, 0)))
+    server = await server_of(context_of(tmp_path, config, FakeEngine(), buffer), FakeReceiver(WeightVersion(1, 0)))
     await buffer.end()
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(server.serve(), 5.0)
@@ -104,8 +104,8 @@ async def test_a_run_that_ends_without_its_final_version_is_an_error_after_a_whi
 async def test_samples_and_a_timeline_are_written(tmp_path: Path) -> None:
     config = config_of(steps=1)
     buffer, receiver = buffer_of(config), FakeReceiver(WeightVersion(1, 0))
-    cast = cast_of(tmp_path, config, FakeEngine(), buffer)
-    serving = asyncio.create_task((await server_of(cast, receiver)).serve())
+    context = context_of(tmp_path, config, FakeEngine(), buffer)
+    serving = asyncio.create_task((await server_of(context, receiver)).serve())
     await train(buffer, receiver, 1)
     await buffer.end()
     await asyncio.wait_for(serving, 5.0)

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 import structlog
-from rollout_fakes import Bytes, FakeEngine, FakeReceiver, buffer_of, cast_of, config_of, until, until_async, watcher_of
+from rollout_fakes import (
+    Bytes,
+    FakeEngine,
+    FakeReceiver,
+    buffer_of,
+    config_of,
+    context_of,
+    until,
+    until_async,
+    watcher_of,
+)
 
 from async_grpo.errors import RoleFailed, WaitTimeout
 from async_grpo.utils import aio
@@ -50,11 +60,11 @@ class Hangs(SingleTurn):
             await self.freed.wait()
 
 
-async def dispatcher_of(cast: ServerContext) -> tuple[Dispatcher, list[asyncio.Task[None]]]:
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
+async def dispatcher_of(context: ServerContext) -> tuple[Dispatcher, list[asyncio.Task[None]]]:
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
-    feeder = TaskFeeder(cast.buffer, cast.source, target=64)
-    dispatcher = Dispatcher(cast, watcher, feeder)
+    feeder = TaskFeeder(context.buffer, context.source, target=64)
+    dispatcher = Dispatcher(context, watcher, feeder)
     return dispatcher, [asyncio.create_task(feeder.run()), asyncio.create_task(dispatcher.run())]
 
 
@@ -65,14 +75,14 @@ async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
     monkeypatch.setattr("rollout_server.workflows.sample_rollout.END_S", 0.01)
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.2, "lease_s": 0.3}, redis={"timeout_s": 0.3})
     buffer, workflow = buffer_of(config), Hangs({1}, stubborn=stubborn)
-    cast = replace(cast_of(tmp_path, config, FakeEngine(), buffer), workflow=workflow)
+    context = replace(context_of(tmp_path, config, FakeEngine(), buffer), workflow=workflow)
 
     async def is_over() -> bool:
         stats = await buffer.stats()
         return stats.released["failed"] == 1 and stats.ready >= 3
 
     with structlog.testing.capture_logs() as logs:
-        dispatcher, loops = await dispatcher_of(cast)
+        dispatcher, loops = await dispatcher_of(context)
         await until_async(is_over)
         held = [work.ticket.seq for work in dispatcher.leases]
         for loop in loops:
@@ -98,12 +108,12 @@ class AsksForEver(SingleTurn):
 async def test_a_workflow_that_asks_for_ever_does_not_hold_the_event_loop(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.1})
     buffer = buffer_of(config)
-    cast = replace(cast_of(tmp_path, config, FakeEngine(), buffer), workflow=AsksForEver(Bytes()))
+    context = replace(context_of(tmp_path, config, FakeEngine(), buffer), workflow=AsksForEver(Bytes()))
 
     async def has_failed() -> bool:
         return (await buffer.stats()).released["failed"] > 0
 
-    _, loops = await dispatcher_of(cast)
+    _, loops = await dispatcher_of(context)
     await until_async(has_failed)
     for loop in loops:
         loop.cancel()
@@ -112,8 +122,8 @@ async def test_a_workflow_that_asks_for_ever_does_not_hold_the_event_loop(tmp_pa
 
 async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_does(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.05})
-    cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs())
-    _, (feeding, running) = await dispatcher_of(cast)
+    context = replace(context_of(tmp_path, config, FakeEngine()), workflow=Hangs())
+    _, (feeding, running) = await dispatcher_of(context)
     async with asyncio.timeout(5):
         (raised,) = await asyncio.gather(running, return_exceptions=True)
     feeding.cancel()
@@ -126,11 +136,11 @@ async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_do
 
 async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.1}, eval={"prompts": 4, "samples": 2})
-    cast = replace(cast_of(tmp_path, config, FakeEngine()), workflow=Hangs({2}))
-    watcher = watcher_of(cast, FakeReceiver(WeightVersion(1, 0)))
+    context = replace(context_of(tmp_path, config, FakeEngine()), workflow=Hangs({2}))
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
     await watcher.first(1.0)
     with pytest.raises(WaitTimeout, match=r"evaluation of version 0, in which sample 0 of task 2, .*ask_the_env"):
-        await MilestoneEvaluator(cast, watcher).first()
+        await MilestoneEvaluator(context, watcher).first()
     assert longest_completion_s(config_of(eval={"timeout_s": 100})) == 90  # so that what hangs is named in time
 
 

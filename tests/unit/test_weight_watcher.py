@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeEngine, FakeReceiver, cast_of, config_of, until, watcher_of
+from rollout_fakes import FakeEngine, FakeReceiver, config_of, context_of, until, watcher_of
 
 from async_grpo.errors import EngineError, WaitTimeout, WeightsReplaced
 from async_grpo.weights.manifest import WeightVersion
@@ -18,7 +18,7 @@ from rollout_server.weight_watcher import WeightWatcher
 
 @asynccontextmanager
 async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -> AsyncIterator[WeightWatcher]:
-    watcher = watcher_of(cast_of(tmp_path, config_of(), engine), receiver)
+    watcher = watcher_of(context_of(tmp_path, config_of(), engine), receiver)
     await watcher.first(1.0)
     running = asyncio.create_task(watcher.run())
     try:
@@ -28,7 +28,7 @@ async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -
 
 
 async def test_without_a_trainer_the_first_weights_are_an_error_that_says_whom_to_ask(tmp_path: Path) -> None:
-    watcher = watcher_of(cast_of(tmp_path, config_of(), FakeEngine()), FakeReceiver())
+    watcher = watcher_of(context_of(tmp_path, config_of(), FakeEngine()), FakeReceiver())
     with pytest.raises(WaitTimeout, match=r"first publication of weights.*Is the trainer running"):
         await watcher.first(0.01)
 
@@ -60,7 +60,7 @@ async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path
     engine = FakeEngine()
     engine.stuck = True
     watcher = watcher_of(
-        cast_of(tmp_path, config_of(), engine), FakeReceiver(WeightVersion(1, 0)), update_timeout_s=0.01
+        context_of(tmp_path, config_of(), engine), FakeReceiver(WeightVersion(1, 0)), update_timeout_s=0.01
     )
     with pytest.raises(EngineError, match=r"did not load version 0 of epoch 1 within 0\.01 s"):
         await watcher.first(1.0)

@@ -38,7 +38,7 @@ from rollout_server.engines.vllm.compat import finish_arguments, start_arguments
 from rollout_server.engines.vllm.platform import check_platform, platform_arguments, set_environment
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
-MOST_LOST = 4096
+MOST_PARTIALS = 4096
 """Requests that failed, of which is remembered what they had."""
 T = TypeVar("T")
 _BEFORE_ANY_UPDATE = WeightVersion(base.CHECKPOINT_VERSION, base.CHECKPOINT_VERSION)
@@ -47,8 +47,8 @@ _BEFORE_ANY_UPDATE = WeightVersion(base.CHECKPOINT_VERSION, base.CHECKPOINT_VERS
 class EngineRequest:
     """One request inside vLLM."""
 
-    def __init__(self, flight_id: str, version: int, *, interruptible: bool, streams: bool = False) -> None:
-        self.flight_id = flight_id
+    def __init__(self, vllm_id: str, version: int, *, interruptible: bool, streams: bool = False) -> None:
+        self.vllm_id = vllm_id
         self.spans = base.SpanLog(version)
         self.interruptible = interruptible
         self.streams = streams
@@ -72,9 +72,9 @@ class VllmEngine:
         self._llm: Any = None
         self._identity = _BEFORE_ANY_UPDATE
         self._failure: EngineError | None = None
-        self._flights: dict[str, EngineRequest] = {}
+        self._active: dict[str, EngineRequest] = {}
         """By request."""
-        self._lost: dict[str, Generation] = {}
+        self._partials: dict[str, Generation] = {}
         self._submissions = 0
         self._finished_tokens = 0
         self._reported_tokens = 0
@@ -82,7 +82,7 @@ class VllmEngine:
         self.disputed_spans = 0
         """Requests for which vLLM reported other spans than were kept here: always 0, or one of the two is wrong."""
         self._gate = asyncio.Event()
-        self._landed = asyncio.Event()
+        self._finished = asyncio.Event()
 
     async def start(self) -> None:
         """Load the model and be ready to generate. Raises EngineError, DependencyError.
@@ -118,28 +118,28 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion. Raises EngineError if the engine has failed or refuses the request."""
         while True:
-            flight = await self._new_flight(request)
-            async with aclosing(self._fly(request, flight)) as outputs:
+            active = await self._new_request(request)
+            async with aclosing(self._submit(request, active)) as outputs:
                 output = [output async for output in outputs][-1]
             self._raise_failure()
-            if not flight.resubmit:
+            if not active.resubmit:
                 break
-        generation = _generation(output, flight)
-        self.disputed_spans += generation.spans != flight.spans.spans(len(generation.tokens))
+        generation = _generation(output, active)
+        self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))
         self._finished_tokens += len(generation.tokens)
         return generation
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
         """Sample one completion and hand it on piece by piece. Raises EngineError, as `generate`."""
         while True:
-            flight = await self._new_flight(request, streams=True)
-            async with aclosing(self._fly(request, flight)) as outputs:
+            active = await self._new_request(request, streams=True)
+            async with aclosing(self._submit(request, active)) as outputs:
                 async for output in outputs:
                     self._raise_failure()
-                    if flight.resubmit:
+                    if active.resubmit:
                         break
-                    yield self._pass_on(output, flight)
-            if not flight.resubmit:
+                    yield self._pass_on(output, active)
+            if not active.resubmit:
                 return
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
@@ -180,16 +180,16 @@ class VllmEngine:
         that these need, as a share of all."""
         states, counts = self._states(), self._token_counts()
         running = sum(1 for tokens in counts.values() if tokens)
-        streams = {flight.flight_id for flight in self._flights.values() if flight.streams}
-        tokens = sum(tokens for flight_id, tokens in counts.items() if flight_id not in streams)
+        streams = {active.vllm_id for active in self._active.values() if active.streams}
+        tokens = sum(tokens for vllm_id, tokens in counts.items() if vllm_id not in streams)
         self._reported_tokens = max(self._reported_tokens, self._finished_tokens + tokens)
-        waiting = len(self._flights) - running
+        waiting = len(self._active) - running
         return EngineLoad(running, waiting, self._reported_tokens, self._kv_use(states), self._streamed_tokens)
 
     def peek(self, request_id: str) -> Generation | None:
         """What a request in flight has so far; of one that failed because the engine died, what it had."""
-        flight = self._flights.get(request_id)
-        return self._lost.get(request_id) if flight is None else self._so_far(flight)
+        active = self._active.get(request_id)
+        return self._partials.get(request_id) if active is None else self._so_far(active)
 
     async def aclose(self) -> None:
         """Stop vLLM and its processes; requests in flight fail."""
@@ -198,15 +198,15 @@ class VllmEngine:
             self._llm.shutdown()
             self._llm = None
 
-    async def _new_flight(self, request: GenerationRequest, *, streams: bool = False) -> EngineRequest:
+    async def _new_request(self, request: GenerationRequest, *, streams: bool = False) -> EngineRequest:
         """Once no update is under way."""
         await self._gate.wait()
         self._raise_failure()
         self._submissions += 1
-        flight_id = f"{request.request_id}#{self._submissions}"
-        return EngineRequest(flight_id, self.version, interruptible=request.interruptible, streams=streams)
+        vllm_id = f"{request.request_id}#{self._submissions}"
+        return EngineRequest(vllm_id, self.version, interruptible=request.interruptible, streams=streams)
 
-    async def _fly(self, request: GenerationRequest, flight: EngineRequest) -> AsyncGenerator[Any, None]:
+    async def _submit(self, request: GenerationRequest, active: EngineRequest) -> AsyncGenerator[Any, None]:
         """Submit once; the final output, or of a stream one after the other. vLLM aborts the request if this is
         cancelled or closed."""
         from vllm import TokensPrompt
@@ -215,30 +215,30 @@ class VllmEngine:
             prompt_token_ids=[*request.prompt, *request.prefix],
             cache_salt=f"{self._identity.epoch}:{self._identity.version}",
         )
-        self._flights[request.request_id] = flight
+        self._active[request.request_id] = active
         try:
-            sampling = self._sampling(request, streams=flight.streams)
-            async with aclosing(self._llm.generate(prompt, sampling, flight.flight_id)) as outputs:
+            sampling = self._sampling(request, streams=active.streams)
+            async with aclosing(self._llm.generate(prompt, sampling, active.vllm_id)) as outputs:
                 async for output in outputs:
                     yield output
         except Exception as error:  # the same; what the request has is kept first
-            self._remember(request.request_id, flight)
+            self._remember(request.request_id, active)
             raise EngineError(
                 f"{self._name}: request {request.request_id} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
-            del self._flights[request.request_id]
-            self._landed.set()
+            del self._active[request.request_id]
+            self._finished.set()
 
-    def _pass_on(self, output: Any, flight: EngineRequest) -> Generation:
+    def _pass_on(self, output: Any, active: EngineRequest) -> Generation:
         """The next piece of a stream."""
         completion = output.outputs[0]
-        since, flight.passed_on = flight.passed_on, flight.passed_on + len(completion.token_ids)
+        since, active.passed_on = active.passed_on, active.passed_on + len(completion.token_ids)
         self._streamed_tokens += len(completion.token_ids)
         return Generation(
             tokens=np.asarray(completion.token_ids, np.int32),
             logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-            spans=flight.spans.spans(flight.passed_on, since=since),
+            spans=active.spans.spans(active.passed_on, since=since),
             finish_reason=completion.finish_reason or "",
         )
 
@@ -258,11 +258,11 @@ class VllmEngine:
         )
 
     async def _drain(self, interruption: Interruption) -> None:
-        while interruption == "drain" and self._flights:
-            self._landed.clear()
-            await self._landed.wait()
+        while interruption == "drain" and self._active:
+            self._finished.clear()
+            await self._finished.wait()
 
-    async def _mark_flights(self, version: int, interruption: Interruption) -> None:
+    async def _mark_active(self, version: int, interruption: Interruption) -> None:
         """Note which tokens are old, send requests without any back to the gate, and abort what is to be.
 
         A request that vLLM's front end does not know is on its way in, with the old salt, or on its
@@ -270,25 +270,25 @@ class VllmEngine:
         of which the reader has a part: that is on its way out, and all of it is old.
         """
         counts = self._token_counts()
-        for flight in self._flights.values():
-            if flight.passed_on and flight.flight_id not in counts:
+        for active in self._active.values():
+            if active.passed_on and active.vllm_id not in counts:
                 continue
-            tokens = counts.get(flight.flight_id, 0)
-            flight.spans.update(tokens, version)
-            flight.resubmit = tokens == 0
+            tokens = counts.get(active.vllm_id, 0)
+            active.spans.update(tokens, version)
+            active.resubmit = tokens == 0
         ended = [
-            flight.flight_id
-            for flight in self._flights.values()
-            if flight.resubmit or (interruption == "abort" and flight.interruptible)
+            active.vllm_id
+            for active in self._active.values()
+            if active.resubmit or (interruption == "abort" and active.interruptible)
         ]
-        await self._llm.abort([flight_id for flight_id in ended if flight_id in counts])
+        await self._llm.abort([vllm_id for vllm_id in ended if vllm_id in counts])
 
     async def _replace_weights(self, weights: HeldWeights, interruption: Interruption) -> float:
         """Returns the seconds paused."""
         await self._announce()
         started = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
-        await self._mark_flights(weights.version, interruption)
+        await self._mark_active(weights.version, interruption)
         await self._load(weights)
         self._identity = weights.identity
         await self._llm.resume_generation()
@@ -324,7 +324,7 @@ class VllmEngine:
         """Half-loaded weights must not generate: fail every request, now and later."""
         self._failure = EngineError(f"{self._name}: {reason}. The engine stays paused; restart this rollout server.")
         with suppress(Exception):  # the engine may be dead, and then its requests fail by themselves
-            await self._llm.abort([flight.flight_id for flight in self._flights.values()])
+            await self._llm.abort([active.vllm_id for active in self._active.values()])
         if not isinstance(cause, Exception):  # cancelled
             raise cause
         raise self._failure from cause
@@ -336,7 +336,7 @@ class VllmEngine:
             raise EngineError(f"{self._name}: the engine was not started.")
 
     def _states(self) -> dict[str, Any]:
-        """What vLLM's front end keeps of each request in flight, by flight."""
+        """What vLLM's front end keeps of each request in flight, by its id in vLLM."""
         if self._llm is None:
             return {}
         states = self._llm.output_processor.request_states.values()
@@ -344,22 +344,22 @@ class VllmEngine:
 
     def _token_counts(self) -> dict[str, int]:
         """Tokens that each request in flight has so far."""
-        return {flight_id: len(state.detokenizer.output_token_ids) for flight_id, state in self._states().items()}
+        return {vllm_id: len(state.detokenizer.output_token_ids) for vllm_id, state in self._states().items()}
 
-    def _so_far(self, flight: EngineRequest) -> Generation | None:
-        state = self._states().get(flight.flight_id)
+    def _so_far(self, active: EngineRequest) -> Generation | None:
+        state = self._states().get(active.vllm_id)
         if state is None or not state.detokenizer.output_token_ids:
             return None
         logprobs = np.asarray(state.logprobs_processor.logprobs.logprobs, np.float32)
         tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
-        return Generation(tokens, logprobs[: len(tokens)], flight.spans.spans(len(tokens)), "")
+        return Generation(tokens, logprobs[: len(tokens)], active.spans.spans(len(tokens)), "")
 
-    def _remember(self, request_id: str, flight: EngineRequest) -> None:
+    def _remember(self, request_id: str, active: EngineRequest) -> None:
         """What a failed request had; only the newest are kept."""
-        if (left := self._so_far(flight)) is not None:
-            self._lost[request_id] = left
-            while len(self._lost) > MOST_LOST:
-                del self._lost[next(iter(self._lost))]
+        if (left := self._so_far(active)) is not None:
+            self._partials[request_id] = left
+            while len(self._partials) > MOST_PARTIALS:
+                del self._partials[next(iter(self._partials))]
 
     def _kv_use(self, states: dict[str, Any]) -> float:
         cache = getattr(getattr(self._llm, "vllm_config", None), "cache_config", None)
@@ -395,13 +395,13 @@ class VllmEngine:
         }
 
 
-def _generation(output: Any, flight: EngineRequest) -> Generation:
+def _generation(output: Any, active: EngineRequest) -> Generation:
     completion = output.outputs[0]
     tokens = np.asarray(completion.token_ids, np.int32)
     labels = getattr(completion, "weight_versions", None)
     return Generation(
         tokens=tokens,
         logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-        spans=base.from_labels(labels) if labels is not None else flight.spans.spans(len(tokens)),
+        spans=base.from_labels(labels) if labels is not None else active.spans.spans(len(tokens)),
         finish_reason=completion.finish_reason,
     )

@@ -2,7 +2,7 @@
 
     Feeder --tasks--> server --tickets--> RolloutServer --groups--> server --batches--> consumer
 
-The cast is the real one: Redis buffer and board, reward processes, engine, pulse, partials, diary. The weights
+The context is the real one: Redis buffer and board, reward processes, engine, heartbeat, partials, logger. The weights
 stand still (`NoNews`) and the run's evaluations are on the board already, so that nothing is evaluated. The
 staleness window holds the whole round, so that it never blocks.
 
@@ -81,7 +81,7 @@ async def through_the_server(around: Surroundings, work: RolloutWork) -> Round:
     state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
     try:
         epoch = await _begin(config, state, board)
-        async with _serving(_cast(around, work, config, state, board)):
+        async with _serving(_server_context(around, work, config, state, board)):
             clock = Clock()
             groups = await _consume(state, epoch, config.steps)
             took = clock.stop()
@@ -125,7 +125,7 @@ async def _begin(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> int
     return (await state.rollback(0)).epoch
 
 
-def _cast(
+def _server_context(
     around: Surroundings, work: RolloutWork, config: RunConfig, state: ReplayBuffer, board: RunBoard
 ) -> ServerContext:
     return ServerContext(
@@ -137,28 +137,28 @@ def _cast(
         pool=around.pool,
         workflow=make_workflow(config.rollout, around.tokenizer),
         source=WorkSource(work, around.vocabulary),
-        diary=RolloutLogger(config.run_dir, NAME, samples_every=config.telemetry.samples_every),
+        logger=RolloutLogger(config.run_dir, NAME, samples_every=config.telemetry.samples_every),
     )
 
 
 @asynccontextmanager
-async def _serving(cast: ServerContext) -> AsyncIterator[None]:
+async def _serving(context: ServerContext) -> AsyncIterator[None]:
     """The server serves for the length of the block, which ends the run."""
     watcher = WeightWatcher(
         NoNews(),
-        cast.engine,
-        interruption=cast.config.rollout.interruption,
-        update_timeout_s=cast.config.weights.update_timeout_s,
-        diary=cast.diary,
+        context.engine,
+        interruption=context.config.rollout.interruption,
+        update_timeout_s=context.config.weights.update_timeout_s,
+        logger=context.logger,
     )
     try:
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(RolloutServer(cast, watcher).serve())
+            serving = group.create_task(RolloutServer(context, watcher).serve())
             yield
             if not (await asyncio.wait([serving], timeout=END_TIMEOUT_S))[0]:
                 raise WaitTimeout("the rollout server to see that the run has ended", END_TIMEOUT_S)
     finally:
-        cast.diary.close()
+        context.logger.close()
 
 
 async def _consume(state: ReplayBuffer, epoch: int, steps: int) -> list[Group]:
