@@ -27,6 +27,7 @@ from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError
 from async_grpo.telemetry.logging import configure_logging, redact_secrets
 from async_grpo.utils.aio import root_cause, watched_loop
+from async_grpo.utils.processes import exit_with_owner
 
 EXIT_FAULT, EXIT_ENGINE = 1, 3
 STOP_SHARE = 0.8
@@ -130,5 +131,7 @@ def _explain(error: BaseException) -> int:
     return EXIT_ENGINE if isinstance(error, EngineError) else EXIT_FAULT
 
 
+if __name__ == "__mp_main__":  # a process of vLLM, just spawned, which waits minutes for an owner that has died
+    exit_with_owner()
 if __name__ == "__main__":
     main()

@@ -16,17 +16,21 @@ from async_grpo.utils.processes import OWNER
 
 OWNER_PROGRAM = """
 import os, subprocess, sys
-from async_grpo.utils.processes import claim_ownership
-claim_ownership()
+from async_grpo.utils.processes import become_owner
+become_owner()
 engine = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 print(engine.pid, flush=True)
 engine.wait()
 """
-MERGED = "from async_grpo.utils.processes import end_with_owner; import time; end_with_owner(); time.sleep(60)"
+MERGED = "from async_grpo.utils.processes import exit_with_owner; import time; exit_with_owner(); time.sleep(60)"
 WITH_WORKER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {MERGED!r}])"
+JUST_SPAWNED = "import runpy, time; runpy.run_module('rollout_server.main', run_name='__mp_main__'); time.sleep(60)"
+"""As multiprocessing begins: before vLLM's own code, and so before any worker."""
 
 
-@pytest.mark.parametrize("engine_program", [MERGED, WITH_WORKER], ids=["merged", "with-worker"])
+@pytest.mark.parametrize(
+    "engine_program", [MERGED, WITH_WORKER, JUST_SPAWNED], ids=["merged", "with-worker", "just-spawned"]
+)
 def test_the_engine_ends_with_its_killed_owner(engine_program: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, engine_program], stdout=subprocess.PIPE)
     assert owner.stdout is not None
@@ -39,7 +43,7 @@ def test_the_engine_ends_with_its_killed_owner(engine_program: str) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["merged", "with-worker"])
 def test_an_engine_that_was_still_starting_ends_too(wrapped: bool) -> None:
-    late = MERGED.replace("end_with_owner();", "time.sleep(1.5); end_with_owner();")
+    late = MERGED.replace("exit_with_owner();", "time.sleep(1.5); exit_with_owner();")
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {late!r}])" if wrapped else late
     owner = subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, program], stdout=subprocess.PIPE)
     assert owner.stdout is not None

@@ -55,7 +55,7 @@ telemetry: {{samples_every: 1}}
 """
 STOPPED_S = (1.0, 3.0, 8.0, 20.0)
 """How long a stopped process stays so."""
-FOUND_OUT = ("server", "engine", "receiver", "publisher", "reward worker")
+FOUND_OUT = ("server", "engine", "publisher", "reward worker")
 """Kinds that may be stopped for good: a lease, a deadline or a timeout finds them out, and others go on."""
 SPACING_S = 1.0
 KIND_TIMEOUT_S = 60.0

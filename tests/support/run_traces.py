@@ -33,15 +33,15 @@ from tests.support.whole_run import check_books
 
 SHARED_MEMORY = Path("/dev/shm")
 _ROLES = {
-    "command": r"-m async_grpo\.cli\.main run",
+    "command": r"-m async_grpo\.app\.cli\.main run",
     "server": r"-m rollout_server\.main",
     "engine": r"VLLM::EngineCore",
-    "receiver": r"-m async_grpo\.weights\.receiver\.process",
-    "publisher": r"-m async_grpo\.weights\.publisher\.process",
-    "launcher": r"-m trainer\.nodes\.main",
+    "receiver": r"-m async_grpo\.weights\.zmq\.node_receiver",
+    "publisher": r"-m async_grpo\.weights\.zmq\.publisher",
+    "launcher": r"-m trainer\.node_main",
     "rank": r"-m trainer\.main",
     "redis": r"(valkey|redis)-server",
-    "reward": r"-m async_grpo\.rewards\.(warden|supervisor)",
+    "reward": r"-m async_grpo\.rewards\.workers\.supervisor",
 }
 """Pattern of the command line; the first that fits. Reward supervisors are told from their workers by who started
 them: a worker's parent is one of them."""
