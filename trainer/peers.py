@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -24,14 +23,12 @@ from typing import TypeVar
 import msgspec
 
 from async_grpo.errors import NodeLost, WireError
+from async_grpo.utils.frames import FrameReader, pack_frame
 from async_grpo.utils.network import LOOPBACK
 from async_grpo.wire import encode
 from async_grpo.wire.records import Record
 
 MAX_FRAME_BYTES = 1 << 20
-
-
-LENGTH = struct.Struct(">I")
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
@@ -106,7 +103,7 @@ class PeerConnection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         self.peer = peer
-        self._reader, self._writer = reader, writer
+        self._frames, self._writer = FrameReader(reader, MAX_FRAME_BYTES), writer
 
     @property
     def own_address(self) -> str:
@@ -116,20 +113,16 @@ class PeerConnection:
 
     def send(self, message: Message) -> None:
         """Does not wait: frames are small, and an end that takes none is found silent."""
-        payload = encode(message)
-        self._writer.write(LENGTH.pack(len(payload)) + payload)
+        self._writer.write(pack_frame(encode(message), MAX_FRAME_BYTES))
 
     async def receive(self) -> Message:
         """The next one. Raises NodeLost when the connection ends, WireError for what is no message."""
         try:
-            (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            if size > MAX_FRAME_BYTES:
-                raise WireError(f"{self.peer} announces a message of {size} bytes; the limit is {MAX_FRAME_BYTES}")
-            payload = await self._reader.readexactly(size)
+            return _decoder.decode(await self._frames.next())
         except (asyncio.IncompleteReadError, OSError) as error:
             raise NodeLost(f"{self.peer} is gone: its connection has ended ({error})") from None
-        try:
-            return _decoder.decode(payload)
+        except WireError as error:
+            raise WireError(f"{self.peer}: {error}") from None
         except msgspec.MsgspecError as error:
             raise WireError(f"{self.peer} sends what is no message of this release: {error}") from None
 

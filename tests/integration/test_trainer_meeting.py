@@ -16,9 +16,10 @@ import yaml
 
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
+from async_grpo.utils.frames import pack_frame
 from trainer import rendezvous
 from trainer import rendezvous as shared_folder
-from trainer.peers import LENGTH, Ended, Hello, PeerConnection, Peers, Start, Stop
+from trainer.peers import Ended, Hello, PeerConnection, Peers, Start, Stop
 from trainer.rendezvous import Host, Invitation, hosted, join
 
 HERE = "127.0.0.2"
@@ -130,14 +131,14 @@ async def test_a_caller_that_speaks_otherwise_is_hung_up_on_and_logged(tmp_path:
             assert await reader.read() == b""
         writer.close()
     (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert "somebody at 127.0.0.1 announces a message of" in warned["reason"]
+    assert "somebody at 127.0.0.1: a frame claims" in warned["reason"]
 
 
 async def test_a_node_0_of_another_release_leaves_no_connection_behind(tmp_path: Path, port: int) -> None:
     ended = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(LENGTH.pack(3) + b"???")
+        writer.write(pack_frame(b"???", 3))
         await reader.read()
         writer.close()
         ended.set()

@@ -68,7 +68,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "failed_verifier_ignored: if function.required and function --> if not function.required and function",
     ("async_grpo/rewards/verifiers/answers.py", "tests/unit/test_verifiers.py"),
     "first_number_counts: if len(numbers) == 1 else None --> if numbers else None",
-    ("async_grpo/rewards/workers/messages.py", "tests/unit/test_reward_frames.py"),
+    ("async_grpo/utils/frames.py", "tests/unit/test_frames.py"),
     "frame_length_unbounded: if length > max_bytes: --> if length < 0:",
     ("async_grpo/weights/zmq/fetch.py", "tests/integration/weights/test_weight_delta_plane.py"),
     "chunk_hash_not_compared: return right --> return True",

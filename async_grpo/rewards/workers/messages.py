@@ -8,17 +8,15 @@ pool   <--Ended--  warden
 
 from __future__ import annotations
 
-import asyncio
-import struct
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from async_grpo.errors import WireError
+from async_grpo.utils.frames import pack_frame
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-_LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 << 20
 MAX_ANSWER_BYTES = 1 << 20
 MAX_NOTE_BYTES = 64 << 10
@@ -79,52 +77,14 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
     output: str = ""
 
 
-class FrameReader:
-    """Frames of one stream. A `next` that is cancelled loses nothing: the following one goes on from there."""
-
-    def __init__(self, stream: asyncio.StreamReader, max_bytes: int = MAX_ANSWER_BYTES) -> None:
-        self._stream = stream
-        self._max_bytes = max_bytes
-        self._length: int | None = None
-
-    async def next(self, kind: type[M]) -> M:
-        """The next message.
-
-        Raises IncompleteReadError when the other side has ended, and WireError if what it wrote is no frame.
-        """
-        if self._length is None:
-            self._length = _length(await self._stream.readexactly(_LENGTH.size), self._max_bytes)
-        body = await self._stream.readexactly(self._length)
-        self._length = None
-        return _decode(body, kind)
-
-
 def pack(message: msgspec.Struct) -> bytes:
-    """Message -> frame. Raises ValueError for one that is too large to be meant."""
-    body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
-    return _LENGTH.pack(len(body)) + body
+    """The message as a frame. Raises ValueError for one above MAX_FRAME_BYTES."""
+    return pack_frame(msgspec.msgpack.encode(message), MAX_FRAME_BYTES)
 
 
-def read_frame_blocking(stream: BinaryIO, kind: type[M]) -> M | None:
-    """The next message of the stream, or None at its end. Raises WireError if it is no frame."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    return _decode(stream.read(_length(head, MAX_FRAME_BYTES)), kind)
-
-
-def _length(head: bytes, max_bytes: int) -> int:
-    """Bounded, so that a few stray bytes in a stream cannot claim gigabytes."""
-    length: int = _LENGTH.unpack(head)[0]
-    if length > max_bytes:
-        raise WireError(f"a frame claims {length} bytes, above the limit of {max_bytes}: something else wrote it")
-    return length
-
-
-def _decode(body: bytes, kind: type[M]) -> M:
+def unpack(payload: bytes, kind: type[M]) -> M:
+    """The message in the payload of a frame. Raises WireError if it is not of that kind."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        return msgspec.msgpack.decode(payload, type=kind)
     except msgspec.MsgspecError as error:
         raise WireError(f"a frame is not a {kind.__name__}: {error}") from error

@@ -20,13 +20,15 @@ from async_grpo.errors import WaitTimeout, WireError
 from async_grpo.rewards.base import FailureKind, Outcome, RewardFailure, RewardInput
 from async_grpo.rewards.workers.client import SupervisorClient, WorkerHandle
 from async_grpo.rewards.workers.messages import (
-    FrameReader,
+    MAX_ANSWER_BYTES,
     VerifierReply,
     VerifierRequest,
     WorkerExited,
     WorkerReady,
     pack,
+    unpack,
 )
+from async_grpo.utils.frames import FrameReader
 
 _GRACE_S = 0.05
 """The event loop may be late, and not the verifier: an answer that is there by now counts."""
@@ -131,10 +133,10 @@ class WorkerSlot:
         await self._bury()
         ward = self._ward = await self._link.spawn()
         reader, writer = await asyncio.open_unix_connection(sock=ward.channel)
-        worker = _Worker(ward, FrameReader(reader), writer)
+        worker = _Worker(ward, FrameReader(reader, MAX_ANSWER_BYTES), writer)
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
-                hello = await worker.frames.next(WorkerReady)
+                hello = unpack(await worker.frames.next(), WorkerReady)
                 worker.broken, self.extracting = hello.broken, frozenset(hello.extracting)
         except TimeoutError:
             return RewardFailure("start", f"not loaded within {self._limits.start_timeout_s:g} s. Does an import hang?")
@@ -182,9 +184,9 @@ class WorkerSlot:
         """Raises TimeoutError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.deadline_s):
-                return await frames.next(VerifierReply)
+                return unpack(await frames.next(), VerifierReply)
         async with asyncio.timeout(_GRACE_S):
-            return await frames.next(VerifierReply)
+            return unpack(await frames.next(), VerifierReply)
 
     async def _autopsy(self, ward: WorkerHandle) -> RewardFailure:
         how = await self._end_of(ward)

@@ -17,7 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput, as_score
 from async_grpo.rewards.registry import Extract, Judge, resolve_with_extraction
-from async_grpo.rewards.workers.messages import VerifierReply, VerifierRequest, WorkerReady, pack, read_frame_blocking
+from async_grpo.rewards.workers.messages import (
+    MAX_FRAME_BYTES,
+    VerifierReply,
+    VerifierRequest,
+    WorkerReady,
+    pack,
+    unpack,
+)
+from async_grpo.utils.frames import read_frame
 
 _REASON_CHARACTERS = 500
 _LONGEST_ANSWER = 1000
@@ -41,7 +49,8 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
     requests, me = channel.makefile("rb"), os.getpid()
     channel.sendall(pack(WorkerReady(broken, list(extractions))))
     with asyncio.Runner() as runner:
-        while (assignment := read_frame_blocking(requests, VerifierRequest)) is not None:
+        while (payload := read_frame(requests, MAX_FRAME_BYTES)) is not None:
+            assignment = unpack(payload, VerifierRequest)
             item = RewardInput(
                 assignment.completion,
                 assignment.answer,

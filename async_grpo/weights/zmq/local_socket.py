@@ -22,7 +22,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -35,6 +34,7 @@ import msgspec
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WireError
 from async_grpo.utils.child_process import MARK_VARIABLE, run_mark
+from async_grpo.utils.frames import pack_frame, take_frame
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import ReceiverStats
 from async_grpo.wire import encode
@@ -42,9 +42,6 @@ from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
 
 MAX_FRAME_BYTES = 1 << 20
-
-
-LENGTH = struct.Struct(">I")
 
 
 class ServerHello(Record, frozen=True, kw_only=True, tag="hello"):
@@ -105,16 +102,7 @@ ToServer = ReceiverState | Held | Failed
 
 def frame(message: Record) -> bytes:
     """The message as it goes over the socket."""
-    payload = encode(message)
-    return LENGTH.pack(len(payload)) + payload
-
-
-def frame_length(header: bytes) -> int:
-    """Raises WireError if the frame would be larger than any of ours."""
-    (length,) = LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {length} bytes on the receiver's socket, the limit is {MAX_FRAME_BYTES}.")
-    return int(length)
+    return pack_frame(encode(message), MAX_FRAME_BYTES)
 
 
 _READ_BYTES = 1 << 16
@@ -208,7 +196,7 @@ class LocalClients:
             return
         server.incoming += received
         try:
-            while (payload := _next_frame(server.incoming)) is not None:
+            while (payload := take_frame(server.incoming, MAX_FRAME_BYTES)) is not None:
                 self._obey(server, _messages.decode(payload))
         except (WireError, msgspec.MsgspecError):
             self._drop(server)  # not one of ours
@@ -250,18 +238,6 @@ class LocalClients:
     def _drop(self, server: _Server) -> None:
         if self._servers.pop(server.connection.fileno(), None) is not None:
             server.connection.close()
-
-
-def _next_frame(incoming: bytearray) -> bytes | None:
-    """Take one whole frame off the front."""
-    if len(incoming) < LENGTH.size:
-        return None
-    end = LENGTH.size + frame_length(bytes(incoming[: LENGTH.size]))
-    if len(incoming) < end:
-        return None
-    payload = bytes(incoming[LENGTH.size : end])
-    del incoming[:end]
-    return payload
 
 
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}

@@ -23,10 +23,11 @@ import structlog
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
+from async_grpo.utils.frames import FrameReader
 from async_grpo.weights.base import HeldWeights, Resolve
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.local_socket import (
-    LENGTH,
+    MAX_FRAME_BYTES,
     Failed,
     FollowPublisher,
     Held,
@@ -37,7 +38,6 @@ from async_grpo.weights.zmq.local_socket import (
     ServerHello,
     ToServer,
     frame,
-    frame_length,
     start_receiver,
 )
 from async_grpo.weights.zmq.messages import ReceiverStats
@@ -222,10 +222,10 @@ class ZmqWeightReceiver:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Until the process ends. Raises what it failed with."""
+        frames = FrameReader(reader, MAX_FRAME_BYTES)
         while True:
             try:
-                length = frame_length(await reader.readexactly(LENGTH.size))
-                message = _messages.decode(await reader.readexactly(length))
+                message = _messages.decode(await frames.next())
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             match message:
