@@ -39,7 +39,6 @@ COMMANDS = {
     "bench of rollout": ["bench", "rollout", "--quick"],
     "bench of weights": ["bench", "weights", "--quick"],
     "bench of the trainer": ["bench", "trainer", "--quick"],
-    "bench of the buffer": ["bench", "buffer", "--quick"],
 }
 
 exposed = pytest.mark.skipif(not can_be_exposed(), reason="needs a network card, and unshare")
