@@ -1,12 +1,12 @@
-"""How the ranks of the trainer take part in the run. One interface, two roles:
+"""How the ranks of the trainer take part in the run: one interface, two roles.
 
-- `Leader`    rank 0: talks to the buffer and the board, and passes on what comes to the others
+- `Leader`    rank 0: talks to the buffer and the run board, and passes on to the others what it receives
 - `Follower`  every other rank: waits for rank 0
 
-What waits for whom: `take` for P finished groups, `take_part` for one (the rollout servers), `probe` for a server that
-has the final weights, `wait_for_evaluation` for one that has measured them; followers wait for the
-leader in a broadcast, which ends with the process group's timeout. SIGTERM ends these waits of the
-leader and nothing else: a step once begun is finished.
+What the leader waits for: `take` for P finished groups, `take_part` for one (both come from the rollout servers),
+`probe` for a server that has the final weights, `wait_for_evaluation` for one that has measured them. Followers wait
+for the leader in a broadcast, which the process group's timeout ends. SIGTERM ends these waits of the leader and
+nothing else: a step once begun is finished.
 """
 
 from __future__ import annotations

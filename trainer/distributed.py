@@ -1,4 +1,4 @@
-"""The ranks of the trainer: process groups, and the few exchanges outside of Megatron."""
+"""The ranks of the trainer: process groups, and the few exchanges that Megatron does not make."""
 
 from __future__ import annotations
 

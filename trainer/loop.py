@@ -4,13 +4,13 @@
        ^                              |
        +------- release(v) <----------+--> checkpoint every N steps --on disk--> commit
 
-The order is the guarantee. Weights are published before the version, the version before the
-release that frees slots for new tickets, and the buffer forgets a batch only after a checkpoint on
-disk holds what was learned from it. Checkpoints are written beside the training, one at a time; the
-loop looks between steps whether one has become safe, and waits for it before the next one, and
-before it leaves. A trainer killed anywhere resumes from its newest checkpoint and is
-given the same batches again; while it replays steps that were published before (below
-`head_version`), it stays silent, and the servers keep the newer weights that they have.
+Its guarantees come from this order. Weights are published before the version, the version before the release that frees
+slots for new tickets, and the buffer forgets a batch only after a checkpoint on disk holds what was learned from it.
+Checkpoints are written beside the training, one at a time. Between steps the loop polls whether one is on disk; it
+waits for it before it starts the next one, and before it ends.
+
+A trainer killed anywhere resumes from its newest checkpoint and is given the same batches again. While it replays steps
+that were published before (below `head_version`), it publishes nothing, and the servers keep their newer weights.
 """
 
 from __future__ import annotations
@@ -42,95 +42,99 @@ class TrainingLoop:
     policy: Policy
     coordinator: Coordinator
     checkpoints: CheckpointFolder
-    diary: TrainerLogger
+    logger: TrainerLogger
     version: int
     reference: Reference | None = None
     peak_flops: float | None = None
     """Of all ranks together, a second; None where it is not known."""
-    stepper: StepRunner = field(init=False)
+    step_runner: StepRunner = field(init=False)
     epoch: int = field(init=False)
     head_version: int = field(init=False)
-    outlet: WeightExporter = field(init=False)
+    exporter: WeightExporter = field(init=False)
     saved: int = field(init=False)
     stepped: bool = False
-    """Whether this process has made a step; before it, waiting is for engines to start."""
+    """Whether this process has trained a step; before the first one, it waits for engines to start."""
 
     def __post_init__(self) -> None:
-        skips = SkippedSteps(self.config.run_dir / "dumps", self.config.trainer.max_skipped_steps, writes=is_leader())
-        self.stepper = StepRunner(self.config, self.policy, self.reference, self.coordinator, self.diary, skips)
+        skipped_steps = SkippedSteps(
+            self.config.run_dir / "dumps", self.config.trainer.max_skipped_steps, writes=is_leader()
+        )
+        self.step_runner = StepRunner(
+            self.config, self.policy, self.reference, self.coordinator, self.logger, skipped_steps
+        )
 
     def run(self) -> None:
         """Train until version `steps`, or until SIGTERM; either way a checkpoint holds what was trained."""
         self._take_over()
         try:
             while self.version < self.config.steps:
-                made = self.stepper.make(self.version, waiting=WAIT if self.stepped else START)
-                if made is None:
-                    self.diary.note("stopping: SIGTERM", version=self.version)
+                outcome = self.step_runner.make(self.version, waiting=WAIT if self.stepped else START)
+                if outcome is None:
+                    self.logger.note("stopping: SIGTERM", version=self.version)
                     self._save_rest()
                     return
-                self._complete(made)
+                self._complete(outcome)
             self._save_rest()
             self._finish()
         finally:
-            self.outlet.close()
+            self.exporter.close()
 
     def _take_over(self) -> None:
         resume = self.coordinator.resume(self.version)
         self.epoch, self.head_version, self.saved = resume.epoch, resume.head_version, self.version
-        self.outlet = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
-        self.diary.joined(self.epoch, self.version, self.head_version)
+        self.exporter = WeightExporter(self.policy, self.config, self.coordinator, self.epoch)
+        self.logger.joined(self.epoch, self.version, self.head_version)
         self._publish()
-        self.diary.phases.reset()
+        self.logger.phases.reset()
 
-    def _complete(self, made: StepOutcome) -> None:
+    def _complete(self, outcome: StepOutcome) -> None:
         self.version += 1
         self.stepped = True
         self._publish()
-        self.coordinator.release(made.batch)
-        self._write(made)  # before the commit, after which the step is never replayed
-        self._settle(wait=False)
+        self.coordinator.release(outcome.batch)
+        self._write(outcome)  # before the commit, after which the step is never replayed
+        self._poll_saved(wait=False)
         if self.version % self.config.trainer.checkpoint.every_steps == 0:
             self._checkpoint()
         if (every := self.config.trainer.checkpoint.export_every_steps) and self.version % every == 0:
-            with self.diary.phases.span("checkpoint", version=self.version):
+            with self.logger.phases.span("checkpoint", version=self.version):
                 self.checkpoints.begin_export(self.policy, self.model_folder, self.version, self._evaluations())
 
     def _publish(self) -> None:
         """Nothing while steps are replayed that were published before."""
         if self.version >= self.head_version:
-            with self.diary.phases.span("publish", version=self.version):
-                self.outlet.publish(self.version)
-            self.diary.serving()
+            with self.logger.phases.span("publish", version=self.version):
+                self.exporter.publish(self.version)
+            self.logger.serving()
 
     def _checkpoint(self) -> None:
         if self.saved == self.version:
             return
-        with self.diary.phases.span("checkpoint", version=self.version):
-            self._settle(wait=True)
+        with self.logger.phases.span("checkpoint", version=self.version):
+            self._poll_saved(wait=True)
             self.checkpoints.save(self.policy, self.version, self.epoch, self._evaluations())
-            self._settle(wait=not self.config.trainer.checkpoint.background)
+            self._poll_saved(wait=not self.config.trainer.checkpoint.background)
         self.saved = self.version
 
-    def _settle(self, *, wait: bool) -> None:
+    def _poll_saved(self, *, wait: bool) -> None:
         """Let the buffer forget what a checkpoint holds that has become safe."""
-        version = self.checkpoints.settle(wait=wait)
+        version = self.checkpoints.poll_saved(wait=wait)
         if version is not None:
             self.coordinator.commit_checkpoint(version)
 
     def _save_rest(self) -> None:
         """Nothing trained is only in memory when this returns."""
         self._checkpoint()
-        self._settle(wait=True)
-        self.checkpoints.settle_export()
+        self._poll_saved(wait=True)
+        self.checkpoints.wait_for_export()
 
     def _evaluations(self) -> list[Evaluation]:
         return self.coordinator.evaluations() if self.config.trainer.checkpoint.keep_best else []
 
-    def _write(self, made: StepOutcome) -> None:
-        seconds, peak_flops = self.diary.phases.seconds, self.peak_flops
-        self.diary.step(step_row(made.batch, made.result, lr=made.lr, seconds=seconds, peak_flops=peak_flops))
-        self.diary.phases.reset()
+    def _write(self, outcome: StepOutcome) -> None:
+        seconds, peak_flops = self.logger.phases.seconds, self.peak_flops
+        self.logger.step(step_row(outcome.batch, outcome.result, lr=outcome.lr, seconds=seconds, peak_flops=peak_flops))
+        self.logger.phases.reset()
 
     def _finish(self) -> None:
         """The publisher stays until the final evaluation is on the board: a server that is started
@@ -139,14 +143,14 @@ class TrainingLoop:
         timeout_s = self.config.eval.timeout_s
         probe = self.coordinator.probe(self.version, timeout_s)
         if probe is None:
-            self.diary.warn(self.version, self._missing("probe"))
+            self.logger.warn(self.version, self._missing("probe"))
         else:
-            self.diary.probe(self.version, measure_gap(self.policy, probe, self.config))
+            self.logger.probe(self.version, measure_gap(self.policy, probe, self.config))
         folder = self.checkpoints.export(self.policy, self.model_folder)
         if not self.coordinator.wait_for_evaluation(self.version, timeout_s):
-            self.diary.warn(self.version, self._missing("evaluation"))
-        self.checkpoints.judge(self._evaluations())
-        self.diary.note("run finished", version=self.version, exported=str(folder))
+            self.logger.warn(self.version, self._missing("evaluation"))
+        self.checkpoints.mark_best(self._evaluations())
+        self.logger.note("run finished", version=self.version, exported=str(folder))
 
     def _missing(self, result: str) -> str:
         timeout_s = self.config.eval.timeout_s

@@ -2,9 +2,9 @@
 
     python -m trainer.main --config runs/NAME/config.yaml --model FOLDER
 
-`trainer.nodes` starts it, with RANK, WORLD_SIZE and where the ranks find each other in its environment; without them it
-is the only one. Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint written. 78: its
-configuration, its data or what is installed is at fault, and it is not to be started again.
+`trainer.node_main` starts it, with RANK, WORLD_SIZE and the address of the store in its environment; without them it is
+the only rank. Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint written. 78: the
+configuration, the data or the installation is at fault, and it must not be started again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     check_objective(config.trainer.objective)
     longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s, config.trainer.checkpoint.timeout_s)
     start_ranks(config.trainer, platform, config.seed, longest_wait_s)
-    diary = TrainerLogger(config)
+    logger = TrainerLogger(config)
     policy = load_policy(config, model, platform)
     reference = load_reference(config, policy, model, platform)
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
@@ -67,10 +67,18 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
     TrainingLoop(
-        config, model, policy, coordinator, checkpoints, diary, version or 0, reference=reference, peak_flops=peak_flops
+        config,
+        model,
+        policy,
+        coordinator,
+        checkpoints,
+        logger,
+        version or 0,
+        reference=reference,
+        peak_flops=peak_flops,
     ).run()
     coordinator.close()
-    diary.close()
+    logger.close()
     stop_ranks()
 
 

@@ -1,18 +1,12 @@
-"""What the trainer tells Prometheus: figures of its steps, and of the run's groups. docs/http.md has the table.
+"""/metrics, /healthz and /readyz of the trainer, served by a thread beside the training on rank 0.
 
-    row of a step --> Progress --> TrainerCollector <-- BufferStats, asked for at every scrape
+    TrainerLogger --row of a step--> TrainerProgress --> TrainerCollector <--GET-- Prometheus, health checks
+                                                            |
+                                                            +--stats, at most once a second--> buffer
 
-Counters count what this process did; they begin anew with it, as Prometheus expects. What is of the whole run, whoever
-trained it, is named `async_grpo_run_*`.
-
-/metrics, /healthz and /readyz of the trainer: one thread beside the training, on rank 0.
-
-    TrainerLogger --Progress--> MetricsServer (thread, uvicorn) <--GET-- Prometheus, health checks
-                            |
-                            +--stats, at most once a second--> buffer, over a connection of its own
-
-The training never waits for it: a step replaces one reference. Where it cannot listen or dies, the log says so and the
-training goes on.
+The training never waits for it: a step replaces one reference. If it cannot listen or fails, the log says so and the
+training goes on. Counters count what this process did and start at 0 with it, as Prometheus expects; counters of the
+whole run are named `async_grpo_run_*`. docs/http.md has the table.
 """
 
 from __future__ import annotations

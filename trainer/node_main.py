@@ -1,23 +1,21 @@
-"""One machine of the trainer, from the meeting to the end of its ranks. Node 0 keeps the store of all ranks.
-
-What it waits for: the other nodes (`meeting`, bounded; a node that is alone meets nobody) or SIGTERM, then at once for
-its ranks, for the other nodes and for SIGTERM, whichever comes first.
-
-- all ranks end with 0: so does the node. Node 0 stays until the others are done, since it keeps their store
-- a rank fails, or another node does: nothing that is still done here counts. The ranks are ended, the others
-  told, and the node ends with the reason, a rank's last error in it; the supervisors start all nodes again, which
-  meet again
-- SIGTERM, to whichever node: node 0 passes it to rank 0, which writes a checkpoint and lets all leave. If it ends rank
-  0 before that has joined the run, there is nothing to save: all nodes end their ranks, and that is as good an end.
-  During the meeting it ends this node alone
-
-The trainer on one machine: the only one, or one of several.
+"""The trainer on one machine (a node), from the rendezvous with the other nodes to the end of its ranks.
 
     python -m trainer.node_main [--node-rank R] --config runs/NAME/roles.yaml --model FOLDER
 
-Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint holds what was trained. 78: its
-configuration, its data or what is installed is at fault. Otherwise that of the rank that has failed, or 1: see the last
-line of the log; started again, on all machines, it resumes.
+First it waits for the other nodes or for SIGTERM (bounded; a single node meets nobody). Then it waits for whichever
+comes first: its ranks, the other nodes, or SIGTERM. Node 0 keeps the store in which all ranks find each other.
+
+- All ranks end with 0: the node ends with 0. Node 0 stays until the other nodes are done, since it keeps their store.
+- A rank fails, or another node does: the step in progress is lost. The node ends its ranks, tells the other nodes, and
+  ends with the reason, including the last error of the rank. The supervisors start all nodes again, and they meet
+  again.
+- SIGTERM to any node: node 0 passes it to rank 0, which writes a checkpoint and lets all ranks leave. If it ends rank 0
+  before that has joined the run, there is nothing to save: all nodes end their ranks, and exit with 0. During the
+  rendezvous it ends this node alone.
+
+Exit code 0: the run is trained to its end, or SIGTERM was obeyed and a checkpoint holds what was trained. 78: the
+configuration, the data or the installation is at fault. Otherwise the code of the rank that has failed, or 1; the last
+line of the log gives the reason. Started again on all machines, the trainer resumes.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class NodeSetup:
     """What a node has when its ranks may start."""
 
     peers: Peers
@@ -81,15 +79,15 @@ class Node:
         """Returns when the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
         with _sigterm_sets(self.stop_asked):
             async with AsyncExitStack() as stack:
-                met = await self._meet(stack)
-                if met is None:
+                setup = await self._meet(stack)
+                if setup is None:
                     log.info("stopped before all nodes had met", node=self.rank)
                 else:
-                    await self._train(met)
+                    await self._train(setup)
 
-    async def _meet(self, stack: AsyncExitStack) -> Met | None:
+    async def _meet(self, stack: AsyncExitStack) -> NodeSetup | None:
         """The others, until the stack ends; None if this node was asked to stop before all were there."""
-        meeting = asyncio.create_task(stack.enter_async_context(self._met()))
+        meeting = asyncio.create_task(stack.enter_async_context(self._set_up()))
         asked = asyncio.create_task(self.stop_asked.wait())
         try:
             await asyncio.wait({meeting, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,46 +97,46 @@ class Node:
                 task.cancel()
             await asyncio.gather(meeting, asked, return_exceptions=True)
 
-    async def _train(self, met: Met) -> None:
+    async def _train(self, setup: NodeSetup) -> None:
         """From the start of this node's ranks to their end, whatever that is; the others are told."""
-        async with met.peers.followed():
-            ranks = await LocalRanks.start(self._argv(), self._environments(met))
+        async with setup.peers.followed():
+            ranks = await LocalRanks.start(self._argv(), self._environments(setup))
             try:
-                await self._oversee(ranks, met)
+                await self._supervise(ranks, setup)
             except StoppedEarly:
                 log.info("stopped before the ranks had joined the run", node=self.rank)
-                met.peers.tell(Stopped())
+                setup.peers.tell(Stopped())
             except AsyncGrpoError as error:
-                met.peers.tell(Ended(reason=str(error)))
+                setup.peers.tell(Ended(reason=str(error)))
                 raise
             finally:
                 await ranks.end()
 
     @asynccontextmanager
-    async def _met(self) -> AsyncIterator[Met]:
+    async def _set_up(self) -> AsyncIterator[NodeSetup]:
         """All nodes are there and begin now."""
         trainer, where = self.config.trainer, self.config.trainer.rendezvous
         if trainer.processes == 1:
-            yield Met(Peers([], where.silence_s))
+            yield NodeSetup(Peers([], where.silence_s))
         elif trainer.nodes == 1:
             with self._store(LOOPBACK, 0) as store:
-                yield Met(Peers([], where.silence_s), None, (LOOPBACK, store.port), store)
+                yield NodeSetup(Peers([], where.silence_s), None, (LOOPBACK, store.port), store)
         elif self.rank == 0:
             invitation = self._invitation()
             place = (invitation.address, where.port + 1)
             with self._store(*place) as store:  # taken or not: known before anybody is waited for
                 async with hosted(invitation) as host:
                     await store.open()
-                    peers = Peers(host.lines.values(), where.silence_s)
+                    peers = Peers(host.connections.values(), where.silence_s)
                     peers.tell(Start())
-                    yield Met(peers, host, place, store)
+                    yield NodeSetup(peers, host, place, store)
         else:
             invitation = self._invitation()
-            line = await join(invitation)
+            connection = await join(invitation)
             try:
-                yield Met(Peers([line], where.silence_s), None, (invitation.address, where.port + 1))
+                yield NodeSetup(Peers([connection], where.silence_s), None, (invitation.address, where.port + 1))
             finally:
-                await line.close()
+                await connection.close()
 
     @contextlib.contextmanager
     def _store(self, address: str, port: int) -> Iterator[RankStore]:
@@ -148,26 +146,26 @@ class Node:
         finally:
             store.close()
 
-    async def _oversee(self, ranks: LocalRanks, met: Met) -> None:
-        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(met.peers, met.host))
-        stopping = asyncio.create_task(self._stop_when_asked(ranks, met.peers))
+    async def _supervise(self, ranks: LocalRanks, setup: NodeSetup) -> None:
+        working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(setup.peers, setup.host))
+        stopping = asyncio.create_task(self._stop_when_asked(ranks, setup.peers))
         # Beside the ranks, which connect before they are answered: they take as long to import PyTorch as this does.
-        opening = [asyncio.create_task(met.store.open())] if met.store is not None else []
-        mine = (working, watching, stopping, *opening)
-        tasks = set(mine)
+        opening = [asyncio.create_task(setup.store.open())] if setup.store is not None else []
+        own_tasks = (working, watching, stopping, *opening)
+        tasks = set(own_tasks)
         try:
             while not working.done():
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if working in done:
-                    await self._judge(working, watching, met.peers)
+                    await self._report_end(working, watching, setup.peers)
                 for ended in done:
                     ended.result()
-            if met.host is not None:
-                await met.peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
+            if setup.host is not None:
+                await setup.peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
         finally:
-            for task in mine:
+            for task in own_tasks:
                 task.cancel()
-            await asyncio.gather(*mine, return_exceptions=True)
+            await asyncio.gather(*own_tasks, return_exceptions=True)
 
     async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
         """Raises TrainingError if the ranks have not left in time; they are killed then."""
@@ -183,7 +181,7 @@ class Node:
             "What was trained since the newest checkpoint is trained again"
         )
 
-    async def _judge(self, working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
+    async def _report_end(self, working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
         """The ranks have ended; tell. Raises TrainingError if not well, with what the others say of it; StoppedEarly if
         SIGTERM ended one, here or there, because of which the others fail."""
         error = working.exception()
@@ -232,10 +230,10 @@ class Node:
         files = ["--config", str(self.config_file), "--model", str(self.model)]
         return [sys.executable, "-m", "trainer.main", *files]
 
-    def _environments(self, met: Met) -> list[dict[str, str]]:
+    def _environments(self, setup: NodeSetup) -> list[dict[str, str]]:
         trainer = self.config.trainer
-        network = network_environment(trainer.platform, met.peers.own_address, os.environ)
-        return [network | environment for environment in rank_environments(trainer, self.rank, met.store_at)]
+        network = network_environment(trainer.platform, setup.peers.own_address, os.environ)
+        return [network | environment for environment in rank_environments(trainer, self.rank, setup.store_at)]
 
 
 async def _watch(peers: Peers, host: Host | None) -> None:

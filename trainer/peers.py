@@ -1,15 +1,12 @@
-"""Whether the other nodes are still there, and what they say of themselves.
+"""The other nodes of the trainer: the messages between nodes, the connections, and whether the nodes are still alive.
 
-Node 0 has a line to every other node, each of these one to node 0, which passes on what concerns all. A node
-that is killed is known by the end of its connection, one whose machine or network is gone by its silence.
+    node R --Hello--> node 0      --Refused, Busy, CheckFolder, Start--> node R
+           --FolderChecked-->
+    both:  NodeAlive, Stop, Stopped, Ended      and the connection itself, which ends when either process does
 
-What the nodes of a trainer tell each other. A frame is its length (4 bytes, big-endian) and one record.
-
-node R --Hello--> node 0      --Refused, Busy, Look, Start--> node R
-       --Seen--->
-both:  Beat, Stop, Stopped, Ended      and the connection itself, which ends when either process does
-
-A connection between two nodes, on which records travel.
+Node 0 has a connection to every other node, and each of them one to node 0, which passes on what concerns all. A killed
+node is noticed by the end of its connection, one whose machine or network is gone by its silence. A frame is its length
+(4 bytes, big-endian) and one record.
 """
 
 from __future__ import annotations
@@ -52,13 +49,13 @@ class Busy(Record, frozen=True, kw_only=True, tag="busy"):
     """The nodes have met without this one, or with an earlier life of it: ask again."""
 
 
-class Look(Record, frozen=True, kw_only=True, tag="look"):
+class CheckFolder(Record, frozen=True, kw_only=True, tag="look"):
     """There is a file of this name in the folder of the checkpoints."""
 
     name: str
 
 
-class Seen(Record, frozen=True, kw_only=True, tag="seen"):
+class FolderChecked(Record, frozen=True, kw_only=True, tag="seen"):
     """Whether it is there here, too; and the name of a file that this node has put beside it."""
 
     found: bool
@@ -70,7 +67,7 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
     """All nodes are there and agree: start the ranks."""
 
 
-class Beat(Record, frozen=True, kw_only=True, tag="beat"):
+class NodeAlive(Record, frozen=True, kw_only=True, tag="beat"):
     """Still there."""
 
 
@@ -89,7 +86,7 @@ class Ended(Record, frozen=True, kw_only=True, tag="ended"):
     reason: str
 
 
-Message = Hello | Refused | Busy | Look | Seen | Start | Beat | Stop | Stopped | Ended
+Message = Hello | Refused | Busy | CheckFolder | FolderChecked | Start | NodeAlive | Stop | Stopped | Ended
 
 
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -149,12 +146,12 @@ class StoppedEarly(Exception):
 
 
 class Peers:
-    """The nodes at the other ends of this one's lines; none for a node that is alone."""
+    """The nodes at the other ends of this one's connections; none for a node that is alone."""
 
-    def __init__(self, lines: Iterable[PeerConnection], silence_s: float) -> None:
+    def __init__(self, connections: Iterable[PeerConnection], silence_s: float) -> None:
         self.stop_asked = asyncio.Event()
         """One of them wants the trainer to stop."""
-        self._lines = list(lines)
+        self._lines = list(connections)
         self._silence_s = silence_s
         self._following: list[asyncio.Task[None]] = []
 
@@ -165,15 +162,15 @@ class Peers:
 
     def tell(self, message: Message) -> None:
         """All of them; those that are gone do not hear it."""
-        for line in self._lines:
-            line.send(message)
+        for connection in self._lines:
+            connection.send(message)
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """As long as the block lasts, they are told that this node is there, whatever they have said of their own end,
         and are listened to."""
         beating = asyncio.create_task(self._beat())
-        self._following = [asyncio.create_task(self._follow(line)) for line in self._lines]
+        self._following = [asyncio.create_task(self._follow(connection)) for connection in self._lines]
         try:
             yield
         finally:
@@ -194,15 +191,15 @@ class Peers:
         """Until all have ended, however they did, but no longer than that."""
         await asyncio.wait(self._following, timeout=timeout_s)
 
-    async def _follow(self, line: PeerConnection) -> None:
+    async def _follow(self, connection: PeerConnection) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._silence_s):
-                    message = await line.receive()
+                    message = await connection.receive()
             except TimeoutError:
                 raise NodeLost(
-                    f"{line.peer} was not heard for {self._silence_s:g} s (trainer.rendezvous.silence_s): its machine "
-                    "or its network is gone"
+                    f"{connection.peer} was not heard for {self._silence_s:g} s (trainer.rendezvous.silence_s): "
+                    "its machine or its network is gone"
                 ) from None
             match message:
                 case Stop():
@@ -212,9 +209,9 @@ class Peers:
                 case Ended(reason=""):
                     return
                 case Ended(reason=reason):
-                    raise NodeLost(f"{line.peer} has ended: {reason}")
+                    raise NodeLost(f"{connection.peer} has ended: {reason}")
 
     async def _beat(self) -> None:
         while True:
-            self.tell(Beat())
+            self.tell(NodeAlive())
             await asyncio.sleep(self._silence_s / BEATS_OF_SILENCE)

@@ -1,9 +1,9 @@
-"""The ranks of this machine: what they are told, the store where they find each other, their errors, their end.
+"""The ranks of this machine: their environment, the store in which they find each other, their errors, their end.
 
     node --environment--> rank 0 .. N-1 --standard error--> node --the same lines--> log
-      `--> RankStore <---- ranks of all nodes, who write into it where they listen
+      `--> RankStore <---- ranks of all nodes, which write into it where they listen
 
-The node waits for its ranks; a rank waits for the store, which takes connections before any rank is started.
+The node waits for its ranks. A rank waits for the store, which accepts connections before any rank is started.
 """
 
 from __future__ import annotations

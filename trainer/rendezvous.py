@@ -1,15 +1,14 @@
-"""How the nodes find each other, and what they make sure of before a rank is started.
+"""How the nodes find each other, and what they check before a rank is started.
 
-    node 0    listens --> Hello of every other one --> do they agree? --> do they see one folder? --> Start
+    node 0    listens --> Hello of every other node --> do they agree? --> do they see one folder? --> Start
     node R    connects, again and again, until node 0 is there and begins
 
-Node 0 waits for the others, they for node 0, all of them `rendezvous.timeout_s`. A node that comes when the
-others have met already was started again: node 0 is told, since its ranks wait in vain for the earlier
-life of this one, and the newcomer asks again until all have been started again.
+Node 0 waits for the others and they wait for node 0, all of them for `rendezvous.timeout_s`. A node that comes when all
+have met already was started again. Node 0 is told, since its ranks wait in vain for the earlier process of that node,
+and the newcomer asks again until all nodes have been started again.
 
-Whether two nodes would train the same thing: configuration and first policy.
-
-Whether all nodes see the same folder of checkpoints: each leaves a file there that the others look for.
+Two nodes agree if they have the same configuration and first policy. All nodes see the same folder of checkpoints if
+each finds there the file that the other has left.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import yaml
 from async_grpo.config.load import differing_keys
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, WaitTimeout, WireError
-from trainer.peers import Busy, Ended, Hello, Look, PeerConnection, Refused, Seen, Start
+from trainer.peers import Busy, CheckFolder, Ended, FolderChecked, Hello, PeerConnection, Refused, Start
 
 _ENDS_BYTES = 1 << 20
 
@@ -81,7 +80,7 @@ _LOOK_EVERY_S = 0.1
 
 
 @contextlib.contextmanager
-def left_file(folder: Path) -> Iterator[str]:
+def marker_file(folder: Path) -> Iterator[str]:
     """The name of a new file in the folder (made if it is not there); removed afterwards. Raises ConfigError."""
     file = folder / f".met-{os.urandom(8).hex()}"
     try:
@@ -98,7 +97,7 @@ def left_file(folder: Path) -> Iterator[str]:
         file.unlink(missing_ok=True)
 
 
-async def is_there(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
+async def file_appears(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
     """Whether the file appears in the folder in that time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(look_s):
@@ -147,7 +146,7 @@ class Host:
     """Node 0: who has come."""
 
     invitation: Invitation
-    lines: dict[int, PeerConnection] = field(default_factory=dict)
+    connections: dict[int, PeerConnection] = field(default_factory=dict)
     """By rank of the node."""
     again: asyncio.Event = field(default_factory=asyncio.Event)
     """A node that had come has been started again."""
@@ -159,44 +158,44 @@ class Host:
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody connects: taken in, or told why not and hung up on."""
         address = writer.get_extra_info("peername")[0]
-        line = PeerConnection(reader, writer, f"somebody at {address}")
+        connection = PeerConnection(reader, writer, f"somebody at {address}")
         stays = False
         try:
             async with asyncio.timeout(HELLO_S):
-                hello = await line.expect(Hello)
-            line.peer = f"node {hello.rank} ({address})"
-            stays = await self._takes_in(line, hello)
+                hello = await connection.expect(Hello)
+            connection.peer = f"node {hello.rank} ({address})"
+            stays = await self._takes_in(connection, hello)
         except WireError as error:
-            self._turn_away(line, str(error))
+            self._turn_away(connection, str(error))
         except (TimeoutError, NodeLost):
             pass  # it never said that it was a node: a port scan, or a health check
         finally:
             if not stays:
-                await line.close()
+                await connection.close()
 
-    async def _takes_in(self, line: PeerConnection, hello: Hello) -> bool:
+    async def _takes_in(self, connection: PeerConnection, hello: Hello) -> bool:
         """Whether it is one of us; else it has been told why not."""
         reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
         if reason is not None:
-            self._turn_away(line, reason)
-            line.send(Refused(reason=reason))
+            self._turn_away(connection, reason)
+            connection.send(Refused(reason=reason))
             return False
         if self._complete.is_set():
-            self.again_peer = line.peer
+            self.again_peer = connection.peer
             self.again.set()
-            line.send(Busy())
+            connection.send(Busy())
             return False
-        earlier_life = self.lines.get(hello.rank)
-        self.lines[hello.rank] = line
-        if len(self.lines) == self.invitation.nodes - 1:
+        earlier_life = self.connections.get(hello.rank)
+        self.connections[hello.rank] = connection
+        if len(self.connections) == self.invitation.nodes - 1:
             self._complete.set()
         if earlier_life is not None:
             await earlier_life.close()
         return True
 
-    def _turn_away(self, line: PeerConnection, reason: str) -> None:
-        log.warning("a node is turned away", node=line.peer, reason=reason)
-        self.turned_away = f"{line.peer} was turned away: {reason}"
+    def _turn_away(self, connection: PeerConnection, reason: str) -> None:
+        log.warning("a node is turned away", node=connection.peer, reason=reason)
+        self.turned_away = f"{connection.peer} was turned away: {reason}"
 
     async def gather(self) -> None:
         """Until everybody has come, agrees, and sees the same folder. Raises WaitTimeout, ConfigError, NodeLost, and
@@ -206,43 +205,43 @@ class Host:
             async with asyncio.timeout(timeout_s):
                 await self._complete.wait()
         except TimeoutError:
-            missing = ", ".join(str(rank) for rank in range(1, self.invitation.nodes) if rank not in self.lines)
+            missing = ", ".join(str(rank) for rank in range(1, self.invitation.nodes) if rank not in self.connections)
             fix = self.turned_away or START_IT
             raise WaitTimeout(f"node {missing} of the trainer ({self.invitation.place})", timeout_s, fix) from None
-        with left_file(self.invitation.folder) as name:
-            for line in self.lines.values():
-                line.send(Look(name=name))
-            await asyncio.gather(*(self._check_folder(line) for line in self.lines.values()))
+        with marker_file(self.invitation.folder) as name:
+            for connection in self.connections.values():
+                connection.send(CheckFolder(name=name))
+            await asyncio.gather(*(self._check_folder(connection) for connection in self.connections.values()))
 
-    async def _check_folder(self, line: PeerConnection) -> None:
+    async def _check_folder(self, connection: PeerConnection) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                seen = await line.expect(Seen)
+                seen = await connection.expect(FolderChecked)
         except TimeoutError:
             raise WaitTimeout(
-                f"{line.peer} to look into its run folder", _ANSWER_S, "Does its file system hang?"
+                f"{connection.peer} to look into its run folder", _ANSWER_S, "Does its file system hang?"
             ) from None
-        if not (seen.found and await is_there(self.invitation.folder, seen.name)):
+        if not (seen.found and await file_appears(self.invitation.folder, seen.name)):
             raise ConfigError(
-                f"{self.invitation.folder} of node 0 is not the folder that {line.peer} has as {seen.folder}: a file "
-                f"written to one was not seen in the other within {LOOK_S:g} s, and no checkpoint would be whole. "
+                f"{self.invitation.folder} of node 0 is not the folder that {connection.peer} has as {seen.folder}: a "
+                f"file written to one was not seen in the other within {LOOK_S:g} s, and no checkpoint would be whole. "
                 "Set runs_dir to a folder that all nodes share (NFS, Lustre)"
             )
 
     async def dismiss(self, error: AsyncGrpoError) -> None:
         """Tell everybody who has come why there will be no training."""
-        for line in self.lines.values():
-            line.send(Refused(reason=str(error)) if isinstance(error, ConfigError) else Ended(reason=str(error)))
+        for connection in self.connections.values():
+            connection.send(Refused(reason=str(error)) if isinstance(error, ConfigError) else Ended(reason=str(error)))
 
     async def close(self) -> None:
         """Hang up."""
-        await asyncio.gather(*(line.close() for line in self.lines.values()))
+        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
 
 
 @asynccontextmanager
 async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
     """Node 0, with all the others there; they wait for `Start`. Raises WaitTimeout, ConfigError, NodeLost, WireError;
-    the others are told. No line is open afterwards."""
+    the others are told. No connection is open afterwards."""
     host = Host(invitation)
     listener = listen(invitation.address, invitation.where.port)
     server = await asyncio.start_server(host.receive, sock=listener)
@@ -261,8 +260,10 @@ async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
 
 
 async def join(invitation: Invitation) -> PeerConnection:
-    """Any other node, with the line to node 0 on which `Start` has come. Raises WaitTimeout, ConfigError, NodeLost, and
-    WireError for a node 0 of another release; no line is open then."""
+    """Join as a node other than 0: returns the connection to node 0 once its `Start` has come.
+
+    Raises WaitTimeout, ConfigError, NodeLost, and WireError for a node 0 of another release; it is closed then.
+    """
     timeout_s = invitation.where.timeout_s
     log.info("looking for node 0", at=f"{invitation.address}:{invitation.where.port}", node=invitation.hello.rank)
     state = "it does not answer: is it started, and is the port open?"
@@ -270,10 +271,10 @@ async def join(invitation: Invitation) -> PeerConnection:
         async with asyncio.timeout(timeout_s):
             while True:
                 with contextlib.suppress(OSError):
-                    line = await _call(invitation)
+                    connection = await _call(invitation)
                     state = "it answers, but other nodes are missing, or it still runs an earlier life of this one"
-                    if await _begins(line, invitation):
-                        return line
+                    if await _begins(connection, invitation):
+                        return connection
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:
         raise WaitTimeout(f"node 0 of the trainer ({invitation.place}) to begin", timeout_s, state) from None
@@ -293,35 +294,35 @@ def listen(address: str, port: int) -> socket.socket:
 async def _call(invitation: Invitation) -> PeerConnection:
     async with asyncio.timeout(HELLO_S):
         reader, writer = await asyncio.open_connection(invitation.address, invitation.where.port)
-    line = PeerConnection(reader, writer, f"node 0 ({invitation.address})")
-    line.send(invitation.hello)
-    return line
+    connection = PeerConnection(reader, writer, f"node 0 ({invitation.address})")
+    connection.send(invitation.hello)
+    return connection
 
 
-async def _begins(line: PeerConnection, invitation: Invitation) -> bool:
-    """Whether the training starts; if not, the line is closed. Raises ConfigError, NodeLost, WireError."""
+async def _begins(connection: PeerConnection, invitation: Invitation) -> bool:
+    """Whether the training starts; if not, the connection is closed. Raises ConfigError, NodeLost, WireError."""
     begins = False
     try:
-        begins = await _starts(line, invitation)
+        begins = await _starts(connection, invitation)
         return begins
     finally:
         if not begins:
-            await line.close()
+            await connection.close()
 
 
-async def _starts(line: PeerConnection, invitation: Invitation) -> bool:
+async def _starts(connection: PeerConnection, invitation: Invitation) -> bool:
     """Whether `Start` has come; False if node 0 is to be asked again. Raises ConfigError, NodeLost, WireError."""
     with contextlib.ExitStack() as files:
         while True:
             try:
-                message = await line.receive()
+                message = await connection.receive()
             except NodeLost:
                 return False
             match message:
-                case Look(name=name):
-                    own = files.enter_context(left_file(invitation.folder))
-                    found = await is_there(invitation.folder, name)
-                    line.send(Seen(found=found, folder=str(invitation.folder), name=own))
+                case CheckFolder(name=name):
+                    own = files.enter_context(marker_file(invitation.folder))
+                    found = await file_appears(invitation.folder, name)
+                    connection.send(FolderChecked(found=found, folder=str(invitation.folder), name=own))
                 case Start():
                     return True
                 case Busy():
@@ -329,4 +330,4 @@ async def _starts(line: PeerConnection, invitation: Invitation) -> bool:
                 case Refused(reason=reason):
                     raise ConfigError(reason)
                 case Ended(reason=reason):
-                    raise NodeLost(f"{line.peer} has ended: {reason}")
+                    raise NodeLost(f"{connection.peer} has ended: {reason}")

@@ -1,4 +1,4 @@
-"""What the trainer says of itself: metrics.jsonl, TensorBoard scalars, log lines, timeline, /metrics."""
+"""Everything that the trainer reports: metrics.jsonl, TensorBoard scalars, log lines, timeline, /metrics."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TrainerLogger:
             self._rows = JsonLines(config.run_dir / "metrics.jsonl")
             self._scalars = TensorBoardTracker(config.run_dir, config.telemetry.tensorboard)
             self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
-            self._exposition = MetricsServer(config)
-            if address := self._exposition.open():
+            self._metrics = MetricsServer(config)
+            if address := self._metrics.open():
                 self._log.info("http", address=address)
         self.phases = PhaseTimer(self._timeline)
 
@@ -37,20 +37,20 @@ class TrainerLogger:
         if self._leads:
             self._rows.write(row)
             self._scalars.write_step(row)
-            self._exposition.step(row)
+            self._metrics.step(row)
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
 
     def joined(self, epoch: int, version: int, head_version: int) -> None:
         """This trainer has taken over the run, at `version`; rollout servers have `head_version`."""
         if self._leads:
-            self._exposition.joined(epoch, version)
+            self._metrics.joined(epoch, version)
             self._log.info("run joined", version=version, epoch=epoch, head_version=head_version)
 
     def serving(self) -> None:
         """Rollout servers can fetch the weights of the trainer's version."""
         if self._leads:
-            self._exposition.serving()
+            self._metrics.serving()
 
     def note(self, event: str, **facts: Any) -> None:
         """A log line."""
@@ -72,7 +72,7 @@ class TrainerLogger:
     def close(self) -> None:
         """Close the files, and stop listening."""
         if self._leads and self._timeline is not None:
-            self._exposition.close()
+            self._metrics.close()
             self._rows.close()
             self._scalars.close()
             self._timeline.close()

@@ -1,4 +1,4 @@
-"""Where new weights leave the trainer: gathered from all ranks, handed to the publisher by rank 0."""
+"""Exports new weights from the trainer: gathered from all ranks, handed to the weight sender by rank 0."""
 
 from __future__ import annotations
 

@@ -49,16 +49,16 @@ def port() -> int:
 
 @asynccontextmanager
 async def met(folder: Path, port: int, silence_s: float = 30.0) -> AsyncIterator[tuple[Host, PeerConnection, Peers]]:
-    """Two nodes after `Start`; what the second has is its line, what the first has its peers."""
+    """Two nodes after `Start`; what the second has is its connection, what the first has its peers."""
     async with asyncio.timeout(PATIENCE_S):
         joining = asyncio.create_task(join(invitation(folder, 1, port)))
         async with hosted(invitation(folder, 0, port)) as host:
-            peers = Peers(host.lines.values(), silence_s)
+            peers = Peers(host.connections.values(), silence_s)
             peers.tell(Start())
-            line = await joining
+            connection = await joining
             async with peers.followed():
-                yield host, line, peers
-            await line.close()
+                yield host, connection, peers
+            await connection.close()
 
 
 @asynccontextmanager
@@ -89,9 +89,9 @@ async def refusal(folder: Path, port: int, other_folder: Path | None = None, **s
 
 
 async def test_nodes_that_agree_meet_whoever_comes_first(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (host, line, _):
-        assert list(host.lines) == [1]
-        assert line.own_address.startswith("127.")
+    async with met(tmp_path, port) as (host, connection, _):
+        assert list(host.connections) == [1]
+        assert connection.own_address.startswith("127.")
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -172,7 +172,7 @@ async def test_a_node_that_would_train_something_else_is_turned_away(
 async def test_nodes_that_do_not_share_the_folder_of_checkpoints_are_told_which_it_is(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_folder.is_there, "__defaults__", (0.5,))
+    monkeypatch.setattr(shared_folder.file_appears, "__defaults__", (0.5,))
     reason = await refusal(tmp_path, port, other_folder=tmp_path / "elsewhere")
     assert f"{tmp_path}/checkpoints of node 0 is not the folder" in reason
     assert f"{tmp_path}/elsewhere/checkpoints" in reason
@@ -183,7 +183,7 @@ async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> No
     (tmp_path / "checkpoints").write_text("not a folder")
     with (
         pytest.raises(ConfigError, match="checkpoints cannot be written to"),
-        shared_folder.left_file(tmp_path / "checkpoints"),
+        shared_folder.marker_file(tmp_path / "checkpoints"),
     ):
         pass
 
@@ -194,8 +194,8 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path, port: int) -> None:
 
 
 async def test_the_end_of_a_connection_is_the_loss_of_its_node(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (_, line, peers):
-        await line.close()
+    async with met(tmp_path, port) as (_, connection, peers):
+        await connection.close()
         with pytest.raises(NodeLost, match=r"node 1 \(127.0.0.1\) is gone"):
             await peers.watch()
 
@@ -207,8 +207,8 @@ async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(tmp_pa
 
 
 async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port, silence_s=5.0) as (_, line, peers):
-        others = Peers([line], 5.0)
+    async with met(tmp_path, port, silence_s=5.0) as (_, connection, peers):
+        others = Peers([connection], 5.0)
         async with others.followed():
             watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
             done, _ = await asyncio.wait(watching, timeout=7.0)
@@ -219,8 +219,8 @@ async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: i
 
 
 async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port, silence_s=2.0) as (_, line, peers):
-        others = Peers([line], 2.0)
+    async with met(tmp_path, port, silence_s=2.0) as (_, connection, peers):
+        others = Peers([connection], 2.0)
         async with others.followed():
             peers.tell(Ended(reason=""))
             await others.watch()
@@ -232,7 +232,7 @@ async def test_a_node_whose_ranks_still_work_is_heard_after_the_end_of_the_other
 async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(tmp_path: Path, port: int) -> None:
     joining = [asyncio.create_task(join(invitation(tmp_path, rank, port, nodes=3))) for rank in (1, 2)]
     async with asyncio.timeout(PATIENCE_S), hosted(invitation(tmp_path, 0, port, nodes=3)) as host:
-        peers = Peers(host.lines.values(), 30.0)
+        peers = Peers(host.connections.values(), 30.0)
         peers.tell(Start())
         lost, healthy = await asyncio.gather(*joining)
         async with peers.followed():
@@ -248,9 +248,9 @@ async def test_the_loss_of_one_node_does_not_end_the_wait_for_another(tmp_path: 
 
 
 async def test_what_a_node_says_of_its_end_is_passed_on(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port) as (_, line, peers):
-        line.send(Stop())
-        line.send(Ended(reason="rank 3 was killed by SIGKILL"))
+    async with met(tmp_path, port) as (_, connection, peers):
+        connection.send(Stop())
+        connection.send(Ended(reason="rank 3 was killed by SIGKILL"))
         with pytest.raises(NodeLost, match=r"node 1 .* has ended: rank 3 was killed by SIGKILL"):
             await peers.watch()
         assert peers.stop_asked.is_set()

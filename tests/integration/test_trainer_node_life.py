@@ -20,7 +20,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigError, NodeLost, TrainingErr
 from tests.support.ports import two_free_ports
 from trainer import ranks, rendezvous
 from trainer.node_main import Node
-from trainer.peers import Look
+from trainer.peers import CheckFolder
 from trainer.ranks import RankFailed
 
 PATIENCE_S = 120.0
@@ -239,13 +239,13 @@ async def test_a_stop_in_the_middle_of_the_meeting_leaves_no_file_behind(here: P
     checkpoints = first.config.run_dir / "checkpoints"
     living = asyncio.create_task(lives(first))
     await asyncio.sleep(0.2)
-    line = await rendezvous._call(second._invitation())
-    await line.expect(Look)  # and no answer
+    connection = await rendezvous._call(second._invitation())
+    await connection.expect(CheckFolder)  # and no answer
     assert list(checkpoints.iterdir())
     first.stop_asked.set()
     assert await living == [None]
     assert not list(checkpoints.iterdir())
-    await line.close()
+    await connection.close()
 
 
 async def test_the_store_is_kept_for_a_node_that_still_works_though_another_is_lost(here: Path) -> None:

@@ -11,5 +11,5 @@ from trainer_programs.launching import launch
 def test_a_trainer_that_replays_is_ready_only_when_it_has_published(tmp_path: Path) -> None:
     launch("replaying", 1, tmp_path / "told.json")
     told = json.loads((tmp_path / "told.json").read_text())
-    replayed = ["diary.joined", "diary.step"]
-    assert told == [*replayed, "outlet.publish", "diary.serving", "diary.step"]
+    replayed = ["logger.joined", "logger.step"]
+    assert told == [*replayed, "exporter.publish", "logger.serving", "logger.step"]

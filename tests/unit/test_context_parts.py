@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.batch.context_parallel import ContextRank, pack_part, padded_lengths, part_of, positions_of
+from trainer.batch.context_parallel import ContextRank, pack_part, padded_lengths, positions_of, rank_tokens
 from trainer.batch.sequences import Sequence, micro_batch
 
 LENGTHS = [5, 17, 1, 8, 30]
@@ -38,7 +38,7 @@ def tokens_of(lengths: list[int], place: ContextRank) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_token_and_every_trained_token_is_one_ranks(ranks: int) -> None:
     batch = micro_batch([sequence(length, 100 * i) for i, length in enumerate(LENGTHS)])
-    parts = [part_of(batch, ContextRank(rank, ranks)) for rank in range(ranks)]
+    parts = [rank_tokens(batch, ContextRank(rank, ranks)) for rank in range(ranks)]
     mine = torch.cat([part.mine_M for part in parts if part.mine_M is not None])
     assert sorted(mine.tolist()) == list(range(len(batch.trained_N)))
     read = {token for part in parts for token in part.tokens_1T[0].tolist()}
@@ -79,5 +79,5 @@ def test_parts_can_be_cut_into_chunks_and_scattered(ranks: int, scattered: int) 
 
 def test_alone_a_rank_reads_the_micro_batch_as_it_is() -> None:
     batch = micro_batch([sequence(length, 100 * i) for i, length in enumerate(LENGTHS)])
-    part = part_of(batch, ContextRank())
+    part = rank_tokens(batch, ContextRank())
     assert part.tokens_1T is batch.tokens_1T and part.packing is batch.packing and part.mine_M is None

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from async_grpo.errors import DependencyError
 from trainer.batch import packed as packed_batch
 from trainer.model import layers as own
-from trainer.model.policy import place
+from trainer.model.policy import to_device
 from trainer.platform import cuda
 from trainer.platform.npu import NpuPlatform
 from trainer.platform.npu_attention import FusedAttention
@@ -174,22 +174,22 @@ def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micr
     """On a GPU that is only imagined: torch propagates shapes and devices, and refuses to mix them."""
     packed = packed_batch.pack(LENGTHS)
     with FakeTensorMode() as mode:
-        packing = place(imagined(packed, mode), "cuda:0")
+        packing = to_device(imagined(packed, mode), "cuda:0")
         query = torch.empty(sum(LENGTHS), HEADS, DIM, device="cuda:0")
         key, value = torch.empty(2, sum(LENGTHS), GROUPS, DIM, device="cuda:0").unbind(0)
         attention = own.PackedAttention(model_config(torch.float32), 1, None, "self")
         out = attention(query, key, value, packed_seq_params=packing)
         assert out.device.type == packing.cu_seqlens_q.device.type == "cuda"
         assert out.shape == (sum(LENGTHS), HEADS * DIM)
-        assert place(out, "cpu").device.type == "cpu"
+        assert to_device(out, "cpu").device.type == "cpu"
 
 
 def test_placing_keeps_what_is_no_tensor_and_lets_the_gradient_back() -> None:
     packing = packed_batch.pack(LENGTHS)
-    placed = place(packing, "cpu")
+    placed = to_device(packing, "cpu")
     assert placed.buckets[0].gather is packing.buckets[0].gather
     assert (placed.max_seqlen_q, placed.qkv_format) == (12, "thd")
     leaf = torch.ones(2, requires_grad=True)
-    (moved,), number = place(([leaf], 3), "cpu")
+    (moved,), number = to_device(([leaf], 3), "cpu")
     moved.sum().backward()
     assert leaf.grad is not None and number == 3

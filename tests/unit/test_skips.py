@@ -22,37 +22,37 @@ def batch_of(version: int) -> Batch:
 
 
 def test_as_many_in_a_row_as_are_allowed_stop_the_trainer_and_name_the_last_dump(tmp_path: Path) -> None:
-    skips = SkippedSteps(tmp_path / "dumps", limit=3, writes=True)
-    skips.skipped(batch_of(0), FAULT)
-    skips.skipped(batch_of(1), FAULT)
+    skipped_steps = SkippedSteps(tmp_path / "dumps", limit=3, writes=True)
+    skipped_steps.record(batch_of(0), FAULT)
+    skipped_steps.record(batch_of(1), FAULT)
     with pytest.raises(TrainingError, match=r"3 steps in a row.*gradient norm is inf.*dumps/step-3\.msgpack"):
-        skips.skipped(batch_of(2), FAULT)
+        skipped_steps.record(batch_of(2), FAULT)
 
 
 def test_a_step_that_is_made_begins_the_count_anew(tmp_path: Path) -> None:
-    skips = SkippedSteps(tmp_path, limit=2, writes=True)
+    skipped_steps = SkippedSteps(tmp_path, limit=2, writes=True)
     for version in range(6):
-        skips.skipped(batch_of(version), FAULT) if version % 2 else skips.made()
-    assert skips.in_a_row == 1
+        skipped_steps.record(batch_of(version), FAULT) if version % 2 else skipped_steps.reset()
+    assert skipped_steps.in_a_row == 1
 
 
 def test_a_dump_has_the_batch_and_the_reason_and_needs_no_code_of_ours_to_be_read(tmp_path: Path) -> None:
-    path = SkippedSteps(tmp_path, limit=2, writes=True).skipped(batch_of(4), FAULT)
+    path = SkippedSteps(tmp_path, limit=2, writes=True).record(batch_of(4), FAULT)
     dump = msgpack.unpackb(path.read_bytes())
     assert (dump["kind"], dump["step"], dump["reason"]) == ("dump", 5, "the gradient norm is inf")
     assert dump["batch"]["groups"][0]["task"]["prompt"] == "one and one"
 
 
 def test_only_the_newest_dumps_stay(tmp_path: Path) -> None:
-    skips = SkippedSteps(tmp_path, limit=100, writes=True)
+    skipped_steps = SkippedSteps(tmp_path, limit=100, writes=True)
     for version in range(KEPT + 4):
-        skips.skipped(batch_of(version), FAULT)
+        skipped_steps.record(batch_of(version), FAULT)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{5 + place}.msgpack" for place in range(KEPT)}
 
 
 def test_ranks_that_do_not_write_count_all_the_same(tmp_path: Path) -> None:
-    skips = SkippedSteps(tmp_path / "dumps", limit=2, writes=False)
-    skips.skipped(batch_of(0), FAULT)
+    skipped_steps = SkippedSteps(tmp_path / "dumps", limit=2, writes=False)
+    skipped_steps.record(batch_of(0), FAULT)
     with pytest.raises(TrainingError):
-        skips.skipped(batch_of(1), FAULT)
+        skipped_steps.record(batch_of(1), FAULT)
     assert not (tmp_path / "dumps").exists()

@@ -1,1 +1,1 @@
-"""trainer/batch"""
+"""From groups of samples to packed micro-batches: sequences, packing, context parallelism."""

@@ -1,22 +1,19 @@
-"""This rank's part of packed sequences that several ranks share.
+"""This rank's part of packed sequences that several ranks share (context parallelism).
 
     sequence, padded to 2n chunks      0  1  2  3      n = 2 ranks
     rank 0 has                         0        3
     rank 1 has                            1  2
 
-A later token attends to more than an earlier one: with a chunk from the front and its counterpart from the back
-(zig-zag, as Megatron's rotary embeddings and Transformer Engine expect it), every rank has the same work. Keys and
-values of all ranks are gathered; a query sees those up to its own position, so padding at the end is never seen.
+A later token attends to more tokens than an earlier one. Each rank therefore takes a chunk from the front and its
+counterpart from the back (zig-zag, as Megatron's rotary embeddings and Transformer Engine expect it), so that all ranks
+have the same work. Keys and values of all ranks are gathered; a query sees those up to its own position, so padding at
+the end is never seen.
 
-What the ranks that share the sequences (context parallelism) exchange, with gradients.
-
-Which tokens of a micro-batch this rank reads, when ranks share sequences or activations.
-
-    micro-batch --part_of--> tokens of this rank --network--> log-probabilities of its trained tokens
+    micro-batch --rank_tokens--> tokens of this rank --network--> log-probabilities of its trained tokens
                                                                         |  fill_in over the ranks
     loss of the whole micro-batch, on every rank alike  <---------------+
 
-So nothing outside of the forward pass sees that a sequence was shared.
+Nothing outside the forward pass needs to know that a sequence was shared.
 """
 
 from __future__ import annotations
@@ -46,49 +43,49 @@ class ContextRank:
     """That share the activations of a part between the matrices (tensor_parallel, if sequence_parallel)."""
 
 
-def padded_lengths(lengths: Sequence[int], place: ContextRank) -> list[int]:
+def padded_lengths(lengths: Sequence[int], context: ContextRank) -> list[int]:
     """Each a multiple of 2n, so that it falls into chunks; the last longer still, so that every part can be scattered.
 
-    >>> padded_lengths([5, 8], Place(ranks=2, scattered=3))
+    >>> padded_lengths([5, 8], ContextRank(ranks=2, scattered=3))
     [8, 16]
     """
-    chunks = 2 * place.ranks if place.ranks > 1 else 1
+    chunks = 2 * context.ranks if context.ranks > 1 else 1
     padded = [-(-length // chunks) * chunks for length in lengths]
-    multiple = math.lcm(chunks, place.ranks * place.scattered)
+    multiple = math.lcm(chunks, context.ranks * context.scattered)
     padded[-1] += -sum(padded) % multiple
     return padded
 
 
-def positions_of(length: int, place: ContextRank) -> Tensor:
+def positions_of(length: int, context: ContextRank) -> Tensor:
     """int64: the positions of a (padded) sequence that this rank has, in its order.
 
-    >>> positions_of(8, Place(rank=1, ranks=2)).tolist()
+    >>> positions_of(8, ContextRank(rank=1, ranks=2)).tolist()
     [2, 3, 4, 5]
     """
-    if place.ranks == 1:
+    if context.ranks == 1:
         return torch.arange(length)
-    chunk = length // (2 * place.ranks)
-    front, back = place.rank * chunk, (2 * place.ranks - 1 - place.rank) * chunk
+    chunk = length // (2 * context.ranks)
+    front, back = context.rank * chunk, (2 * context.ranks - 1 - context.rank) * chunk
     return torch.cat([torch.arange(front, front + chunk), torch.arange(back, back + chunk)])
 
 
-def pack_part(lengths: Sequence[int], place: ContextRank) -> PackedSequences:
+def pack_part(lengths: Sequence[int], context: ContextRank) -> PackedSequences:
     """Padded lengths of whole sequences -> the description of this rank's part of them.
 
     The offsets are those of the whole sequences, from which Megatron finds the positions of the part by itself.
     """
     whole = pack(lengths)
-    if place.ranks == 1:
+    if context.ranks == 1:
         return whole
     lengths_N = torch.tensor(lengths)
-    locals_N = lengths_N // place.ranks
+    locals_N = lengths_N // context.ranks
     starts_N = locals_N.cumsum(0) - locals_N
-    step = BUCKET * place.ranks
+    step = BUCKET * context.ranks
     widths_N = (lengths_N + step - 1) // step * step
     order, buckets = [], []
     for width in widths_N.unique().tolist():
         members = widths_N == width
-        bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), place)
+        bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), context)
         buckets.append(bucket)
         order.append(tokens)
     whole.buckets, whole.cells = buckets, PaddedCells.of(buckets, torch.cat(order))
@@ -96,31 +93,31 @@ def pack_part(lengths: Sequence[int], place: ContextRank) -> PackedSequences:
 
 
 def _bucket(
-    starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, place: ContextRank
+    starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, context: ContextRank
 ) -> tuple[LengthBucket, Tensor]:
     """The rectangle of R parts, and the tokens of the part in the order of its real cells.
 
     `starts_R`: of the parts; `tokens`: of all parts of one rank.
     """
-    starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // place.ranks
-    column = torch.arange(width // place.ranks)
+    starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // context.ranks
+    column = torch.arange(width // context.ranks)
     real_RW = column < locals_R1
     gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
-    keys = _keys(starts_R1, lengths_R[:, None], width, tokens, place)
+    keys = _keys(starts_R1, lengths_R[:, None], width, tokens, context)
     bucket = LengthBucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
     return bucket, gather_RW[real_RW]
 
 
-def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, place: ContextRank) -> KeyRanges:
-    chunk_R1 = lengths_R1 // (2 * place.ranks)
+def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, context: ContextRank) -> KeyRanges:
+    chunk_R1 = lengths_R1 // (2 * context.ranks)
     position = torch.arange(width)
     key_RK = torch.minimum(position, lengths_R1 - 1)
     number_RK, offset_RK = key_RK // chunk_R1, key_RK % chunk_R1
-    back_RK = number_RK >= place.ranks
-    owner_RK = torch.where(back_RK, 2 * place.ranks - 1 - number_RK, number_RK)
+    back_RK = number_RK >= context.ranks
+    owner_RK = torch.where(back_RK, 2 * context.ranks - 1 - number_RK, number_RK)
     gather_RK = owner_RK * tokens + starts_R1 + offset_RK + back_RK * chunk_R1
-    column = torch.minimum(torch.arange(width // place.ranks), 2 * chunk_R1 - 1)
-    front_R1, back_R1 = place.rank * chunk_R1, (2 * place.ranks - 2 - place.rank) * chunk_R1
+    column = torch.minimum(torch.arange(width // context.ranks), 2 * chunk_R1 - 1)
+    front_R1, back_R1 = context.rank * chunk_R1, (2 * context.ranks - 2 - context.rank) * chunk_R1
     query_RW = column + torch.where(column < chunk_R1, front_R1, back_R1)
     return KeyRanges(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))
 
@@ -196,7 +193,7 @@ class RankTokens:
         return fill_in(values_M, self.mine_M, count, parallel_state.get_context_parallel_group())
 
 
-def own_place(sequence_parallel: bool) -> ContextRank:
+def own_context_rank(sequence_parallel: bool) -> ContextRank:
     """Of this rank, as the ranks are laid out now."""
     return ContextRank(
         rank=parallel_state.get_context_parallel_rank(),
@@ -205,13 +202,13 @@ def own_place(sequence_parallel: bool) -> ContextRank:
     )
 
 
-def part_of(batch: MicroBatch, place: ContextRank) -> RankTokens:
-    """What the rank at `place` reads of a micro-batch."""
+def rank_tokens(batch: MicroBatch, context: ContextRank) -> RankTokens:
+    """What the rank at `context` reads of a micro-batch."""
     lengths = batch.packing.cu_seqlens_q.diff().tolist()
-    padded = padded_lengths(lengths, place)
-    if place.ranks == 1 and padded == lengths:
+    padded = padded_lengths(lengths, context)
+    if context.ranks == 1 and padded == lengths:
         return RankTokens(batch.tokens_1T, batch.positions_1T, batch.packing, batch.trained_N, None)
-    positions = [positions_of(length, place) for length in padded]
+    positions = [positions_of(length, context) for length in padded]
     sources_T, real_T = _sources(positions, lengths)
     place_T = torch.full((batch.tokens_1T.shape[1],), -1)
     place_T[sources_T[real_T]] = real_T.nonzero()[:, 0]
@@ -220,9 +217,9 @@ def part_of(batch: MicroBatch, place: ContextRank) -> RankTokens:
     return RankTokens(
         tokens_1T=batch.tokens_1T.index_select(1, sources_T),
         positions_1T=torch.cat(positions)[None],
-        packing=pack_part(padded, place),
+        packing=pack_part(padded, context),
         trained_M=place_N[mine_M],
-        mine_M=None if place.ranks == 1 else mine_M,
+        mine_M=None if context.ranks == 1 else mine_M,
     )
 
 
@@ -230,6 +227,6 @@ def _sources(positions: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tenso
     """Where each token of the part lies in the micro-batch; and whether it does, or pads (with a copy of the last)."""
     starts_N = torch.tensor([0, *lengths]).cumsum(0)
     members = list(zip(starts_N, positions, lengths, strict=False))  # the last start has no sequence
-    sources = [start + place.clamp(max=length - 1) for start, place, length in members]
-    real = [place < length for _, place, length in members]
+    sources = [start + position.clamp(max=length - 1) for start, position, length in members]
+    real = [position < length for _, position, length in members]
     return torch.cat(sources), torch.cat(real)

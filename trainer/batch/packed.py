@@ -1,3 +1,12 @@
+"""How the sequences of a micro-batch are packed: end to end, without padding, and grouped into buckets for attention.
+
+    packed tokens [T]   a a a b b b b c c          three sequences, end to end
+    buckets             a a a .    c c . .         rows of one width each, padded at their end
+                        b b b b
+
+`PackedSequences` describes both forms. The layers of `trainer.model.layers` compute attention on the buckets.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

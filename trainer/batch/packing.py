@@ -1,17 +1,17 @@
-"""Which sequence goes to which data-parallel rank and into which micro-batch. Pure and deterministic.
-
-    cost of a sequence of n tokens = n + quadratic * n^2        matrices, and attention within the sequence
-
-Longest first, each into the cheapest bin (LPT, Graham 1969): the dearest bin is at most 4/3 of the best possible.
-First over ranks, then, within each rank, over micro-batches, which must not hold more tokens than the budget. If that
-leaves some sequence without room, each goes into the fullest bin that has room (best fit), which packs tighter, and
-only then one more micro-batch is made. All ranks get the same number of them, because they meet in collective calls.
-
-Sequences into the micro-batches of this rank.
+"""Which sequence goes to which data-parallel rank and into which micro-batch.
 
     Batch --sequences_of--> sequences --pack_batch--> indices by rank --micro_batch--> tensors of this rank
 
-Every rank packs the whole batch and picks its share. A sequence without a trained token is not read at all.
+`pack_batch` is pure and deterministic, so every rank packs the whole batch and picks its share. It balances the cost of
+attention within a sequence and of the matrices:
+
+    cost of a sequence of n tokens = n + quadratic * n^2
+
+The most expensive sequence goes first, each into the cheapest bin (LPT, Graham 1969): the most expensive bin costs at
+most 4/3 of the optimum. This is done over ranks and then, within each rank, over micro-batches, which must not hold
+more tokens than the budget. If that leaves a sequence without room, each goes into the fullest bin that has room (best
+fit), which packs tighter; only if that fails too is another micro-batch added. All ranks get the same number of
+micro-batches, because they meet in collective calls. A sequence without a trained token is not read at all.
 """
 
 from __future__ import annotations

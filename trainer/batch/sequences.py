@@ -2,11 +2,11 @@
 
     Batch --sequences_of--> [Sequence] --pack_batch--> indices --micro_batch--> tensors
 
-The network reads all tokens but the last of a sequence; position t predicts token t + 1. Of those
-predictions, the ones of tokens that the policy wrote in verifiable samples are trained. Tokens of its environment
-are context. So are those of versions below the batch's `mask_below`, and a sequence that fits no micro-batch loses its
-last tokens or its whole gradient (`trainer.overlong`); but the loss is divided by the count with them, so that neither
-ever makes the gradient of the others larger.
+The network reads all tokens but the last of a sequence; position t predicts token t + 1. The trained predictions are
+those of tokens that the policy wrote in verifiable samples. Tokens of the environment are context, and so are tokens of
+versions below the batch's `mask_below`. A sequence that fits no micro-batch loses its last tokens or its whole gradient
+(`trainer.overlong`). The loss is divided by the count that includes both, so that neither makes the gradient of the
+other tokens larger.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""trainer/checkpoint"""
+"""Checkpoints that a run resumes from exactly, written in the background, and their conversion."""

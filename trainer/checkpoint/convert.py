@@ -1,10 +1,10 @@
-"""Checkpoints from one form into the other, in one process on the CPU.
+"""Converts checkpoints from one format into the other, in one process on the CPU.
 
     Hugging Face folder --(to_megatron)--> Megatron distributed checkpoint, which ranks in any layout load
     Megatron distributed checkpoint of this project or of a run --(to_hugging_face)--> Hugging Face folder
 
-The weights are in memory once; tensors are read, and shards of a Hugging Face folder written, one after another. No bit
-of them changes. A target is whole or not there.
+The weights are in memory once; tensors are read, and shards of a Hugging Face folder written, one after another. Every
+bit stays as it is. A target is complete or absent.
 """
 
 from __future__ import annotations

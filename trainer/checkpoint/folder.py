@@ -1,4 +1,4 @@
-"""Checkpoints that a trainer resumes from exactly, and the weights for everybody else.
+"""The checkpoints of a run: exact ones to resume from, and Hugging Face exports for other programs.
 
     checkpoints/00000010/      Megatron distributed checkpoint of policy version 10, with its manifest
     checkpoints/latest         the version to resume from
@@ -9,12 +9,10 @@
     save: all ranks copy their part into memory --> each rank's thread writes its file into a draft
           --> rank 0's thread waits for these files, writes index and manifest, renames, marks `latest`
 
-The threads meet in files, never in collective calls, so training and writing cannot wait for each
-other. A draft is renamed when everything in it is on disk, and only then named by `latest`: a
-trainer killed at any moment leaves a checkpoint to resume from. The state is stored in a form that
-does not depend on how the ranks are laid out.
-
-Which checkpoints are deleted, and which is the best: pure decisions.
+The threads meet in files, never in collective calls, so training and writing cannot wait for each other. A draft is
+renamed when everything in it is on disk, and only then named by `latest`: a trainer killed at any moment leaves a
+checkpoint to resume from. The stored state does not depend on the layout of the ranks. Which checkpoints are deleted
+and which is the best are pure functions (`to_delete`, `protected`, `ranked`).
 """
 
 from __future__ import annotations
@@ -51,21 +49,21 @@ from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 
 
-def to_delete(versions: Collection[int], *, saved: int, keep: int, spared: Collection[int] = ()) -> list[int]:
-    """All but `saved`, the newest `keep` - 1 below it and the `spared`, in order; `saved` itself never.
+def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Collection[int] = ()) -> list[int]:
+    """All but `saved`, the newest `keep` - 1 below it and the `protected`, in order; `saved` itself never.
 
     Versions above `saved` were renamed but never named by `latest`: their trainer was killed in
-    between, and the one that followed resumed below them. They go even if spared.
+    between, and the one that followed resumed below them. They go even if protected.
 
     >>> to_delete([2, 4, 6, 8], saved=6, keep=2)
     [2, 8]
-    >>> to_delete([2, 4, 6], saved=6, keep=1, spared=[2])
+    >>> to_delete([2, 4, 6], saved=6, keep=1, protected=[2])
     [4]
     """
     below = sorted(version for version in versions if version < saved)
     above = sorted(version for version in versions if version > saved)
     oldest = below[: max(0, len(below) - (keep - 1))]
-    return [version for version in oldest if version not in spared] + above
+    return [version for version in oldest if version not in protected] + above
 
 
 def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: int) -> list[int]:
@@ -85,12 +83,12 @@ def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: 
     return sorted(scores, key=lambda version: (scores[version], version), reverse=True)
 
 
-def spared(
+def protected(
     versions: Collection[int], accuracies: Mapping[int, float], *, span: int, keep: int, keep_best: int
 ) -> list[int]:
     """The `keep_best` best; and beyond the newest `keep`, as many whose evaluation may still come, newest first.
 
-    >>> spared([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
+    >>> protected([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
     [10, 40]
     """
     if keep_best == 0:
@@ -129,7 +127,7 @@ class CheckpointFolder:
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
-        """Begin to write `version`; `settle` says when it is safe, and raises what went wrong.
+        """Begin to write `version`; `poll_saved` says when it is safe, and raises what went wrong.
 
         The one before it must have been settled. Once it is safe, checkpoints that neither their age
         nor (on rank 0) their evaluation keeps are deleted.
@@ -159,7 +157,7 @@ class CheckpointFolder:
 
         self._saving = version, BackgroundJob(f"checkpoint-{version}", write)
 
-    def settle(self, *, wait: bool) -> int | None:
+    def poll_saved(self, *, wait: bool) -> int | None:
         """The version whose checkpoint has become safe since the last call, if any; with `wait`, the one in flight.
 
         Raises CheckpointError on all ranks if writing it failed; `latest` then names the one before it.
@@ -197,7 +195,7 @@ class CheckpointFolder:
         state = {} if self.reference is None else self.reference.state_dict(metadata())
         return {_REFERENCE: state} if state else {}
 
-    def judge(self, evaluations: Sequence[Evaluation]) -> None:
+    def mark_best(self, evaluations: Sequence[Evaluation]) -> None:
         """Name the best checkpoint by what is known now, and delete what nothing keeps any more."""
         if not is_leader() or self.config.keep_best == 0:
             return
@@ -215,7 +213,7 @@ class CheckpointFolder:
 
     def begin_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
         """Begin to write the present weights as an export of `version`; waits for the one before it."""
-        self.settle_export()
+        self.wait_for_export()
         tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
         accuracies = {found.version: found.sampled_accuracy for found in evaluations}
 
@@ -227,9 +225,9 @@ class CheckpointFolder:
 
         self._exporting = version, BackgroundJob(f"export-{version}", write)
         if not self.config.background:
-            self.settle_export()
+            self.wait_for_export()
 
-    def settle_export(self) -> None:
+    def wait_for_export(self) -> None:
         """Wait for the export in flight. Raises CheckpointError on all ranks if it failed."""
         exporting, self._exporting = self._exporting, None
         if exporting is not None:
@@ -306,8 +304,8 @@ class CheckpointFolder:
     def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
         keep, keep_best = self.config.keep, self.config.keep_best
         mine = [version for version in versions if version <= saved]
-        good = spared(mine, accuracies, span=span, keep=keep, keep_best=keep_best)
-        return to_delete(versions, saved=saved, keep=keep, spared=good)
+        good = protected(mine, accuracies, span=span, keep=keep, keep_best=keep_best)
+        return to_delete(versions, saved=saved, keep=keep, protected=good)
 
     def _versions(self, prefix: str = "") -> list[int]:
         names = [path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*") if path.is_dir()]

@@ -1,9 +1,8 @@
-"""What a checkpoint says of itself: `manifest.json`, written last and read first.
+"""What a checkpoint says about itself: `manifest.json`, written last and read first.
 
-A folder without one was never finished. It names every file with its size and its hash, so that a
-folder that lost something (a full disk, a copy that broke off, a disk that forgets) is told from a
-whole one before any of it is loaded, and it describes the model, so that weights of another one are
-refused by name.
+A folder without a manifest was never finished. The manifest names every file with its size and hash, so that a damaged
+folder (a full disk, an interrupted copy, bit rot) is recognized before any of it is loaded. It describes the model, so
+that weights of another model are refused by name.
 """
 
 from __future__ import annotations

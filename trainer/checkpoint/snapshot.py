@@ -1,22 +1,21 @@
-"""This rank's part of a checkpoint, in memory: taken together, written apart.
+"""This rank's part of a checkpoint: copied in memory by all ranks together, then written by each rank alone.
 
-    take   (all ranks together)   who writes what; copies of the tensors that training goes on changing
-    write  (each rank alone)      its file, on disk when this returns; what lies where in it
-    finish (rank 0)               the index over the files of all ranks
+    RankSnapshot   (all ranks together)   who writes what; copies of the tensors that training goes on changing
+    write_part     (each rank's thread)   its file, on disk when this returns, and what lies where in it
+    read_part      (rank 0's thread)      waits for the part of another rank
+    finish         (rank 0's thread)      the index over the files of all ranks
 
-The files are those of Megatron's `torch_dist` format. Its own background writer forks workers
-around a manager process that stays: seconds for a first, small checkpoint, and a SIGTERM to the
-process group would take it away under the last one.
+The threads of the ranks meet in the draft folder, `draft-EPOCH-VERSION`, by one file each:
 
-Work beside the training: one job on one thread, whose failure is kept until somebody asks.
+    part-00001.json      rank 1 has written its file; what lies where in it
+    part-00001.failed    rank 1 cannot, and why
 
-The thread makes no collective calls, so it cannot get in the way of those of the step. It is a
-daemon: a trainer that ends with an error does not stay for a file that is half written.
+A thread makes no collective calls, so it cannot interfere with those of the step. It is a daemon thread: a trainer that
+ends with an error does not wait for a half-written file.
 
-Where the threads of a checkpoint's ranks meet: one file of each in the draft, `draft-EPOCH-VERSION`.
-
-part-00001.json      rank 1 has written its file; what lies where in it
-part-00001.failed    rank 1 cannot, and why
+The files are in Megatron's `torch_dist` format. Megatron's own background writer is not used: it forks workers around
+a manager process that stays, which takes seconds for a small first checkpoint, and a SIGTERM to the process group would
+end it during the last one.
 """
 
 from __future__ import annotations

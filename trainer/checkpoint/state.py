@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the policy, and what it says about the model and the ranks."""
+"""The state of the policy that a checkpoint holds, and its description of the model and the ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A Megatron GPTModel with the architecture of a Hugging Face configuration.
 
-A GPTModel whose output layer reads only the positions that are trained.
-
-Predictions of prompt tokens and of the environment's have no loss; of math problems they are a third of all, and the
-vocabulary is the widest matrix of a model. What is left out would be multiplied by 0, so nothing changes but the time.
+Its output layer reads only the trained positions. Predictions of tokens of the prompt and of the environment have no
+loss; for math problems they are a third of all, and the output layer is the widest matrix of the model. What is left
+out would be multiplied by 0, so the result is the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a model can be built, laid out and filled, asked before anything is. Pure: no torch, no Megatron."""
+"""Checks a model before it is built, laid out or filled. Pure: no torch, no Megatron."""
 
 from __future__ import annotations
 

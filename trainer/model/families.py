@@ -1,6 +1,6 @@
-"""The model families that the trainer builds, and what of a config.json it can build. Pure: no torch, no Megatron.
+"""Model families that the trainer builds, and the options of config.json that it accepts. Pure: no torch, no Megatron.
 
-A family is a row of the table below. What a row does not name is refused by name, never ignored.
+A family is a row of the table below. An option that a row does not name is refused by name, never ignored.
 """
 
 from __future__ import annotations

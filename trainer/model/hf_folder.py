@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: safetensors read one tensor at a time, and written whole or not at all."""
+"""Hugging Face checkpoint folders: safetensors read one tensor at a time, and folders written atomically."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Hugging Face tensors into this rank's Megatron parameters, and back.
+"""Loads Hugging Face tensors into this rank's Megatron parameters, and exports them again.
 
-Both directions go tensor by tensor: no rank ever holds two copies of the model.
-
-Which ranks have a part of a tensor, and which one of them sends it to rank 0 when the model is exported.
+Both directions go tensor by tensor: no rank ever holds two copies of the model. `ShardOwners` knows which ranks have a
+part of a tensor, and which of them sends it to rank 0 in an export.
 """
 
 from __future__ import annotations
@@ -36,42 +35,42 @@ class RankPosition:
 
 @dataclass(frozen=True, slots=True)
 class ShardOwners:
-    """The seats of all ranks, seen from `rank`."""
+    """The positions of all ranks, seen from `rank`."""
 
     rank: int
-    seats: tuple[RankPosition, ...]
+    positions: tuple[RankPosition, ...]
 
     def source(self, stage: int, holder: int | None) -> int:
         """The rank that ends up with the whole tensor; `holder` as in `WeightRule`."""
         return next(
             rank
-            for rank, seat in enumerate(self.seats)
-            if self._first(seat, stage, holder) and (holder is not None or seat.tensor == 0)
+            for rank, position in enumerate(self.positions)
+            if self._first(position, stage, holder) and (holder is not None or position.tensor == 0)
         )
 
     def has_part(self, stage: int, holder: int | None) -> bool:
         """Whether this rank takes part in gathering it: its first replica does."""
-        return self._first(self.seats[self.rank], stage, holder)
+        return self._first(self.positions[self.rank], stage, holder)
 
     @staticmethod
-    def _first(seat: RankPosition, stage: int, holder: int | None) -> bool:
-        if seat.stage != stage:
+    def _first(position: RankPosition, stage: int, holder: int | None) -> bool:
+        if position.stage != stage:
             return False
-        return seat.replica == 0 if holder is None else (seat.expert, seat.expert_replica) == (holder, 0)
+        return position.replica == 0 if holder is None else (position.expert, position.expert_replica) == (holder, 0)
 
 
 def find_owners() -> ShardOwners:
     """All ranks ask together."""
-    seat = [
+    position = [
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_data_parallel_rank(),
     ]
-    seats = [torch.empty(len(seat), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(seats, torch.tensor(seat))
-    return ShardOwners(dist.get_rank(), tuple(RankPosition(*found.tolist()) for found in seats))
+    positions = [torch.empty(len(position), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(positions, torch.tensor(position))
+    return ShardOwners(dist.get_rank(), tuple(RankPosition(*found.tolist()) for found in positions))
 
 
 @torch.no_grad()
@@ -81,9 +80,9 @@ def load_hf(model: GPTModel, hf: PretrainedConfig, tensors: Mapping[str, Tensor]
     parameters = dict(model.named_parameters())
     for weight in _own_weights(hf):
         full = [_checked(tensors, name, shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)]
-        rank, ranks = _cut_of(weight)
+        rank, ranks = _tensor_shard_of(weight)
         name = parameter_of(weight.megatron, parameters)
-        parameters.pop(name).copy_(shard(weight.cut, full, hf.num_key_value_heads, rank, ranks))
+        parameters.pop(name).copy_(shard(weight.rule, full, hf.num_key_value_heads, rank, ranks))
     if parameters:
         raise DataError(f"no Hugging Face tensor is known for {', '.join(parameters)}: the model was not filled")
 
@@ -114,28 +113,28 @@ def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tens
                 yield from zip(weight.hf, full, strict=True)
 
 
-def shard(cut: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
+def shard(rule: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
     """Rank `rank`'s part of a parameter, from the full Hugging Face tensors."""
-    if cut is ShardRule.WHOLE:
+    if rule is ShardRule.WHOLE:
         return full[0]
-    if cut is ShardRule.ROWS:
+    if rule is ShardRule.ROWS:
         return full[0].chunk(ranks, 0)[rank]
-    if cut is ShardRule.COLUMNS:
+    if rule is ShardRule.COLUMNS:
         return full[0].chunk(ranks, 1)[rank]
-    if cut is ShardRule.GATE_UP:
+    if rule is ShardRule.GATE_UP:
         return torch.cat([tensor.chunk(ranks, 0)[rank] for tensor in full])
     return _interleave(full, groups).chunk(ranks, 0)[rank]
 
 
-def unshard(cut: ShardRule, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
+def unshard(rule: ShardRule, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
     """The full Hugging Face tensors, from the parts of all ranks: the inverse of `shard`."""
-    if cut is ShardRule.WHOLE:
+    if rule is ShardRule.WHOLE:
         return [parts[0]]
-    if cut is ShardRule.ROWS:
+    if rule is ShardRule.ROWS:
         return [torch.cat(list(parts))]
-    if cut is ShardRule.COLUMNS:
+    if rule is ShardRule.COLUMNS:
         return [torch.cat(list(parts), 1)]
-    if cut is ShardRule.GATE_UP:
+    if rule is ShardRule.GATE_UP:
         gates, ups = zip(*(part.chunk(2, 0) for part in parts), strict=True)
         return [torch.cat(gates), torch.cat(ups)]
     return _separate(torch.cat(list(parts)), groups, head_dim)
@@ -165,8 +164,8 @@ def _own_weights(hf: PretrainedConfig) -> list[WeightRule]:
     return [w for w in weights if w.holder in (None, parallel_state.get_expert_model_parallel_rank())]
 
 
-def _cut_of(weight: WeightRule) -> tuple[int, int]:
-    """(rank, ranks) that the parameter is cut over; an expert is whole."""
+def _tensor_shard_of(weight: WeightRule) -> tuple[int, int]:
+    """(rank, ranks) over which the parameter is split; an expert is whole."""
     if weight.holder is not None:
         return 0, 1
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -180,13 +179,13 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
 
 
 def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list[Tensor]:
-    """Full tensors, on every rank that the parameter is cut over."""
+    """The full tensors, on every rank that has a part of the parameter."""
     parts = [parameter.data]
-    _, ranks = _cut_of(weight)
-    if weight.cut is not ShardRule.WHOLE and ranks > 1:
+    _, ranks = _tensor_shard_of(weight)
+    if weight.rule is not ShardRule.WHOLE and ranks > 1:
         parts = [torch.empty_like(parameter.data) for _ in range(ranks)]
         dist.all_gather(parts, parameter.data.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return unshard(weight.cut, parts, hf.num_key_value_heads, head_dim(hf))
+    return unshard(weight.rule, parts, hf.num_key_value_heads, head_dim(hf))
 
 
 def _to_first_rank(

@@ -1,15 +1,13 @@
-"""The layer spec for platforms without Transformer Engine: plain PyTorch, packed sequences.
+"""The layer spec for packed sequences in plain PyTorch, and the replacement of its classes by those of a platform.
 
-Sequences of one micro-batch lie end to end (Megatron's `thd` format, no padding). Attention works
-on them in buckets: sequences whose lengths round up to the same multiple of 8 form one rectangle
-and one SDPA call. Rows are padded at their end only, and attention is causal, so no real token ever
-sees a padded one, and the padded outputs are dropped. With hundreds of short sequences this costs
-a few calls a layer instead of hundreds. Ranks that share the sequences see trainer/batch/context_parallel.py.
+The sequences of a micro-batch lie end to end (Megatron's `thd` format, no padding). Attention works on them in
+buckets: sequences whose lengths round up to the same multiple of 8 form one rectangle and one SDPA call. Rows are
+padded at their end only, and attention is causal, so no real token ever sees a padded one, and the padded outputs are
+dropped. With hundreds of short sequences this costs a few calls a layer instead of hundreds. For ranks that share
+sequences see trainer/batch/context_parallel.py.
 
-Classes of a Megatron layer spec swapped for others, with everything else of the spec as it is.
-
-Parameters keep their names, because names come from the places of a spec and not from the classes in them: the plan of
-which parameter holds which tensor is the same on every platform.
+A platform may replace classes of the spec (`LayerRole`). Parameters keep their names, because the names come from the
+places in the spec and not from the classes: which parameter holds which tensor is the same on every platform.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Megatron's distributed AdamW: its settings, one update, and where its state lies between two.
+"""Megatron's distributed AdamW: its settings, its learning rate, one update, and its state between two updates.
 
     gradients --norm, refused if not finite--> clip --> AdamW on fp32 masters --> weights of the model
 
-Weights decay, norms and biases do not. The learning rate is given anew at every update (see
-schedule.py), so nothing of the schedule is state.
-
-The learning rate of every step. Pure, so that a resumed run needs nothing but its version.
+Weight decay applies to matrices, not to norms and biases. `learning_rate` is a pure function of the version and is set
+anew at every update, so a resumed run needs nothing but its version to continue the schedule.
 """
 
 from __future__ import annotations

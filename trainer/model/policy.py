@@ -1,18 +1,17 @@
-"""The policy being trained: Megatron's model, DDP and distributed optimizer, as one noun.
+"""The policy being trained: Megatron's model, DDP and distributed optimizer in one object.
 
-The entropy of the next-token distribution where every tensor-parallel rank has a slice of the vocabulary.
+    MicroBatch (CPU) --rank_tokens, to_device--> network --> logits of the trained positions
+        loss (CPU) <--to_device-- log-probabilities [, entropy] <--------+
 
-H = log Z - sum_v p_v l_v      with three small reductions: of the peak, of Z and of the sum
-dH / dl_v = -p_v (log p_v + H) needs only this rank's slice
+Batches are made on the CPU. What the network reads of a micro-batch goes to the device when its turn comes, and the
+log-probabilities come back, because the objective is evaluated on the CPU on every platform alike: it needs a few
+numbers per token and statistics in float64, which not every accelerator has, and this way host and device synchronize
+once per micro-batch.
 
-Tensors from one device to another, whatever holds them.
+The entropy H of the next-token distribution is computed where every tensor-parallel rank has a slice of the vocabulary:
 
-Batches are made on the CPU, where they come from. Of a micro-batch, what the network reads goes to the device when its
-turn has come; the log-probabilities that it finds come back, because the objective is evaluated on the CPU, on every
-platform alike: a few numbers a token, statistics in float64 (which not every accelerator has), and one meeting of host
-and device a micro-batch.
-
-The policy that a run begins with: this rank's part of a Hugging Face checkpoint.
+    H = log Z - sum_v p_v l_v      with three small reductions: of the peak, of Z and of the sum
+    dH / dl_v = -p_v (log p_v + H) needs only this rank's slice
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
-from trainer.batch.context_parallel import own_place, part_of
+from trainer.batch.context_parallel import own_context_rank, rank_tokens
 from trainer.batch.sequences import MicroBatch
 from trainer.model.builder import DTYPES, build_model
 from trainer.model.checks import check_architecture
@@ -78,7 +77,7 @@ class _VocabParallelEntropy(torch.autograd.Function):
 T = TypeVar("T")
 
 
-def place(value: T, device: torch.device | str) -> T:
+def to_device(value: T, device: torch.device | str) -> T:
     """`value` with its tensors on `device`: a tensor, or dataclasses, tuples and lists of them, at any depth.
 
     Tensors that are there already are not copied; anything else is left as it is. A gradient finds its way back.
@@ -87,10 +86,10 @@ def place(value: T, device: torch.device | str) -> T:
     if isinstance(value, Tensor):
         placed = value.to(device)
     elif isinstance(value, tuple | list):
-        placed = type(value)(place(part, device) for part in value)
+        placed = type(value)(to_device(part, device) for part in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        placed = dataclasses.replace(value, **{name: place(part, device) for name, part in parts.items()})
+        placed = dataclasses.replace(value, **{name: to_device(part, device) for name, part in parts.items()})
     return placed
 
 
@@ -172,7 +171,7 @@ class Policy:
         self, iterator: Iterator[MicroBatch], model: DistributedDataParallel, loss: LossFunction, entropy: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         batch = next(iterator)
-        part = place(part_of(batch, own_place(self.model.config.sequence_parallel)), self.device)
+        part = to_device(rank_tokens(batch, own_context_rank(self.model.config.sequence_parallel)), self.device)
         packing = replace(part.packing, trained=part.trained_M)
         output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
@@ -183,7 +182,7 @@ class Policy:
             logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
             count = len(batch.labels_N)
             entropy_N = None if entropy_M is None else part.whole(entropy_M, count)
-            logprobs_N, entropy_N = place((part.whole(logprobs_M, count), entropy_N), "cpu")
+            logprobs_N, entropy_N = to_device((part.whole(logprobs_M, count), entropy_N), "cpu")
             value, handed_back = loss(logprobs_N, entropy_N, batch)
             return value.to(self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
 

@@ -1,17 +1,17 @@
-"""The reference model, which the KL divergence is measured from.
+"""The reference model, from which the KL divergence is measured.
 
-    frozen   the first policy of the run, or another checkpoint; for ever
-    synced   the same, and the policy's own weights of every version that is a multiple of `sync_every`
+    frozen   the first policy of the run, or another checkpoint; never changes
+    synced   the same, replaced by the policy's own weights at every version that is a multiple of `sync_every`
 
 Where its weights are (`placement`):
 
-    swap     in CPU memory, exchanged with the policy's, tensor by tensor, for each pass and back after it. A copy is a
-             copy: the policy's weights come back bit for bit. The optimizer's fp32 masters are not touched where they
-             are tensors of their own; where the weights are their own masters (float32) they are exchanged with them,
-             and no update happens in between
+    swap     in CPU memory, exchanged with the policy's, tensor by tensor, for each pass and back after it. The
+             policy's weights come back bit for bit. The optimizer's fp32 masters are not touched where they are tensors
+             of their own; where the weights are their own masters (float32) they are exchanged with them, and no update
+             happens in between
     model    in a second model of the same layout, beside the policy
 
-A synced reference is part of a checkpoint (`state_dict`, `load_state_dict`). A frozen one is not: whoever resumes loads
+A synced reference is part of a checkpoint (`state_dict`, `load_state_dict`). A frozen one is not: a resumed run loads
 it from where it came from.
 """
 

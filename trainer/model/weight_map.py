@@ -1,9 +1,8 @@
-"""Which Megatron parameter holds which Hugging Face tensors, how it is cut, and which ranks have it.
+"""Which Megatron parameter holds which Hugging Face tensors, how it is split, and which ranks have it.
 
-Pure: from the Hugging Face configuration alone, so that rank 0 knows the names and shapes of the
-tensors of every pipeline stage.
-
-What layer specs call a parameter. Ours has every norm and every expert apart; Transformer Engine's fuses them.
+Pure: computed from the Hugging Face configuration alone, so that rank 0 knows the names and shapes of the tensors of
+every pipeline stage. Our layer spec keeps every norm and every expert apart; Transformer Engine's fuses them, and
+`parameter_of` translates the names.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class WeightRule:
 
     megatron: str
     """Its name on the ranks that have it, as the spec of this project names it."""
-    cut: ShardRule
+    rule: ShardRule
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
     exported: bool = True

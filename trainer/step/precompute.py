@@ -1,14 +1,14 @@
-"""What must be known of all tokens of a batch before its first update.
+"""What must be computed for all tokens of a batch before its first update.
 
     micro-batches --forward, reference's weights--> log pi_ref                 if there is a reference model
     micro-batches --forward, policy's weights-----> log pi before the step     if something needs it:
                                                         - several updates, and pi_prox is the policy before the step
                                                         - several updates, and corrections, which are of that policy
-                                                        - a correction that looks at the whole batch
+                                                        - a correction that needs the whole batch
     --sum over ranks--> of all tokens, on every rank --> multipliers, scale of the learning rate
 
-Every rank fills in the places of its own tokens and leaves 0 elsewhere, so the sum is exact, and then computes the same
-numbers: they depend on neither micro-batches nor ranks.
+Every rank fills in the places of its own tokens and leaves 0 elsewhere, so the sum is exact. Every rank then computes
+the same numbers: they depend on neither micro-batches nor ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrecomputedTokens:
     reference_N: Tensor | None = None
     lr_scale: float | None = None
 
-    def give_to(self, batch: MicroBatch) -> MicroBatch:
+    def attach_to(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its part."""
 
         def part(values_N: Tensor | None) -> Tensor | None:
@@ -61,19 +61,19 @@ def precompute(
     phases: PhaseTimer,
 ) -> PrecomputedTokens:
     """The passes that a step of so many updates needs. `version`: of the present weights."""
-    known = PrecomputedTokens()
+    precomputed = PrecomputedTokens()
     if reference is not None:
         with phases.span("reference"), reference.active() as weights:
-            known = PrecomputedTokens(reference_N=whole_logprobs(weights, packed))
+            precomputed = PrecomputedTokens(reference_N=whole_logprobs(weights, packed))
     several = updates > 1 and bool(objective.prox == "recompute" or objective.corrections)
     if not several and not objective.needs_whole_batch:
-        return known
+        return precomputed
     with phases.span("prox"):
         logprobs_N = whole_logprobs(policy, packed)
     whole = targets_of(packed.members)
     tokens = tokens_of(logprobs_N, whole, objective, theta_version(version, updates))
     return replace(
-        known,
+        precomputed,
         prox_N=logprobs_N if objective.prox == "recompute" else None,
         multiplier_N=every_multiplier(tokens, objective),
         lr_scale=ess_scale(*ess_sums(tokens).tolist()) if objective.scales_step else None,
@@ -114,6 +114,6 @@ def tokens_of(
     )
 
 
-def prepared(batches: Many[MicroBatch], known: PrecomputedTokens) -> list[MicroBatch]:
-    """Micro-batches with what is known of their tokens."""
-    return [known.give_to(batch) for batch in batches]
+def attach_precomputed(batches: Many[MicroBatch], precomputed: PrecomputedTokens) -> list[MicroBatch]:
+    """Micro-batches with what is precomputed of their tokens."""
+    return [precomputed.attach_to(batch) for batch in batches]

@@ -1,16 +1,15 @@
-"""The row of a training step: what its batch was like, what the step measured, how long it took; and what a model
-costs.
+"""The row of a training step, and the cost of a model in floating-point operations.
 
-`ModelCost` counts floating-point operations from the Hugging Face configuration:
+`ModelCost` counts operations from the Hugging Face configuration:
 
     forward pass over a sequence of n tokens = 2 * M * n  +  2 * L * H * n^2
 
-M counts the weights of the matrices that a token meets: attention's four, the MLP's three, and the output layer. In a
-mixture of experts it counts the router and the MLPs of the experts that a token is sent to (`num_experts_per_tok`). The
-embedding is a look-up and counts nothing. H = heads * head size; scores and weighted values take 2 * n * H each for a
-token that sees n others, and n / 2 on average under the causal mask. A multiplication and an addition are two
-operations. The backward pass takes twice the forward one. Recomputed activations (`trainer.recompute`) are not counted:
-the figures are of useful work.
+M is the number of weights in the matrices that a token meets: attention's four, the MLP's three, and the output layer.
+In a mixture of experts it includes the router and the MLPs of the experts that a token is sent to
+(`num_experts_per_tok`). The embedding is a look-up and counts nothing. H = heads * head size; scores and weighted
+values take 2 * n * H each for a token that sees n others, and n / 2 on average under the causal mask. A multiplication
+and an addition are two operations. The backward pass takes twice the forward one. Recomputed activations
+(`trainer.recompute`) are not counted: the metrics describe useful work.
 """
 
 from __future__ import annotations

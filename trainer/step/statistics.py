@@ -16,7 +16,7 @@ from trainer.distributed import is_counting_rank, max_over_ranks, sum_over_ranks
 NO_VERSION = -2
 """Neither a version nor MIXED."""
 
-Tally = tuple[Tensor, Tensor]
+StepSums = tuple[Tensor, Tensor]
 """(SUMS, MAXIMA), float64."""
 
 
@@ -24,9 +24,9 @@ SEQUENCE_RATIO = ("gspo", "topr")
 """Losses whose trust region is around the ratio of a sequence."""
 
 
-def tally(
+def micro_batch_sums(
     tokens: Tokens, targets: Targets, found: Objective, loss: Tensor, objective: ObjectiveConfig, version: int | None
-) -> Tally:
+) -> StepSums:
     """Of one micro-batch. `version`: of the weights that evaluated it; None between the updates of a step."""
     logprobs_N = tokens.logprobs_N.detach().double()
     weight_N = tokens.log_rho_N.exp().double()
@@ -55,7 +55,7 @@ def tally(
     return torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA])
 
 
-def tally_gap(logprobs_N: Tensor, targets: Targets, version: int) -> Tally:
+def gap_sums(logprobs_N: Tensor, targets: Targets, version: int) -> StepSums:
     """The gap alone: all other statistics are 0."""
     gap_N, gap_tokens = _gap(logprobs_N.detach().double(), targets, version)
     sums = {"gap": gap_N.sum(), "gap_tokens": gap_tokens}
@@ -66,7 +66,7 @@ def tally_gap(logprobs_N: Tensor, targets: Targets, version: int) -> Tally:
     )
 
 
-def reduce_tallies(found: Many[Tally]) -> tuple[dict[str, float], dict[str, float]]:
+def reduce_sums(found: Many[StepSums]) -> tuple[dict[str, float], dict[str, float]]:
     """Over micro-batches and ranks."""
     sums, maxima = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
     if found and is_counting_rank():

@@ -1,13 +1,13 @@
 """One step from one batch: version v -> v + 1, in one optimizer update or several.
 
-    groups -> sequences -> micro-batches --(look ahead)--> what must be known of the whole batch first
+    groups -> sequences -> micro-batches --(precompute)--> what must be known of the whole batch first
                                 |
        for every mini-batch:    +--> forward, backward --> gradients --optimizer--> next weights
 
-All ranks see the whole batch, so advantages, loss weights and the packing need no communication; gradients and a few
-statistics do. `num_iterations` passes over the batch of `mini_batches` updates each: the loss weights are those of the
-mini-batch, the advantages those of the whole batch, and pi_prox, corrections and reference are of the policy before
-the step. Only what is needed costs a pass of its own (see `survey`).
+All ranks see the whole batch, so advantages, loss weights and packing need no communication; gradients and a few
+statistics do. A step makes `num_iterations` passes over the batch of `mini_batches` updates each. The loss weights are
+those of the mini-batch, the advantages those of the whole batch, and pi_prox, corrections and reference are of the
+policy before the step. `precompute` makes an extra pass only if something needs it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from trainer.batch.packing import Packed, pack, pack_for_rank, sequences_in, spl
 from trainer.batch.sequences import MicroBatch, Sequence, reweighed, targets_of
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.step.precompute import PrecomputedTokens, precompute, prepared, theta_version, tokens_of
+from trainer.step.precompute import PrecomputedTokens, attach_precomputed, precompute, theta_version, tokens_of
 from trainer.step.results import TRAINING, StepValues, model_cost, refuse_non_finite
-from trainer.step.statistics import Tally, reduce_tallies, tally, tally_gap
+from trainer.step.statistics import StepSums, gap_sums, micro_batch_sums, reduce_sums
 
 
 class PreparedBatch(NamedTuple):
-    """A batch, or a part of one, of which all is known that must be."""
+    """A batch, or a part of one, of which all is precomputed that must be."""
 
     members: list[Sequence]
     packed: Packed
-    known: PrecomputedTokens
+    precomputed: PrecomputedTokens
 
 
 def train_step(
@@ -58,18 +58,20 @@ def train_step(
     loss or the gradient of an update is not finite: that update changes nothing, and those before it stand.
     """
     objective = config.trainer.objective
-    ready = make_ready(policy, batch, config, reference, phases)
+    prepared = prepare_batch(policy, batch, config, reference, phases)
     totals = new_totals(config, reference)
-    count_members(totals, ready.members)
-    for number, packed in enumerate(_mini_batches(policy, ready, batch, config, phases)):
+    count_members(totals, prepared.members)
+    for number, packed in enumerate(_mini_batches(policy, prepared, batch, config, phases)):
         loss = MicroBatchLoss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
         with phases.span("train", micro_batches=len(packed.micro_batches)):
             policy.zero_grad()
-            micro_batches = prepared(packed.micro_batches, ready.known)
+            micro_batches = attach_precomputed(packed.micro_batches, prepared.precomputed)
             found = policy.run(micro_batches, loss, train=True, entropy=objective.entropy_coef > 0)
-            sums, maxima = reduce_tallies(found)
+            sums, maxima = reduce_sums(found)
         count_read(totals, packed, policy)
-        take_update(policy, totals, sums, maxima, ready.known, config, lr=lr, version=batch.version, phases=phases)
+        take_update(
+            policy, totals, sums, maxima, prepared.precomputed, config, lr=lr, version=batch.version, phases=phases
+        )
     return totals.values()
 
 
@@ -79,7 +81,7 @@ def new_totals(config: RunConfig, reference: Reference | None) -> StepTotals:
 
 
 def count_members(totals: StepTotals, members: list[Sequence]) -> None:
-    """Add what is known of the sequences of a batch, each counted once."""
+    """Add what is precomputed of the sequences of a batch, each counted once."""
     totals.advantages += [member.advantage for member in members if member.counted]
     totals.overlong += sum(member.overlong for member in members)
 
@@ -93,7 +95,7 @@ def count_read(totals: StepTotals, packed: Packed, policy: Policy) -> None:
     totals.flops += TRAINING * model_cost(policy.hf).forward(packed.lengths)
 
 
-def make_ready(
+def prepare_batch(
     policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: PhaseTimer
 ) -> PreparedBatch:
     """Sequences and packing, and the passes that must come before the first update."""
@@ -102,12 +104,14 @@ def make_ready(
         members = sequences_in(batch, config)
         packed = pack(members, config, quadratic)
     updates = config.trainer.updates
-    known = precompute(policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases)
+    precomputed = precompute(
+        policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases
+    )
     if objective.kl_beta > 0 and objective.kl_in == "reward":
         with phases.span("pack"):
-            members = sequences_in(_penalised(batch, members, known, objective), config)
+            members = sequences_in(_penalised(batch, members, precomputed, objective), config)
             packed = pack(members, config, quadratic)
-    return PreparedBatch(members, packed, known)
+    return PreparedBatch(members, packed, precomputed)
 
 
 def take_update(
@@ -115,7 +119,7 @@ def take_update(
     totals: StepTotals,
     sums: dict[str, float],
     maxima: dict[str, float],
-    known: PrecomputedTokens,
+    precomputed: PrecomputedTokens,
     config: RunConfig,
     *,
     lr: float,
@@ -126,7 +130,7 @@ def take_update(
     refuse_non_finite(sums["loss"], version)
     if config.trainer.objective.scales_step:
         of_this = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
-        totals.lr_scale = of_this if known.lr_scale is None else known.lr_scale
+        totals.lr_scale = of_this if precomputed.lr_scale is None else precomputed.lr_scale
     with phases.span("optimizer"):
         totals.norms.append(policy.update(lr * totals.lr_scale))
     totals.add(sums, maxima)
@@ -140,10 +144,10 @@ def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, fl
     ]
     packed = pack_for_rank(structs.replace(batch, groups=groups), config)
 
-    def gap(logprobs_N: Tensor, _entropy_N: Tensor | None, targets: MicroBatch) -> tuple[Tensor, Tally]:
-        return logprobs_N.sum(), tally_gap(logprobs_N, targets, batch.version)
+    def gap(logprobs_N: Tensor, _entropy_N: Tensor | None, targets: MicroBatch) -> tuple[Tensor, StepSums]:
+        return logprobs_N.sum(), gap_sums(logprobs_N, targets, batch.version)
 
-    sums, maxima = reduce_tallies(policy.run(packed.micro_batches, gap, train=False))
+    sums, maxima = reduce_sums(policy.run(packed.micro_batches, gap, train=False))
     return {
         "logprob_gap_mean": sums["gap"] / max(1.0, sums["gap_tokens"]),
         "logprob_gap_max": maxima["gap"],
@@ -165,7 +169,7 @@ class MicroBatchLoss:
     scale: float = 1.0
     """What the weights of the tokens are multiplied by."""
 
-    def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tally]:
+    def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, batch: MicroBatch) -> tuple[Tensor, StepSums]:
         objective, theta = self.objective, theta_version(self.version, self.updates)
         tokens = tokens_of(logprobs_N, batch, objective, theta, entropy_N)
         if batch.prox_N is not None:
@@ -175,16 +179,16 @@ class MicroBatchLoss:
             objective = objective.model_copy(update={"corrections": []})
         found = token_objective(tokens, objective, batch.given_N)
         loss = (found.loss_N * batch.weights_N).sum() * self.scale
-        return loss, tally(tokens, batch, found, loss, objective, self.version if self.first else None)
+        return loss, micro_batch_sums(tokens, batch, found, loss, objective, self.version if self.first else None)
 
 
 def _mini_batches(
-    policy: Policy, ready: PreparedBatch, batch: Batch, config: RunConfig, phases: PhaseTimer
+    policy: Policy, prepared: PreparedBatch, batch: Batch, config: RunConfig, phases: PhaseTimer
 ) -> Iterator[Packed]:
     """What each update is made from, in order."""
     trainer = config.trainer
     if trainer.updates == 1:
-        yield ready.packed
+        yield prepared.packed
         return
     for iteration in range(trainer.num_iterations):
         parts = split_groups(
@@ -192,22 +196,24 @@ def _mini_batches(
         )
         for part in parts:
             with phases.span("pack"):
-                members = [member for member in ready.members if member.group in part]
+                members = [member for member in prepared.members if member.group in part]
                 weighed = reweighed(members, trainer.objective, config.sampling.max_tokens)
                 packed = pack(weighed, config, model_cost(policy.hf).quadratic)
             yield packed
 
 
-def _penalised(batch: Batch, members: list[Sequence], known: PrecomputedTokens, objective: ObjectiveConfig) -> Batch:
+def _penalised(
+    batch: Batch, members: list[Sequence], precomputed: PrecomputedTokens, objective: ObjectiveConfig
+) -> Batch:
     """The batch with beta * (divergence of each sample, summed over its trained tokens) taken from its reward."""
-    assert known.reference_N is not None
+    assert precomputed.reference_N is not None
     targets = targets_of(members)
     tokens = tokens_of(targets.behaviour_N, targets, objective, batch.version)
     samples = [sample for group in batch.groups for sample in group.samples]
     trained = [place for place, member in enumerate(members) if member.trained_tokens]
     rewards_M = torch.tensor([samples[place].reward for place in trained], dtype=torch.float64)
     less_M = rewards_less_kl(
-        rewards_M, tokens, known.reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
+        rewards_M, tokens, precomputed.reference_N, beta=objective.kl_beta, estimator=objective.kl_estimator
     )
     for place, reward in zip(trained, less_M.tolist(), strict=True):
         samples[place] = structs.replace(samples[place], reward=reward)

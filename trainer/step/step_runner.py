@@ -1,20 +1,16 @@
-"""The groups of a step and what becomes of them.
+"""Runs one step after another: takes the groups of a step, trains it, or skips it.
 
     take -----------------> train_step ----------+--> version + 1
     take_part, again and again --> StreamedStep -+        |
                                                  |        +--> reference model, every sync_every steps
-              loss or gradient not finite: dumped, counted, the rest of the step is left out
+                            NonFiniteStep        +--> batch into run_dir/dumps/step-N.msgpack, version + 1 with the
+                                                      weights as they are then
 
-Waits for the coordinator alone: P groups, or with `trainer.streaming` one after another.
+It waits for the coordinator alone: for P groups, or with `trainer.streaming` for one after another.
 
-Steps that are skipped because their loss or gradient is not finite, and what is left of them to look at.
-
-    NonFiniteStep --> batch into run_dir/dumps/step-N.msgpack --> version N with the weights as they are then
-                                  |
-                                  +--> as many in a row as trainer.max_skipped_steps: TrainingError
-
-One such step may be bad luck, and the groups of it are gone from the buffer like trained ones; several in a row are
-not. All ranks come to the same decision, because they see the same loss and norm; the first one writes.
+One step whose loss or gradient is not finite may be bad luck. Its groups are released like trained ones. After
+`trainer.max_skipped_steps` such steps in a row the run ends with TrainingError. All ranks come to the same decision,
+because they see the same loss and norm; rank 0 writes the batch.
 """
 
 from __future__ import annotations
@@ -60,11 +56,11 @@ class SkippedSteps:
     """Whether this rank writes the dumps."""
     in_a_row: int = 0
 
-    def made(self) -> None:
+    def reset(self) -> None:
         """A step was trained."""
         self.in_a_row = 0
 
-    def skipped(self, batch: Batch, fault: NonFiniteStep) -> Path:
+    def record(self, batch: Batch, fault: NonFiniteStep) -> Path:
         """A step was not, because of `fault`; returns its dump. Raises TrainingError if that was one too many."""
         self.in_a_row += 1
         path = self.folder / f"step-{batch.version + 1}.msgpack"
@@ -109,21 +105,21 @@ class StepRunner:
     policy: Policy
     reference: Reference | None
     coordinator: Coordinator
-    diary: TrainerLogger
-    skips: SkippedSteps
+    logger: TrainerLogger
+    skipped_steps: SkippedSteps
 
     def make(self, version: int, *, waiting: str) -> StepOutcome | None:
         """The step `version` -> `version + 1`; None if the run is to stop now, and then nothing has changed.
 
         `waiting`: what the time spent waiting for groups is called. Raises TrainingError after too many skipped steps.
         """
-        made = self._stream(version, waiting) if self.config.trainer.streaming else self._train(version, waiting)
-        if made is not None and self.reference is not None:
+        outcome = self._stream(version, waiting) if self.config.trainer.streaming else self._train(version, waiting)
+        if outcome is not None and self.reference is not None:
             self.reference.after_step(self.policy, version + 1)
-        return made
+        return outcome
 
     def _train(self, version: int, waiting: str) -> StepOutcome | None:
-        phases, lr = self.diary.phases, self._lr(version)
+        phases, lr = self.logger.phases, self._lr(version)
         with phases.span(waiting, version=version):
             batch = self.coordinator.take(version)
         if batch is None:
@@ -135,7 +131,7 @@ class StepRunner:
         return self._done(batch, result, lr)
 
     def _stream(self, version: int, waiting: str) -> StepOutcome | None:
-        phases, lr = self.diary.phases, self._lr(version)
+        phases, lr = self.logger.phases, self._lr(version)
         step = StreamedStep(self.policy, self.config, version, phases, self.reference)
         while not step.complete:
             with phases.span(waiting, version=version, have=step.have):
@@ -150,12 +146,12 @@ class StepRunner:
         return self._done(step.batch, result, lr)
 
     def _done(self, batch: Batch, result: StepValues, lr: float) -> StepOutcome:
-        self.skips.made()
+        self.skipped_steps.reset()
         return StepOutcome(batch, result, lr)
 
     def _skip(self, batch: Batch, fault: NonFiniteStep, lr: float) -> StepOutcome:
-        path = self.skips.skipped(batch, fault)
-        self.diary.warn(batch.version + 1, f"step skipped: {fault}. Its batch is in {path}")
+        path = self.skipped_steps.record(batch, fault)
+        self.logger.warn(batch.version + 1, f"step skipped: {fault}. Its batch is in {path}")
         return StepOutcome(batch, None, lr)
 
     def _lr(self, version: int) -> float:

@@ -5,12 +5,12 @@
        +--- some are missing ---+--- none is --close--> sum over ranks, divide, optimizer --> next weights
 
 The loss is a sum over sequences of (own weight / D), and D (tokens or sequences of the batch, by `aggregation`) is
-known only when all groups are there. So gradients are accumulated without it and divided once, before the optimizer
-sees them: the step is the one that waits for the whole batch, up to rounding. Advantages are those of a group. What
-needs the whole batch before its first micro-batch is refused in the configuration.
+known only when all groups are there. Gradients are therefore accumulated without it and divided once, before the
+optimizer sees them: up to rounding, the step equals the one that waits for the whole batch. Advantages are relative to
+the group. The configuration refuses objectives that need the whole batch before the first micro-batch.
 
-Each part is packed by itself. It is trained at once, whether it fills its micro-batches or not: the trainer would
-have nothing else to do, and while it computes, more groups gather for the next part.
+Each part is packed by itself and trained at once, whether it fills its micro-batches or not: otherwise the trainer
+would be idle, and while it computes, more groups gather for the next part.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from async_grpo.wire import Batch
 from trainer.batch.sequences import Sequence
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.step.precompute import PrecomputedTokens, prepared
+from trainer.step.precompute import PrecomputedTokens, attach_precomputed
 from trainer.step.results import StepValues
-from trainer.step.statistics import Tally, reduce_tallies
-from trainer.step.step import MicroBatchLoss, count_members, count_read, make_ready, new_totals, take_update
+from trainer.step.statistics import StepSums, reduce_sums
+from trainer.step.step import MicroBatchLoss, count_members, count_read, new_totals, prepare_batch, take_update
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class StreamedStep:
     phases: PhaseTimer
     reference: Reference | None = None
     parts: list[Batch] = field(default_factory=list)
-    found: list[Tally] = field(default_factory=list)
+    found: list[StepSums] = field(default_factory=list)
     members: list[Sequence] = field(default_factory=list)
     totals: StepTotals = field(init=False)
 
@@ -71,26 +71,34 @@ class StreamedStep:
         """Further groups of the batch: accumulate their gradient."""
         self.parts.append(part)
         objective = self.config.trainer.objective
-        ready = make_ready(self.policy, part, self.config, self.reference, self.phases)
-        loss = MicroBatchLoss(objective, self.version, scale=self._denominator(ready.members))
+        prepared = prepare_batch(self.policy, part, self.config, self.reference, self.phases)
+        loss = MicroBatchLoss(objective, self.version, scale=self._denominator(prepared.members))
         with self.phases.span("train", groups=len(part.groups)):
-            micro_batches = prepared(ready.packed.micro_batches, ready.known)
+            micro_batches = attach_precomputed(prepared.packed.micro_batches, prepared.precomputed)
             entropy = objective.entropy_coef > 0
             self.found += self.policy.run(micro_batches, loss, train=True, entropy=entropy, total=False)
-        self.members += ready.members
-        count_members(self.totals, ready.members)
-        count_read(self.totals, ready.packed, self.policy)
+        self.members += prepared.members
+        count_members(self.totals, prepared.members)
+        count_read(self.totals, prepared.packed, self.policy)
 
     def close(self, lr: float) -> StepValues:
         """Change the weights. Raises NonFiniteStep before it does."""
         total = self._denominator(self.members)
         with self.phases.span("train"):
             self.policy.total_gradients(scale=1.0 / total)
-            sums, maxima = reduce_tallies(self.found)
+            sums, maxima = reduce_sums(self.found)
         sums["loss"] /= total
-        known = PrecomputedTokens()
+        precomputed = PrecomputedTokens()
         take_update(
-            self.policy, self.totals, sums, maxima, known, self.config, lr=lr, version=self.version, phases=self.phases
+            self.policy,
+            self.totals,
+            sums,
+            maxima,
+            precomputed,
+            self.config,
+            lr=lr,
+            version=self.version,
+            phases=self.phases,
         )
         return self.totals.values()
 

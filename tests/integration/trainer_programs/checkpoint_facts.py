@@ -63,14 +63,14 @@ def background(config: RunConfig, model: Path, platform: Any, folder: Path) -> d
     step(policy, config, 0)
     still, busy = checkpoints(config, folder / "still"), checkpoints(config, folder / "busy")
     still.save(policy, 1, epoch=1)
-    still.settle(wait=True)
+    still.poll_saved(wait=True)
     with held_back() as let_go:
         busy.save(policy, 1, epoch=1)
-        unsettled = busy.settle(wait=False)
+        unsettled = busy.poll_saved(wait=False)
         for version in (1, 2):
             step(policy, config, version)
         let_go()
-    settled = busy.settle(wait=True)
+    settled = busy.poll_saved(wait=True)
     files = [hashes(folder / name / "00000001") for name in ("still", "busy")]
     return {"unsettled": unsettled, "settled": settled, "still": files[0], "busy": files[1]}
 
@@ -79,16 +79,16 @@ def full_disk(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
     """A second checkpoint that the disk has no room for, and a third one when it has."""
     policy, saved = make(config, model, platform), checkpoints(config, folder)
     saved.save(policy, 1, epoch=1)
-    saved.settle(wait=True)
+    saved.poll_saved(wait=True)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     saved.save(policy, 2, epoch=1)
-    refused = refusal(lambda: saved.settle(wait=True))
+    refused = refusal(lambda: saved.poll_saved(wait=True))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     newest, names = saved.newest(), listing(folder)
     saved.load(policy, 1)
     saved.save(policy, 3, epoch=1)
-    saved.settle(wait=True)
+    saved.poll_saved(wait=True)
     return {"refused": refused, "newest": newest, "names": names, "afterwards": listing(folder)}
 
 
@@ -113,16 +113,16 @@ def overtaken(config: RunConfig, model: Path, platform: Any, folder: Path) -> di
     """A trainer of epoch 1 that wakes up beside the checkpoint of epoch 2."""
     policy, saved = make(config, model, platform), checkpoints(config, folder)
     saved.save(policy, 8, epoch=2)
-    saved.settle(wait=True)
+    saved.poll_saved(wait=True)
     saved.save(policy, 6, epoch=1)
-    return {"refused": refusal(lambda: saved.settle(wait=True)), "newest": saved.newest()}
+    return {"refused": refusal(lambda: saved.poll_saved(wait=True)), "newest": saved.newest()}
 
 
 def damaged(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     """What is said of a checkpoint with a byte changed and of one with another name, and what they did to weights."""
     policy, saved = make(config, model, platform), checkpoints(config, folder)
     saved.save(policy, 1, epoch=1)
-    saved.settle(wait=True)
+    saved.poll_saved(wait=True)
     shutil.copytree(folder / "00000001", folder / "00000002")
     renamed = refusal(lambda: saved.load(policy, 2))
     path = folder / "00000001" / "__0_0.distcp"
@@ -143,12 +143,12 @@ def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[st
             Evaluation(version=v, prompts=1, samples=1, sampled_accuracy=accuracies[v - 1]) for v in range(1, version)
         ]
         saved.save(policy, version, epoch=1, evaluations=evaluations)
-        saved.settle(wait=True)
+        saved.poll_saved(wait=True)
         saved.begin_export(policy, model, version, evaluations)
-        saved.settle_export()
+        saved.wait_for_export()
         after.append(listing(folder))
     best = (folder / "best").read_text().strip()
-    saved.judge([*evaluations, Evaluation(version=6, prompts=1, samples=1, sampled_accuracy=0.95)])
+    saved.mark_best([*evaluations, Evaluation(version=6, prompts=1, samples=1, sampled_accuracy=0.95)])
     return {"after": after, "best": best, "judged": listing(folder), "new_best": (folder / "best").read_text().strip()}
 
 
@@ -170,7 +170,7 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
     loop.epoch, loop.saved = 1, 0
     with held_back() as let_go:
         loop._checkpoint()
-        loop._settle(wait=False)
+        loop._poll_saved(wait=False)
         early = [list(buffer.told), saved.newest()]
         let_go()
     loop._save_rest()
@@ -189,7 +189,7 @@ def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict
             for version in (0, 1):
                 step(policy, changed, version)
             saved.save(policy, 2, epoch=1)
-            saved.settle(wait=True)
+            saved.poll_saved(wait=True)
             policy = make(changed, model, platform)
             saved.load(policy, 2)
             found[name] = [step(policy, changed, version) for version in (2, 3)]

@@ -74,7 +74,7 @@ def write_for_ever(config: RunConfig, model: Path, platform: Any, say: Any) -> N
     while True:
         version += 1
         checkpoints.save(policy, version, epoch=1)
-        checkpoints.settle(wait=True)
+        checkpoints.poll_saved(wait=True)
         say.write(f"{version}\n")
 
 

@@ -78,14 +78,14 @@ def write(config: RunConfig, model: Path, platform: Any, folder: Path, epoch: in
     step(policy, config, epoch)
     alone = checkpoints(config, folder.parent / f"rival-{epoch}")
     alone.save(policy, 1, epoch=epoch)
-    alone.settle(wait=True)
+    alone.poll_saved(wait=True)
     saved = checkpoints(config, folder)
     with held_back() as let_go:
         saved.save(policy, 1, epoch=epoch)
         channel.send_bytes(b'"saving"')
         assert channel.poll(120)
         let_go()
-        refused = refusal(lambda: saved.settle(wait=True))
+        refused = refusal(lambda: saved.poll_saved(wait=True))
     mine = hashes(folder.parent / f"rival-{epoch}" / "00000001")
     channel.send_bytes(json.dumps({"refused": refused, "files": mine}).encode())
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_grpo.config import RunConfig, dump, validate
-from trainer.node_main import Met, Node
+from trainer.node_main import Node, NodeSetup
 
 PROGRAMS = Path(__file__).parents[1]
 TEMPERATURE = 0.8
@@ -93,9 +93,9 @@ class ProgramNode(Node):
     def _argv(self) -> list[str]:
         return self.argv
 
-    def _environments(self, met: Met) -> list[dict[str, str]]:
+    def _environments(self, setup: NodeSetup) -> list[dict[str, str]]:
         found = f"{PROGRAMS}:{os.environ.get('PYTHONPATH', '')}"
-        return [told | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found} for told in Node._environments(self, met)]
+        return [told | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found} for told in Node._environments(self, setup)]
 
 
 def launch(program: str, ranks: int, *arguments: object, timeout_s: float = 400.0) -> None:

@@ -50,12 +50,12 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
     out = Path(case["out"])
     policy = load_policy(config, Path(case["model"]), platform)
     address = out.with_suffix(".address")
-    outlet = WeightExporter(policy, config, OneRun(address), epoch=1)
+    exporter = WeightExporter(policy, config, OneRun(address), epoch=1)
     readers = [read(config, address, number, case["steps"]) for number in range(case["readers"] * is_leader())]
     for version in range(case["steps"] + 1):
         if version > 0:
             train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
-        outlet.publish(version)
+        exporter.publish(version)
         hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
         if is_leader():
             said = [json.loads(reader.stdout.readline()) for reader in readers]
@@ -63,7 +63,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
                 lines.write(json.dumps({"version": version, "hashes": hashes, "readers": said}) + "\n")
     for reader in readers:
         reader.wait(30)
-    outlet.close()
+    exporter.close()
     if is_leader():
         remove_stores(config.local_name)
 

@@ -16,7 +16,7 @@ from buffer.base import Resume
 from trainer.platform import select_platform
 
 RESUMED_AT, HEAD_VERSION = 2, 4
-TOLD = ("diary.joined", "diary.step", "outlet.publish", "diary.serving")
+TOLD = ("logger.joined", "logger.step", "exporter.publish", "logger.serving")
 
 
 def main() -> None:
@@ -26,15 +26,15 @@ def main() -> None:
 
     world = MagicMock()
     world.coordinator.resume.return_value = Resume(epoch=2, head_version=HEAD_VERSION)
-    world.checkpoints.settle.return_value = None
-    world.stepper.make.side_effect = [MagicMock()] * (HEAD_VERSION - RESUMED_AT) + [None]
-    loop.WeightOutlet = lambda *_: world.outlet
-    loop.Stepper = lambda *_: world.stepper
+    world.checkpoints.poll_saved.return_value = None
+    world.step_runner.make.side_effect = [MagicMock()] * (HEAD_VERSION - RESUMED_AT) + [None]
+    loop.WeightExporter = lambda *_: world.exporter
+    loop.StepRunner = lambda *_: world.step_runner
     loop.step_row = lambda *_, **__: {}
     loop.is_leader = lambda: True
     config = validate({"name": "replayed", "steps": 9, "model": {"random": {}}}, "test")
     training = loop.TrainingLoop(
-        config, Path(), world.policy, world.coordinator, world.checkpoints, world.diary, RESUMED_AT
+        config, Path(), world.policy, world.coordinator, world.checkpoints, world.logger, RESUMED_AT
     )
     training.run()
     Path(sys.argv[1]).write_text(json.dumps([name for name, *_ in world.mock_calls if name in TOLD]))

@@ -57,7 +57,7 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
             after_one = {name: tensor.clone() for name, tensor in policy.export()}
         if version + 1 == case["save_at"]:
             checkpoints.save(policy, version + 1, epoch=1)
-    checkpoints.settle(wait=True)
+    checkpoints.poll_saved(wait=True)
     if case.get("die"):
         os.kill(os.getpid(), signal.SIGKILL)
     trained = {name: tensor.clone() for name, tensor in policy.export()}

@@ -128,15 +128,15 @@ def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoint
     from trainer.run_logger import TrainerLogger
     from trainer.step.step_runner import SkippedSteps, StepRunner
 
-    diary = TrainerLogger(config)
-    skips = SkippedSteps(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
+    logger = TrainerLogger(config)
+    skipped_steps = SkippedSteps(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
     coordinator = Buffered(config, case) if case.buffered else Scripted(case)
-    stepper = StepRunner(config, policy, reference, coordinator, diary, skips)
+    step_runner = StepRunner(config, policy, reference, coordinator, logger, skipped_steps)
     found: dict[str, Any] = {"steps": [], "stayed": [], "stopped": ""}
     for version in case.versions:
         before = weights_of(policy)
         try:
-            made = stepper.make(version, waiting="wait")
+            made = step_runner.make(version, waiting="wait")
         except TrainingError as error:
             found["stopped"] = str(error)
             break
@@ -145,9 +145,9 @@ def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoint
         found["stayed"].append(all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy).items()))
         if version + 1 == case.save_at:
             checkpoints.save(policy, version + 1, epoch=1)
-            checkpoints.settle(wait=True)
-    found["passes"] = sorted(diary.phases.seconds)
-    diary.close()
+            checkpoints.poll_saved(wait=True)
+    found["passes"] = sorted(logger.phases.seconds)
+    logger.close()
     rows = read_rows(config.run_dir / "metrics.jsonl") if is_leader() else []
     return found | {"warnings": [row["message"] for row in rows if row["kind"] == "warning"]}
 
