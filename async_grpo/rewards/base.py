@@ -1,18 +1,15 @@
-"""The judgement of one completion: scores by reward, what failed, and the one number that is trained on.
+"""What a reward sees and gives, and the one number that is trained on.
 
-What a reward may look at.
+- RewardInput    one completion with its task
+- RewardResult   scores by reward, failures, and their weighted sum; `combine` makes it
+- with_length    the rule for overlong samples (DAPO, arXiv 2503.14476, section 3.4)
+- as_score       which values count as a score
 
-What becomes of samples that ran out of tokens: nothing, a mask, or a punishment.
+A completion that was cut at `max_tokens` is wrong for want of room, not of reasoning. `rewards.overlong: filter`
+keeps it out of the loss. `soft` tells the policy before it gets there: with L = soft_overlong_tokens,
 
-Both rules are those of DAPO (arXiv 2503.14476, section 3.4).
-
-A completion that was cut at `max_tokens` is wrong for want of room and not of reasoning. `filter` keeps it out
-of the loss. `soft` tells the policy before it gets there: with L = soft_overlong_tokens,
-
-    punishment(n) = 0                           n <= max_tokens - L
-                  = factor * ((max_tokens - L) - n) / L     above, down to -factor at max_tokens
-
-What counts as a score.
+    punishment(n) = 0                                         n <= max_tokens - L
+                  = factor * ((max_tokens - L) - n) / L       above, down to -factor at max_tokens
 """
 
 from __future__ import annotations
@@ -28,25 +25,31 @@ from async_grpo.config.rewards import OVERLONG, RewardConfig, RewardsConfig
 if TYPE_CHECKING:
     from async_grpo.wire import Sample, Task
 
+CUT = "length"
+"""Finish reason of a completion that reached max_tokens."""
+MAX_SCORE = 1e6
+"""Largest absolute value of a score: beyond it, float32 losses lose everything else in the batch."""
+
 
 class RewardInput(NamedTuple):
-    """One completion with the task that it answers."""
+    """What a reward function may look at: one completion with the task that it answers."""
 
     completion: str
     answer: str
     prompt: str = ""
     metadata: Mapping[str, str] = {}
     tool_calls: int = 0
-    """Calls that a tool has answered."""
+    """Number of tool calls that were answered."""
 
     @classmethod
     def of(cls, sample: Sample, task: Task) -> Self:
+        """The input for one sample of a task."""
         answered = sum(not turn.by_policy for turn in sample.turns)
         return cls(sample.text, task.answer, task.prompt, task.metadata, answered)
 
 
 DRY_ITEM = RewardInput("<think>0 + 1 = 1</think><answer>1</answer>", "1", "0 + 1 = ?")
-"""What every reward function of a user is tried on before anything starts."""
+"""The item that every reward function of a user is tried on before a run starts."""
 
 
 FailureKind = Literal[
@@ -72,9 +75,9 @@ FailureKind = Literal[
 - `raised`           it raised an exception
 - `crashed`          its process ended: a signal, os._exit
 - `memory`           it used more than `rewards.memory_bytes` and was killed, or raised MemoryError
-- `output`           something wrote to the pool's private channel, or the answer was no answer
-- `bad_value`        it returned something that is no finite number, or one that no loss survives
-- `none`             it returned None: it says itself that it cannot judge
+- `output`           something wrote to the pool's private channel, or the reply was not valid
+- `bad_value`        it returned no finite number, or one above MAX_SCORE
+- `none`             it returned None, which says that it cannot judge
 - `import`           it could not be imported in its process
 - `start`            its process did not come up within `rewards.start_timeout_s`
 - `http_timeout`     the judge did not answer in time, in any attempt
@@ -89,7 +92,7 @@ FailureKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Why one reward has no score; `reason` is for people, `kind` for counting."""
+    """Why one reward has no score. `reason` is for people, `kind` for counting."""
 
     kind: FailureKind
     reason: str
@@ -100,10 +103,11 @@ Outcome = float | RewardFailure
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """`reward` is the weighted sum of `scores`, or None: then the sample is masked, never scored 0.
+    """The judgement of one completion.
 
-    `failures` has every reward that failed, by name, also those that are not required;
-    `failure` ("" if there is a reward) and `reason` are of the first one that made the sample unverifiable.
+    `reward` is the weighted sum of `scores`, or None: then the sample is masked, never scored 0. `failures` has every
+    reward that failed, by name, required or not. `failure` ("" if there is a reward) and `reason` describe the first
+    one that made the sample unverifiable.
     """
 
     scores: dict[str, float] = field(default_factory=dict)
@@ -114,12 +118,15 @@ class RewardResult:
 
 
 def unverifiable(kind: FailureKind, reason: str, *, name: str = "reward") -> RewardResult:
-    """No judgement, because of one failure."""
+    """A result without a reward, because of one failure of the reward `name`."""
     return RewardResult(failures={name: RewardFailure(kind, reason)}, failure=kind, reason=reason)
 
 
-def verdict_of(outcomes: Mapping[str, Outcome], functions: Sequence[RewardConfig]) -> RewardResult:
-    """sum of weight * score over all rewards that have one, unless a required one has none."""
+def combine(outcomes: Mapping[str, Outcome], functions: Sequence[RewardConfig]) -> RewardResult:
+    """The result of all rewards: the sum of weight * score over those with a score.
+
+    There is no reward if a required one failed.
+    """
     scores = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, RewardFailure)}
     failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RewardFailure)}
     for function in functions:
@@ -133,27 +140,23 @@ def verdict_of(outcomes: Mapping[str, Outcome], functions: Sequence[RewardConfig
     return RewardResult(scores, reward, failures)
 
 
-CUT = "length"
-"""Finish reason of a completion that reached max_tokens."""
-
-
 def with_length(
-    verdict: RewardResult, rule: RewardsConfig, *, length: int, finish_reason: str, max_tokens: int
+    result: RewardResult, rule: RewardsConfig, *, length: int, finish_reason: str, max_tokens: int
 ) -> RewardResult:
-    """The verdict on a completion of `length` tokens once the rule for length is applied.
+    """The result of a completion of `length` tokens after the rule for overlong samples (`rewards.overlong`).
 
-    A sample that is unverifiable already stays so, for its own reason.
+    A sample that was unverifiable before stays so, for its own reason.
     """
-    if verdict.reward is None or rule.overlong == "none":
-        return verdict
+    if result.reward is None or rule.overlong == "none":
+        return result
     if rule.overlong == "filter":
-        return _masked(verdict, max_tokens) if finish_reason == CUT else verdict
+        return _masked(result, max_tokens) if finish_reason == CUT else result
     assert rule.soft_overlong_tokens is not None
     punishment = soft_punishment(
         length, max_tokens=max_tokens, last=rule.soft_overlong_tokens, factor=rule.soft_overlong_factor
     )
-    scores = {**verdict.scores, OVERLONG: punishment}
-    return dataclasses.replace(verdict, scores=scores, reward=verdict.reward + punishment)
+    scores = {**result.scores, OVERLONG: punishment}
+    return dataclasses.replace(result, scores=scores, reward=result.reward + punishment)
 
 
 def soft_punishment(length: int, *, max_tokens: int, last: int, factor: float) -> float:
@@ -166,27 +169,23 @@ def soft_punishment(length: int, *, max_tokens: int, last: int, factor: float) -
     return 0.0 if exceed == 0 else -factor * exceed / last
 
 
-def _masked(verdict: RewardResult, max_tokens: int) -> RewardResult:
+def _masked(result: RewardResult, max_tokens: int) -> RewardResult:
     cut = unverifiable(
         "overlong", f"the completion was cut at {max_tokens} tokens. Raise sampling.max_tokens", name=OVERLONG
     )
-    return dataclasses.replace(cut, scores=verdict.scores, failures={**verdict.failures, **cut.failures})
-
-
-MAX_SCORE = 1e6
-"""Of the absolute value: beyond it, float32 losses lose everything else in the batch."""
+    return dataclasses.replace(cut, scores=result.scores, failures={**result.failures, **cut.failures})
 
 
 def as_score(value: object) -> float:
-    """A number, or what says that it is one (numpy and torch scalars). Raises ValueError for anything else.
+    """The value as a float: a number, or a scalar of numpy or torch. Raises ValueError for anything else.
 
-    A text is none, even "1": a function that returns its answer instead of a score should be noticed.
+    A text is no score, not even "1", so that a function that returns its answer instead of a score is noticed.
     """
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         raise ValueError(f"{_shown(value)} is a {type(value).__name__}, not a number")
     try:
         score = float(value)
-    except Exception as error:  # whatever the __float__ of a value of the user's may raise
+    except Exception as error:  # a user's __float__ may raise anything
         raise ValueError(f"a {type(value).__name__} is no score: {type(error).__name__}: {error}") from error
     if not abs(score) <= MAX_SCORE:
         raise ValueError(f"{score} is not a finite number within {MAX_SCORE:g}")
@@ -194,8 +193,8 @@ def as_score(value: object) -> float:
 
 
 def _shown(value: object) -> str:
-    """Bounded, also for values whose repr raises."""
+    """The value's repr, bounded; "the value" if its repr raises."""
     try:
         return repr(value)[:80]
-    except Exception:  # or its __repr__
+    except Exception:  # a user's __repr__ may raise anything
         return "the value"

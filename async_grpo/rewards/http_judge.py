@@ -1,13 +1,13 @@
 """A judge behind HTTP: one POST a completion, JSON there and back.
 
-    item --POST {completion, answer, prompt, metadata, ...extra}--> judge
+    item --POST {completion, answer, prompt, metadata, tool_calls, ...extra}--> judge
     item <-- {"score": 0.5}, or wherever `score_pointer` points ---- judge
 
-It waits for one of `concurrency` places (a request that ends frees it, at the latest after all its attempts and
-pauses), then for the reply, at most `timeout_s` an attempt. Runs on the event loop and never blocks it.
+It waits for one of `concurrency` places, which another request frees when it is done, at the latest after all its
+attempts and pauses. Then it waits for the reply, at most `timeout_s` an attempt. It never blocks the event loop.
 
-No redirects are followed, no proxies or passwords are taken from the environment, a reply is read up to
-`max_reply_bytes`, and the token appears in no message.
+It follows no redirects, takes no proxies or passwords from the environment, reads at most `max_reply_bytes` of a reply,
+and no message contains the token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from async_grpo.config.rewards import HttpRewardConfig
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import Outcome, RewardFailure, RewardInput, as_score
 
-_WORTH_ANOTHER_TRY = frozenset({408, 425, 429, *range(500, 600)})
+_RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 _READ_BYTES = 16 << 10
 
 
 class HttpJudge:
-    """One reward of kind `http`. Made anywhere, used on one event loop."""
+    """One reward of kind `http`. It can be made anywhere and is used on one event loop."""
 
     def __init__(self, name: str, config: HttpRewardConfig, environment: Mapping[str, str]) -> None:
         """Raises ConfigError if the variable that should hold the token is empty or not set."""
@@ -41,7 +41,7 @@ class HttpJudge:
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, item: RewardInput) -> dict[str, Outcome]:
-        """The score, or what kept it from coming in the last attempt."""
+        """The score by the name of this reward, or the failure of the last attempt."""
         async with self._room:
             for attempt in range(self._config.retries + 1):
                 if attempt:
@@ -66,15 +66,14 @@ class HttpJudge:
         except (aiohttp.ClientError, OSError) as error:
             return RewardFailure("http_connection", f"the judge cannot be reached: {type(error).__name__}"), True
         if status != 200:
-            return RewardFailure(
-                "http_status", f"the judge answered with status {status}"
-            ), status in _WORTH_ANOTHER_TRY
+            failure = RewardFailure("http_status", f"the judge answered with status {status}")
+            return failure, status in _RETRIED_STATUSES
         if len(reply) > self._config.max_reply_bytes:
             return RewardFailure("http_bad_reply", f"the reply is above {self._config.max_reply_bytes} bytes"), False
         return score_of(reply, self._config.score_pointer), False
 
     async def _post(self, item: RewardInput) -> tuple[int, bytes]:
-        """Status and body; of a body that is too large, or of an error, no more than shows that."""
+        """Status and body. A body that is too large is cut just above the limit; that of an error is empty."""
         body = msgspec.json.encode({**self._config.extra, **item._asdict()})
         headers = {"Content-Type": "application/json", **self._headers}
         session = self._open_session()
@@ -99,12 +98,12 @@ class HttpJudge:
 
 
 def pause_s(config: HttpRewardConfig, attempt: int, chance: float) -> float:
-    """Before attempt 1, 2, ...: exponential with full jitter; chance in [0, 1)."""
+    """Seconds before retry 1, 2, ...: exponential with full jitter. `chance` is random in [0, 1)."""
     return min(config.backoff_max_s, config.backoff_s * 2.0 ** min(attempt, 64)) * (1.0 - chance)
 
 
 def score_of(reply: bytes, pointer: str) -> Outcome:
-    """The number at `pointer` in a JSON document; JSON's null is the judge's own "cannot say"."""
+    """The number at `pointer` in a JSON document. With null the judge says that it cannot judge: a failure `none`."""
     try:
         value = look_up(msgspec.json.decode(reply), pointer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -120,7 +119,7 @@ def score_of(reply: bytes, pointer: str) -> Outcome:
 
 
 def look_up(document: Any, pointer: str) -> Any:
-    """What a JSON pointer (RFC 6901) points at. Raises LookupError.
+    """The value at a JSON pointer (RFC 6901). Raises LookupError if there is none.
 
     >>> look_up({"choices": [{"score": 0.5}]}, "/choices/0/score")
     0.5

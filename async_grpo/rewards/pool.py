@@ -1,14 +1,15 @@
 """The reward pool: verifiers in processes that can be killed, judges behind HTTP.
 
-    dispatcher --judge(group)--> RewardPool --> WorkerSlot 1 .. N --> worker processes   (below one warden)
+    dispatcher --judge(group)--> RewardPool --> WorkerSlot 1 .. N --> worker processes   (below one supervisor)
                                             --> HttpJudge --> an HTTP server
 
-- an item waits for a free slot; another item that ends frees it, at the latest after one deadline per
-  verifier. The waiting callers are the queue: `judge` holds them back, so it is as long as what they hold.
-- a slot waits for one answer at a time, see `slot`; a request waits for its place and its reply, see `http_judge`.
+- An item waits for a free slot. Another item frees it when it is done, at the latest after one deadline per
+  verifier. The waiting callers are the queue, so the queue is as long as what they hold.
+- A slot waits for one reply at a time (`workers.slot`). An HTTP request waits for its place and its reply
+  (`http_judge`).
 
-The event loop is never blocked: verifiers run elsewhere, are started elsewhere, and cannot hold it.
-Shut down with `aclose`: judgements under way must have ended or been cancelled; then the warden ends all workers.
+The event loop is never blocked: verifiers are started and run in other processes.
+Before `aclose`, calls under way must have ended or been cancelled. Then the supervisor ends all workers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import structlog
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.base import DRY_ITEM, Outcome, RewardFailure, RewardInput, RewardResult, verdict_of
+from async_grpo.rewards.base import DRY_ITEM, Outcome, RewardFailure, RewardInput, RewardResult, combine
 from async_grpo.rewards.http_judge import HttpJudge
 from async_grpo.rewards.registry import BUILTIN, SIGNATURE, check_name
 from async_grpo.rewards.workers.client import SupervisorClient, worker_environment
@@ -45,7 +46,7 @@ log = structlog.get_logger()
 
 
 class RewardPool:
-    """`async with RewardPool(config.rewards) as pool: await pool.judge(items)`."""
+    """Judges completions: `async with RewardPool(config.rewards) as pool: await pool.judge(items)`."""
 
     def __init__(self, rewards: RewardsConfig) -> None:
         self._rewards = rewards
@@ -53,35 +54,37 @@ class RewardPool:
         for name in self._names:
             check_name(name)
         environment = worker_environment(os.environ, rewards.environment)
-        self._judges = {f.name: HttpJudge(f.name, f.http, os.environ) for f in rewards.functions if f.http is not None}
-        self._link = SupervisorClient(self._names, rewards.memory_bytes, environment)
+        self._http_judges = {
+            f.name: HttpJudge(f.name, f.http, os.environ) for f in rewards.functions if f.http is not None
+        }
+        self._supervisor = SupervisorClient(self._names, rewards.memory_bytes, environment)
         limits = WorkerLimits(rewards.deadline_s, rewards.start_timeout_s, rewards.items_per_worker)
         self._slots = [
-            WorkerSlot(self._link, self._names, limits) for _ in range(rewards.workers if self._names else 0)
+            WorkerSlot(self._supervisor, self._names, limits) for _ in range(rewards.workers if self._names else 0)
         ]
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
         self.failures: Counter[tuple[str, str]] = Counter()
-        """How often each reward failed, by (name, kind of failure)."""
+        """Number of failures, by (name of the reward, kind of failure)."""
         self._extracting: frozenset[str] = frozenset()
         self._closed = False
         self.judged = 0
-        """Items with a verdict, whatever it is."""
+        """Number of items judged, with or without a reward."""
 
     @property
     def failures_by_kind(self) -> dict[str, int]:
-        """How often any reward failed, by kind of failure."""
+        """Number of failures of all rewards, by kind of failure."""
         totals: Counter[str] = Counter()
         for (_, kind), count in self.failures.items():
             totals[kind] += count
         return dict(totals)
 
     @property
-    def warden_pid(self) -> int | None:
-        """The process above all verifiers, if there is one."""
-        return self._link.pid
+    def supervisor_pid(self) -> int | None:
+        """Process id of the worker supervisor; None if none runs."""
+        return self._supervisor.pid
 
     async def start(self) -> None:
-        """Load every verifier and try it. Raises ConfigError that says which one cannot be used, and why."""
+        """Load every verifier and try it on DRY_ITEM. Raises ConfigError for one that cannot be used, and says why."""
         try:
             if self._slots:
                 await self._try_verifiers(self._slots[0])
@@ -90,30 +93,31 @@ class RewardPool:
         except BaseException:
             await self.aclose()
             raise
-        for slot in reversed(self._slots):  # the last in is the first out: the one that is warm
+        for slot in reversed(self._slots):  # last in, first out: the warm one comes first
             self._free.put_nowait(slot)
 
     async def judge(self, items: Sequence[RewardInput]) -> list[RewardResult]:
-        """A verdict per item, in order. Never raises for what a verifier does.
+        """A result per item, in order. Failures of verifiers are in the results, never raised.
 
-        Raises WaitTimeout if the kernel does not end a process that was killed, and AsyncGrpoError once the
-        pool is closed.
+        Raises WaitTimeout if the kernel does not end a killed process, AsyncGrpoError once the pool is closed.
         """
         if self._closed:
             raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
         return await _all([self._judge(item) for item in items])
 
     def why_no_answers(self, name: str) -> str:
-        """ "" if this reward function, by name, finds the answer in a completion."""
+        """Why the reward function `name` cannot extract the answer from a completion; "" if it can."""
         if name in self._extracting:
             return ""
-        if name in self._judges:
+        if name in self._http_judges:
             return f"{name} is a judge behind HTTP, which gives a score and no answer"
         return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
 
     async def extract(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
-        """The answer in each completion, in order, as the reward function `name` finds it: None where there is none,
-        and why where it failed. Raises as `judge`."""
+        """The answer that the reward function `name` finds in each completion, in order.
+
+        None where it finds none, RewardFailure where it failed. Raises as `judge` does.
+        """
         if self._closed:
             raise AsyncGrpoError("the reward pool is closed: nothing can be extracted any more")
         return await _all([self._extract(name, completion) for completion in completions])
@@ -121,8 +125,8 @@ class RewardPool:
     async def aclose(self) -> None:
         """End all workers and close all connections."""
         self._closed = True
-        await self._link.aclose()
-        for judge in self._judges.values():
+        await self._supervisor.aclose()
+        for judge in self._http_judges.values():
             await judge.aclose()
 
     async def __aenter__(self) -> RewardPool:
@@ -133,8 +137,7 @@ class RewardPool:
         await self.aclose()
 
     async def _try_verifiers(self, slot: WorkerSlot) -> None:
-        """Also a verifier of one's own may raise (that is how it says that it cannot judge), but it must be
-        possible to call it, and what it returns must be a score."""
+        """A user's verifier may raise (so it says that it cannot judge), but it must be callable and return a score."""
         for name, outcome in (await slot.judge(DRY_ITEM)).items():
             if not isinstance(outcome, RewardFailure):
                 continue
@@ -149,16 +152,16 @@ class RewardPool:
 
     async def _judge(self, item: RewardInput) -> RewardResult:
         outcomes = await self._outcomes(item)
-        verdict = verdict_of(outcomes, self._rewards.functions)
+        result = combine(outcomes, self._rewards.functions)
         self.judged += 1
-        for name, failure in verdict.failures.items():
+        for name, failure in result.failures.items():
             self._count(name, failure)
-        return verdict
+        return result
 
     async def _outcomes(self, item: RewardInput) -> dict[str, Outcome]:
-        if not self._judges:
+        if not self._http_judges:
             return await self._in_process(item)
-        requests = [judge.judge(item) for judge in self._judges.values()]
+        requests = [judge.judge(item) for judge in self._http_judges.values()]
         parts = await _all([self._in_process(item), *requests])
         return {name: outcome for part in parts for name, outcome in part.items()}
 
@@ -182,18 +185,18 @@ class RewardPool:
         return found
 
     def _count(self, name: str, failure: RewardFailure) -> None:
-        """Into the log at the 1st, 10th, 100th... time: a verifier that always fails must not fill a disk."""
+        """Count it, and log it the 1st, 10th, 100th... time: a verifier that always fails must not fill the disk."""
         self.failures[name, failure.kind] += 1
         count = self.failures[name, failure.kind]
         if str(count).strip("0") == "1":
             log.warning("reward failed", reward=name, kind=failure.kind, why=failure.reason, so_far=count)
 
 
-async def _all(makes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results, in order; the first failure cancels the rest and is raised by itself."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(make) for make in makes]
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

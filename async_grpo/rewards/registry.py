@@ -1,4 +1,4 @@
-"""From the name of a reward function to something that can be called with an item.
+"""From the name of a reward function to a callable that takes a RewardInput.
 
 A reward function is a function or an object with `__call__`, or a class of such objects (made once in every
 verifier process, without arguments); it may be `async`. It takes the completion and the reference answer by
@@ -41,7 +41,7 @@ BUILTIN = {
     "strict_format": "async_grpo.rewards.verifiers.boxed:strict_format",
     "step": "async_grpo.rewards.verifiers.boxed:step",
 }
-"""What each of them scores: docs/verifiers.md."""
+"""Built-in verifiers by name. docs/verifiers.md says what each scores."""
 
 EXTRACTIONS = {
     "answer_tag": "async_grpo.rewards.verifiers.answers:tagged_answer",
@@ -57,11 +57,11 @@ EXTRACTIONS = {
     "acc_for_dapo": "async_grpo.rewards.verifiers.text:dapo_answer",
     "retool_reward": "async_grpo.rewards.verifiers.text:tail_box",
 }
-"""What a verifier takes for the answer of a completion. Those that look at the form alone are not here, nor is
+"""How a built-in verifier extracts the answer of a completion. Those that only look at the form are not here, nor is
 kk_reward, whose answer may begin in the prompt."""
 
 NEED_PACKAGES = frozenset(name for name, where in BUILTIN.items() if "symbolic" in where or "prm800k" in where)
-"""They work out algebra, and import what may not be there."""
+"""Built-in verifiers that do algebra and import packages that may not be installed."""
 
 SIGNATURE = (
     "(completion: str, answer: str) -> float, with the keywords prompt, metadata and tool_calls where it wants them"
@@ -70,24 +70,24 @@ _EXTRAS = ("prompt", "metadata", "tool_calls")
 
 
 def load_verifier(name: str) -> Judge:
-    """A built-in verifier, or `module:attribute` (on the Python path or in the working folder).
+    """A built-in verifier, or the user's `module:attribute` (on the Python path or in the working folder).
 
-    Raises ConfigError that says what to change.
+    Raises ConfigError with what to change.
     """
-    return resolve_with_extraction(name)[0]
+    return load_with_extraction(name)[0]
 
 
-def resolve_with_extraction(name: str) -> tuple[Judge, Extract | None]:
-    """The verifier, and how it finds the answer in a completion: a function of one's own has it as `extract`.
+def load_with_extraction(name: str) -> tuple[Judge, Extract | None]:
+    """The verifier, and its function that extracts the answer, if any: a user's function has it as `extract`.
 
-    Raises ConfigError that says what to change.
+    Raises ConfigError with what to change.
     """
     found = _find(name)
     return _adapt(name, found), _extraction(name, found)
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError if the name can be none of a reward function; imports nothing."""
+    """Raise ConfigError if the name cannot be that of a reward function. Imports nothing."""
     module_name, _, attribute = name.partition(":")
     if name not in BUILTIN and not (module_name and attribute):
         raise ConfigError(
@@ -103,7 +103,7 @@ def _find(name: str) -> object:
         return found
     try:
         return found()
-    except Exception as error:  # whatever a class of the user's own may raise
+    except Exception as error:  # a user's class may raise anything
         raise ConfigError(
             f"rewards.functions: {name!r} cannot be made ({type(error).__name__}: {error}). "
             "A class must be callable without arguments"
@@ -134,10 +134,10 @@ def _extraction(name: str, found: object) -> Extract | None:
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> list[str]:
-    """Which extras it takes. Raises ConfigError if it cannot be called with them."""
+    """The extra keywords that the function takes. Raises ConfigError if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions of C modules do not tell
+    except ValueError:  # some functions of C modules have no signature
         return []
     extras = [extra for extra in _EXTRAS if _takes(signature, extra)]
     try:

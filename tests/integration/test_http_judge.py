@@ -99,13 +99,14 @@ async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(co
     async with pool_of(f"{court.url}/right", extra={"rubric": "be right"}) as pool:
         right, wrong = await pool.judge([RewardInput("a", "a", "which letter?", {"level": "1"}), RewardInput("b", "a")])
     assert (right.reward, wrong.reward) == (1.0, 0.0)
-    assert pool.warden_pid is None
+    assert pool.supervisor_pid is None
     (body,) = [body for body in court.bodies if body["completion"] == "a"]
     assert body == {
         "completion": "a",
         "answer": "a",
         "prompt": "which letter?",
         "metadata": {"level": "1"},
+        "tool_calls": 0,
         "rubric": "be right",
     }
 

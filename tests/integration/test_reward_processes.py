@@ -27,19 +27,19 @@ DOOMED_SERVER = f"""
 import asyncio
 from pathlib import Path
 from async_grpo.config.rewards import RewardConfig, RewardsConfig
-from async_grpo.rewards import memory
-from async_grpo.rewards.base import Item
+from async_grpo.utils import process_tree
+from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 
 async def main():
     folder = Path({{folder!r}})
     async with RewardPool(RewardsConfig(functions=[RewardConfig(name={TRICKY!r})], workers=3)) as pool:
         for deed in ("fork", "daemon"):
-            await pool.judge([Item(deed, "a", "", {{{{"file": str(folder / deed)}}}})])
-        hanging = asyncio.create_task(pool.judge([Item("hang", "a")] * 2))
+            await pool.judge([RewardInput(deed, "a", "", {{{{"file": str(folder / deed)}}}})])
+        hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")] * 2))
         await asyncio.sleep(0.2)
-        family = memory.descendants(pool.warden_pid, memory.parents())
-        (folder / "family.part").write_text(" ".join(map(str, [pool.warden_pid, *family])))
+        family = process_tree.descendants(pool.supervisor_pid, process_tree.parents())
+        (folder / "family.part").write_text(" ".join(map(str, [pool.supervisor_pid, *family])))
         (folder / "family.part").rename(folder / "family")
         await hanging
 
@@ -53,8 +53,8 @@ def pool_of(name: str, **changes: Any) -> RewardPool:
 
 def family_of(pool: RewardPool) -> list[int]:
     """Workers, and whatever lives below them."""
-    assert pool.warden_pid is not None
-    return process_tree.descendants(pool.warden_pid, process_tree.parents())
+    assert pool.supervisor_pid is not None
+    return process_tree.descendants(pool.supervisor_pid, process_tree.parents())
 
 
 async def gone(pids: Iterable[int]) -> None:
@@ -117,7 +117,7 @@ async def test_a_worker_that_dies_between_two_items_costs_neither() -> None:
         async with asyncio.timeout(PATIENCE_S):
             while family_of(pool):
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)  # the warden has buried it and says so
+        await asyncio.sleep(0.3)  # the supervisor has reaped it and reported it
         (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert (verdict.reward, pool.failures_by_kind) == (1.0, {})
 
@@ -147,7 +147,7 @@ async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Pat
         hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
         await asyncio.sleep(0.1)
         hanging.cancel()
-        family = [pool.warden_pid or 0, *family_of(pool)]
+        family = [pool.supervisor_pid or 0, *family_of(pool)]
     assert not [pid for pid in family if _lives(pid)]
     assert {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()} <= before
 
@@ -165,19 +165,19 @@ async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) ->
     await gone(family)
 
 
-async def test_a_warden_that_is_killed_costs_the_items_under_way_and_is_replaced() -> None:
+async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced() -> None:
     async with pool_of(TRICKY) as pool:
-        first = pool.warden_pid or 0
+        first = pool.supervisor_pid or 0
         family = family_of(pool)
         judging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
         await asyncio.sleep(0.1)
         os.kill(first, signal.SIGKILL)
         (lost,) = await judging
-        assert (lost.failure, lost.reason) == ("crashed", f"{TRICKY}: its process ended with its warden")
+        assert (lost.failure, lost.reason) == ("crashed", f"{TRICKY}: its process ended with its supervisor")
         await gone(family)
         (verdict,) = await pool.judge([RewardInput("a", "a")])
         assert verdict.reward == 1.0
-        assert pool.warden_pid != first
+        assert pool.supervisor_pid != first
 
 
 async def test_a_verifier_sees_only_the_variables_that_it_needs_or_that_are_named(

@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
-from async_grpo.rewards.registry import BUILTIN, EXTRACTIONS, resolve_with_extraction
+from async_grpo.rewards.registry import BUILTIN, EXTRACTIONS, load_with_extraction
 
 FORM_ONLY = {"format", "format_reward", "strict_format", "step"}
 NEEDS_THE_PROMPT = {"kk_reward"}
@@ -64,7 +64,7 @@ def test_every_verifier_that_looks_at_the_answer_says_which_it_is() -> None:
 @pytest.mark.parametrize("name", sorted(EXTRACTIONS))
 @pytest.mark.parametrize("reference", ["18", "1800"])
 def test_the_same_answer_has_the_same_score(name: str, reference: str) -> None:
-    judge, extract = resolve_with_extraction(name)
+    judge, extract = load_with_extraction(name)
     assert extract is not None
     graded = [(extract(text), judge(RewardInput(text, reference))) for text in COMPLETIONS]
     assert reference != "18" or any(score == 1.0 for _, score in graded)
@@ -75,7 +75,7 @@ def test_the_same_answer_has_the_same_score(name: str, reference: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(EXTRACTIONS))
 def test_a_completion_that_gives_no_answer_is_not_right(name: str) -> None:
-    judge, extract = resolve_with_extraction(name)
+    judge, extract = load_with_extraction(name)
     assert extract is not None
     without = [text for text in COMPLETIONS if not extract(text)]
     assert without
@@ -106,22 +106,22 @@ def test_a_completion_that_gives_no_answer_is_not_right(name: str) -> None:
     ],
 )
 def test_the_answer_is_the_one_that_is_compared(name: str, completion: str, answer: str | None) -> None:
-    _, extract = resolve_with_extraction(name)
+    _, extract = load_with_extraction(name)
     assert extract is not None
     assert extract(completion) == answer
 
 
 @pytest.mark.parametrize("name", sorted(FORM_ONLY))
 def test_a_rule_for_the_form_knows_no_answer(name: str) -> None:
-    assert resolve_with_extraction(name)[1] is None
+    assert load_with_extraction(name)[1] is None
 
 
 def test_a_function_of_ones_own_extracts_if_it_has_an_attribute_of_that_name() -> None:
-    _, extract = resolve_with_extraction(f"{__name__}:Shouting")
+    _, extract = load_with_extraction(f"{__name__}:Shouting")
     assert extract is not None and extract("yes") == "YES"
-    assert resolve_with_extraction(f"{__name__}:plain")[1] is None
+    assert load_with_extraction(f"{__name__}:plain")[1] is None
 
 
 def test_an_attribute_that_cannot_be_called_is_an_error_that_says_so() -> None:
     with pytest.raises(ConfigError, match="`extract` that is a int"):
-        resolve_with_extraction(f"{__name__}:with_a_number_for_a_function")
+        load_with_extraction(f"{__name__}:with_a_number_for_a_function")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_grpo.config.rewards import RewardConfig
-from async_grpo.rewards.base import RewardFailure, RewardResult, as_score, verdict_of
+from async_grpo.rewards.base import RewardFailure, RewardResult, as_score, combine
 
 HUNG, DOWN = RewardFailure("timeout", "it hung"), RewardFailure("http_status", "the judge is down")
 FUNCTIONS = [
@@ -18,22 +18,22 @@ FUNCTIONS = [
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
-    assert verdict_of({"a": 1.0, "b": 1.0, "c": 0.25}, FUNCTIONS).reward == 1.75
+    assert combine({"a": 1.0, "b": 1.0, "c": 0.25}, FUNCTIONS).reward == 1.75
 
 
 def test_a_required_reward_that_fails_makes_the_sample_unverifiable_and_the_first_one_says_why() -> None:
-    assert verdict_of({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
+    assert combine({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
         scores={"a": 1.0}, reward=None, failures={"b": HUNG, "c": DOWN}, failure="timeout", reason="b: it hung"
     )
 
 
 def test_a_reward_that_is_not_required_is_left_out_and_still_counted() -> None:
-    verdict = verdict_of({"a": 1.0, "b": 0.0, "c": DOWN}, FUNCTIONS)
+    verdict = combine({"a": 1.0, "b": 0.0, "c": DOWN}, FUNCTIONS)
     assert (verdict.reward, verdict.failure, verdict.failures) == (2.0, "", {"c": DOWN})
 
 
 def test_a_sum_that_overflows_is_no_reward() -> None:
-    verdict = verdict_of({"a": 1e6}, [RewardConfig(name="a", weight=1e303)])
+    verdict = combine({"a": 1e6}, [RewardConfig(name="a", weight=1e303)])
     assert (verdict.reward, verdict.failure) == (None, "bad_value")
 
 

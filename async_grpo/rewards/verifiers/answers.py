@@ -1,14 +1,4 @@
-"""Verifiers: `(completion, reference answer) -> score`, pure, without state or I/O. This project's own are here.
-
-- `formats`   the form of a completion
-- `accuracy`  numbers compared as texts, and DAPO's `Answer:` line
-- `symbolic`  mathematics, by math-verify
-- `prm800k`   short answers, by the rules of OpenAI's grader
-- `logic`     who is a knight, and who a knave
-
-A verifier scores; it never guesses. Where it cannot judge (a reference that is not a number, say)
-it raises ValueError, and the sample becomes `unverifiable`, which is not 0.
-"""
+"""This project's own verifiers: answers in `<answer>` tags, the think-answer form, and the number rule of GSM8K."""
 
 from __future__ import annotations
 

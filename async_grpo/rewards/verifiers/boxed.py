@@ -1,9 +1,8 @@
-"""`\\boxed{..}` in a completion. Everything here reads the text once, however its braces are (un)balanced.
+"""`\\boxed{..}` in a completion, and rules for the form of a completion. Nothing here looks at the reference.
 
-Rules for the form of a completion; none looks at the reference. Each reads the text once, whatever is in it.
-
-As regular expressions some of these rules take time that grows with the square of a completion's length (a lazy
-`.*?` is tried from every tag), so they are written as searches for the tags in order.
+Everything here reads the text once, however its braces and tags are (un)balanced. As regular expressions, some of
+these rules would take time quadratic in the length of a completion (a lazy `.*?` is tried from every tag), so they
+search for the tags in order.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ import re
 from itertools import islice
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*+\{|[{}]")
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_STEP = re.compile(r"Step \d++:|^\d++\.|\n[-*]|(?:First|Second|Next|Finally),")
+_STEPS_WANTED = 3
 
 
 def last_boxed(text: str) -> str | None:
@@ -77,30 +79,6 @@ def closed_boxes(text: str, most: int) -> list[int]:
     return found
 
 
-def _up_to_closing(text: str) -> str | None:
-    """What stands before the brace that closes a group which is open at the beginning; None without that."""
-    depth = 1
-    for match in re.finditer(r"[{}]", text):
-        depth += 1 if match[0] == "{" else -1
-        if depth == 0:
-            return text[: match.start()]
-    return None
-
-
-def _find_or_end(text: str, what: str, start: int) -> int:
-    position = text.find(what, start)
-    return len(text) if position < 0 else position
-
-
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
-
-_STEP = re.compile(r"Step \d++:|^\d++\.|\n[-*]|(?:First|Second|Next|Finally),")
-
-
-_STEPS_WANTED = 3
-
-
 def strict_format(completion: str, answer: str) -> float:
     r"""1 if each of the four tags and one `\boxed{..}` (closed on its line) stand exactly once and in order, the box
     in the answer, and nothing before `<think>` or behind `</answer>`; else -0.5.
@@ -135,3 +113,18 @@ def is_whole(completion: str) -> bool:
             return False
         position = found + len(part)
     return completion.endswith("</answer>") and len(completion) - len("</answer>") >= position
+
+
+def _up_to_closing(text: str) -> str | None:
+    """What stands before the brace that closes a group which is open at the beginning; None without that."""
+    depth = 1
+    for match in re.finditer(r"[{}]", text):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[: match.start()]
+    return None
+
+
+def _find_or_end(text: str, what: str, start: int) -> int:
+    position = text.find(what, start)
+    return len(text) if position < 0 else position

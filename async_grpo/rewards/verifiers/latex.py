@@ -1,7 +1,7 @@
-r"""LaTeX of a short answer as plain text: `\frac{\pi}{2}` is "π/2".
+r"""The LaTeX of a short answer as plain text: `\frac{\pi}{2}` is "π/2".
 
-The text is what pylatexenc's LatexNodes2Text writes (its defaults), because the grader that reads it was made for
-that: an index of a root, and what stands around an argument, are lost. A macro that is not known here stays as it is.
+The text is what pylatexenc's LatexNodes2Text writes with its defaults, because the grader that reads it was made for
+that. So the index of a root and what surrounds an argument are lost. An unknown macro stays as it is.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _WITHOUT_TEXT = frozenset(
         *("displaystyle", "large", "cfrac", "limits", "underline", "mathop", "lor", "iff", "lt", "gt"),
     )
 )
-"""They write nothing themselves; their arguments are plain groups."""
+"""Macros that write nothing themselves; their arguments are plain groups."""
 _BLACKBOARD = dict(zip("RZQNC", "ℝℤℚℕℂ", strict=True))
 
 
 def plain_text(source: str) -> str:
-    r"""Raises ValueError for a macro without its argument, RecursionError for groups that are nested too deeply.
+    r"""The text of `source`. Raises ValueError for a macro without argument, RecursionError for deeply nested groups.
 
     >>> [plain_text(text) for text in (r"2\sqrt{3}", r"\frac12", r"x \le 5", r"\begin{pmatrix}1\\x\end{pmatrix}")]
     ['2√(3)', '1/2', 'x ≤5', '[ 1; x ]']
@@ -66,7 +66,7 @@ def plain_text(source: str) -> str:
 
 
 class _Reader:
-    """The tokens of one text, read from the left."""
+    """Reads the tokens of one text from the left."""
 
     def __init__(self, source: str) -> None:
         self._tokens = _TOKEN.findall(source)
@@ -80,7 +80,7 @@ class _Reader:
         }
 
     def text(self, end: str = "", *, row: str = "\n") -> str:
-        """Up to the token `end`, which is taken too, or the end of everything. `row` is what ends a row."""
+        """The text up to the token `end`, which is consumed, or up to the end. `row` is written where a row ends."""
         written: list[str] = []
         while self._next < len(self._tokens) and (token := self._take()) != end:
             written.append(row if token == "\\\\" else self._written(token))
@@ -108,7 +108,7 @@ class _Reader:
         return "" if name in _WITHOUT_TEXT else _SYMBOLS.get(name, token)
 
     def _argument(self) -> str:
-        """A group, a macro or one character."""
+        """The text of the next argument: a group, a macro or one character. Raises ValueError if there is none."""
         self._skip_spaces()
         if self._next == len(self._tokens):
             raise ValueError("a macro has no argument")

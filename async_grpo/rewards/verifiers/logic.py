@@ -1,4 +1,4 @@
-"""Puzzles of knights and knaves: who is which (Logic-RL, arXiv 2502.14768; the scores are those of MindRLHF)."""
+"""Verifier of knights-and-knaves puzzles (Logic-RL, arXiv 2502.14768; the scores are those of MindRLHF)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _RIGHT, _WRONG, _NO_ANSWER = 2.0, -1.5, -2.0
 
 
 def kk_reward(completion: str, answer: str, *, prompt: str = "") -> float:
-    """1 for the form, else -1; and, with the form, 2 for a right answer, -1.5 for a wrong one, -2 without one. So 3,
-    -0.5, -1 or -3.
+    """3 for a right answer, -0.5 for a wrong one, -1 without an answer; -3 without the form.
+
+    That is 1 for the form, else -1, plus 2 for a right answer, -1.5 for a wrong one, -2 for none.
 
     The text is what follows the first `Assistant:` (or else `<|im_start|>assistant`) of prompt and completion; without
     either there is no answer. Form: each of the four tags once, in order. The answer names every person of the
@@ -40,7 +41,7 @@ def kk_reward(completion: str, answer: str, *, prompt: str = "") -> float:
 
 
 def _roles(answer: str) -> dict[str, str]:
-    """By name. A line's first word is the name, its first role behind that the role."""
+    """Role by name. The first word of a line is the name, the first role behind it the role."""
     roles: dict[str, str] = {}
     for line in answer.split("\n"):
         name, *words = _WORD.findall(line) or [""]

@@ -1,5 +1,6 @@
-r"""Equality of short answers by the rules of OpenAI's PRM800K grader, as the package mathruler (0.1.0) has them, and
-the verifiers of MindSpeed-RL that rest on it.
+r"""Equality of short answers by the rules of OpenAI's PRM800K grader, and the verifiers of MindSpeed-RL that use it.
+
+The rules are those of the package mathruler (0.1.0).
 
 Two answers are equal if one of these holds: the same normal form of Hendrycks' MATH; the same normal form of PRM800K;
 the latter are tuples, or single expressions, whose elements are equal in pairs. Elements are equal if sympy
@@ -201,7 +202,7 @@ def _fractions_in_braces(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """LaTeX as what sympy reads; a fraction behind a number becomes a mixed number."""
+    """LaTeX as text that sympy reads; a fraction behind a number becomes a mixed number."""
     try:
         plain = plain_text(text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac"))
     except (RecursionError, ValueError):
@@ -212,7 +213,7 @@ def _plain(text: str) -> str:
 
 
 def _elements(text: str) -> list[str]:
-    """Of a tuple or an interval; of anything else itself. Commas between thousands are no commas of a tuple."""
+    """The elements of a tuple or an interval, else the text itself. Commas between thousands separate nothing."""
     text = _without_thousands(text)
     if len(text) > 2 and text[0] in "()[]" and text[-1] in "()[]" and not any(mark in text[1:-1] for mark in "()[]"):
         return [element.strip() for element in text[1:-1].split(",")]
@@ -226,7 +227,7 @@ def _same_element(given: str, answer: str) -> bool:
 
 
 def _difference_is_0(answer: str, given: str) -> bool:
-    """By sympy; False for what is no expression, has more than two letters beside `sqrt`, or large powers."""
+    """Whether sympy simplifies the difference to 0. False for no expression, more than two letters, or large powers."""
     expression = f"({answer})-({given})"
     letters = {letter for letter in expression.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
     if len(letters) > _MOST_LETTERS or _TOO_LARGE.search(expression):
@@ -267,8 +268,10 @@ _NAMES = {
 
 
 def parse(expression: str) -> Any:
-    """What sympy's parser makes of it, implicit multiplication included. The parser writes Python, which is not run
-    (a policy has written the text) but worked out here, with arithmetic and a few names.
+    """The expression as sympy's parser reads it, with implicit multiplication.
+
+    The parser writes Python code. It is not run, because a policy has written the text, but evaluated here, with
+    arithmetic and a few names.
 
     Raises ValueError or SyntaxError, or whatever else sympy raises for what is no expression.
 
@@ -277,17 +280,17 @@ def parse(expression: str) -> Any:
     """
     names: dict[Any, Any] = {}
     code = sympy_parser.stringify_expr(expression, names, vars(sympy), _TRANSFORMATIONS)
-    return _worked_out(ast.parse(code.strip(), mode="eval").body)
+    return _evaluated(ast.parse(code.strip(), mode="eval").body)
 
 
-def _worked_out(node: ast.expr) -> Any:
+def _evaluated(node: ast.expr) -> Any:
     match node:
         case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-            return _OPERATORS[type(kind)](_worked_out(left), _worked_out(right))
+            return _OPERATORS[type(kind)](_evaluated(left), _evaluated(right))
         case ast.UnaryOp(kind, operand) if type(kind) in _OPERATORS:
-            return _OPERATORS[type(kind)](_worked_out(operand))
+            return _OPERATORS[type(kind)](_evaluated(operand))
         case ast.Call(function, arguments, []):
-            return _worked_out(function)(*map(_worked_out, arguments))
+            return _evaluated(function)(*map(_evaluated, arguments))
         case ast.Name(name) if name in _NAMES:
             return _NAMES[name]
         case ast.Constant(value) if isinstance(value, int | str):

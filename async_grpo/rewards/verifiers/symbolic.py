@@ -25,15 +25,15 @@ except ImportError as error:
         f"the rewards math_verify, math_verify_reward and acc need a package ({error}). Type: pip install math-verify"
     ) from error
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: the pool is one
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there is no time limit: the pool sets one
 
 _LATEX = (LatexExtractionConfig(),)
 _ANYTHING = (*_LATEX, ExprExtractionConfig())
 ACC_TIMEOUT_S = 1.0
 _INTEGER = re.compile(r"[-+]?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})")
-"""Most answers are one, and comparing two of them needs no algebra."""
+"""Most answers are integers, which are compared without algebra."""
 _MARKED = re.compile(r"\\boxed|(?<!\\)\$")
-"""LaTeX that says itself where it begins. An escaped dollar is a sum of money."""
+"""LaTeX with a mark where it begins. An escaped dollar is a sum of money."""
 
 
 def math_verify(completion: str, answer: str) -> float:
@@ -106,8 +106,11 @@ def canonical(given: str) -> str:
 
 
 def equal(given: str, answer: str) -> bool:
-    """Whether an answer equals the reference (after `####`, where it has that): as a text without whitespace and in
-    lower case, else symbolically. Raises ValueError if the reference is no expression, and the texts differ."""
+    """Whether an answer equals the reference (after `####`, where it has that).
+
+    They are compared as texts without whitespace and in lower case, then symbolically. Raises ValueError if the texts
+    differ and the reference is no expression.
+    """
     one, other = _squeezed(given), _squeezed(_gold(answer))
     if one == other:
         return True
@@ -143,13 +146,16 @@ def _parse(text: str, targets: Sequence[object] = _ANYTHING) -> list[Any]:
 
 
 class _TimeIsUp(BaseException):
-    """No Exception, so that nothing that handles those can hold it up."""
+    """A BaseException, so that no `except Exception` on the way can swallow it."""
 
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise _TimeIsUp after so long. Signals reach Python code in the main thread only: elsewhere, and in a loop
-    written in C, the time is not limited here but by the pool, which kills."""
+    """Raise _TimeIsUp after so many seconds.
+
+    Signals only reach Python code in the main thread. In another thread, or in a loop written in C, only the deadline
+    of the pool limits the time.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-r"""Answers compared as texts: the last number of a completion, a number or a text in a box, DAPO's `Answer:` line."""
+"""Verifiers that compare texts: the last number of a completion, a number or text in a box, DAPO's `Answer:` line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_ANSWER = "[INVALID]"
 _BOX_CHARACTERS = 100
 _TOOL_CALL_BONUS = 0.1
 _LONGEST_REFERENCE = 4096
-"""Of DAPO's; some rewriting below takes time that grows with the square of the length."""
+"""Most characters of a reference of `acc_for_dapo`: some rewriting below takes time quadratic in its length."""
 
 _REWRITTEN = (
     ("an ", ""),
@@ -66,7 +66,7 @@ def last_number(completion: str) -> str:
 
 
 def qwen_accuracy_reward(completion: str, answer: str) -> float:
-    r"""As `accuracy_reward`, with the number from the last `boxed{..}` that holds nothing but `[-+]?\d*\.?\d+`.
+    r"""Like `accuracy_reward`, with the number from the last `boxed{..}` that holds nothing but `[-+]?\d*\.?\d+`.
 
     >>> [qwen_accuracy_reward(text, "18") for text in (r"\boxed{18}, not 17", "it is 18", r"\boxed{18 eggs}")]
     [1.0, 0.0, 0.0]
@@ -122,8 +122,8 @@ def minerva(text: str) -> str:
 
 
 def retool_reward(completion: str, answer: str, *, tool_calls: int = 0) -> float:
-    r"""1 if the last `\boxed{..}` of the final 100 characters, `\boxed{` included, is the reference to the letter; else
-    -1 and 0.1 for every tool call, 0 at most.
+    r"""1 if the last `\boxed{..}` of the final 100 characters, `\boxed{` included, is exactly the reference. Else -1
+    plus 0.1 for every tool call, 0 at most.
 
     >>> [retool_reward(text, "18", tool_calls=2) for text in (r"\boxed{18}", r"\boxed{18.}", "18")]
     [1.0, -0.8, -0.8]
@@ -132,19 +132,19 @@ def retool_reward(completion: str, answer: str, *, tool_calls: int = 0) -> float
 
 
 def tail_box(completion: str) -> str | None:
-    """What `retool_reward` compares."""
+    """The text that `retool_reward` compares; None without a box in the final 100 characters."""
     return in_last_box(completion[-_BOX_CHARACTERS:])
 
 
 def _same(given: str, answer: str) -> float:
-    """`given` is in lower case."""
+    """1 if `given`, in lower case, is the first number of the reference (or all of it, if it has none), else 0."""
     reference = _without_commas(answer)
     number = _NUMBER.search(reference)
     return float(given == (number[0] if number else reference).lower())
 
 
 def _without_commas(text: str) -> str:
-    """Without those between two digits; a digit belongs to one pair only, so "1,2,3" becomes "12,3"."""
+    """The text without commas between two digits. A digit belongs to one pair only: "1,2,3" becomes "12,3"."""
     return _DIGIT_COMMA.sub(r"\1\2", text)
 
 

@@ -1,8 +1,12 @@
-"""The pool's side of the warden: start it, tell it what to start and what to end, hear what has ended.
+"""The pool's side of the worker supervisor: start it, send it commands, learn which workers have exited.
 
-It waits for nothing but the warden's own end: notes go out at once, and the event loop calls when one comes in.
+    SupervisorClient --SpawnWorker, KillWorker--> supervisor (one process)
+    SupervisorClient <-------WorkerExited-------- supervisor
 
-The environment of verifiers: what a Python program needs, and nothing that is secret unless it is named.
+A command is sent at once and never waited for. The event loop calls `_receive_exit` when a message arrives. Only
+`aclose` waits: for the supervisor to exit, at most CLOSE_TIMEOUT_S; then the supervisor is killed.
+
+`worker_environment` says which variables verifiers see: what a Python program needs, and no secret unless it is named.
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from dataclasses import dataclass
 import msgspec
 
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.workers.messages import MAX_NOTE_BYTES, KillWorker, SpawnWorker, WorkerExited
+from async_grpo.rewards.workers.messages import MAX_MESSAGE_BYTES, KillWorker, SpawnWorker, WorkerExited
 from async_grpo.utils.child_process import MARK_VARIABLE, child_argv
 
-PASSED = (
+PASSED_VARIABLES = (
     "PATH",
     "HOME",
     "USER",
@@ -38,60 +42,59 @@ PASSED = (
     "LD_LIBRARY_PATH",
     MARK_VARIABLE,
 )
-
-
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""1 unless they are set: `rewards.workers` says how much runs at the same time."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Set to 1 where they are not set: `rewards.workers` says how much runs at the same time."""
+CLOSE_TIMEOUT_S = 10.0
 
 
 def worker_environment(environment: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """PASSED, LC_*, THREADS, and the `named` ones. Raises ConfigError if one of those is not set."""
+    """PASSED_VARIABLES, LC_*, THREAD_VARIABLES and the `named`. Raises ConfigError if a named one is not set."""
     if missing := [name for name in named if name not in environment]:
         raise ConfigError(
             f"rewards.environment names {', '.join(missing)}, which is not set here. "
             "Set it where the rollout server starts, or take it off the list"
         )
-    kept = {name: value for name, value in environment.items() if name in PASSED or name.startswith("LC_")}
-    threads = {name: environment.get(name, "1") for name in THREADS}
+    kept = {name: value for name, value in environment.items() if name in PASSED_VARIABLES or name.startswith("LC_")}
+    threads = {name: environment.get(name, "1") for name in THREAD_VARIABLES}
     return {**kept, **threads, **{name: environment[name] for name in named}}
-
-
-CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerHandle:
-    """A worker that was asked for. `ended` comes when nothing of it is left."""
+    """A worker that was requested. `exited` is set once the worker and all that it started are gone."""
 
     number: int
     channel: socket.socket
-    ended: asyncio.Future[WorkerExited]
+    exited: asyncio.Future[WorkerExited]
 
 
 class SupervisorClient:
-    """One warden at a time; one that dies (cause "lost" for all its workers) is replaced when the next is needed."""
+    """Has one supervisor process at a time.
+
+    If the supervisor dies, all its workers count as exited with the cause "lost". The next `spawn` starts a new one.
+    """
 
     def __init__(self, names: Sequence[str], memory_bytes: int, environment: Mapping[str, str]) -> None:
         self._argv = [sys.executable, "-P", "-m", "async_grpo.rewards.workers.supervisor", str(memory_bytes), *names]
         self._environment = environment
         self._starting = asyncio.Lock()
         self._process: Process | None = None
-        self._notes: socket.socket | None = None
-        self._wards: dict[int, WorkerHandle] = {}
+        self._socket: socket.socket | None = None
+        self._handles: dict[int, WorkerHandle] = {}
         self._spawned = 0
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the warden, if there is one."""
+        """Process id of the supervisor; None if none runs."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Have a warden. Raises AsyncGrpoError once this is closed."""
+        """Start the supervisor if none runs. Raises AsyncGrpoError once this client is closed."""
         async with self._starting:
             if self._closed:
                 raise AsyncGrpoError("the reward pool is closed: nothing can be judged any more")
-            if self._notes is not None:
+            if self._socket is not None:
                 return
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -103,31 +106,31 @@ class SupervisorClient:
                     start_new_session=True,
                 )
             ours.setblocking(False)
-            self._notes = ours
-            asyncio.get_running_loop().add_reader(ours.fileno(), self._take_note)
+            self._socket = ours
+            asyncio.get_running_loop().add_reader(ours.fileno(), self._receive_exit)
 
     async def spawn(self) -> WorkerHandle:
-        """Ask for a worker. Whether it comes up shows on its channel."""
+        """Request a worker. Whether it starts shows on its channel: WorkerReady, or the end of the stream."""
         await self.start()
         self._spawned += 1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        ward = WorkerHandle(self._spawned, ours, asyncio.get_running_loop().create_future())
-        self._wards[ward.number] = ward
+        handle = WorkerHandle(self._spawned, ours, asyncio.get_running_loop().create_future())
+        self._handles[handle.number] = handle
         with theirs:
-            self._send(SpawnWorker(ward.number), theirs.fileno())
-        return ward
+            self._send(SpawnWorker(handle.number), theirs.fileno())
+        return handle
 
-    def kill(self, ward: WorkerHandle) -> None:
-        """End it and everything that it started; `ward.ended` says when that is so."""
-        if not ward.ended.done():
-            self._send(KillWorker(ward.number))
+    def kill(self, handle: WorkerHandle) -> None:
+        """Kill the worker and everything that it started; `handle.exited` is set when that is done."""
+        if not handle.exited.done():
+            self._send(KillWorker(handle.number))
 
     async def aclose(self) -> None:
-        """End the warden and with it all workers."""
+        """End the supervisor, and with it all workers."""
         self._closed = True
         process = self._process
-        self._lose()
+        self._lose_supervisor()
         if process is None:
             return
         try:
@@ -138,40 +141,40 @@ class SupervisorClient:
                 process.kill()
             await process.wait()
 
-    def _send(self, note: SpawnWorker | KillWorker, *descriptors: int) -> None:
-        """A warden that cannot take so small a note is lost: its socket holds hundreds of them."""
-        if self._notes is None:
+    def _send(self, command: SpawnWorker | KillWorker, *descriptors: int) -> None:
+        """Send a command. Its socket holds hundreds of them, so a supervisor that cannot take one counts as lost."""
+        if self._socket is None:
             return
         try:
-            socket.send_fds(self._notes, [msgspec.msgpack.encode(note)], descriptors)
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(command)], descriptors)
         except OSError:
-            self._lose()
+            self._lose_supervisor()
 
-    def _take_note(self) -> None:
-        assert self._notes is not None
+    def _receive_exit(self) -> None:
+        assert self._socket is not None
         try:
-            data = self._notes.recv(MAX_NOTE_BYTES)
+            data = self._socket.recv(MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._lose()
+            self._lose_supervisor()
             return
-        ended = msgspec.msgpack.decode(data, type=WorkerExited)
-        _tell(self._wards.pop(ended.worker, None), ended)
+        exited = msgspec.msgpack.decode(data, type=WorkerExited)
+        _set_exited(self._handles.pop(exited.worker, None), exited)
 
-    def _lose(self) -> None:
-        """No warden any more: it kills its workers as it ends."""
-        notes, self._notes, self._process = self._notes, None, None
-        if notes is not None:
-            asyncio.get_running_loop().remove_reader(notes.fileno())
-            notes.close()
-        wards, self._wards = self._wards, {}
-        for ward in wards.values():
-            _tell(ward, WorkerExited(ward.number, code=-1, cause="lost"))
+    def _lose_supervisor(self) -> None:
+        """Forget the supervisor. It kills its workers as it exits."""
+        channel, self._socket, self._process = self._socket, None, None
+        if channel is not None:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+            channel.close()
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            _set_exited(handle, WorkerExited(handle.number, code=-1, cause="lost"))
 
 
-def _tell(ward: WorkerHandle | None, ended: WorkerExited) -> None:
-    if ward is not None and not ward.ended.done():
-        ward.ended.set_result(ended)
+def _set_exited(handle: WorkerHandle | None, exited: WorkerExited) -> None:
+    if handle is not None and not handle.exited.done():
+        handle.exited.set_result(exited)

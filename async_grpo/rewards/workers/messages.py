@@ -1,9 +1,10 @@
-"""The languages of the pool: frames between a slot and its worker, notes between the pool and its warden.
+"""Messages of the reward pool: frames between a slot and its worker, packets between the pool and its supervisor.
 
-slot   --Assignment-->  worker    4 bytes of length, then MessagePack, over a stream that only they hold
-slot   <--Hello, Answer--  worker
-pool   --Spawn (with the worker's channel), Kill-->  warden       a note is a packet
-pool   <--Ended--  warden
+slot --VerifierRequest--> worker              4 bytes of length, then MessagePack,
+slot <--WorkerReady, VerifierReply-- worker   on a stream that only the two hold
+
+pool --SpawnWorker (with the worker's end of that stream), KillWorker--> supervisor    one message a packet
+pool <--WorkerExited-- supervisor
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from async_grpo.utils.frames import pack_frame
 M = TypeVar("M", bound=msgspec.Struct)
 
 MAX_FRAME_BYTES = 256 << 20
-MAX_ANSWER_BYTES = 1 << 20
-MAX_NOTE_BYTES = 64 << 10
+MAX_REPLY_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 64 << 10
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """The worker's first words: the verifiers that it could not load, and why."""
+    """A worker has loaded its verifiers. `broken`: those that it could not load, by name, and why."""
 
     broken: dict[str, str] = {}
     extracting: list[str] = []
-    """The verifiers that find the answer in a completion."""
+    """Names of the verifiers that can extract the answer from a completion."""
 
 
 class VerifierRequest(msgspec.Struct, frozen=True):
-    """One completion for the verifiers `names`, in order: to judge it, or, with `extract`, to find the answer in it."""
+    """One completion for the verifiers `names`, in this order: to judge, or to extract its answer with `extract`."""
 
     names: list[str]
     completion: str
@@ -43,8 +44,10 @@ class VerifierRequest(msgspec.Struct, frozen=True):
 
 
 class VerifierReply(msgspec.Struct, frozen=True):
-    """Of one verifier: a score, or the kind of failure and its reason. Of an extraction: a text (None: there is no
-    answer in the completion), or the same."""
+    """What one verifier returned: a score, or the kind of failure (a FailureKind; "" for none) and its reason.
+
+    After an extraction, `text` holds the answer instead of a score; None if the completion gives no answer.
+    """
 
     score: float | None = None
     kind: str = ""
@@ -53,22 +56,23 @@ class VerifierReply(msgspec.Struct, frozen=True):
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag="spawn"):
-    """Start a worker; the descriptor of its channel comes with the note."""
+    """Command: start a worker. The descriptor of its channel comes with the packet."""
 
     worker: int
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
-    """End a worker and everything that it started."""
+    """Command: kill a worker and everything that it started."""
 
     worker: int
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker has ended, with everything that it started.
+    """A worker has exited, and everything that it started is gone.
 
-    code: its exit code, or minus the signal. cause: "" (it ended by itself), "killed" (it was told to),
-    "memory" (the warden's own decision), "lost" (the warden itself has ended). output: the last it printed.
+    code: its exit code, or minus the signal. cause: "" (it exited by itself), "killed" (by KillWorker), "memory" (the
+    supervisor killed it above its memory limit), "lost" (the supervisor itself has died). output: the end of what it
+    printed.
     """
 
     worker: int

@@ -1,10 +1,10 @@
-"""One place in the pool: a worker, and its replacement when it hangs, dies or has served its time.
+"""One slot of the pool: a worker, and its replacement when it hangs, dies or has served its number of items.
 
-    pool --judge(item)--> WorkerSlot --Assignment--> worker --one Answer a verifier--> WorkerSlot
+    pool --judge(item)--> WorkerSlot --VerifierRequest--> worker --one VerifierReply a verifier--> WorkerSlot
 
-It waits for one answer at a time, at most `deadline_s`: the worker's next frame unblocks it, or the end of its
-channel, or the deadline, at which the worker is killed. Before a new worker is asked for, it waits until nothing
-of the last one is left, so that never more workers run than there are slots.
+It waits for one reply at a time, at most `deadline_s`. The worker's next frame unblocks it, or the end of its channel,
+or the deadline, at which the worker is killed. Before it requests a new worker, it waits until the last one and all
+that it started are gone. So there are never more workers than slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from async_grpo.errors import WaitTimeout, WireError
 from async_grpo.rewards.base import FailureKind, Outcome, RewardFailure, RewardInput
 from async_grpo.rewards.workers.client import SupervisorClient, WorkerHandle
 from async_grpo.rewards.workers.messages import (
-    MAX_ANSWER_BYTES,
+    MAX_REPLY_BYTES,
     VerifierReply,
     VerifierRequest,
     WorkerExited,
@@ -31,20 +31,20 @@ from async_grpo.rewards.workers.messages import (
 from async_grpo.utils.frames import FrameReader
 
 _GRACE_S = 0.05
-"""The event loop may be late, and not the verifier: an answer that is there by now counts."""
+"""After a missed deadline: the event loop may be late, not the verifier, so a reply that has arrived counts."""
 _END_GRACE_S = 1.0
-"""For a worker whose channel has closed to end by itself, so that its own exit code is known."""
+"""Time for a worker whose channel has closed to exit by itself, so that its own exit code is known."""
 _KILL_TIMEOUT_S = 30.0
 _SHOWN_OUTPUT = 300
-_TOO_LARGE = "used more than rewards.memory_bytes and was killed"
+_OUT_OF_MEMORY = "used more than rewards.memory_bytes and was killed"
 
-_WITH_WORKER: frozenset[FailureKind] = frozenset({"timeout", "crashed", "output", "memory", "start"})
+_FATAL_KINDS: frozenset[FailureKind] = frozenset({"timeout", "crashed", "output", "memory", "start"})
 """Failures after which the worker is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Of every worker."""
+    """Limits of every worker: seconds for one reply, seconds to load the verifiers, items until it is replaced."""
 
     deadline_s: float
     start_timeout_s: float
@@ -53,9 +53,9 @@ class WorkerLimits:
 
 @dataclass(eq=False)
 class _Worker:
-    """One that has said hello."""
+    """A running worker that has loaded its verifiers."""
 
-    ward: WorkerHandle
+    handle: WorkerHandle
     frames: FrameReader
     writer: asyncio.StreamWriter
     broken: dict[str, str] = field(default_factory=dict)
@@ -63,181 +63,181 @@ class _Worker:
 
 
 class WorkerSlot:
-    """Used by one caller at a time."""
+    """Runs verifiers in one worker at a time. One caller at a time may use it."""
 
-    def __init__(self, link: SupervisorClient, names: Sequence[str], limits: WorkerLimits) -> None:
-        self._link = link
+    def __init__(self, supervisor: SupervisorClient, names: Sequence[str], limits: WorkerLimits) -> None:
+        self._supervisor = supervisor
         self._names = names
         self._limits = limits
         self._worker: _Worker | None = None
-        self._ward: WorkerHandle | None = None
-        """The last that was asked for, until it has ended."""
+        self._handle: WorkerHandle | None = None
+        """The last worker that was requested, until it has exited."""
         self.extracting: frozenset[str] = frozenset()
-        """Verifiers that find answers, as the last worker said."""
+        """Names of the verifiers that can extract answers, as the last worker reported them."""
 
     async def judge(self, item: RewardInput) -> dict[str, Outcome]:
-        """An outcome for every verifier. One that hangs or crashes costs the worker, not the other verifiers."""
-        answers = await self._ask_all(item, self._names)
-        return {name: _outcome(answer) for name, answer in answers.items()}
+        """The outcome of every verifier, by name. One that hangs or crashes costs the worker, not the others."""
+        replies = await self._request_all(item, self._names)
+        return {name: _to_outcome(reply) for name, reply in replies.items()}
 
     async def extract(self, completion: str, name: str) -> str | RewardFailure | None:
-        """The answer in a completion, as this verifier finds it; None if there is none."""
-        answers = await self._ask_all(RewardInput(completion, ""), [name], extract=True)
-        answer = answers[name]
-        return answer if isinstance(answer, RewardFailure) else answer.text
+        """The answer that the verifier `name` finds in the completion; None if it finds none."""
+        replies = await self._request_all(RewardInput(completion, ""), [name], extract=True)
+        reply = replies[name]
+        return reply if isinstance(reply, RewardFailure) else reply.text
 
     async def warm(self) -> None:
-        """Have a worker, so that the first item need not wait for it. A failure shows when it is needed."""
+        """Start a worker ahead of the first item. A failure shows when the worker is needed."""
         if self._worker is None:
             await self._start()
 
-    async def _ask_all(
+    async def _request_all(
         self, item: RewardInput, names: Sequence[str], *, extract: bool = False
     ) -> dict[str, VerifierReply | RewardFailure]:
-        """Of every verifier, or why there is none."""
-        answers: dict[str, VerifierReply | RewardFailure] = {}
-        self._drop_the_dead()
+        """The reply of every verifier, or why it has none."""
+        replies: dict[str, VerifierReply | RewardFailure] = {}
+        self._drop_if_dead()
         try:
-            while left := [name for name in names if name not in answers]:
+            while left := [name for name in names if name not in replies]:
                 worker = self._worker or await self._start()
                 if isinstance(worker, RewardFailure):
-                    return {**answers, **dict.fromkeys(left, worker)}
-                answers |= await self._ask(worker, item, left, extract=extract)
+                    return {**replies, **dict.fromkeys(left, worker)}
+                replies |= await self._request(worker, item, left, extract=extract)
         except BaseException:
-            self._drop()  # answers may still be on their way: never reuse it
+            self._drop()  # replies may still be on their way: never reuse the worker
             raise
         self._count_item()
-        return answers
+        return replies
 
     def _count_item(self) -> None:
         if self._worker is not None:
             self._worker.items += 1
-            if self._worker.items >= self._limits.items or self._worker.broken:  # an import may do better next time
+            if self._worker.items >= self._limits.items or self._worker.broken:  # an import may succeed the next time
                 self._drop()
 
-    def _drop_the_dead(self) -> None:
-        """A worker that died while it had nothing to do, of what an earlier item left behind."""
-        if self._worker is not None and self._worker.ward.ended.done():
+    def _drop_if_dead(self) -> None:
+        """Drop a worker that died while it was idle, because of what an earlier item left behind."""
+        if self._worker is not None and self._worker.handle.exited.done():
             self._drop()
 
     def _drop(self) -> None:
         """Kill the worker, if there is one; its end is awaited before the next is started."""
-        if self._ward is not None:
-            self._link.kill(self._ward)
+        if self._handle is not None:
+            self._supervisor.kill(self._handle)
         if self._worker is not None:
             self._worker.writer.transport.abort()
             self._worker = None
 
     async def _start(self) -> _Worker | RewardFailure:
         """A worker that has loaded its verifiers, or why there is none."""
-        await self._bury()
-        ward = self._ward = await self._link.spawn()
-        reader, writer = await asyncio.open_unix_connection(sock=ward.channel)
-        worker = _Worker(ward, FrameReader(reader, MAX_ANSWER_BYTES), writer)
+        await self._wait_for_exit()
+        handle = self._handle = await self._supervisor.spawn()
+        reader, writer = await asyncio.open_unix_connection(sock=handle.channel)
+        worker = _Worker(handle, FrameReader(reader, MAX_REPLY_BYTES), writer)
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
-                hello = unpack(await worker.frames.next(), WorkerReady)
-                worker.broken, self.extracting = hello.broken, frozenset(hello.extracting)
+                ready = unpack(await worker.frames.next(), WorkerReady)
+                worker.broken, self.extracting = ready.broken, frozenset(ready.extracting)
         except TimeoutError:
             return RewardFailure("start", f"not loaded within {self._limits.start_timeout_s:g} s. Does an import hang?")
         except (asyncio.IncompleteReadError, ConnectionError, WireError):
-            return RewardFailure("start", f"while the verifiers were loaded, the process {await self._end_of(ward)}")
+            return RewardFailure(
+                "start", f"while the verifiers were loaded, the process {await self._exit_reason(handle)}"
+            )
         else:
             self._worker = worker
             return worker
         finally:
             if self._worker is None:
                 writer.transport.abort()
-                self._link.kill(ward)
+                self._supervisor.kill(handle)
 
-    async def _ask(
+    async def _request(
         self, worker: _Worker, item: RewardInput, names: Sequence[str], *, extract: bool
     ) -> dict[str, VerifierReply | RewardFailure]:
-        """Answers of the verifiers, in order, up to and including the first that the worker did not survive."""
-        answers: dict[str, VerifierReply | RewardFailure] = {
+        """Replies of the verifiers, in order, up to and including the first that the worker did not survive."""
+        replies: dict[str, VerifierReply | RewardFailure] = {
             name: RewardFailure("import", worker.broken[name]) for name in names if name in worker.broken
         }
-        asked = [name for name in names if name not in answers]
+        asked = [name for name in names if name not in replies]
         task = (item.completion, item.answer, item.prompt, dict(item.metadata), item.tool_calls)
         frame = pack(VerifierRequest(asked, *task, extract=extract))
-        worker.writer.write(frame)  # not drained: the worker reads it all before it answers, under the deadline
+        worker.writer.write(frame)  # not drained: the worker reads it all before it replies, under the deadline
         for name in asked:
-            answers[name] = answer = await self._heard(worker)
-            if isinstance(answer, RewardFailure) and answer.kind in _WITH_WORKER:
+            replies[name] = reply = await self._reply_or_failure(worker)
+            if isinstance(reply, RewardFailure) and reply.kind in _FATAL_KINDS:
                 self._drop()
                 break
-        return answers
+        return replies
 
-    async def _heard(self, worker: _Worker) -> VerifierReply | RewardFailure:
-        """The next answer, or what kept it from coming, or what the worker says that went wrong."""
+    async def _reply_or_failure(self, worker: _Worker) -> VerifierReply | RewardFailure:
+        """The next reply, or the failure that it reports, or why no reply came."""
         try:
-            answer = await self._answer(worker.frames)
-            return RewardFailure(cast(FailureKind, answer.kind), answer.reason) if answer.kind else answer
+            reply = await self._next_reply(worker.frames)
+            return RewardFailure(cast(FailureKind, reply.kind), reply.reason) if reply.kind else reply
         except TimeoutError:
             return RewardFailure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
-            return await self._autopsy(worker.ward)
+            return await self._exit_failure(worker.handle)
         except WireError as error:
             return RewardFailure("output", f"something wrote to the pool's channel: {error}")
 
-    async def _answer(self, frames: FrameReader) -> VerifierReply:
-        """Raises TimeoutError."""
+    async def _next_reply(self, frames: FrameReader) -> VerifierReply:
+        """Raises TimeoutError after the deadline and its grace."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.deadline_s):
                 return unpack(await frames.next(), VerifierReply)
         async with asyncio.timeout(_GRACE_S):
             return unpack(await frames.next(), VerifierReply)
 
-    async def _autopsy(self, ward: WorkerHandle) -> RewardFailure:
-        how = await self._end_of(ward)
-        kind: FailureKind = "memory" if how == _TOO_LARGE else "crashed"
+    async def _exit_failure(self, handle: WorkerHandle) -> RewardFailure:
+        how = await self._exit_reason(handle)
+        kind: FailureKind = "memory" if how == _OUT_OF_MEMORY else "crashed"
         return RewardFailure(kind, f"its process {how}")
 
-    async def _end_of(self, ward: WorkerHandle) -> str:
-        """How a worker whose channel has closed came to its end."""
-        await asyncio.wait([ward.ended], timeout=_END_GRACE_S)
-        self._link.kill(ward)
-        return _how_it_ended(await self._bury())
+    async def _exit_reason(self, handle: WorkerHandle) -> str:
+        """How a worker whose channel has closed came to exit."""
+        await asyncio.wait([handle.exited], timeout=_END_GRACE_S)
+        self._supervisor.kill(handle)
+        return _describe_exit(await self._wait_for_exit())
 
-    async def _bury(self) -> WorkerExited | None:
-        """Wait until nothing is left of the last worker. Raises WaitTimeout if the kernel does not end it."""
-        ward = self._ward
-        if ward is None:
+    async def _wait_for_exit(self) -> WorkerExited | None:
+        """Wait until the last worker and all that it started are gone. Raises WaitTimeout."""
+        handle = self._handle
+        if handle is None:
             return None
-        await asyncio.wait([ward.ended], timeout=_KILL_TIMEOUT_S)
-        if not ward.ended.done():
-            raise WaitTimeout(f"verifier process {ward.number} to end after SIGKILL", _KILL_TIMEOUT_S)
-        self._ward = None
-        return ward.ended.result()
+        await asyncio.wait([handle.exited], timeout=_KILL_TIMEOUT_S)
+        if not handle.exited.done():
+            raise WaitTimeout(f"verifier process {handle.number} to end after SIGKILL", _KILL_TIMEOUT_S)
+        self._handle = None
+        return handle.exited.result()
 
 
-def _outcome(answer: VerifierReply | RewardFailure) -> Outcome:
-    """Of judging."""
-    if isinstance(answer, RewardFailure):
-        return answer
-    return RewardFailure("output", "it gave no score") if answer.score is None else answer.score
+def _to_outcome(reply: VerifierReply | RewardFailure) -> Outcome:
+    if isinstance(reply, RewardFailure):
+        return reply
+    return RewardFailure("output", "it gave no score") if reply.score is None else reply.score
 
 
-def _how_it_ended(ended: WorkerExited | None) -> str:
-    if ended is None or ended.cause == "lost":
-        return "ended with its warden"
-    if ended.cause == "memory":
-        return _TOO_LARGE
-    if ended.cause:
+def _describe_exit(exited: WorkerExited | None) -> str:
+    if exited is None or exited.cause == "lost":
+        return "ended with its supervisor"
+    if exited.cause == "memory":
+        return _OUT_OF_MEMORY
+    if exited.cause:
         return "closed its channel and was killed"
-    how = f"ended with code {ended.code}" if ended.code >= 0 else f"was ended by {_signal_name(-ended.code)}"
-    output = _shown(ended.output.strip())
+    how = f"ended with code {exited.code}" if exited.code >= 0 else f"was ended by {_signal_name(-exited.code)}"
+    output = _excerpt(exited.output.strip())
     return f"{how}. It wrote: {output}" if output else how
 
 
-def _shown(output: str) -> str:
-    """Of what Python's fault handler wrote the beginning, else the end."""
+def _excerpt(output: str) -> str:
+    """The beginning of what Python's fault handler wrote, if it wrote anything; else the end of the output."""
     start = output.rfind("Fatal Python error")
     return output[start:][:_SHOWN_OUTPUT] if start >= 0 else output[-_SHOWN_OUTPUT:]
 
 
 def _signal_name(number: int) -> str:
-    """SIGKILL that is not the pool's own comes from the kernel when the machine has no memory left, as a rule."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,19 +1,18 @@
-"""The warden: one small process between the rollout server and its verifiers. `python -m
-async_grpo.rewards.workers.supervisor`
+"""The worker supervisor: a small process between the rollout server and its verifiers.
 
-    pool --Spawn, Kill--> warden --fork--> worker 1 .. N --> whatever verifiers start
-                             |                |
-                             +<---- output ---+      the last 4 KiB are kept, the rest is thrown away
+    pool --SpawnWorker, KillWorker--> supervisor --fork--> worker 1 .. N --> whatever verifiers start
+                                          |                   |
+                                          +<----- output -----+      the last 4 KiB are kept, the rest is dropped
 
-It waits for a note of the pool, for output of a worker, for the end of a child, and otherwise looks every 50 ms
-at the memory of its workers.
+It waits for a command of the pool, for output of a worker, or for a child to exit. While workers run it also checks
+their memory every 50 ms. It starts as `python -m async_grpo.rewards.workers.supervisor`.
 
-Why a process of its own: to fork from the rollout server would copy the page tables of a process that maps whole
-models, on its event loop; from here it takes milliseconds, with the built-in verifiers loaded already. The
-warden adopts what verifiers leave behind (it is a subreaper), so that even a daemon of a verifier cannot outlive
-it. And it sees memory in time while the server's event loop is busy.
+Why a process of its own: a fork of the rollout server would copy the page tables of a process that maps whole models,
+on its event loop. A fork of this process takes milliseconds, and the built-in verifiers are loaded already. The
+supervisor adopts what verifiers leave behind (it is a subreaper), so even a daemon of a verifier cannot outlive it. And
+it checks memory in time while the server's event loop is busy.
 
-It ends, after everything below it, when the pool's end of the notes closes or the server dies.
+It kills everything below it and exits when the pool closes its end of the socket or the server dies.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ import msgspec
 
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.registry import BUILTIN, load_verifier
-from async_grpo.rewards.workers import worker
-from async_grpo.rewards.workers.messages import MAX_NOTE_BYTES, KillWorker, SpawnWorker, WorkerExited
+from async_grpo.rewards.workers.messages import MAX_MESSAGE_BYTES, KillWorker, SpawnWorker, WorkerExited
+from async_grpo.rewards.workers.worker import serve
 from async_grpo.utils import process_tree
 from async_grpo.utils.child_process import adopt_orphans, die_with_parent
 
-LOOK_EVERY_S = 0.05
-FAMILY_EVERY_S = 0.5
-"""Between two looks at the whole process table, which is dearer; at most a fiftieth of the time is spent on it."""
+CHECK_EVERY_S = 0.05
+TREE_CHECK_EVERY_S = 0.5
+"""Between two reads of the whole process table, which cost more; they take at most a fiftieth of the time."""
 KEPT_OUTPUT_BYTES = 4096
 _ORPHANS_TIMEOUT_S = 2.0
 _READ_BYTES = 1 << 16
@@ -52,177 +51,177 @@ _READ_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class SupervisedWorker:
-    """A worker: the leader of a session, and so of a process group, of its own."""
+    """A worker process. It leads its own session, and so its own process group."""
 
     number: int
     pid: int
     output: int
-    """The reading end of its standard output and error."""
-    family: list[int] = field(default_factory=list)
-    """Its descendants when the process table was last looked at."""
-    kept: bytes = b""
+    """Descriptor: the reading end of its standard output and error."""
+    descendants: list[int] = field(default_factory=list)
+    """Its descendants when the process table was last read."""
+    recent_output: bytes = b""
     cause: str = ""
 
 
 class WorkerSupervisor:
-    """Serves one pool."""
+    """Serves one pool: forks its workers, watches their memory, reaps them and what they leave behind."""
 
-    def __init__(self, notes: socket.socket, memory_bytes: int, names: Sequence[str]) -> None:
-        self._notes = notes
+    def __init__(self, pool: socket.socket, memory_bytes: int, names: Sequence[str]) -> None:
+        self._pool = pool
         self._memory_bytes = memory_bytes
         self._names = names
-        self._wards: dict[int, SupervisedWorker] = {}
+        self._workers: dict[int, SupervisedWorker] = {}
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
         self._stopped = False
-        self._next_look_s = self._next_family_s = 0.0
+        self._next_check_s = self._next_tree_check_s = 0.0
 
     def run(self) -> None:
-        """Until the pool closes its end, or the server dies."""
+        """Serve until the pool closes its end, or the server dies."""
         self._listen()
         try:
             while not self._stopped:
-                for key, _ in self._selector.select(LOOK_EVERY_S if self._wards else None):
+                for key, _ in self._selector.select(CHECK_EVERY_S if self._workers else None):
                     key.data()
-                self._look()
+                self._check()
         finally:
-            for ward in self._wards.values():
-                self._kill(ward, "killed")
-            self._end_orphans(spared=set())
+            for worker in self._workers.values():
+                self._kill(worker, "killed")
+            self._kill_orphans(keep=set())
 
     def _listen(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)  # only so that its number is written to the wakeup socket
+            signal.signal(number, lambda *_: None)  # a handler, so that the number is written to the wakeup socket
         self._signals.setblocking(False)
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
-        self._selector.register(self._notes, selectors.EVENT_READ, self._take_note)
+        self._selector.register(self._pool, selectors.EVENT_READ, self._take_command)
 
     def _take_signals(self) -> None:
         if signal.SIGTERM in self._signals.recv(_READ_BYTES):
             self._stopped = True
-        for ward in [ward for ward in self._wards.values() if _has_ended(ward)]:
-            self._bury(ward)
-        self._end_orphans(spared={ward.pid for ward in self._wards.values()})
+        for worker in [worker for worker in self._workers.values() if _has_ended(worker)]:
+            self._reap(worker)
+        self._kill_orphans(keep={worker.pid for worker in self._workers.values()})
 
-    def _take_note(self) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._notes, MAX_NOTE_BYTES, 1)
+    def _take_command(self) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self._pool, MAX_MESSAGE_BYTES, 1)
         if not data:
             self._stopped = True
             return
-        note = msgspec.msgpack.decode(data, type=SpawnWorker | KillWorker)
-        if isinstance(note, SpawnWorker):
-            self._spawn(note.worker, descriptors[0])
-        elif ward := self._wards.get(note.worker):
-            self._kill(ward, "killed")
+        command = msgspec.msgpack.decode(data, type=SpawnWorker | KillWorker)
+        if isinstance(command, SpawnWorker):
+            self._spawn(command.worker, descriptors[0])
+        elif worker := self._workers.get(command.worker):
+            self._kill(worker, "killed")
 
     def _spawn(self, number: int, channel: int) -> None:
         reading, writing = os.pipe()
-        warden = os.getpid()
+        supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(warden, channel, writing, self._names)
+            _become_worker(supervisor, channel, writing, self._names)
         os.close(channel)
         os.close(writing)
         os.set_blocking(reading, False)
-        ward = SupervisedWorker(number, pid, reading)
-        self._wards[number] = ward
-        self._selector.register(reading, selectors.EVENT_READ, lambda: self._take_output(ward))
+        worker = SupervisedWorker(number, pid, reading)
+        self._workers[number] = worker
+        self._selector.register(reading, selectors.EVENT_READ, lambda: self._take_output(worker))
 
-    def _take_output(self, ward: SupervisedWorker) -> bool:
-        """Read once; whether there may be more."""
-        if ward.number not in self._wards:
-            return False  # buried since the selector saw it
+    def _take_output(self, worker: SupervisedWorker) -> bool:
+        """Read once. Returns whether there may be more."""
+        if worker.number not in self._workers:
+            return False  # reaped since the selector saw it
         try:
-            data = os.read(ward.output, _READ_BYTES)
+            data = os.read(worker.output, _READ_BYTES)
         except BlockingIOError:
             return False
         if not data:
             with contextlib.suppress(KeyError):
-                self._selector.unregister(ward.output)
-        ward.kept = (ward.kept + data)[-KEPT_OUTPUT_BYTES:]
+                self._selector.unregister(worker.output)
+        worker.recent_output = (worker.recent_output + data)[-KEPT_OUTPUT_BYTES:]
         return bool(data)
 
-    def _look(self) -> None:
-        """At the memory of every worker and what is known to live below it."""
+    def _check(self) -> None:
+        """Check the memory of every worker with its known descendants, if it is time to."""
         now_s = time.monotonic()
-        if now_s < self._next_look_s or not self._wards:
+        if now_s < self._next_check_s or not self._workers:
             return
-        self._next_look_s = now_s + LOOK_EVERY_S
-        if now_s >= self._next_family_s:
-            self._next_family_s = now_s + max(FAMILY_EVERY_S, 50 * self._look_at_families())
-        for ward in self._wards.values():
-            self._judge_memory(ward, [ward.pid, *ward.family])
+        self._next_check_s = now_s + CHECK_EVERY_S
+        if now_s >= self._next_tree_check_s:
+            self._next_tree_check_s = now_s + max(TREE_CHECK_EVERY_S, 50 * self._check_process_trees())
+        for worker in self._workers.values():
+            self._check_memory(worker, [worker.pid, *worker.descendants])
 
-    def _look_at_families(self) -> float:
-        """Who lives below whom; what has escaped is ended. Returns the CPU seconds that it took."""
+    def _check_process_trees(self) -> float:
+        """Update the descendants of every worker and kill escaped processes. Returns the CPU seconds that it took."""
         before_s = time.process_time()
         parents = process_tree.parents()
-        for ward in self._wards.values():
-            ward.family = process_tree.descendants(ward.pid, parents)
-        self._end_orphans(spared={ward.pid for ward in self._wards.values()})
+        for worker in self._workers.values():
+            worker.descendants = process_tree.descendants(worker.pid, parents)
+        self._kill_orphans(keep={worker.pid for worker in self._workers.values()})
         return time.process_time() - before_s
 
-    def _judge_memory(self, ward: SupervisedWorker, pids: Sequence[int]) -> None:
-        """The cheap figure counts shared pages more than once, so it only raises suspicion."""
+    def _check_memory(self, worker: SupervisedWorker, pids: Sequence[int]) -> None:
+        """Kill a worker above the limit. The cheap RSS counts shared pages more than once, so PSS confirms it."""
         if sum(map(process_tree.rss_bytes, pids)) <= self._memory_bytes:
             return
         if sum(map(process_tree.pss_bytes, pids)) > self._memory_bytes:
-            self._kill(ward, "memory")
+            self._kill(worker, "memory")
 
-    def _kill(self, ward: SupervisedWorker, cause: str) -> None:
-        """The group; its end is noticed by its signal. Whoever left the group is adopted and ended then."""
-        if not _has_ended(ward):
-            ward.cause = ward.cause or cause
+    def _kill(self, worker: SupervisedWorker, cause: str) -> None:
+        """Kill the process group; SIGCHLD tells when it has exited. What left the group is adopted and killed then."""
+        if not _has_ended(worker):
+            worker.cause = worker.cause or cause
         for kill in (os.killpg, os.kill):  # a child that was forked just now leads no group yet
             with contextlib.suppress(ProcessLookupError):
-                kill(ward.pid, signal.SIGKILL)
+                kill(worker.pid, signal.SIGKILL)
 
-    def _bury(self, ward: SupervisedWorker) -> None:
-        """Its group and all it left go first, so that when the pool hears of the end, nothing is left."""
-        self._kill(ward, "")  # a zombie still holds the number of its group
-        _, status = os.waitpid(ward.pid, 0)
-        self._end_orphans(spared={other.pid for other in self._wards.values() if other is not ward})
+    def _reap(self, worker: SupervisedWorker) -> None:
+        """Kill its group and all it left behind before the pool is told, so that nothing is left by then."""
+        self._kill(worker, "")  # a zombie still holds the number of its group
+        _, status = os.waitpid(worker.pid, 0)
+        self._kill_orphans(keep={other.pid for other in self._workers.values() if other is not worker})
         for _ in range(KEPT_OUTPUT_BYTES):
-            if not self._take_output(ward):
+            if not self._take_output(worker):
                 break
         with contextlib.suppress(KeyError):
-            self._selector.unregister(ward.output)
-        os.close(ward.output)
-        del self._wards[ward.number]
-        output = ward.kept.decode(errors="replace")
-        ended = WorkerExited(ward.number, os.waitstatus_to_exitcode(status), ward.cause, output)
-        with contextlib.suppress(ConnectionError):  # a pool that is gone shows as the end of its notes
-            self._notes.sendall(msgspec.msgpack.encode(ended))
+            self._selector.unregister(worker.output)
+        os.close(worker.output)
+        del self._workers[worker.number]
+        output = worker.recent_output.decode(errors="replace")
+        exited = WorkerExited(worker.number, os.waitstatus_to_exitcode(status), worker.cause, output)
+        with contextlib.suppress(ConnectionError):  # a pool that is gone shows as the end of its socket
+            self._pool.sendall(msgspec.msgpack.encode(exited))
 
-    def _end_orphans(self, spared: set[int]) -> None:
-        """Kill and reap every child but `spared`; their children become ours in turn, so until there is none."""
+    def _kill_orphans(self, keep: set[int]) -> None:
+        """Kill and reap every child but `keep`. Their children become ours in turn, so repeat until there is none."""
         until_s = time.monotonic() + _ORPHANS_TIMEOUT_S
-        while orphans := set(process_tree.own_children()) - spared:
+        while orphans := set(process_tree.own_children()) - keep:
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
             if time.monotonic() > until_s:
-                return  # in the kernel's hands; the next look finds it again
+                return  # the kernel has not ended it yet; the next check finds it again
             time.sleep(0.001)
 
 
-def _has_ended(ward: SupervisedWorker) -> bool:
-    return os.waitid(os.P_PID, ward.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _has_ended(worker: SupervisedWorker) -> bool:
+    return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _become_worker(warden: int, channel: int, output: int, names: Sequence[str]) -> NoReturn:
-    """In the child of the fork: leave the warden behind, serve, and never return to its code."""
+def _become_worker(supervisor: int, channel: int, output: int, names: Sequence[str]) -> NoReturn:
+    """In the forked child: drop the supervisor's state, serve, and never return to the supervisor's code."""
     code = 1
     try:
-        die_with_parent(warden)
+        die_with_parent(supervisor)
         os.setsid()
-        _leave_behind(channel, output)
-        worker.serve(socket.socket(fileno=channel), names)
+        _reset_process_state(channel, output)
+        serve(socket.socket(fileno=channel), names)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -232,8 +231,8 @@ def _become_worker(warden: int, channel: int, output: int, names: Sequence[str])
         os._exit(code)
 
 
-def _leave_behind(channel: int, output: int) -> None:
-    """The warden's signals and descriptors. A worker may be the kernel's first victim, and writes no core."""
+def _reset_process_state(channel: int, output: int) -> None:
+    """Undo the supervisor's signals and descriptors. The kernel may kill a worker first; it writes no core file."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -251,8 +250,8 @@ def _leave_behind(channel: int, output: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _load_built_ins(names: Sequence[str]) -> None:
-    """So that every fork has them. One that cannot be loaded is the worker's to report."""
+def _preload_builtins(names: Sequence[str]) -> None:
+    """Import the built-in verifiers, so that every fork has them. The worker reports those that cannot be loaded."""
     for name in names:
         if name in BUILTIN:
             with contextlib.suppress(ConfigError):
@@ -260,11 +259,11 @@ def _load_built_ins(names: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """MEMORY_BYTES NAME ...; the notes are standard input."""
+    """Run the supervisor. Arguments: MEMORY_BYTES NAME ...; standard input is the socket to the pool."""
     adopt_orphans()
-    notes = socket.socket(fileno=os.dup(0))
-    _load_built_ins(arguments[1:])
-    WorkerSupervisor(notes, int(arguments[0]), arguments[1:]).run()
+    pool = socket.socket(fileno=os.dup(0))
+    _preload_builtins(arguments[1:])
+    WorkerSupervisor(pool, int(arguments[0]), arguments[1:]).run()
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What runs in a verifier process: load the verifiers, then answer assignments until the channel closes.
+"""What runs in a verifier process: load the verifiers, then answer requests until the channel closes.
 
-    slot --Assignment--> verifiers --one Answer a verifier, in order--> slot
+    slot --VerifierRequest--> verifiers --one VerifierReply a verifier, in order--> slot
 
-It waits for the slot's next assignment. It has no limits of its own: the slot holds the deadline and the
-warden the memory, from outside, where a verifier cannot hold them up.
+It waits for the slot's next request. It enforces no limits itself: the slot watches the deadline and the supervisor
+the memory, both from outside, where a verifier cannot block them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput, as_score
-from async_grpo.rewards.registry import Extract, Judge, resolve_with_extraction
+from async_grpo.rewards.registry import Extract, Judge, load_with_extraction
 from async_grpo.rewards.workers.messages import (
     MAX_FRAME_BYTES,
     VerifierReply,
@@ -28,18 +28,18 @@ from async_grpo.rewards.workers.messages import (
 from async_grpo.utils.frames import read_frame
 
 _REASON_CHARACTERS = 500
-_LONGEST_ANSWER = 1000
-"""Characters; what is longer is no answer that two completions would share."""
+_MAX_ANSWER_CHARACTERS = 1000
+"""A longer text counts as no answer: no two completions would share it."""
 
 
 def serve(channel: socket.socket, names: Sequence[str]) -> None:
-    """Until the channel closes."""
+    """Load the verifiers `names`, then answer requests until the channel closes."""
     judges: dict[str, Judge] = {}
     extractions: dict[str, Extract] = {}
     broken: dict[str, str] = {}
     for name in names:
         try:
-            judges[name], extract = resolve_with_extraction(name)
+            judges[name], extract = load_with_extraction(name)
             if extract is not None:
                 extractions[name] = extract
         except ConfigError as error:
@@ -50,29 +50,29 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
     channel.sendall(pack(WorkerReady(broken, list(extractions))))
     with asyncio.Runner() as runner:
         while (payload := read_frame(requests, MAX_FRAME_BYTES)) is not None:
-            assignment = unpack(payload, VerifierRequest)
+            request = unpack(payload, VerifierRequest)
             item = RewardInput(
-                assignment.completion,
-                assignment.answer,
-                assignment.prompt,
-                assignment.metadata,
-                assignment.tool_calls,
+                request.completion,
+                request.answer,
+                request.prompt,
+                request.metadata,
+                request.tool_calls,
             )
-            for answer in _answers(runner, assignment, item, judges, extractions):
+            for reply in _replies(runner, request, item, judges, extractions):
                 if os.getpid() != me:
                     os._exit(0)  # a verifier has forked and its child came back here: only one may answer
-                channel.sendall(pack(answer))
+                channel.sendall(pack(reply))
 
 
-def _answers(
+def _replies(
     runner: asyncio.Runner,
-    assignment: VerifierRequest,
+    request: VerifierRequest,
     item: RewardInput,
     judges: Mapping[str, Judge],
     extractions: Mapping[str, Extract],
 ) -> Iterator[VerifierReply]:
-    for name in assignment.names:
-        if assignment.extract:
+    for name in request.names:
+        if request.extract:
             yield _extract(extractions[name], item.completion)
         else:
             yield _judge(runner, judges[name], item)
@@ -85,7 +85,7 @@ def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> VerifierR
             value = runner.run(_finish(value))
     except MemoryError as error:
         return VerifierReply(kind="memory", reason=_described(error))
-    except BaseException as error:  # whatever a verifier raises, SystemExit included, costs its own item only
+    except BaseException as error:  # a verifier may raise anything, SystemExit included: it costs only its own item
         return VerifierReply(kind="raised", reason=_described(error))
     if value is None:
         return VerifierReply(kind="none", reason="it returned None")
@@ -98,11 +98,11 @@ def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> VerifierR
 def _extract(extract: Extract, completion: str) -> VerifierReply:
     try:
         found = extract(completion)
-    except BaseException as error:  # likewise
+    except BaseException as error:  # as in _judge
         return VerifierReply(kind="extraction", reason=_described(error))
     if found is not None and not isinstance(found, str):
         return VerifierReply(kind="extraction", reason=f"it returned a {type(found).__name__}, not a text or None")
-    return VerifierReply(text=found if found and len(found) <= _LONGEST_ANSWER else None)
+    return VerifierReply(text=found if found and len(found) <= _MAX_ANSWER_CHARACTERS else None)
 
 
 async def _finish(value: object) -> object:
@@ -111,8 +111,8 @@ async def _finish(value: object) -> object:
 
 
 def _described(error: BaseException) -> str:
-    """Bounded, also for exceptions whose text cannot be had."""
+    """Type and text of the exception, bounded. The type alone if its __str__ raises."""
     try:
         return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
-    except Exception:  # the __str__ of an exception of the user's
+    except Exception:  # from the __str__ of a user's exception
         return type(error).__name__
