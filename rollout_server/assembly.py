@@ -1,8 +1,8 @@
-"""Puts a rollout server together, in the order in which its parts need each other.
+"""Opens the parts of a rollout server, in the order in which they need each other.
 
     buffer, board -> HTTP -> verifiers -> prompts -> engine -> receiver, first weights
 
-Everything is closed in the reverse order, also when a later part cannot be had.
+Everything is closed in the reverse order, also if opening a later part fails.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.weights import make_receiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
@@ -40,7 +41,7 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterator[RolloutServer | None]:
-    """A server with its first weights, ready to serve; None if the run is over already.
+    """Open a server and give it its first weights; yields None if the run is over.
 
     Raises what any part raises: ConfigError, DataError, EngineError, BufferFault, WaitTimeout.
     """
@@ -73,7 +74,7 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
 async def _open_api(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
 ) -> ApiServer | None:
-    """Early: it is there to say that the engine is not."""
+    """Opened early, so that it can answer that the engine is not ready. None if HTTP is off."""
     if not config.rollout.http.is_on:
         return None
     try:
@@ -119,19 +120,18 @@ async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> Weig
     config = context.config
     receiver = make_receiver(config, context.board.publisher, name=context.name)
     stack.push_async_callback(receiver.close)
-    watcher = WeightWatcher(
+    return WeightWatcher(
         receiver,
         context.engine,
         interruption=config.rollout.interruption,
         update_timeout_s=config.weights.update_timeout_s,
         logger=context.logger,
     )
-    return watcher
 
 
 async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callable[[], Awaitable[bool]]) -> bool:
-    """Wait for the first weights; False, and nobody waits any more, if the run is over before: while this server was
-    starting, the others may have finished it, and then nobody publishes. The board tells nobody, so look once a
+    """Wait for the first weights. False, and the wait is cancelled, if the run ends before: other servers may have
+    finished it while this one was starting, and then nobody publishes. The board sends no events, so look once a
     second."""
     waiting = asyncio.create_task(first)
     try:
@@ -141,5 +141,4 @@ async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callabl
         waiting.result()
         return True
     finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        await cancel_and_wait(waiting)

@@ -1,21 +1,22 @@
-"""What the nouns of one rollout server share."""
+"""What the parts of one rollout server share, and what an evaluation needs of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from async_grpo.config import RunConfig
 from async_grpo.data.base import TaskSource
 from async_grpo.rewards.pool import RewardPool
 from buffer.base import ReplayBuffer, RunBoard
-from rollout_server.engines.base import Engine
+from rollout_server.engines.base import Engine, Sampler
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.workflows import Workflow
 
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """`name` is this server's, unique in the run; it holds leases and claims."""
+    """The parts of a rollout server. `name` is unique in the run: leases and claims are held under it."""
 
     config: RunConfig
     name: str
@@ -26,3 +27,23 @@ class ServerContext:
     workflow: Workflow
     source: TaskSource
     logger: RolloutLogger
+
+
+class EvalContext(Protocol):
+    """What `EvalRunner` needs. A `ServerContext` has it; `async-grpo eval` builds one without a server.
+
+    The engine is a `Sampler` only: it may also be the servers of a live run behind HTTP.
+    """
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> Sampler: ...
+    @property
+    def pool(self) -> RewardPool: ...
+    @property
+    def workflow(self) -> Workflow: ...
+    @property
+    def source(self) -> TaskSource: ...

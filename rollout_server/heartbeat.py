@@ -1,6 +1,7 @@
-"""Says every second on the board how this server is doing. It waits for its timer only.
+"""Writes this server's state to the run board every second, and counts its generated tokens.
 
-The first beat means: ready. A server that is silent for `TTL_S` is forgotten.
+It waits for its timer only. The first heartbeat means that the server is ready. The board forgets a server that is
+silent for `TTL_S`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHORT_WAIT_S = 0.2
 
 
 class Heartbeat:
-    """Heartbeat, and the count of generated tokens."""
+    """The heartbeat of one server, and its count of generated tokens."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class Heartbeat:
         *,
         http: str = "",
     ) -> None:
-        """`http`: where the server answers over HTTP, for the board."""
+        """`http`: address at which the server answers over HTTP, "" if it does not; it is shown on the board."""
         self._context = context
         self._watcher = watcher
         self._dispatcher = dispatcher
@@ -45,13 +46,13 @@ class Heartbeat:
         self._last_s = time.monotonic()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send a heartbeat every second, until cancelled."""
         while True:
             await self.beat()
             await asyncio.sleep(EVERY_S)
 
     async def beat(self) -> None:
-        """One heartbeat."""
+        """Send one heartbeat, and count the tokens generated since the last."""
         load = self._context.engine.load()
         now_s = time.monotonic()
         rate = (load.generated_tokens - self._last_tokens) / max(now_s - self._last_s, 1e-3)
@@ -73,7 +74,7 @@ class Heartbeat:
         await self.count_tokens()
 
     async def count_tokens(self) -> None:
-        """Add what was generated for training, dropped tokens included, to the run's counter.
+        """Add the tokens generated for training since the last call, dropped ones included, to the run's counter.
 
         While an evaluation generates, its tokens cannot be told apart yet: the count catches up after it.
         """
@@ -85,7 +86,7 @@ class Heartbeat:
             self._counted = total
 
     async def _waiting_for(self, load: EngineLoad) -> str:
-        """What keeps the engine from being full; "" if nothing does."""
+        """What the engine waits for, as `ServerBeat.waiting_for` shows it; "" if nothing keeps it from being full."""
         if not self._dispatcher.admission.is_open:
             return f"admission ({self._dispatcher.admission.state.value})"
         since_s = self._dispatcher.asking_since_s

@@ -2,11 +2,11 @@
 
     python -m rollout_server.main --config runs/NAME/config.yaml --model MODEL_DIR --name rollout-0
 
-It ends by itself, with code 0, when the run has ended and its final evaluation is on the board.
-SIGTERM or SIGINT: work in flight is stored and given back, then it ends with code 0. If the engine dies, its
-groups are stored and given back, and it is started again, rollout.engine_restarts times; then the code is 3.
-For a fault of its configuration, its data or what is installed it is 78, and it is not started again; for any other
-1. The last line of the log says why.
+It ends with code 0 when the run has ended and its final evaluation is on the board, and after SIGTERM or SIGINT, once
+work in flight is stored and given back. If the engine dies, its groups are stored and given back, and the engine is
+started again, at most rollout.engine_restarts times; then the code is 3. A fault of the configuration, the data or the
+installation ends it with 78, and the supervisor does not start it again. Any other fault ends it with 1. The last line
+of the log says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from async_grpo.utils.processes import exit_with_owner
 
 EXIT_FAULT, EXIT_ENGINE = 1, 3
 STOP_SHARE = 0.8
-"""Of the time that the supervisor gives; after it the process ends whatever still hangs."""
+"""Share of launch.stop_timeout_s after which the process ends, even if something still hangs."""
 
 log = structlog.get_logger()
 
@@ -52,32 +52,33 @@ def main() -> None:
 
 
 def run(config_file: Path, model: Path, name: str) -> int:
-    """Serve; returns the exit code."""
+    """Serve the run of the configuration file; returns the exit code."""
     try:
-        uvloop.run(_serve_until_told(load(config_file), model, name))
+        uvloop.run(_serve_until_stopped(load(config_file), model, name))
     except Exception as error:
         return _explain(root_cause(error))
     return 0
 
 
-async def _serve_until_told(config: RunConfig, model: Path, name: str) -> None:
-    told = asyncio.Event()
-    this = asyncio.current_task()
-    assert this is not None
+async def _serve_until_stopped(config: RunConfig, model: Path, name: str) -> None:
+    serving = asyncio.current_task()
+    assert serving is not None
+    stopping = False
 
     def stop() -> None:
-        if not told.is_set():
-            told.set()
+        nonlocal stopping
+        if not stopping:
+            stopping = True
             log.info("stopping: storing work in flight")
             _exit_at_deadline(STOP_SHARE * config.launch.stop_timeout_s)
-            this.cancel()
+            serving.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
         await _serve(config, model, name)
     except asyncio.CancelledError:
-        if not told.is_set():
+        if not stopping:
             raise
     log.info("stopped")
 
@@ -103,7 +104,7 @@ async def _serve(config: RunConfig, model: Path, name: str) -> None:
 
 
 def _give_up(holder: str) -> None:
-    """The event loop is blocked for good: end without it. Leases run out, and others go on."""
+    """End the process although the event loop is blocked. The leases run out, and other servers go on."""
     print(
         f"RoleFailed: nothing happens in this process any more, the event loop is blocked by {holder}. Make what "
         "blocks there asynchronous, or run it by asyncio.to_thread",
@@ -114,15 +115,15 @@ def _give_up(holder: str) -> None:
 
 
 def _exit_at_deadline(deadline_s: float) -> None:
-    """What was asked for is stored long before; an engine that does not close, or a workflow that cannot be cancelled,
-    must not hold the process."""
+    """End the process after `deadline_s` seconds, in case the engine does not close or a workflow cannot be cancelled.
+    Work in flight is stored long before."""
     timer = threading.Timer(deadline_s, os._exit, [0])
     timer.daemon = True
     timer.start()
 
 
 def _explain(error: BaseException) -> int:
-    """Say what happened: in one line if it was raised on purpose, else with its traceback."""
+    """Print the error, in one line if it was raised on purpose, else with its traceback; returns the exit code."""
     if not isinstance(error, AsyncGrpoError):
         traceback.print_exception(error)
     print(f"{type(error).__name__}: {redact_secrets(str(error))}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a rollout server writes about itself: samples for reading, and its timeline."""
+"""Files that a rollout server writes about itself: samples for people to read, and its timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from async_grpo.wire import Group
 
 
 class RolloutLogger:
-    """samples/<name>.jsonl (every `samples_every`-th group) and timeline/<name>.jsonl."""
+    """Writes samples/NAME.jsonl (every `samples_every`-th group) and timeline/NAME.jsonl in the run folder."""
 
     def __init__(self, run_dir: Path, name: str, *, samples_every: int) -> None:
         self._samples = JsonLines(run_dir / "samples" / f"{name}.jsonl")
@@ -22,7 +22,7 @@ class RolloutLogger:
         self._groups = 0
 
     def group(self, group: Group, *, version: int) -> None:
-        """A finished group; `version` is the engine's now, from which ages are counted."""
+        """Log a finished group. Ages are counted from `version`, the engine's version now."""
         self._timeline.span(
             "generation",
             f"group {group.seq}",
@@ -37,7 +37,7 @@ class RolloutLogger:
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:
-        """Something that takes as long as the block."""
+        """Write the time that the block takes to the timeline."""
         started_s = time.time()
         try:
             yield
@@ -45,17 +45,17 @@ class RolloutLogger:
             self._timeline.span(track, name, started_s, time.time())
 
     def wait(self, reason: str, started_s: float, ended_s: float) -> None:
-        """The engine had room for more and waited."""
+        """Write to the timeline that the engine had room and waited. Both times are Unix seconds."""
         self._timeline.span("wait", reason, started_s, ended_s)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close both files."""
         self._samples.close()
         self._timeline.close()
 
 
 def _sample_row(group: Group, version: int) -> dict[str, object]:
-    """A `telemetry.rows.SampleRow`, with what is known of its making."""
+    """A `telemetry.rows.SampleRow` of the group, with versions, spans and the server that made it."""
     return {
         "seq": group.seq,
         "prompt": group.task.prompt,

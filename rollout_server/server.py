@@ -1,25 +1,25 @@
-"""A rollout server: generates without pause, takes new weights in between.
+"""The rollout server: generates without pause, takes new weights in between.
 
     buffer --ticket--> Dispatcher --> engine --> RewardPool --group--> buffer
        ^                   |             ^
-       +-- tasks -- TaskFeeder +     WeightWatcher <-- receiver <-- publisher
+       +--- TaskFeeder ----+         WeightWatcher <-- receiver <-- publisher
                                          ^
                         MilestoneEvaluator --pin--+--> board <-- Heartbeat
 
-The context:
+Its parts:
 
-- `Dispatcher`     keeps the engine full; tickets in, groups out
-- `TaskFeeder`         keeps tasks waiting in the buffer
-- `WeightWatcher`  new weights into the engine
-- `MilestoneEvaluator`      held-out prompts at pinned versions
-- `ConcurrencyController`       as many samples in flight as the engine can run
-- `Heartbeat`          a heartbeat every second
-- `ApiServer`      health, metrics, completions, administration (`rollout_server.http`), unless it is off
+- `Dispatcher`             keeps the engine full; tickets in, groups out
+- `TaskFeeder`             keeps tasks waiting in the buffer
+- `WeightWatcher`          loads new weights into the engine
+- `MilestoneEvaluator`     grades held-out prompts at pinned versions
+- `ConcurrencyController`  as many samples in flight as the engine can run
+- `Heartbeat`              writes the server's state to the board every second
+- `ApiServer`              health, metrics, completions, administration (`rollout_server.http`), unless it is off
 
-Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher (until
-the buffer says that the run has ended, or somebody has drained this server) and for the evaluator (until
-the final evaluation is on the board; a drained server leaves that to others). If one of the context fails,
-all are stopped and the failure surfaces.
+Each module says what its loop waits for and who unblocks it. `serve` waits for the dispatcher, until the buffer says
+that the run has ended or the administrator has drained this server. Then it waits for the evaluator, until the final
+evaluation is on the board; a drained server leaves that to others. If one part fails, all are stopped and the failure
+surfaces.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class RolloutServer:
-    """One engine's server; the engine has started and has its first weights."""
+    """The parts of one server, run together. The engine has started and has its first weights."""
 
     def __init__(self, context: ServerContext, watcher: WeightWatcher, api: ApiServer | None = None) -> None:
-        """`api` is open; from here on it is ready."""
+        """`api` is open already; from here on it reports the server as ready."""
         self._api = api
         self._context = context
         self._watcher = watcher
@@ -63,8 +63,8 @@ class RolloutServer:
             api.attach(context, watcher, self._dispatcher, self._evaluator)
 
     async def serve(self) -> None:
-        """Until the run has ended and its final evaluation is there, or the server is drained. Cancel it to stop
-        early: work in flight is stored and given back."""
+        """Serve until the run has ended and its final evaluation is on the board, or the server is drained. Cancel it
+        to stop early: work in flight is stored and given back. Raises what any part raises, in an ExceptionGroup."""
         try:
             async with asyncio.TaskGroup() as group:
                 loops = [self._watcher.run(), self._feeder.run(), self._concurrency.run(), self._heartbeat.run()]
@@ -81,14 +81,14 @@ class RolloutServer:
             await self._heartbeat.count_tokens()
 
     async def _leave(self, evaluation: asyncio.Task[None]) -> None:
-        """Somebody has drained this server: what is in flight has ended, but for completions over HTTP."""
+        """The server was drained: only completions over HTTP are still in flight."""
         evaluation.cancel()
         if self._api is not None:
             is_urgent = self._dispatcher.admission.stop_now.is_set()
             await self._api.finish(0 if is_urgent else self._context.config.rollout.http.drain_timeout_s)
 
     async def _finish(self, evaluation: asyncio.Task[None]) -> None:
-        """After the run has ended: the final weights are on their way, or here."""
+        """The run has ended: wait for the final evaluation. Raises WaitTimeout."""
         timeout_s = self._context.config.weights.update_timeout_s + 2 * self._context.config.eval.timeout_s
         done, _ = await asyncio.wait([evaluation], timeout=timeout_s)
         if not done:

@@ -1,16 +1,16 @@
-"""Brings new weights into the engine as they arrive.
+"""Loads new weights into the engine as they arrive.
 
     receiver process --(epoch, version)--> WeightWatcher --update_weights--> engine
                                                |
                                                +--> wait_for_version (dispatcher), pin (evaluator)
 
-- `run` waits for the receiver; the next publication of the trainer unblocks it. Then it waits for
-  the pin, if somebody holds it; the end of that evaluation unblocks it.
-- `wait_for_version` waits for `run` to apply that version or a newer one.
+- `run` waits for the receiver; the trainer's next publication unblocks it. Then it waits for the pin while an
+  evaluation holds it; the end of the evaluation unblocks it.
+- `wait_for_version` waits until `run` has applied that version or a newer one.
 
-Versions never go back: a trainer that resumes at an earlier version replays the steps up to the
-one that the engine already has, so the engine keeps its weights until then, and the spans of
-samples in flight never decrease. An older epoch is never applied over a newer one.
+Versions never go back. A trainer that resumes at an earlier version replays its steps up to the version that the engine
+has; the engine keeps its weights until then, so the versions in the spans of a sample never decrease. An older epoch is
+never applied over a newer one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class WeightWatcher:
-    """One engine's weights. `applied`, `updates` and `last_pause_s` are for those who report."""
+    """Keeps one engine's weights current. `applied`, `updates` and `last_pause_s` are for heartbeat and metrics."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class WeightWatcher:
         self._logger = logger
         self._seen = NOTHING
         self.applied = NOTHING
-        """What the engine has."""
+        """Epoch and version of the weights that the engine has."""
         self._engine_lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.updates = 0
@@ -71,14 +71,14 @@ class WeightWatcher:
             ) from error
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Apply every publication, until cancelled. Raises EngineError, WeightsError."""
         while True:
             try:
                 await self._receiver.next_version(self._seen, self._update_timeout_s)
                 await self._apply()
             except WaitTimeout:
-                continue  # a long step is no fault; whoever needs the version has a timeout of its own
-            except WeightsReplaced as error:  # the receiver was killed and began anew; nothing was touched
+                continue  # a long step is no fault; callers of wait_for_version have timeouts of their own
+            except WeightsReplaced as error:  # the receiver was killed and started again; the engine is untouched
                 log.warning("weights were replaced before they could be loaded", error=str(error))
             except PublisherLost as error:
                 log.warning("the publisher is silent; waiting for a trainer", error=str(error))
@@ -86,7 +86,7 @@ class WeightWatcher:
     async def wait_for_version(self, version: int, timeout_s: float | None = None) -> None:
         """Return once the engine generates with `version` or a newer one. Raises WaitTimeout.
 
-        Without a timeout for versions that training has yet to reach.
+        Give no timeout for versions that training has yet to reach.
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -100,14 +100,14 @@ class WeightWatcher:
 
     @asynccontextmanager
     async def pin(self) -> AsyncIterator[int]:
-        """Hold the engine's version for the length of the block; yields it."""
+        """Keep the engine at its version for the length of the block; yields that version."""
         async with self._engine_lock:
             yield self._engine.version
 
     async def _apply(self) -> None:
-        """Apply the newest weights there are, unless they would take the engine's version back.
+        """Apply the newest weights, unless they would take the engine's version back.
 
-        More may have come while the version was pinned: what to load is asked for last.
+        What to load is asked for last, because newer weights may have come while the version was pinned.
         """
         async with self._engine_lock, self._receiver.hold() as newest:
             if newest.version >= self._engine.version:
@@ -131,7 +131,7 @@ class WeightWatcher:
             self._changed.notify_all()
 
     async def _load(self, held: HeldWeights) -> float:
-        """Raises EngineError also for an engine that never answers: it may have died during the update."""
+        """Returns the seconds paused. Raises EngineError also if the engine does not answer: it may have died."""
         try:
             async with asyncio.timeout(self._update_timeout_s):
                 return await self._engine.update_weights(held, interruption=self._interruption)

@@ -1,4 +1,6 @@
-"""Says who holds the event loop: a thread that asks it for a sign of life every second.
+"""Helpers for asyncio: cancelling tasks, which of several errors to show, and who holds the event loop.
+
+`watched_loop` starts a thread that asks the event loop for a sign of life every second:
 
     LoopWatch (thread) --call_soon_threadsafe--> event loop --> sign of life
 
@@ -6,8 +8,6 @@ It waits for that sign only. Code that blocks the event loop stops everything in
 HTTP. After WARN_S the log names the task and the lines that hold it; after `limit_s` the process ends, so that another
 one goes on with its groups. A process that was stopped (SIGSTOP) has missed one sign, however long that took. What
 holds Python's global lock as well (a regular expression, a loop in C) cannot be seen from here.
-
-Which of several errors to show.
 """
 
 from __future__ import annotations
@@ -18,10 +18,24 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import structlog
 
 from async_grpo.errors import EngineError
+
+LOOK_EVERY_S = 1.0
+WARN_S = 10.0
+FRAMES = 12
+
+log = structlog.get_logger()
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait until all have ended. Their results and errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -30,18 +44,6 @@ def root_cause(error: BaseException) -> BaseException:
         return error
     causes = [root_cause(inner) for inner in error.exceptions]
     return next((cause for cause in causes if isinstance(cause, EngineError)), causes[0])
-
-
-LOOK_EVERY_S = 1.0
-
-
-WARN_S = 10.0
-
-
-FRAMES = 12
-
-
-log = structlog.get_logger()
 
 
 @contextmanager

@@ -1,18 +1,14 @@
-"""Whether the dispatcher may take up more groups.
+"""Whether the dispatcher may take up more groups (`AdmissionGate`), and the tasks it takes them from (`TaskFeeder`).
 
     open <--pause, resume--> paused
       \\                      /
-       +------> draining <---+        for good: the server leaves the run when nothing is in flight any more
+       +------> draining <---+        for good: the server leaves the run once nothing is in flight
 
-The dispatcher waits here while it is paused; `resume` unblocks it, and `drain` ends its asking for groups.
-
-Keeps tasks waiting in the buffer.
-
-    dispatcher --notify (a ticket was admitted)--> TaskFeeder --put_tasks--> buffer
-
-The feeder waits for a notify; admissions and its own start unblock it. Several servers may feed at
-once: the buffer keeps one stream, tasks that are there already are skipped. A failover of the server between look and
-append may have lost tasks that were there: the feeder then looks again.
+- While the gate is paused, the dispatcher waits in `opened`; `resume` unblocks it, and `drain` makes it stop asking
+  for groups.
+- The feeder waits until the dispatcher calls `notify` after an admission, then keeps tasks waiting in the buffer.
+  Several servers may feed at once: the buffer keeps one stream and skips tasks that it has. If a failover of the
+  buffer's server loses tasks between the feeder's look and its append, the feeder looks again.
 """
 
 from __future__ import annotations
@@ -26,16 +22,16 @@ import structlog
 
 from async_grpo.data.base import TaskSource
 from async_grpo.errors import StreamGap
+from async_grpo.utils.aio import cancel_and_wait
 from buffer.base import ReplayBuffer
 
 T = TypeVar("T")
-
 
 log = structlog.get_logger()
 
 
 class AdmissionState(Enum):
-    """Of the admission of groups."""
+    """State of the admission of groups, as `/readyz` and `/admin` show it."""
 
     OPEN = "open"
     PAUSED = "paused"
@@ -43,61 +39,60 @@ class AdmissionState(Enum):
 
 
 class AdmissionGate:
-    """A switch that somebody else may turn."""
+    """The switch between open, paused and draining; the administrator turns it, the dispatcher obeys."""
 
     def __init__(self) -> None:
         self.state = AdmissionState.OPEN
         self.stop_now = asyncio.Event()
-        """Do not wait for what is in flight: store it and give it back."""
+        """Set when the server must not wait for groups in flight: they are stored as partials and given back."""
         self._open = asyncio.Event()
         self._open.set()
         self._draining = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
-        """Whether a new group may be taken up."""
+        """Whether the dispatcher may take up a new group."""
         return self.state is AdmissionState.OPEN
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is about to leave."""
+        """Whether the server is about to leave the run."""
         return self.state is AdmissionState.DRAINING
 
     def pause(self) -> None:
-        """Take up nothing new; what is in flight goes on. A server that drains goes on draining."""
-        if self._turn(AdmissionState.PAUSED):
+        """Take up no new group; groups in flight go on. No effect on a server that drains."""
+        if self._switch_to(AdmissionState.PAUSED):
             self._open.clear()
 
     def resume(self) -> None:
-        """Take up groups again. A server that drains goes on draining."""
-        if self._turn(AdmissionState.OPEN):
+        """Take up groups again. No effect on a server that drains."""
+        if self._switch_to(AdmissionState.OPEN):
             self._open.set()
 
     def drain(self, *, now: bool = False) -> None:
-        """Take up nothing more, and leave once what is in flight has finished, or `now` with partials."""
-        self._turn(AdmissionState.DRAINING)
+        """Take up no new group, and leave once those in flight have finished, or `now` with partials."""
+        self._switch_to(AdmissionState.DRAINING)
         self._open.clear()
         self._draining.set()
         if now:
             self.stop_now.set()
 
     async def opened(self) -> None:
-        """Wait while it is paused, and for ever once it drains (see `until_draining`)."""
+        """Wait until the gate is open. A server that drains waits for ever: use `until_draining` around it."""
         await self._open.wait()
 
     async def until_draining(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of the work; None if somebody drains before it is there. Raises what the work raises."""
+        """The result of the work, or None (and the work is cancelled) if the server drains first. Raises what the work
+        raises."""
         working, draining = asyncio.create_task(work), asyncio.create_task(self._draining.wait())
         try:
             await asyncio.wait([working, draining], return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
-            working.cancel()
-            draining.cancel()
-            await asyncio.gather(working, draining, return_exceptions=True)
+            await cancel_and_wait(working, draining)
 
-    def _turn(self, state: AdmissionState) -> bool:
-        """Whether it may be turned."""
+    def _switch_to(self, state: AdmissionState) -> bool:
+        """False if the server drains already: it never goes back."""
         if self.is_draining:
             return False
         if state is not self.state:
@@ -107,7 +102,7 @@ class AdmissionGate:
 
 
 class TaskFeeder:
-    """Tops up to `target` waiting tasks whenever at most half of them are left."""
+    """Fills the buffer up to `target` waiting tasks whenever at most half of that are left."""
 
     def __init__(self, buffer: ReplayBuffer, source: TaskSource, *, target: int) -> None:
         self._buffer = buffer
@@ -116,18 +111,19 @@ class TaskFeeder:
         self._wanted = asyncio.Event()
 
     def notify(self) -> None:
-        """Tasks were taken, or seem to be missing."""
+        """Tell the feeder that tasks were taken, or seem to be missing."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Top up at the start and after every `notify`, until cancelled."""
         while True:
             await self.top_up()
             await self._wanted.wait()
             self._wanted.clear()
 
     async def top_up(self) -> None:
-        """One look, and at most one append; both once more after a gap. Raises StreamGap for two gaps in a row."""
+        """Look at the buffer once and append at most once; after a gap, both a second time. Raises StreamGap for two
+        gaps in a row."""
         try:
             await self._look_and_append()
         except StreamGap as gap:

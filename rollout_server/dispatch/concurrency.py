@@ -1,8 +1,10 @@
-"""Room for samples: how many run in the engine, and when to ask for the next group.
+"""How many samples run in the engine at once, and when the dispatcher asks for the next group.
 
-How many samples one engine gets: as many as it can run without queueing or running out of KV cache.
+    ConcurrencyController --resize (every second)--> SampleSlots <--commit, running, finish-- Dispatcher
 
-It waits for its timer only. The decision is pure: `next_concurrency`.
+- `SampleSlots`: a sample waits for its turn; a sample that ends, or a larger capacity, unblocks it.
+- `ConcurrencyController` waits for its timer only. It gives the engine as many samples as it can run without queueing
+  or running out of KV cache; `next_concurrency` decides that and is pure.
 """
 
 from __future__ import annotations
@@ -14,6 +16,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollout_server.engines.base import Engine, EngineLoad
+
+EVERY_S = 1.0
+KV_FULL, KV_FREE = 0.9, 0.75
+"""Shares of the KV cache: above the first the engine is about to preempt requests, below the second there is room."""
+QUEUE_SHARE = 0.05
+"""Requests waiting inside the engine, as a share of the running ones, that are not yet a sign of overload."""
+STEP = 0.1
+"""Share by which the number of samples changes in one decision."""
 
 
 class SampleSlots:
@@ -51,23 +61,23 @@ class SampleSlots:
             await self._changed.wait()
 
     def resize(self, capacity: int) -> None:
-        """So many may run from now on."""
+        """Let `capacity` samples run from now on. A smaller capacity takes effect as samples finish."""
         self.capacity = capacity
         self._changed.set()
         self._admit()
 
     def commit(self, samples: int) -> None:
-        """A group with so many samples to make was admitted."""
+        """Count `samples` samples of a group that was just admitted."""
         self.committed += samples
 
     def finish(self, samples: int = 1) -> None:
-        """So many committed samples need no slot any more."""
+        """Say that `samples` committed samples need no slot any more."""
         self.committed -= samples
         self._changed.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Hold one slot of the engine."""
+        """Hold one slot for the length of the block; waits for it first."""
         await self._enter()
         try:
             yield
@@ -95,21 +105,6 @@ class SampleSlots:
                 turn.set_result(None)
 
 
-EVERY_S = 1.0
-
-
-KV_FULL, KV_FREE = 0.9, 0.75
-"""Shares of the KV cache: above the first the engine is about to preempt requests, below the second there is room."""
-
-
-QUEUE_SHARE = 0.05
-"""Requests that wait inside the engine, as a share of those that run, that are no sign of overload."""
-
-
-STEP = 0.1
-"""The share by which the number changes."""
-
-
 class ConcurrencyController:
     """Moves the capacity of the slots between `least` and `most`."""
 
@@ -120,13 +115,13 @@ class ConcurrencyController:
         self._most = most
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Adjust the capacity every second, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             self.adjust()
 
     def adjust(self) -> None:
-        """One decision."""
+        """Look at the engine's load once and resize the slots if `next_concurrency` says so."""
         capacity = next_concurrency(self._slots.capacity, self._slots.in_use, self._engine.load())
         bounded = min(self._most, max(self._least, capacity))
         if bounded != self._slots.capacity:
@@ -134,8 +129,8 @@ class ConcurrencyController:
 
 
 def next_concurrency(capacity: int, in_use: int, load: EngineLoad) -> int:
-    """A tenth less where the engine queues requests or its KV cache is nearly full; a tenth more where all slots are
-    used and there is room; otherwise the same."""
+    """The next capacity in samples: a tenth less if the engine queues requests or its KV cache is nearly full, a tenth
+    more if all slots are used and the cache has room, else the same."""
     step = math.ceil(STEP * capacity)
     if load.kv_use > KV_FULL or load.waiting > QUEUE_SHARE * load.running + 1:
         return capacity - step

@@ -2,27 +2,27 @@
 
     buffer --admit--> GroupRollout --G samples--> engine --> reward pool --> insert | discard --> buffer
 
-- admission waits for a free slot (a sample that finishes unblocks it), then for a ticket (room in
-  the staleness window: the trainer's release; a task: the feeder)
-- a group waits for weights of its ticket's version (the weight watcher unblocks it), then for its
-  samples, each of which waits for a slot, then for its workflow, then for its verdicts (at most one deadline each)
-- leases wait for their timer
+- Admission waits for a free slot (a sample that finishes unblocks it), then for a ticket, which needs room in the
+  staleness window (the trainer's release makes it) and a task (the feeder puts it).
+- A group waits for weights of its ticket's version (the weight watcher unblocks it), then for its samples, then for
+  their rewards. Each sample waits for a slot, then for its workflow. Workflow and rewards have deadlines.
+- Leases wait for their timers.
 
 Invariant: no token of a group is older than its ticket, because its samples start only when
 engine.version >= ticket.version, and the engine's version never decreases.
 
-Partials: every progress_interval_s what has been generated is stored, so that a server that dies costs no
-more than that. Stopping (cancel `run`), or the death of the engine: admission ends, what exists is stored
-and all tickets are given back. Whoever resumes a group goes on behind the last token of every sample.
+Partials: what was generated is stored every progress_interval_s, so a server that dies costs no more than that. When
+`run` is cancelled, or the engine dies, admission ends, what exists is stored and all tickets are given back. The server
+that resumes a group goes on behind the last token of every sample.
 
 Pausing and draining (`admission`): a ticket that comes after either is given back at once. A dispatcher that drains
-asks for no more and ends once its groups have finished; what has not after rollout.http.drain_timeout_s, or when told
-to hurry, is stored and given back.
+asks for no more tickets and ends once its groups have finished. Groups that have not finished after
+rollout.http.drain_timeout_s, or when it is told to stop now, are stored and given back.
 
-A sample has a deadline (`sample_maker`): a workflow that does not return by then makes its group `failed`, so that no
-heartbeat keeps its lease any longer.
+Deadlines: a workflow that does not return by its deadline (`workflows.sample_rollout`) makes its group `failed`, so
+that no heartbeat renews its lease any longer.
 
-Over-sampling: a group starts G + k samples and is whole once G have finished; the others are aborted.
+Over-sampling: a group starts G + k samples and is complete once G have finished; the others are aborted.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.dispatch.leases import Leases
 from rollout_server.dispatch.outcomes import (
     GroupCounters,
-    at_its_length,
+    apply_length_rule,
     reason_to_discard,
     what_is_broken,
-    with_verdict,
+    with_rewards,
 )
 from rollout_server.engines.base import sample_seed
 from rollout_server.weight_watcher import WeightWatcher
@@ -60,14 +60,14 @@ ADMIT_TIMEOUT_S = 10.0
 GIVE_BACK_TIMEOUT_S = 10.0
 NOTED_WAIT_S = 0.05
 MAX_FAILURES_IN_A_ROW, MAX_OVERDUE_IN_A_ROW = 32, 4
-"""Groups that fail or cannot be judged, one after the other, before the server gives up; the second if the last of them
-failed by its deadline, which takes so long that the trainer would give up first."""
+"""Groups in a row that fail or cannot be judged before the server gives up. The second figure holds if the last of them
+missed its deadline: that takes so long that the trainer would give up first."""
 
 log = structlog.get_logger()
 
 
 class Dispatcher:
-    """One server's stream of groups."""
+    """One server's stream of groups. Reports and administration use `admission`, `counters`, `slots` and `leases`."""
 
     def __init__(self, context: ServerContext, watcher: WeightWatcher, feeder: TaskFeeder) -> None:
         self._context = context
@@ -84,18 +84,18 @@ class Dispatcher:
             context.buffer, every_s=context.config.lease_s / 3, store_every_s=rollout.progress_interval_s
         )
         self.asking_since_s: float | None = None
-        """Since when the dispatcher has been waiting for a ticket; None while it is not."""
+        """Unix time in seconds since when the dispatcher waits for a ticket; None while it does not."""
         self._weights_timeout_s = context.config.weights.update_timeout_s + context.config.eval.timeout_s
         self._failures_in_a_row = 0
 
     async def run(self) -> None:
-        """Until the run has ended, or this server is drained. Raises EngineError (the engine died), RoleFailed
-        (nothing works), WaitTimeout (published weights do not come)."""
+        """Make groups until the run has ended, or this server is drained. Raises EngineError (the engine died),
+        RoleFailed (too many groups in a row failed), WaitTimeout (published weights do not come)."""
         try:
-            async with asyncio.TaskGroup() as works:
-                lease_loops = [works.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
+            async with asyncio.TaskGroup() as tasks:
+                lease_loops = [tasks.create_task(loop) for loop in (self.leases.run(), self.leases.run_storing())]
                 try:
-                    await self._admit_until_end(works)
+                    await self._admit_until_end(tasks)
                     await self._finish()
                 except asyncio.CancelledError:
                     self.leases.keep_partials()
@@ -107,7 +107,7 @@ class Dispatcher:
             await self._give_back_all()
 
     async def _finish(self) -> None:
-        """Of a server that drains: wait for the groups in work; the last to end unblocks it, or somebody in a hurry."""
+        """If the server drains, wait for the groups in work; the last one to end unblocks it, or `stop_now`."""
         timeout_s = self._context.config.rollout.http.drain_timeout_s
         stop_now = asyncio.create_task(self.admission.stop_now.wait())
         try:
@@ -123,7 +123,7 @@ class Dispatcher:
         return [work.doing for work in self.leases if work.doing is not None and not work.doing.done()]
 
     def _drop_rest(self) -> None:
-        """No more generation. Of a run that has ended nothing is kept; of a server that drains all is handed back."""
+        """End all generation. If the run has ended, nothing is kept; if the server drains, all partials are."""
         if self.admission.is_draining:
             self.leases.keep_partials()
         for work in self.leases:
@@ -133,29 +133,29 @@ class Dispatcher:
                 work.doing.cancel()
 
     async def _give_back_all(self) -> None:
-        """As far as time allows: a lease that is not given back runs out by itself."""
+        """Give all groups back, as far as time allows. A lease that is not given back runs out by itself."""
         try:
             async with asyncio.timeout(GIVE_BACK_TIMEOUT_S):
                 await asyncio.gather(*(self.leases.give_back(work) for work in self.leases))
         except TimeoutError:
             log.warning("the buffer did not take all groups back; their leases run out", waited_s=GIVE_BACK_TIMEOUT_S)
 
-    async def _admit_until_end(self, works: asyncio.TaskGroup) -> None:
-        """Until the run has ended, or somebody drains this server."""
+    async def _admit_until_end(self, tasks: asyncio.TaskGroup) -> None:
+        """Take up groups until the run has ended, or this server is drained."""
         while not self.admission.is_draining:
             try:
-                taken_up = await self.admission.until_draining(self._next_works()) or []
+                groups = await self.admission.until_draining(self._next_groups()) or []
             except RunEnded:
                 return
             if not self.admission.is_open:
-                await self._return(taken_up)
+                await self._return(groups)
                 continue
-            for work in taken_up:
-                work.doing = works.create_task(self._make(work), name=f"group {work.ticket.seq}")
+            for work in groups:
+                work.doing = tasks.create_task(self._make(work), name=f"group {work.ticket.seq}")
 
-    async def _next_works(self) -> list[GroupRollout]:
-        """Groups for all free slots in one request, so that a buffer that answers slowly costs one wait and not one a
-        group; fewer, or none after a while, if there are no more. Raises RunEnded."""
+    async def _next_groups(self) -> list[GroupRollout]:
+        """Groups for all free slots, asked for in one request, so that a buffer that answers slowly costs one wait and
+        not one a group. Fewer, or none after ADMIT_TIMEOUT_S, if there are no more. Raises RunEnded."""
         await self.slots.room()
         await self.admission.opened()
         config = self._context.config
@@ -168,11 +168,11 @@ class Dispatcher:
         finally:
             self._note_wait(self.asking_since_s)
             self._feeder.notify()
-        return [self._take_up(ticket) for ticket in tickets]  # at once: what is held is given back, come what may
+        return [self._take_up(ticket) for ticket in tickets]  # at once: what `leases` holds is given back in any case
 
-    async def _return(self, works: Sequence[GroupRollout]) -> None:
-        """Groups that came after a pause, or as the server was drained."""
-        for work in works:
+    async def _return(self, groups: Sequence[GroupRollout]) -> None:
+        """Give back groups that came after a pause, or while the server drains."""
+        for work in groups:
             self.slots.finish(work.committed)
             await self.leases.give_back(work)
 
@@ -190,7 +190,7 @@ class Dispatcher:
             self._context.logger.wait("ticket", since_s, now_s)
 
     async def _make(self, work: GroupRollout) -> None:
-        """A group from ticket to release. Raises EngineError, RoleFailed."""
+        """Make a group, from ticket to insert or discard. Raises EngineError, RoleFailed."""
         try:
             await self._watcher.wait_for_version(work.version_needed, self._weights_timeout_s)
             await self._generate(work)
@@ -274,16 +274,16 @@ class Dispatcher:
         self._context.logger.group(group, version=self._context.engine.version)
 
     async def _judge(self, work: GroupRollout, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their rewards; what kept rewards from coming is counted by kind."""
+        """The samples with their rewards. Failures of reward functions are counted by kind."""
         task = work.ticket.task
         items = [RewardInput.of(sample, task) for sample in samples]
         judged = zip(samples, await self._context.pool.judge(items), strict=True)
-        verdicts = [at_its_length(sample, verdict, self._context.config) for sample, verdict in judged]
-        kinds = Counter(failure.kind for verdict in verdicts for failure in verdict.failures.values())
+        results = [apply_length_rule(sample, result, self._context.config) for sample, result in judged]
+        kinds = Counter(failure.kind for result in results for failure in result.failures.values())
         for kind, count in kinds.items():
             self.counters.reward_failures[kind] += count
             await self._context.board.count(f"{REWARD_FAILURES_PREFIX}{kind}", count)
-        return [with_verdict(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
+        return [with_rewards(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     async def _discard(self, work: GroupRollout, reason: ReleaseReason, why: str) -> None:
         work.settling = True

@@ -1,4 +1,4 @@
-"""A group that is being made: its ticket and the samples so far."""
+"""One group in the making: its ticket, the samples so far, and what is stored of them."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from rollout_server.workflows.session import SampleSession
 
 @dataclass(eq=False)
 class GroupRollout:
-    """Bookkeeping for one ticket. `samples[i]` is None (nothing yet), unfinished ("") or finished.
+    """Bookkeeping for one ticket. `samples[i]` is None (nothing yet), unfinished (finish reason "") or finished.
 
-    It has `group_size` samples and, if it over-samples, some more: it is whole once `group_size` have finished.
+    It holds `group_size` samples, or more if it over-samples, and is complete once `group_size` have finished.
     """
 
     ticket: Ticket
     group_size: int
     samples: list[Sample | None]
     sessions: dict[int, SampleSession] = field(default_factory=dict)
-    """Of the samples that are being made now."""
+    """Sessions of the samples that are being made now, by sample index."""
     finish_order: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.time)
     doing: asyncio.Task[None] | None = None
     settling: bool = False
-    """insert or discard is on its way: its own answer says whether the lease still holds."""
+    """True while insert or discard is on its way; the answer says whether the lease still holds."""
     stored_tokens: int = 0
-    """Tokens that the buffer has as partial."""
+    """Tokens that the buffer holds as a partial."""
     committed: int = 0
-    """Samples that still hold a place in the dispatcher's slots."""
+    """Samples that still count as committed in the dispatcher's slots."""
     kept: Partial | None = None
-    """What existed when generation was cancelled."""
+    """The partial as it was just before generation was cancelled."""
     error: str = ""
-    """Why a workflow failed."""
+    """Why a workflow failed, "" if none did."""
     is_overdue: bool = False
-    """That is because it has not returned by its deadline."""
+    """Whether the workflow failed because it did not return by its deadline."""
 
     @classmethod
     def resume(cls, ticket: Ticket, group_size: int, *, oversample: int = 0) -> GroupRollout:
-        """Take up what an earlier attempt left."""
+        """A group for the ticket that goes on from the partial of an earlier attempt, if there is one."""
         samples = list(ticket.partial.samples) if ticket.partial is not None else []
         size = group_size + oversample
         work = cls(ticket, group_size, (samples + [None] * size)[:size])
@@ -51,35 +51,35 @@ class GroupRollout:
 
     @property
     def missing(self) -> list[int]:
-        """Samples that have not finished; none if enough of them have."""
+        """Indices of samples that have not finished; empty once `group_size` have."""
         if len(self.finish_order) >= self.group_size:
             return []
         return [index for index, sample in enumerate(self.samples) if not _is_finished(sample)]
 
     @property
     def tokens(self) -> int:
-        """Tokens of the samples so far, those left out that are being made."""
+        """Number of tokens of the samples so far, without those of open sessions."""
         return sum(sample.length for sample in self.samples if sample is not None)
 
     @property
     def version_needed(self) -> int:
-        """No token may be older than the ticket, nor older than the tokens before it."""
+        """Version to wait for: no token may be older than the ticket, or than the tokens before it."""
         versions = [span.version for sample in self.samples if sample for span in sample.spans]
         return max([self.ticket.version, *versions])
 
     def keep(self, index: int, sample: Sample) -> None:
-        """A workflow has returned."""
+        """Store sample `index` as its workflow returned it."""
         if _is_finished(sample):
             self.finish_order.append(index)
         self.samples[index] = sample if sample.length or _is_finished(sample) else None
 
     def whole(self) -> list[Sample]:
-        """The group's samples: the first `group_size` that finished."""
+        """The first `group_size` samples that finished, in order of their index."""
         chosen = sorted(self.finish_order[: self.group_size])
         return [sample for index in chosen if (sample := self.samples[index]) is not None]
 
     def partial(self) -> Partial:
-        """What exists at this moment (or existed when it was kept), for whoever goes on."""
+        """What exists now (or existed when it was kept), for the server that goes on with the group."""
         return self.kept or Partial(seq=self.ticket.seq, attempt=self.ticket.attempt, samples=self._so_far())
 
     def _so_far(self) -> list[Sample | None]:
@@ -87,7 +87,7 @@ class GroupRollout:
         return [now.get(index) or sample for index, sample in enumerate(self.samples)]
 
     def group(self, server: str, samples: list[Sample]) -> Group:
-        """The finished group."""
+        """The finished group of these samples, as the buffer takes it."""
         ticket = self.ticket
         return Group(
             seq=ticket.seq,
@@ -102,7 +102,7 @@ class GroupRollout:
 
 
 def tokens_of(partial: Partial) -> int:
-    """Tokens of all samples."""
+    """Number of tokens of all samples of the partial."""
     return sum(sample.length for sample in partial.samples if sample is not None)
 
 

@@ -1,7 +1,7 @@
-"""The groups in work on this server, the heartbeat that keeps their leases, and the partials it stores.
+"""The groups in work on this server: renews their leases, stores their partials, and gives them back.
 
-Each of the two waits for its timer only. A group whose lease was lost is dropped at once: another server
-makes it, and what this one would insert would be refused.
+The heartbeat (`run`) and the storing (`run_storing`) wait for their timers only. A group whose lease is lost is dropped
+at once: another server makes it, and the buffer would refuse what this one inserts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class Leases:
-    """Groups in work, by ticket sequence."""
+    """Groups in work, by ticket sequence; iterating yields them. `lost` counts dropped groups."""
 
     def __init__(self, buffer: ReplayBuffer, *, every_s: float, store_every_s: float) -> None:
         self._buffer = buffer
@@ -36,18 +36,18 @@ class Leases:
         return len(self._works)
 
     def hold(self, work: GroupRollout) -> None:
-        """Take up a group; an earlier attempt at it that is still in work here is dropped."""
+        """Take up a group. An earlier attempt at it that is still in work here is dropped."""
         if (earlier := self._works.get(work.ticket.seq)) is not None:
             self.drop(earlier)
         self._works[work.ticket.seq] = work
 
     def forget(self, work: GroupRollout) -> None:
-        """The group has ended here."""
+        """Remove a group that has ended here."""
         if self._works.get(work.ticket.seq) is work:
             del self._works[work.ticket.seq]
 
     def drop(self, work: GroupRollout) -> None:
-        """The lease was lost: stop working on the group."""
+        """Stop working on a group whose lease was lost."""
         self.forget(work)
         self.lost += 1
         log.warning("lease lost, group dropped", seq=work.ticket.seq, attempt=work.ticket.attempt)
@@ -55,13 +55,13 @@ class Leases:
             work.doing.cancel()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Renew the leases every `every_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.renew()
 
     async def renew(self) -> None:
-        """One heartbeat."""
+        """Renew the leases of all groups once, and drop the groups whose lease the buffer no longer knows."""
         held = {work.ticket.seq: work for work in self if not work.settling}
         lost = await self._buffer.heartbeat([work.ticket for work in held.values()])
         for work in (held[seq] for seq in lost if seq in held):
@@ -69,13 +69,13 @@ class Leases:
                 self.drop(work)
 
     async def run_storing(self) -> None:
-        """Until cancelled."""
+        """Store partials every `store_every_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(self._store_every_s)
             await self.store()
 
     async def store(self) -> None:
-        """What has been generated since the last time, so that a crash costs no more than that."""
+        """Store what was generated since the last time, so that a crash costs no more than that."""
         for work in self:
             partial = work.partial()
             if (
@@ -86,8 +86,8 @@ class Leases:
                 await self._store(work, partial)
 
     async def give_back(self, work: GroupRollout) -> None:
-        """Store what exists and end the lease, so that another server goes on at once. One that is cancelled stays
-        to be handed back."""
+        """Store what exists and end the lease, so that another server goes on at once. If the call is cancelled, the
+        group stays in work, to be given back later."""
         self.forget(work)
         try:
             partial = work.partial()
@@ -101,7 +101,7 @@ class Leases:
             raise
 
     def keep_partials(self) -> None:
-        """All generation is about to be cancelled: remember what exists now, for `give_back`."""
+        """Remember what exists of every group, for `give_back`: all generation is about to be cancelled."""
         for work in self:
             work.kept = work.partial()  # which is the same from then on
 

@@ -1,7 +1,4 @@
-"""What becomes of a group whose samples are there: pure decisions.
-
-What became of the groups of this server, counted since its engine was started.
-"""
+"""What becomes of a group whose samples are complete: pure decisions, and counters of what became of each group."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from async_grpo.rewards.base import RewardResult, with_length
 from async_grpo.wire import ReleaseReason, Sample
 
 MIN_JUDGED = 2
-"""A group needs that many rewards: an advantage is a comparison."""
+"""Rewards that a group needs at least, because an advantage compares the samples of a group."""
 
 
 def what_is_broken(samples: Sequence[Sample]) -> str:
-    """Why a sample of the group is none that can be trained (`Sample.validate`), or ""."""
+    """Why `Sample.validate` refuses a sample of the group, or "" if it accepts all."""
     for index, sample in enumerate(samples):
         try:
             sample.validate()
@@ -29,10 +26,10 @@ def what_is_broken(samples: Sequence[Sample]) -> str:
     return ""
 
 
-def at_its_length(sample: Sample, verdict: RewardResult, config: RunConfig) -> RewardResult:
-    """The verdict once the rule for overlong samples is applied."""
+def apply_length_rule(sample: Sample, result: RewardResult, config: RunConfig) -> RewardResult:
+    """The reward after the rule of the configuration for overlong samples."""
     return with_length(
-        verdict,
+        result,
         config.rewards,
         length=sample.length,
         finish_reason=sample.finish_reason,
@@ -40,14 +37,14 @@ def at_its_length(sample: Sample, verdict: RewardResult, config: RunConfig) -> R
     )
 
 
-def with_verdict(sample: Sample, verdict: RewardResult) -> Sample:
-    """The sample with its rewards, or with the kind of failure and the reason why there are none."""
-    why = f"{verdict.failure}: {verdict.reason}" if verdict.failure else ""
-    return msgspec.structs.replace(sample, rewards=verdict.scores, reward=verdict.reward, unverifiable=why)
+def with_rewards(sample: Sample, result: RewardResult) -> Sample:
+    """The sample with its rewards, or with the kind of failure and the reason why it has none."""
+    why = f"{result.failure}: {result.reason}" if result.failure else ""
+    return msgspec.structs.replace(sample, rewards=result.scores, reward=result.reward, unverifiable=why)
 
 
 def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> ReleaseReason | None:
-    """Why the group cannot be trained, or None.
+    """Why the group cannot be trained, or None if it can.
 
     `unverifiable`: fewer than 2 samples were judged. `filtered`: with dynamic sampling, all rewards
     are equal, so every advantage would be 0.
@@ -62,14 +59,17 @@ def reason_to_discard(samples: Sequence[Sample], *, dynamic_sampling: bool) -> R
 
 @dataclass(frozen=True, slots=True)
 class GroupCounters:
-    """`groups` by outcome (inserted, interrupted, and the release reasons of discarded ones), `samples` of inserted
-    groups by finish reason, `reward_failures` by kind."""
+    """What became of the groups of this server since its engine started.
+
+    `groups`: by outcome (inserted, interrupted, and the release reasons of discarded ones). `samples`: those of
+    inserted groups, by finish reason. `reward_failures`: completions that were not judged, by kind.
+    """
 
     groups: Counter[str] = field(default_factory=Counter)
     samples: Counter[str] = field(default_factory=Counter)
     reward_failures: Counter[str] = field(default_factory=Counter)
 
     def inserted(self, samples: Iterable[Sample]) -> None:
-        """A group is in the buffer."""
+        """Count a group that was inserted into the buffer, and its samples."""
         self.groups["inserted"] += 1
         self.samples.update(sample.finish_reason for sample in samples)

@@ -1,10 +1,10 @@
-"""Held-out prompts, completed and graded: of a run's milestones, and of `async-grpo eval`.
+"""Completes and grades held-out prompts, for the milestones of a run and for `async-grpo eval`.
 
-    held-out tasks --> sessions --> reward pool: judge, extract --> Paper a prompt --> Figures
+    held-out tasks --> sessions --> reward pool: judge, extract --> PromptResult a prompt --> EvalMetrics
 
-Completions wait for one of `rollout.max_concurrency` places of their own, beside those of training (another that ends
-frees it); grading waits for the reward pool. Prompts, seeds and rewards follow from the configuration alone, so that
-the same weights give the same completions in both.
+Completions wait for one of `rollout.max_concurrency` places of their own, beside those of training; a completion that
+ends frees its place. Grading waits for the reward pool. Prompts, seeds and rewards follow from the configuration alone,
+so the same weights give the same completions in both.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from async_grpo.config import RunConfig
-from async_grpo.data.base import TaskSource
 from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt
 from async_grpo.evaluation.summary import eval_metrics, figures_by_source
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
-from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.aio import root_cause
 from async_grpo.wire import Group, Sample, Task
 from async_grpo.wire.board import EvalMetrics
-from rollout_server.engines.base import Sampler, sample_seed
-from rollout_server.workflows import Workflow
+from rollout_server.context import EvalContext
+from rollout_server.engines.base import sample_seed
 from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
 from rollout_server.workflows.session import SampleSession
 
@@ -36,29 +34,13 @@ T = TypeVar("T")
 PROBE_GROUPS = 16
 PROBE_SAMPLES = 4
 SOURCE_FIELDS = ("data_source", "source", "file")
-"""Metadata of a task, the first of which that it has says where the task is from."""
-
-
-class EvalContext(Protocol):
-    """What an runner needs; a rollout server's context has it."""
-
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def engine(self) -> Sampler: ...
-    @property
-    def pool(self) -> RewardPool: ...
-    @property
-    def workflow(self) -> Workflow: ...
-    @property
-    def source(self) -> TaskSource: ...
+"""Metadata keys of a task: the first one that a task has says where it is from."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """How much is asked. Other `prompts` than the configuration's: the first of the same ones."""
+    """How many prompts and completions are asked for. Prompts are the first `prompts` held-out ones; `greedy` adds one
+    completion at temperature 0 to the `samples` at `temperature`."""
 
     prompts: int
     samples: int
@@ -67,28 +49,29 @@ class EvalPlan:
 
     @classmethod
     def of(cls, config: RunConfig) -> EvalPlan:
-        """What a run asks at its milestones."""
+        """The plan of a run's milestones."""
         return cls(config.eval.prompts, config.eval.samples, greedy=config.eval.greedy)
 
     @property
     def completions(self) -> int:
-        """Of one prompt."""
+        """Number of completions of one prompt."""
         return self.samples + self.greedy
 
 
 @dataclass(frozen=True, slots=True)
 class GradedCompletion:
-    """A completion, graded; of a greedy one nobody extracts the answer. `extraction`: why that failed."""
+    """A completion with its grade. The answer is extracted from sampled completions only; `extraction` says why that
+    failed."""
 
     sample: Sample
-    verdict: RewardResult
+    result: RewardResult
     grade: GradedAnswer
     extraction: RewardFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One prompt with all its completions."""
+    """One prompt with all its graded completions."""
 
     task: Task
     sampled: list[GradedCompletion]
@@ -96,21 +79,21 @@ class PromptResult:
 
     @property
     def source(self) -> str:
-        """Where the prompt is from, "" if the data do not say."""
+        """Name of the data source of the prompt, "" if the data do not say."""
         return next((self.task.metadata[field] for field in SOURCE_FIELDS if field in self.task.metadata), "")
 
     @property
     def graded(self) -> GradedPrompt:
-        """As the statistics take it."""
+        """The grades, in the form that `async_grpo.evaluation` takes."""
         return GradedPrompt([a.grade for a in self.sampled], [a.grade for a in self.greedy], self.source)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Accuracy is the mean score of the first reward function over the completions it could judge
-    (nan if none)."""
+    """All results of an evaluation. Accuracy is the mean score of the first reward function over the completions that
+    it could judge (nan if none)."""
 
-    papers: list[PromptResult]
+    prompts: list[PromptResult]
     figures: EvalMetrics
     by_source: dict[str, EvalMetrics]
     no_majority: str
@@ -119,59 +102,64 @@ class EvalResult:
 
     @property
     def extraction_failures(self) -> list[RewardFailure]:
-        """Of all sampled completions in which looking for the answer failed."""
-        answers = (answer for paper in self.papers for answer in paper.sampled)
+        """The failures of sampled completions whose answer could not be extracted."""
+        answers = (answer for prompt in self.prompts for answer in prompt.sampled)
         return [answer.extraction for answer in answers if answer.extraction is not None]
 
     @property
     def sampled_accuracy(self) -> float:
-        """mean@k."""
+        """mean@k: mean score of the sampled completions."""
         return math.nan if self.figures.mean is None else self.figures.mean.value
 
     @property
     def greedy_accuracy(self) -> float | None:
-        """None if it was not asked for."""
-        if not any(paper.greedy for paper in self.papers):
+        """Mean score of the greedy completions; None if none were asked for."""
+        if not any(prompt.greedy for prompt in self.prompts):
             return None
         return math.nan if self.figures.greedy is None else self.figures.greedy.value
 
 
 class EvalRunner:
-    """For completions of one version only, the caller holds the pin."""
+    """Completes and grades held-out prompts. If all completions must be of one version, the caller holds the pin.
+
+    `tokens`: generated so far, in all calls.
+    """
 
     def __init__(
         self,
-        hall: EvalContext,
+        context: EvalContext,
         on_answer: Callable[[], None] = lambda: None,
         on_grades: Callable[[int], None] = lambda _: None,
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """`on_answer` is called after every completion, `on_grades` with so many of them when all of a prompt are
-        graded. A completion that is not there by `deadline_s` ends the runner with SampleOverdue."""
-        self._context = hall
-        self._maker = SampleMaker(hall.workflow, hall.config.rollout.workflow, SampleDeadline(deadline_s))
+        """`on_answer` is called after every completion, `on_grades(count)` when all `count` completions of a prompt are
+        graded. A completion that takes longer than `deadline_s` ends the call with SampleOverdue."""
+        self._context = context
+        self._maker = SampleMaker(context.workflow, context.config.rollout.workflow, SampleDeadline(deadline_s))
         self._on_answer = on_answer
         self._on_grades = on_grades
-        self._room = asyncio.Semaphore(hall.config.rollout.max_concurrency)
-        self._judged_by = hall.config.rewards.functions[0].name
+        self._room = asyncio.Semaphore(context.config.rollout.max_concurrency)
+        self._judged_by = context.config.rewards.functions[0].name
         self.tokens = 0
         self.generating = 0
-        """Completions that are asked for and not there yet."""
+        """Completions that were asked for and have not come."""
 
     async def grade(self, plan: EvalPlan) -> EvalResult:
-        """mean@k and the like, and greedy if it is asked for."""
+        """Complete and grade the prompts of the plan. Raises SampleOverdue and what the workflow raises."""
         tasks = self._context.source.held_out()[: plan.prompts]
-        sampled = await self._answer_all(tasks, plan.samples, plan.temperature)
-        greedy = await self._answer_all(tasks, 1, 0.0) if plan.greedy else [[] for _ in tasks]
-        papers = [PromptResult(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
+        sampled = await self._grade_all(tasks, plan.samples, plan.temperature)
+        greedy = await self._grade_all(tasks, 1, 0.0) if plan.greedy else [[] for _ in tasks]
+        prompts = [PromptResult(*parts) for parts in zip(tasks, sampled, greedy, strict=True)]
         lengths = [answer.sample.length for answers in sampled for answer in answers]
         no_majority = self._context.pool.why_no_answers(self._judged_by)
-        figures, by_source = await asyncio.to_thread(self._figures, papers, plan.samples, votes=not no_majority)
-        return EvalResult(papers, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan)
+        figures, by_source = await asyncio.to_thread(self._statistics, prompts, plan.samples, votes=not no_majority)
+        return EvalResult(
+            prompts, figures, by_source, no_majority, sum(lengths) / len(lengths) if lengths else math.nan
+        )
 
     async def probe(self, version: int) -> list[Group]:
-        """Groups sampled as for training, with behaviour log-probabilities, without rewards."""
+        """PROBE_GROUPS groups of PROBE_SAMPLES samples, sampled as for training, without rewards."""
         tasks = list(islice(cycle(self._context.source.held_out()), PROBE_GROUPS))
         started_s, temperature = time.time(), self._context.config.sampling.temperature
         makes = (self._complete(task, PROBE_SAMPLES, temperature, f"probe{seq}") for seq, task in enumerate(tasks))
@@ -189,31 +177,29 @@ class EvalRunner:
             for seq, (task, samples) in enumerate(zip(tasks, await _all(makes), strict=True))
         ]
 
-    def _figures(
-        self, papers: Sequence[PromptResult], samples: int, *, votes: bool
+    def _statistics(
+        self, prompts: Sequence[PromptResult], samples: int, *, votes: bool
     ) -> tuple[EvalMetrics, dict[str, EvalMetrics]]:
-        """A moment of arithmetic that must not hold the event loop."""
-        graded, right_at = [paper.graded for paper in papers], self._context.config.eval.right_at
+        """Metrics of all prompts, and by source. Runs in a thread, so that it does not hold the event loop."""
+        graded, right_at = [prompt.graded for prompt in prompts], self._context.config.eval.right_at
         return (
             eval_metrics(graded, samples=samples, right_at=right_at, votes=votes),
             figures_by_source(graded, samples=samples, right_at=right_at, votes=votes),
         )
 
-    async def _answer_all(
-        self, tasks: Sequence[Task], samples: int, temperature: float
-    ) -> list[list[GradedCompletion]]:
-        return await _all(self._answer(task, samples, temperature) for task in tasks)
+    async def _grade_all(self, tasks: Sequence[Task], samples: int, temperature: float) -> list[list[GradedCompletion]]:
+        return await _all(self._grade_prompt(task, samples, temperature) for task in tasks)
 
-    async def _answer(self, task: Task, count: int, temperature: float) -> list[GradedCompletion]:
+    async def _grade_prompt(self, task: Task, count: int, temperature: float) -> list[GradedCompletion]:
         samples = await self._complete(task, count, temperature, f"eval{temperature:g}")
         pool, name = self._context.pool, self._judged_by
-        verdicts = await pool.judge([RewardInput.of(sample, task) for sample in samples])
+        results = await pool.judge([RewardInput.of(sample, task) for sample in samples])
         found: list[str | RewardFailure | None] = [None] * count
         if temperature and not pool.why_no_answers(name):
             found = await pool.extract(name, [sample.text for sample in samples])
         self._on_grades(count)
-        scores = [verdict.scores.get(name) for verdict in verdicts]
-        return [_answer(*parts) for parts in zip(samples, verdicts, scores, found, strict=True)]
+        scores = [result.scores.get(name) for result in results]
+        return [_graded(*parts) for parts in zip(samples, results, scores, found, strict=True)]
 
     async def _complete(self, task: Task, count: int, temperature: float, purpose: str) -> list[Sample]:
         return await _all(self._sample(task, index, temperature, purpose) for index in range(count))
@@ -243,13 +229,13 @@ class EvalRunner:
         )
 
 
-def _answer(
-    sample: Sample, verdict: RewardResult, score: float | None, found: str | RewardFailure | None
+def _graded(
+    sample: Sample, result: RewardResult, score: float | None, found: str | RewardFailure | None
 ) -> GradedCompletion:
-    """`found`: what the extraction gave."""
+    """`found`: the extracted answer, None if there is none, or why the extraction failed."""
     if isinstance(found, RewardFailure):
-        return GradedCompletion(sample, verdict, GradedAnswer(score, unextracted=True), found)
-    return GradedCompletion(sample, verdict, GradedAnswer(score, found))
+        return GradedCompletion(sample, result, GradedAnswer(score, unextracted=True), found)
+    return GradedCompletion(sample, result, GradedAnswer(score, found))
 
 
 async def _all(makes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

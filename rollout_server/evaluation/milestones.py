@@ -1,19 +1,17 @@
-"""Measures the policy on held-out prompts, at milestones, with the version pinned meanwhile.
+"""Evaluates the policy on held-out prompts at milestones, with the version pinned.
 
     weight watcher --version--> MilestoneEvaluator --pin, claim--> engine --> reward pool --> board
 
-It waits for the next milestone's weights (the watcher unblocks it, or the final evaluation on the
-board: then nobody needs those weights any more), for the pin (an update under way), and at the final
-version for whichever server holds the claim. The board tells nobody, so it looks once a second, and
-takes over when that server's claim has run out.
+A milestone is version 0, every multiple of `eval.every_steps`, and the final version. A server that skips versions
+evaluates the first version at or after a milestone that it meets.
 
-Training generation goes on beside it, at the pinned version. Every server runs one evaluator; the
-claim makes sure that one of them does a milestone.
+The evaluator waits for the next milestone's weights (the watcher unblocks it, or the final evaluation on the board,
+which makes them unnecessary), then for the pin while an update is under way. At the final version it waits for the
+server that holds the claim. The board sends no events, so it looks once a second, and takes over when that server's
+claim has run out.
 
-Which versions are to be evaluated: pure arithmetic.
-
-A milestone is version 0, every multiple of `every_steps`, and the final version. A server that
-skips versions evaluates the first version at or after a milestone that it meets.
+Training generation goes on beside it, at the pinned version. Every server runs one evaluator; the claim makes sure that
+only one of them evaluates a milestone.
 """
 
 from __future__ import annotations
@@ -30,6 +28,13 @@ from async_grpo.wire.board import Evaluation, Probe
 from rollout_server.context import ServerContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.weight_watcher import WeightWatcher
+
+CLAIM_TTL_S = 20.0
+LOOK_EVERY_S = 1.0
+COMPLETION_SHARE = 0.9
+"""Share of eval.timeout_s that one completion may take, so that the one that hangs is named before the time is over."""
+
+log = structlog.get_logger()
 
 
 def milestone_of(version: int, *, every_steps: int, final: int) -> int:
@@ -52,21 +57,8 @@ def next_milestone(milestone: int, *, every_steps: int, final: int) -> int:
     return min(milestone + every_steps, final) if every_steps else final
 
 
-CLAIM_TTL_S = 20.0
-
-
-LOOK_EVERY_S = 1.0
-
-
-COMPLETION_SHARE = 0.9
-"""Of the time for the whole evaluation, that one completion may take: what hangs is named before the time is over."""
-
-
-log = structlog.get_logger()
-
-
 class MilestoneEvaluator:
-    """`first` before the first ticket, then `run` until the final evaluation is on the board."""
+    """Evaluates this server's milestones. Call `first` before the first ticket, then `run`."""
 
     def __init__(self, context: ServerContext, watcher: WeightWatcher) -> None:
         self._context = context
@@ -76,35 +68,35 @@ class MilestoneEvaluator:
         self._final = context.config.steps
         self._handled = -1
         self.busy = False
-        """An evaluation is generating now."""
+        """True while an evaluation generates."""
 
     @property
     def tokens(self) -> int:
-        """Tokens generated for evaluations and probes so far."""
+        """Number of tokens generated for evaluations and probes so far."""
         return self._runner.tokens
 
     async def first(self) -> None:
-        """Evaluate what the engine has at the start, if it is due and nobody else does it."""
-        await self._attend()
+        """Evaluate the version that the engine starts with, if it is due and no other server does it."""
+        await self._evaluate_if_due()
 
     async def run(self) -> None:
-        """Until the final evaluation is on the board. Raises EngineError, WaitTimeout."""
+        """Evaluate milestones until the final evaluation is on the board. Raises EngineError, WaitTimeout."""
         while not await self._is_done(self._final):
             if not await self._has_next():
                 continue
-            await self._attend()
+            await self._evaluate_if_due()
             if self._handled == self._final and not await self._is_done(self._final):
                 await asyncio.sleep(LOOK_EVERY_S)
 
     async def _has_next(self) -> bool:
-        """Whether the next milestone's weights came before it is time to look at the board again."""
+        """Whether the next milestone's weights came within LOOK_EVERY_S."""
         try:
             await self._watcher.wait_for_version(self._next, LOOK_EVERY_S)
         except WaitTimeout:
             return False
         return True
 
-    async def _attend(self) -> None:
+    async def _evaluate_if_due(self) -> None:
         """Evaluate the milestone that the pinned version belongs to, unless it is done or claimed."""
         async with self._watcher.pin() as version:
             milestone = self._milestone(version)
@@ -132,29 +124,29 @@ class MilestoneEvaluator:
             await self._context.board.count("eval_tokens", self._runner.tokens - tokens_before)
 
     async def _probe_and_grade(self, version: int, started_s: float) -> None:
-        """The probe first: the trainer waits for it."""
+        """Put the probe on the board, which the trainer waits for, then the evaluation."""
         if version >= self._final:
             await self._context.board.put_probe(Probe(version=version, groups=await self._runner.probe(version)))
-        grades = await self._runner.grade(self._plan)
+        result = await self._runner.grade(self._plan)
         evaluation = Evaluation(
             version=version,
-            prompts=len(grades.papers),
+            prompts=len(result.prompts),
             samples=self._plan.samples,
-            sampled_accuracy=grades.sampled_accuracy,
-            greedy_accuracy=grades.greedy_accuracy,
-            completion_tokens_mean=grades.completion_tokens_mean,
+            sampled_accuracy=result.sampled_accuracy,
+            greedy_accuracy=result.greedy_accuracy,
+            completion_tokens_mean=result.completion_tokens_mean,
             wall_s=time.time() - started_s,
             server=self._context.name,
-            figures=grades.figures,
-            by_source=grades.by_source,
-            no_majority=grades.no_majority,
+            figures=result.figures,
+            by_source=result.by_source,
+            no_majority=result.no_majority,
         )
         await self._context.board.put_evaluation(evaluation)
         log.info(
             "evaluated",
             version=version,
-            sampled=grades.sampled_accuracy,
-            greedy=grades.greedy_accuracy,
+            sampled=result.sampled_accuracy,
+            greedy=result.greedy_accuracy,
             wall_s=evaluation.wall_s,
         )
 
@@ -181,5 +173,5 @@ class MilestoneEvaluator:
 
 
 def longest_completion_s(config: RunConfig) -> float:
-    """`rollout.sample_deadline_s`, or nearly all the time of the evaluation."""
+    """Deadline of one completion in seconds: rollout.sample_deadline_s, at most COMPLETION_SHARE of eval.timeout_s."""
     return min(config.rollout.sample_deadline_s or math.inf, COMPLETION_SHARE * config.eval.timeout_s)

@@ -1,4 +1,4 @@
-"""How samples are made: `single_turn` is one prompt, one completion; `multi_turn` a conversation with tools."""
+"""How one sample comes about: `single_turn` completes a prompt once, `multi_turn` is a conversation with tools."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One prompt, one completion.
-
-How one sample comes about.
-"""
+"""The seam for workflows, and the simplest one: one prompt, one completion."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from rollout_server.workflows.session import SampleSession
 
 
 class Workflow(Protocol):
-    """Turns a task into a sample with the help of the engine. Runs many times concurrently."""
+    """Turns a task into a sample. One object serves all samples; `run` is called many times concurrently."""
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
         """One sample without rewards. Raises EngineError if the engine died; any other exception
@@ -22,12 +19,12 @@ class Workflow(Protocol):
 
 
 class SingleTurn:
-    """Completes the prompt once; the text is decoded without special tokens."""
+    """The `single_turn` workflow: completes the prompt once and decodes the text without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """The completion of the task's prompt."""
+        """A sample with one completion of the task's prompt. Raises EngineError."""
         generation = await session.turn()
         return session.sample(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""A tool that does arithmetic, and nothing else: the expression is parsed, never evaluated as Python."""
+"""The calculator tool: parses an arithmetic expression and computes it; never evaluates it as Python."""
 
 from __future__ import annotations
 

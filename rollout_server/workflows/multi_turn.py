@@ -1,18 +1,14 @@
-"""Tools that the policy may call, and how it calls them.
+"""A conversation with tools: the policy writes, the tool that it calls answers, the policy goes on.
+
+    prompt -> turn -> <tool_call>? -- yes --> observation -> turn -> ...
+                           +-------- no ---> the completion is whole
 
 A call is JSON between tags, as Qwen and Hermes models write it:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
 
-Whatever goes wrong is told to the policy as the answer: it may try again.
-
-A conversation with tools: the policy writes, the tool that it calls answers, the policy goes on.
-
-    prompt -> turn -> <tool_call>? -- yes --> observation -> turn -> ...
-                           +-------- no ---> the completion is whole
-
-Tokens of observations get no gradient. A conversation that was interrupted goes on where it was, and no
-tool is asked again for what it has answered.
+An error in a call is the tool's answer, so that the policy may try again. Tokens of observations get no gradient. A
+conversation that was interrupted goes on where it was, and no tool is called again for an answer that is recorded.
 """
 
 from __future__ import annotations
@@ -35,13 +31,11 @@ from rollout_server.workflows.calculator import calculator
 from rollout_server.workflows.session import SampleSession
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
-
 _BUILTIN: dict[str, Callable[..., Any]] = {"calculator": calculator}
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """What the policy wrote."""
+    """A call as the policy wrote it."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -49,18 +43,18 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of a run, by name."""
+    """The tools that the policy of a run may call."""
 
     tools: dict[str, tuple[Callable[..., Any], float]]
-    """Function and timeout in seconds."""
+    """By name: the function, and its timeout in seconds."""
 
     @classmethod
     def of(cls, tools: Sequence[ToolConfig]) -> Toolbox:
-        """Raises ConfigError for a function that cannot be had."""
+        """The tools of the configuration. Raises ConfigError for a function that does not exist."""
         return cls({tool.name: (_function(tool), tool.timeout_s) for tool in tools})
 
     async def answer(self, turn: str) -> str:
-        """The answer to the last call in `turn`, errors included. Waits for the tool, at most its timeout."""
+        """The answer to the last call in `turn`, or the text of its error. Waits for the tool, at most its timeout."""
         try:
             call = msgspec.json.decode(_CALL.findall(turn)[-1], type=ToolCall)
         except msgspec.MsgspecError as error:
@@ -78,12 +72,12 @@ class Toolbox:
 
 
 def calls_a_tool(turn: str) -> bool:
-    """Whether the policy ends its turn with a call."""
+    """Whether the turn contains a call."""
     return bool(_CALL.search(turn))
 
 
 async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A plain function runs in a thread, so that it never holds the event loop."""
+    """Call the tool. A plain function runs in a thread, so that it does not hold the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await asyncio.to_thread(function, **arguments)
@@ -105,13 +99,13 @@ class MultiTurn:
     """The `multi_turn` workflow."""
 
     def __init__(self, tokenizer: Tokenizer, config: MultiTurnConfig) -> None:
-        """Raises ConfigError for a tool that cannot be had."""
+        """Raises ConfigError for a tool that does not exist."""
         self._tokenizer = tokenizer
         self._config = config
         self._tools = Toolbox.of(config.tools)
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
-        """The conversation, its text being all that was written, answers of tools included."""
+        """A sample with the whole conversation. Its text includes the answers of tools. Raises EngineError."""
         text = ""
         for calls in range(self._config.max_calls + 1):
             turn = await session.turn()

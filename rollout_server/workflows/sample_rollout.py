@@ -1,10 +1,9 @@
-"""One sample within its deadline, whatever its workflow does.
+"""Makes one sample within its deadline.
 
-    dispatcher, runner --make--> SampleMaker --a task of its own--> workflow --> Session --> engine
+    Dispatcher, EvalRunner --make--> SampleMaker --asyncio task--> workflow --> SampleSession --> engine
 
-`make` waits for the workflow; its return unblocks it, or the deadline. A workflow that does not even end when it is
-cancelled is left behind, and keeps nobody waiting. One that never lets go of the event loop is the matter of
-`loop_watch`.
+`make` waits for the workflow; its return unblocks it, or the deadline. A workflow that does not end when it is
+cancelled is left behind. A workflow that blocks the event loop is found by `utils.aio.watched_loop`.
 """
 
 from __future__ import annotations
@@ -23,57 +22,57 @@ from rollout_server.workflows.base import Workflow
 from rollout_server.workflows.session import SampleSession
 
 SLACK = 10
-"""A sample may take so many times as long as one of full length takes on average."""
+"""A sample may take SLACK times as long as a sample of full length takes on average."""
 LEAST_S = 120.0
-"""Of a deadline that is derived: pauses for new weights, and tools, take no notice of the length."""
+"""Least derived deadline in seconds: pauses for new weights, and tools, take as long for short samples."""
 END_S = 1.0
-"""What a workflow that is cancelled gets to end."""
+"""Seconds that a cancelled workflow gets to end."""
 
 log = structlog.get_logger()
 
 
 @dataclass
 class SampleDeadline:
-    """How long a sample may take: `most_s` (None: for ever), or less as soon as that can be derived."""
+    """How long a sample may take: `most_s` seconds (None: no limit), or less once a shorter deadline can be derived."""
 
     most_s: float | None
     longest: int = 0
-    """Tokens that a sample may have, if the deadline is derived; 0: it is most_s."""
+    """Most tokens of a sample, for a derived deadline; 0 if the deadline is always most_s."""
     seconds: float = 0.0
     tokens: int = 0
 
     @classmethod
     def of_training(cls, config: RunConfig) -> SampleDeadline:
-        """`rollout.sample_deadline_s`, or derived."""
+        """The deadline of training: rollout.sample_deadline_s if it is set, else derived."""
         is_given = config.rollout.sample_deadline_s is not None
         return cls(config.longest_sample_s, 0 if is_given else config.sampling.max_tokens)
 
-    def saw(self, seconds: float, tokens: int) -> None:
-        """A sample that has come about on this server."""
+    def record(self, seconds: float, tokens: int) -> None:
+        """Count a sample that was made on this server: its seconds and tokens."""
         self.seconds += seconds
         self.tokens += tokens
 
     @property
     def deadline_s(self) -> float | None:
-        """Derived: SLACK times as long as a sample of full length takes at the average speed so far, within
-        [LEAST_S, most_s]."""
+        """Seconds for the next sample, or None. A derived deadline is SLACK times as long as a sample of full length
+        takes at the average speed so far, within [LEAST_S, most_s]."""
         if self.most_s is None or not self.longest or not self.tokens:
             return self.most_s
         return min(self.most_s, max(LEAST_S, SLACK * self.longest * self.seconds / self.tokens))
 
 
 class SampleMaker:
-    """Runs the workflow, which the configuration calls `name`."""
+    """Runs a workflow within its deadline. `name` is the workflow's in the configuration, for error texts."""
 
-    def __init__(self, workflow: Workflow, name: str, pace: SampleDeadline) -> None:
+    def __init__(self, workflow: Workflow, name: str, deadline: SampleDeadline) -> None:
         self._workflow = workflow
         self._name = name
-        self._pace = pace
+        self._deadline = deadline
 
     async def make(self, task: Task, session: SampleSession) -> Sample:
-        """The workflow's sample. Raises SampleOverdue, and what the workflow raises."""
+        """Run the workflow once and return its sample. Raises SampleOverdue, and what the workflow raises."""
         name = f"sample {session.index} of task {task.index}, workflow {self._name}"
-        clock, deadline_s = asyncio.get_running_loop().time, self._pace.deadline_s
+        clock, deadline_s = asyncio.get_running_loop().time, self._deadline.deadline_s
         started_s = clock()
         making = asyncio.create_task(self._workflow.run(task, session), name=name)
         try:
@@ -83,12 +82,12 @@ class SampleMaker:
             sample = making.result()
         finally:
             await _end(making)
-        self._pace.saw(clock() - started_s, sample.length)
+        self._deadline.record(clock() - started_s, sample.length)
         return sample
 
 
 async def _end(making: asyncio.Task[Sample]) -> None:
-    """Cancel it, unless it has ended."""
+    """Cancel the task if it has not ended, and wait END_S for its end."""
     if making.done():
         return
     making.cancel()
@@ -96,7 +95,7 @@ async def _end(making: asyncio.Task[Sample]) -> None:
     if not making.done():
         log.error("a workflow does not end when it is cancelled, and is left behind", what=making.get_name())
     elif not making.cancelled():
-        making.exception()  # it was asked for too late: nobody waits for it
+        making.exception()  # the sample came too late: retrieve its error, so that asyncio does not log it
 
 
 def where_it_waits(task: asyncio.Task[Any]) -> list[str]:
@@ -105,7 +104,7 @@ def where_it_waits(task: asyncio.Task[Any]) -> list[str]:
 
 
 def _frames(awaited: Any) -> Iterator[str]:
-    """Of a coroutine, or of an awaitable that is based on a generator, and what each waits for."""
+    """Frames of a coroutine or generator-based awaitable, and of what it waits for, outermost first."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
         if frame is not None:

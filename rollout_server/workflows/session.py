@@ -1,10 +1,10 @@
-"""One sample while a workflow makes it: what is written so far, and how more is written.
+"""One sample while a workflow makes it: what is written so far, and the calls that write more.
 
     prompt | turn of the policy | observation | turn of the policy | ...
 
-`turn` waits for the engine, `observe` for the tool that it is given. What an earlier attempt has left
-(`prior`) is played back first: whole turns and observations come from the record, so that no tool is
-called twice for the same place, and an unfinished turn goes on behind its last token.
+`turn` waits for the engine, `observe` for the function that makes the observation. What an earlier attempt wrote
+(`prior`) is played back first: whole turns and observations come from the record, so that no tool is called twice for
+the same place, and an unfinished turn goes on behind its last token.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Tokens = npt.NDArray[np.int32]
 
 
 class SampleSession:
-    """The engine, for one sample: its prompt, its seed, its limits, and what exists of it already.
+    """What a workflow writes its sample with.
 
-    `max_tokens` bounds the whole completion, observations included. The engine may cut short a session
-    that is `interruptible`; it is then taken up again from what it has written. `index` says which sample of its
-    group it is.
+    `prompt`: token ids. `max_tokens` bounds the whole completion, observations included. The engine may cut short a
+    session that is `interruptible`; another session then goes on from what this one wrote. `index`: number of the
+    sample in its group.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class SampleSession:
         self._generating = ""
         self._reason = ""
         self.is_cut_short = False
-        """The engine interrupted the last turn: the workflow returns `sample()` at once."""
+        """True if the engine interrupted the last turn: the workflow must return `sample()` at once."""
 
     @property
     def tokens_left(self) -> int:
-        """How many more tokens the completion may have."""
+        """Number of tokens that the completion may still have."""
         return self._max_tokens - len(self._written.tokens)
 
     def limit(self, tokens: int) -> None:
-        """Let the completion have at most `tokens` (>= 1), where that is less than it may have anyway. Call it before
-        the first turn."""
+        """Bound the completion by `tokens` (>= 1), if that is less than its present bound. Call it before the first
+        turn."""
         self._max_tokens = min(self._max_tokens, tokens)
 
     async def turn(self) -> Generation:
-        """What the policy writes next, until it stops ("stop") or the completion is full ("length").
+        """Let the policy write until it stops ("stop") or the completion is full ("length"); returns that turn.
 
         "abort": the engine was interrupted; see `is_cut_short`. Raises EngineError.
         """
@@ -89,7 +89,8 @@ class SampleSession:
         return generation
 
     async def observe(self, make: Callable[[], Awaitable[Sequence[int]]]) -> Tokens:
-        """What the environment answers, as tokens: `make` is called only if no record has it. Cut at max_tokens.
+        """Append an observation and return its tokens, int32 [n], cut at max_tokens. `make` is called only if the
+        record of an earlier attempt does not have the observation.
 
         Raises RuntimeError if the policy has not written anything yet.
         """
@@ -108,15 +109,15 @@ class SampleSession:
         return tokens
 
     def sample(self, text: str) -> Sample:
-        """The sample, without rewards; unfinished (finish reason "") if the engine cut it short."""
+        """The sample with this text, without rewards; unfinished (finish reason "") if the engine cut it short."""
         if self.is_cut_short:
             return self._unfinished(self._written, self._turns)
         turns = self._turns if len(self._turns) > 1 else []
         return msgspec.structs.replace(self._unfinished(self._written, turns), text=text, finish_reason=self._reason)
 
     def snapshot(self) -> Sample | None:
-        """What exists at this moment, tokens that the engine is working on included; None if that is nothing, or
-        nothing that an earlier attempt has not stored."""
+        """What exists now, with tokens that the engine has made so far; None if that is nothing, or nothing beyond what
+        an earlier attempt stored."""
         written, turns = self._written, self._turns
         if self._generating:
             underway = self._engine.peek(self._generating)
@@ -131,7 +132,7 @@ class SampleSession:
         """The rest of the turn behind what exists of it."""
         left = self.tokens_left - len(begun.tokens)
         if left <= 0:
-            await asyncio.sleep(0)  # a workflow that asks for ever must not hold the event loop
+            await asyncio.sleep(0)  # a workflow that never stops asking must not hold the event loop
             return Generation(begun.tokens, begun.logprobs, begun.spans, LENGTH)
         prefix = np.concatenate([self._written.tokens, begun.tokens])
         self._begun, self._generating = begun, f"{self._request_id}.{len(self._turns)}"
@@ -144,7 +145,7 @@ class SampleSession:
             prefix=prefix.tolist(),
             interruptible=self._interruptible,
         )
-        rest = await self._engine.generate(request)  # if that fails, `snapshot` can still have what there was
+        rest = await self._engine.generate(request)  # if that fails, `snapshot` still finds what there was
         self._generating = ""
         return join(begun, rest)
 
@@ -173,7 +174,7 @@ class SampleSession:
 
 
 def join(first: Generation, second: Generation) -> Generation:
-    """`second` behind `first`; spans that touch and have the same version become one."""
+    """`first` followed by `second`. Adjacent spans of the same version become one."""
     offset = len(first.tokens)
     spans = list(first.spans)
     for span in second.spans:

@@ -1,4 +1,4 @@
-"""For tests of a workflow of your own: a policy that says what you tell it to.
+"""Tests a workflow of your own with a policy whose turns you write.
 
 >>> sample = asyncio.run(play(MyWorkflow, ["<tool_call>...</tool_call>", "So it is 4."]))  # doctest: +SKIP
 >>> assert sample.text.endswith("So it is 4.")  # doctest: +SKIP
@@ -22,7 +22,7 @@ STOP = 0
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8; the stop token is a special one."""
+    """A tokenizer with one token per UTF-8 byte. The stop token is special."""
 
     def encode(self, text: str) -> list[int]:
         """Bytes as token ids."""
@@ -43,7 +43,7 @@ async def play(
     max_tokens: int = 10_000,
     prior: Sample | None = None,
 ) -> Sample:
-    """Run a workflow against a policy that says `turns`, one after another; the sample is checked.
+    """Run a workflow with a policy that says `turns` one after another; returns the sample, checked.
 
     `prior` is an unfinished sample to go on from, as after an interruption. Raises AssertionError if the workflow
     asks for more turns than there are, ValueError if the sample breaks its guarantees.

@@ -242,7 +242,7 @@ async def report_of(
     pool: Any = FakePool()
     hall = OfflineContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
     grades = await EvalRunner(hall).grade(plan)
-    stated = stated_by_the_run(config, policy, plan, len(grades.papers))
+    stated = stated_by_the_run(config, policy, plan, len(grades.prompts))
     return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
 
 

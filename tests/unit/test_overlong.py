@@ -12,7 +12,7 @@ from rollout_fakes import config_of
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.rewards.base import RewardResult, soft_punishment, unverifiable, with_length
 from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.dispatch.outcomes import at_its_length, with_verdict
+from rollout_server.dispatch.outcomes import apply_length_rule, with_rewards
 
 RIGHT = RewardResult(scores={"gsm8k": 1.0}, reward=1.0)
 SOFT = RewardsConfig(overlong="soft", soft_overlong_tokens=20, soft_overlong_factor=0.5)
@@ -86,5 +86,5 @@ def test_the_rule_reaches_the_sample(rewards: dict[str, Any], reward: float | No
         spans=[VersionSpan(0, 0, 8)],
         finish_reason="length",
     )
-    finished = with_verdict(sample, at_its_length(sample, RIGHT, config_of(rewards=rewards)))
+    finished = with_rewards(sample, apply_length_rule(sample, RIGHT, config_of(rewards=rewards)))
     assert (finished.reward, finished.unverifiable) == (reward, unverifiable)

@@ -111,7 +111,7 @@ async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path:
 
     async def grades(hall: Callable[[Any], OfflineContext], of: Any) -> Any:
         found = await EvalRunner(hall(of)).grade(plan)
-        return [[answer.sample.text for answer in paper.sampled] for paper in found.papers], found.figures
+        return [[answer.sample.text for answer in paper.sampled] for paper in found.prompts], found.figures
 
     def hall(of: Any) -> OfflineContext:
         return OfflineContext(config, "eval", of, pool, SingleTurn(Letters()), Source())

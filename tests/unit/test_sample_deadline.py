@@ -146,16 +146,16 @@ async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_p
 
 def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> None:
     config = config_of(sampling={"max_tokens": 200}, rollout={"vllm": {"max_model_len": 256}})
-    pace = SampleDeadline.of_training(config)
-    assert pace.deadline_s == config.trainer.take_timeout_s / 2
-    pace.saw(10.0, 1000)
-    assert pace.deadline_s == 120
-    pace.saw(90.0, 1000)  # 0.05 s a token, 200 tokens, ten times
-    assert pace.deadline_s == pytest.approx(120)
-    pace.saw(100.0, 0)  # 0.1 s a token
-    assert pace.deadline_s == pytest.approx(200)
-    pace.saw(1000.0, 0)
-    assert pace.deadline_s == config.trainer.take_timeout_s / 2
+    deadline = SampleDeadline.of_training(config)
+    assert deadline.deadline_s == config.trainer.take_timeout_s / 2
+    deadline.record(10.0, 1000)
+    assert deadline.deadline_s == 120
+    deadline.record(90.0, 1000)  # 0.05 s a token, 200 tokens, ten times
+    assert deadline.deadline_s == pytest.approx(120)
+    deadline.record(100.0, 0)  # 0.1 s a token
+    assert deadline.deadline_s == pytest.approx(200)
+    deadline.record(1000.0, 0)
+    assert deadline.deadline_s == config.trainer.take_timeout_s / 2
     assert SampleDeadline.of_training(config_of(rollout={"sample_deadline_s": 7})).deadline_s == 7
 
 

@@ -145,7 +145,7 @@ def _remarks(report: EvalReport) -> list[str]:
         lines.append(f"{no_vote(len(failures), report.plan.samples)} ({_in_words(failures)}).")
     if report.trained_on:
         lines.append(f"{report.trained_on} of the prompts that were asked for are trained on, and were left out.")
-    if (held_out := len(grades.papers) + report.trained_on) < report.plan.prompts:
+    if (held_out := len(grades.prompts) + report.trained_on) < report.plan.prompts:
         lines.append(f"The data hold out {held_out} prompts, {report.plan.prompts} were asked for.")
     if isinstance(report.policy, LiveRun):
         lines.append(_versions(report.versions))

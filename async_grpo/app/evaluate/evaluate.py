@@ -28,7 +28,8 @@ from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.evaluation.summary import INTERVALS
 from async_grpo.rewards.base import RewardFailure
-from rollout_server.evaluation.eval_runner import EvalContext, EvalPlan, EvalResult, EvalRunner, PromptResult
+from rollout_server.context import EvalContext
+from rollout_server.evaluation.eval_runner import EvalPlan, EvalResult, EvalRunner, PromptResult
 
 LOOK_EVERY_S = 1.0
 
@@ -123,7 +124,7 @@ async def evaluate(
         started_s = time.monotonic()
         grades = await _grade(EvalProgress(total, on_answer), plan, hall, patience_s)
         wall_s = time.monotonic() - started_s
-    versions, stated = _versions(grades.papers), stated_by_the_run(config, policy, plan, len(grades.papers))
+    versions, stated = _versions(grades.prompts), stated_by_the_run(config, policy, plan, len(grades.prompts))
     trained_on = hall.source.dropped.get(ALSO_TRAINED_ON, 0)
     return EvalReport(config, policy, plan, grades, versions, wall_s, stated, trained_on)
 
@@ -199,7 +200,7 @@ def facts(report: EvalReport) -> dict[str, Any]:
     return {
         "run": report.config.name,
         "policy": _policy_facts(report, policy),
-        "prompts": len(grades.papers),
+        "prompts": len(grades.prompts),
         "prompts_trained_on": report.trained_on,
         "samples": report.plan.samples,
         "temperature": report.plan.temperature,
@@ -227,7 +228,7 @@ def _policy_facts(report: EvalReport, policy: Checkpoint | LiveRun) -> dict[str,
 def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
     """For `--save`: one completion each."""
     right_at, first = report.config.eval.right_at, report.config.rewards.functions[0].name
-    for paper in report.grades.papers:
+    for paper in report.grades.prompts:
         for how, answers in (("sampled", paper.sampled), ("greedy", paper.greedy)):
             for index, answer in enumerate(answers):
                 score = answer.grade.score
@@ -243,8 +244,8 @@ def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
                     "unextracted": _why(answer.extraction),
                     "score": score,
                     "right": None if score is None else score >= right_at,
-                    "scores": answer.verdict.scores,
-                    "unjudged": _why(answer.verdict.failures.get(first)),
+                    "scores": answer.result.scores,
+                    "unjudged": _why(answer.result.failures.get(first)),
                     "finish_reason": answer.sample.finish_reason,
                     "tokens": answer.sample.length,
                     "spans": [[span.version, span.start, span.end] for span in answer.sample.spans],

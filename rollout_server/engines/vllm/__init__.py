@@ -1,1 +1,1 @@
-"""rollout_server/engines/vllm"""
+"""vLLM as the engine. Nothing outside this package imports vllm."""
