@@ -32,7 +32,7 @@ READ = """
 import sys
 from pathlib import Path
 from async_grpo.config import RunConfig
-from async_grpo.data.base import make_source
+from async_grpo.data import make_source
 from tests.support.tokenizers import Bytes
 data = {"kind": "jsonl", "path": sys.argv[1]}
 lengths = {"sampling": {"max_tokens": 32}, "rollout": {"vllm": {"max_model_len": 600}}, "eval": {"prompts": 2}}

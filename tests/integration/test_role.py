@@ -58,8 +58,8 @@ STARTER_OF_A_RECEIVER_THAT_STOPS = """
 import os, signal, sys, time
 from pathlib import Path
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.zmq.local_socket import Place, start_receiver
-receiver = start_receiver(Place(Path({store!r})), WeightsConfig())
+from async_grpo.weights.zmq.local_socket import ReceiverPaths, start_receiver
+receiver = start_receiver(ReceiverPaths(Path({store!r})), WeightsConfig())
 os.kill(receiver.pid, signal.SIGSTOP)
 print(receiver.pid, flush=True)
 time.sleep(60)

@@ -229,7 +229,7 @@ def step(policy: Any, config: RunConfig, version: int) -> list[float]:
 
     lr = config.trainer.optimizer.lr
     result = train_step(policy, make_batch(version), config, lr=lr, phases=PhaseTimer())
-    return [result.loss, result.grad_norm]
+    return [result["loss"], result["grad_norm"]]
 
 
 def checkpoints(config: RunConfig, folder: Path, **changes: Any) -> Any:
