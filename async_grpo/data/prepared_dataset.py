@@ -17,7 +17,6 @@ name is whole. Opening one proves it: sizes and checksums of every file, once.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ import msgspec
 import xxhash
 
 from async_grpo.errors import DataError
+from async_grpo.utils.files import sync, write_atomic
 
 MANIFEST = "prepared.json"
 REJECTED = "rejected.jsonl"
@@ -82,6 +82,7 @@ class _HashedFile:
     """A new file that knows its size and checksum when it is closed."""
 
     def __init__(self, path: Path, kind: int) -> None:
+        self._path = path
         self._file = path.open("xb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -94,9 +95,8 @@ class _HashedFile:
 
     def close(self) -> FileFacts:
         """On the disk, not only on its way there."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self._path)
         return FileFacts(self._size, self._hash.hexdigest())
 
 
@@ -219,10 +219,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
 
 def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
     """Last of all files."""
-    with (folder / MANIFEST).open("xb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomic(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n", synced=True)
 
 
 def _check_file(path: Path, facts: FileFacts) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
+from async_grpo.utils.files import write_atomic
 
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")
 
@@ -64,10 +65,7 @@ def merge_timelines(run_dir: Path) -> Path:
         events += [_metadata("process_name", pid, 0, name=role)]
         events += [_metadata("process_sort_index", pid, 0, sort_index=pid)]
         events += _role_events(pid, by_role[role], origin_s)
-    path = run_dir / "timeline.json"
-    draft = path.with_suffix(".json.part")
-    draft.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    return draft.replace(path)
+    return write_atomic(run_dir / "timeline.json", json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _usable(path: Path) -> Iterator[Event]:

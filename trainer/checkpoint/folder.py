@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from async_grpo.config.trainer import CheckpointConfig
 from async_grpo.errors import CheckpointError
+from async_grpo.utils.files import sync, write_atomic
 from async_grpo.wire.board import Evaluation
 from trainer.checkpoint.manifest import (
     CheckpointManifest,
@@ -37,9 +38,7 @@ from trainer.checkpoint.manifest import (
     check_fits,
     read_manifest,
     seal,
-    sync,
     unreadable,
-    write_synced,
 )
 from trainer.checkpoint.snapshot import BackgroundJob, JobState, RankSnapshot, draft_of, drafts, read_part, write_part
 from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
@@ -285,7 +284,7 @@ class CheckpointFolder:
         self._check_not_overtaken(manifest.epoch)
 
     def _mark(self, version: int, epoch: int) -> None:
-        write_synced(self.path / _LATEST, f"{version}\n".encode(), writer=f"-{epoch}")
+        write_atomic(self.path / _LATEST, f"{version}\n", synced=True)
 
     def _check_not_overtaken(self, epoch: int) -> None:
         """A trainer that was thought dead must not put its checkpoint before that of the one that took over."""
@@ -299,7 +298,7 @@ class CheckpointFolder:
             shutil.rmtree(self._folder(version))
         best = ranked(self._versions(), accuracies, span=self.config.every_steps)
         if self.config.keep_best and best:
-            write_synced(self.path / _BEST, f"{best[0]}\n".encode())
+            write_atomic(self.path / _BEST, f"{best[0]}\n", synced=True)
 
     def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
         keep, keep_best = self.config.keep, self.config.keep_best

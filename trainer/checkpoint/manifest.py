@@ -7,7 +7,6 @@ that weights of another model are refused by name.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 import xxhash
 
 from async_grpo.errors import CheckpointError
+from async_grpo.utils.files import sync, write_atomic
 
 FORMAT = 1
 """Raised when an older trainer could no longer read what is written."""
@@ -64,7 +64,7 @@ def seal(folder: Path, manifest: CheckpointManifest, known: Mapping[str, File]) 
         sync(path)
     files = {path.name: known.get(path.name) or describe(path) for path in paths}
     whole = msgspec.structs.replace(manifest, files=files)
-    write_synced(folder / FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+    write_atomic(folder / FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2), synced=True)
 
 
 def describe(path: Path) -> File:
@@ -122,24 +122,6 @@ def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, mode
 def unreadable(folder: Path, reason: object) -> CheckpointError:
     """Its files are there, but what they hold is not what was written, or not what is needed."""
     return _torn(folder, str(reason))
-
-
-def sync(path: Path) -> None:
-    """Return when the file, or the names in the folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, data: bytes, writer: str = "") -> None:
-    """Whole or not at all, and on disk when this returns. Those that may write at the same time differ in `writer`."""
-    draft = path.with_name(f"{path.name}{writer}.part")
-    draft.write_bytes(data)
-    sync(draft)
-    draft.replace(path)
-    sync(path.parent)
 
 
 def _torn(folder: Path, reason: str) -> CheckpointError:

@@ -40,7 +40,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from async_grpo.errors import WaitTimeout
-from trainer.checkpoint.manifest import File, describe, write_synced
+from async_grpo.utils.files import write_atomic
+from trainer.checkpoint.manifest import File, describe
 
 
 class JobState(IntEnum):
@@ -222,7 +223,7 @@ def drafts(folder: Path) -> list[tuple[Path, int]]:
 def write_part(snapshot: RankSnapshot, draft: Path, rank: int) -> None:
     """This rank's file and its part; or, before the error is raised, why not."""
     try:
-        write_synced(_part(draft, rank), msgspec.json.encode(snapshot.write()))
+        write_atomic(_part(draft, rank), msgspec.json.encode(snapshot.write()), synced=True)
     except Exception as error:
         _failed(draft, rank).write_text(f"rank {rank}: {error}")
         raise

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import NonFiniteStep, TrainingError
+from async_grpo.utils.files import write_atomic
 from async_grpo.wire import Batch, encode
 from async_grpo.wire.records import Record
 from trainer.coordinator import Coordinator
@@ -76,9 +77,7 @@ class SkippedSteps:
 
     def _write(self, path: Path, dump: SkippedBatch) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".part")
-        draft.write_bytes(encode(dump))
-        draft.replace(path)
+        write_atomic(path, encode(dump))
         for old in sorted(self.folder.glob("step-*.msgpack"), key=_step, reverse=True)[KEPT:]:
             if old != path:
                 old.unlink()

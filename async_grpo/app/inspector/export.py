@@ -33,7 +33,6 @@ import asyncio
 import base64
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ import msgpack
 import numpy as np
 
 from async_grpo.errors import ConfigError, WaitTimeout, WireError
+from async_grpo.utils.files import atomic_file
 from async_grpo.wire.codec import MAX_RECORD_BYTES
 from async_grpo.wire.records import LOGPROB_DTYPE, TOKEN_DTYPE
 from buffer.inspector import GroupFacts, GroupState, Inspector, Overview
@@ -174,21 +174,16 @@ async def export(
     pack = {"jsonl": _line, "msgpack": _packed}[format_of(file)]
     _check_absent(file)
     by_seq = {group.seq: group for group in groups}
-    draft = file.with_name(f".{file.name}-{os.getpid()}")
     written = gone = 0
-    try:
-        with draft.open("xb") as stream:
-            async for seq, payload in inspector.payloads([by_seq[seq] for seq in sorted(by_seq)]):
-                if payload is None:
-                    gone += 1
-                else:
-                    stream.write(pack(by_seq[seq], payload))
-                    written += 1
-                advance()
-            size_bytes = stream.tell()
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+    with atomic_file(file) as stream:
+        async for seq, payload in inspector.payloads([by_seq[seq] for seq in sorted(by_seq)]):
+            if payload is None:
+                gone += 1
+            else:
+                stream.write(pack(by_seq[seq], payload))
+                written += 1
+            advance()
+        size_bytes = stream.tell()
     return Exported(written, gone, size_bytes)
 
 

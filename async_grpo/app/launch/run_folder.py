@@ -13,7 +13,6 @@ Nothing is made, started or written.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -32,6 +31,7 @@ import yaml
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.config.load import MACHINE_SECTIONS, differing_keys, is_at_or_below
 from async_grpo.errors import ConfigError
+from async_grpo.utils.files import locked, write_atomic
 from buffer import PASSWORD_VARIABLE
 
 _FREE_KEYS = (
@@ -96,7 +96,7 @@ class RunFolder:
     def origin(self) -> str:
         """ID HOST:PATH, as a shared server is told; the id is made when it is first asked for."""
         if not self.id_file.exists():
-            _write(self.id_file, uuid.uuid4().hex)
+            write_atomic(self.id_file, uuid.uuid4().hex)
         return f"{self.id_file.read_text()} {self.place}"
 
     @property
@@ -121,7 +121,7 @@ class RunFolder:
 
     def write_state(self, state: RunState) -> None:
         """Atomically."""
-        _write(self.state_file, json.dumps(asdict(state), indent=2) + "\n")
+        write_atomic(self.state_file, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
@@ -139,36 +139,26 @@ def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
 @contextlib.contextmanager
 def claimed(folder: RunFolder) -> Iterator[None]:
     """Hold the run for this process; the kernel gives it back however the process ends. Raises ConfigError."""
-    with folder.lock_file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another `async-grpo run` is at work in {folder.path}. Wait for it, stop it, or give this run "
-                "another name (-o name=...)"
-            ) from None
+    busy = ConfigError(
+        f"another `async-grpo run` is at work in {folder.path}. Wait for it, stop it, or give this run another name "
+        "(-o name=...)"
+    )
+    with locked(folder.lock_file, busy):
         yield
 
 
 def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) -> None:
     """The resolved copies beside the run; secrets never stand in a configuration."""
-    _write(folder.config_file, dump(config))
-    _write(folder.roles_file, dump(for_roles))
+    write_atomic(folder.config_file, dump(config))
+    write_atomic(folder.roles_file, dump(for_roles))
 
 
 def write_role(folder: RunFolder, role: str, config: RunConfig) -> Path:
     """The file of one role, for it alone to read."""
     file = folder.roles_file_of(role)
     file.parent.mkdir(parents=True, exist_ok=True)
-    _write(file, dump(config))
+    write_atomic(file, dump(config))
     return file
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, also for somebody who reads or writes it at this moment, on whatever machine."""
-    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def run_name(base: str, overrides: Iterable[str]) -> str:

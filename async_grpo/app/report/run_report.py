@@ -20,6 +20,7 @@ from async_grpo.app.report.plots import write_plots
 from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import Row, of_kind
+from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced
 from async_grpo.wire.board import EvalMetrics
 from async_grpo.wire.records import ReleaseReason
@@ -147,7 +148,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
     """
     rows = read_rows(run_dir / "metrics.jsonl")
     plots = write_plots(run_dir, of_kind(rows, "step"), summary)
-    _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     sections = [
         f"# {summary.get('name', run_dir.name)}",
         _headline(summary),
@@ -162,14 +163,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         _reproduce(run_dir, summary),
         _timeline(run_dir),
     ]
-    return _write(run_dir / "report.md", "\n\n".join(section for section in sections if section) + "\n")
-
-
-def _write(path: Path, text: str) -> Path:
-    """Whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)
+    return write_atomic(run_dir / "report.md", "\n\n".join(section for section in sections if section) + "\n")
 
 
 def _headline(summary: Facts) -> str:

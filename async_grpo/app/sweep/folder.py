@@ -10,8 +10,6 @@ report.md, sweep.json, plots/
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ import msgspec
 from async_grpo.app.sweep.plan import Point
 from async_grpo.config import dump, load
 from async_grpo.errors import ConfigError
+from async_grpo.utils.files import locked, write_atomic
 
 FORMAT = 1
 
@@ -86,7 +85,8 @@ class SweepFolder:
 
     def write(self, record: SweepRecord) -> None:
         """Whole or not at all."""
-        write_whole(self.record_file, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.record_file, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")
 
     def points(self, record: SweepRecord) -> list[Point]:
         """As they were resolved when they were last asked for, wherever this folder is by now. Raises ConfigError."""
@@ -97,26 +97,17 @@ class SweepFolder:
     def write_configs(self, points: Sequence[Point]) -> None:
         """One file a point."""
         for point in points:
-            write_whole(self.config_file(point.name), dump(point.config))
+            file = self.config_file(point.name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, dump(point.config))
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Hold the sweep for this process; the kernel gives it back however the process ends. Raises ConfigError."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "sweep.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another `async-grpo sweep` is at work in {self.path}. Wait for it, stop it, or give this one "
-                    "another folder (--out)"
-                ) from None
+        busy = ConfigError(
+            f"another `async-grpo sweep` is at work in {self.path}. Wait for it, stop it, or give this one another "
+            "folder (--out)"
+        )
+        with locked(self.path / "sweep.lock", busy):
             yield
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Whole or not at all, also for somebody who reads at this moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from async_grpo.app.sweep.folder import SweepFolder, SweepRecord, write_whole
+from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import write_plots
 from async_grpo.app.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
 from async_grpo.app.sweep.results import FINISHED, PointMetrics, read_figures
 from async_grpo.app.sweep.settings import GridSetting, SeedStatistic, settings_of, shown_values
 from async_grpo.errors import ConfigError
+from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced
 
 FORMAT = 1
@@ -60,8 +61,8 @@ def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepCo
     settings = settings_of(figures)
     comparison = compare(record, figures, settings, tolerance)
     plots = write_plots(folder.path / "plots", settings, comparison.settings, comparison.choice)
-    write_whole(folder.path / "sweep.json", msgspec.json.format(msgspec.json.encode(comparison)).decode() + "\n")
-    write_whole(folder.path / "report.md", page(folder.path.name, comparison, settings, plots))
+    write_atomic(folder.path / "sweep.json", msgspec.json.format(msgspec.json.encode(comparison)).decode() + "\n")
+    write_atomic(folder.path / "report.md", page(folder.path.name, comparison, settings, plots))
     return comparison
 
 

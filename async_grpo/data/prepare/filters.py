@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ from async_grpo.data.prepare.templates import Template
 from async_grpo.data.prepared_dataset import StoredRow
 from async_grpo.data.tokenizer import BatchTokenizer, check_characters
 from async_grpo.errors import DataError
+from async_grpo.utils.files import sync
 from async_grpo.wire import tokens_to_bytes
 
 BATCH_ROWS = 512
@@ -37,6 +37,7 @@ class RejectedRows:
     """Rows that are not taken: each a line of `rejected.jsonl`, counted by reason."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("x", encoding="utf-8")
         self.counts = Rejections()
 
@@ -48,9 +49,8 @@ class RejectedRows:
 
     def close(self) -> None:
         """On the disk, not only on its way there."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self._path)
 
 
 class _Candidate(NamedTuple):

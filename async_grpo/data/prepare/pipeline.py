@@ -33,7 +33,7 @@ from async_grpo.data.prepared_dataset import (
 from async_grpo.data.shuffle import Permutation
 from async_grpo.data.tokenizer import BatchTokenizer, Tokenizer
 from async_grpo.errors import DataError
-from async_grpo.utils.files import draft_of
+from async_grpo.utils.files import new_folder
 
 _STAGED = "staged_"
 
@@ -54,7 +54,7 @@ def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Pr
     """
     template = Template(config.template, tokenizer, config.system)
     encoder = BatchTokenizer(tokenizer, special_tokens=template.special_tokens, longest=config.max_prompt_tokens)
-    with draft_of(config.out) as draft:
+    with new_folder(config.out) as draft:
         with closing(RejectedRows(draft / REJECTED)) as rejects:
             intake = RowFilter(config, template, encoder, rejects, advance)
             held_out = _stage(draft, HELD_OUT, intake.rows(config.held_out_from, held_out=True))

@@ -19,7 +19,6 @@ a second one, and never a moment in which two servers start one each.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import subprocess
@@ -34,6 +33,7 @@ import msgspec
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WireError
 from async_grpo.utils.child_process import MARK_VARIABLE, run_mark
+from async_grpo.utils.files import try_lock
 from async_grpo.utils.frames import pack_frame, take_frame
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import ReceiverStats
@@ -271,9 +271,7 @@ def start_receiver(place: ReceiverPaths, config: WeightsConfig) -> subprocess.Po
     place.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             return None
         marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
         arguments = ["--store", str(place.store), "--config", config.model_dump_json()]
