@@ -1,28 +1,37 @@
-"""Helpers for asyncio: cancelling tasks, which of several errors to show, and who holds the event loop.
+"""What asyncio leaves to its users: races, tasks that are ended, signals, one error of several, a blocked event loop.
 
-`watched_loop` starts a thread that asks the event loop for a sign of life every second:
+    race(work, rival)        the result of the work, unless the rival is done first
+    cancel_and_wait(tasks)   end tasks and wait until they have ended
+    stop_signals(stop)       SIGTERM and Ctrl-C call `stop`
+    root_cause(error)        which of several errors to show
+    watched_loop(...)        a thread that says who holds the event loop
 
-    LoopWatch (thread) --call_soon_threadsafe--> event loop --> sign of life
+The watching thread asks the event loop for a sign of life every second:
 
-It waits for that sign only. Code that blocks the event loop stops everything in this process: heartbeats, weights,
-HTTP. After WARN_S the log names the task and the lines that hold it; after `limit_s` the process ends, so that another
-one goes on with its groups. A process that was stopped (SIGSTOP) has missed one sign, however long that took. What
-holds Python's global lock as well (a regular expression, a loop in C) cannot be seen from here.
+    watched_loop (thread) --call_soon_threadsafe--> event loop --> sign of life
+
+Code that blocks the event loop stops everything in its process: heartbeats, weights, HTTP. After WARN_S the log names
+the task and the lines that hold it; after `limit_s` the process ends, so that another one goes on with its groups. A
+process that was stopped (SIGSTOP) has missed one sign, however long that took. Code that holds Python's global lock as
+well (a regular expression, a loop in C) cannot be seen from here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from async_grpo.errors import EngineError
+
+T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
 WARN_S = 10.0
@@ -31,15 +40,49 @@ FRAMES = 12
 log = structlog.get_logger()
 
 
+class Overtaken(Exception):
+    """The rival in a race was done first."""
+
+
+async def race(work: Awaitable[T], rival: Awaitable[object]) -> T:
+    """The result of `work`, or what it raises, if it is done first; of two that are done at once, `work` counts.
+
+    Raises Overtaken if the rival is done first, or what the rival raises. Coroutines are cancelled and have ended when
+    this returns; tasks and futures of the caller go on.
+    """
+    working, other = asyncio.ensure_future(work), asyncio.ensure_future(rival)
+    try:
+        await asyncio.wait({working, other}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        other.result()
+        raise Overtaken
+    finally:
+        await cancel_and_wait(*(own for own, given in ((working, work), (other, rival)) if own is not given))
+
+
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait until all have ended. Their results and errors are dropped."""
+    """Cancel the tasks and wait until all have ended, whatever they end with."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@contextmanager
+def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C call `stop` in the event loop, every time, instead of ending this process."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 def root_cause(error: BaseException) -> BaseException:
-    """The error itself, or of a group: the engine's, if there is one (it explains the others), else the first."""
+    """The error itself; of a group of errors that of the engine, which explains the others, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [root_cause(inner) for inner in error.exceptions]
@@ -48,8 +91,10 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def watched_loop(limit_s: float, on_limit: Callable[[str], None], *, warn_s: float = WARN_S) -> Iterator[None]:
-    """Watch the running event loop for the length of the block. `on_limit` gets what holds it; it is called in the
-    watching thread, and is to end the process."""
+    """Watch the running event loop for the length of the block.
+
+    After `limit_s` the watching thread calls `on_limit` with what holds the loop; it must end the process.
+    """
     loop, thread_id, ended = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
 
     def watch() -> None:
@@ -74,7 +119,7 @@ def watched_loop(limit_s: float, on_limit: Callable[[str], None], *, warn_s: flo
 
 
 def holder_of(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
-    """The task that the loop runs, and where it is, innermost first."""
+    """The task that the loop runs, and the lines where it is, innermost first."""
     task = asyncio.current_task(loop)
     frame = sys._current_frames().get(thread_id)
     stack = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
