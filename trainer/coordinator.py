@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import TrainingError, WaitTimeout
+from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
 from buffer import connect_board, open_run
@@ -187,9 +188,7 @@ class Leader:
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({calling, stop}, return_when=asyncio.FIRST_COMPLETED)
         stopped = self._stop.is_set()
-        unfinished = calling if stopped else stop
-        unfinished.cancel()
-        await asyncio.gather(unfinished, return_exceptions=True)
+        await cancel_and_wait(calling, stop)
         return None if stopped else calling.result()
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:

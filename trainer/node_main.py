@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,6 +35,7 @@ import structlog
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, NodeLost, TrainingError
 from async_grpo.telemetry.logging import configure_logging
+from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.network import LOOPBACK
 from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
 from trainer.ranks import LocalRanks, RankFailed, RankStore, Terminated, network_environment, rank_environments
@@ -77,7 +77,7 @@ class Node:
 
     async def run(self) -> None:
         """Returns when the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
-        with _sigterm_sets(self.stop_asked):
+        with stop_signals(self.stop_asked.set):
             async with AsyncExitStack() as stack:
                 setup = await self._meet(stack)
                 if setup is None:
@@ -87,15 +87,10 @@ class Node:
 
     async def _meet(self, stack: AsyncExitStack) -> NodeSetup | None:
         """The others, until the stack ends; None if this node was asked to stop before all were there."""
-        meeting = asyncio.create_task(stack.enter_async_context(self._set_up()))
-        asked = asyncio.create_task(self.stop_asked.wait())
         try:
-            await asyncio.wait({meeting, asked}, return_when=asyncio.FIRST_COMPLETED)
-            return meeting.result() if meeting.done() else None
-        finally:
-            for task in (meeting, asked):
-                task.cancel()
-            await asyncio.gather(meeting, asked, return_exceptions=True)
+            return await race(stack.enter_async_context(self._set_up()), self.stop_asked.wait())
+        except Overtaken:
+            return None
 
     async def _train(self, setup: NodeSetup) -> None:
         """From the start of this node's ranks to their end, whatever that is; the others are told."""
@@ -163,9 +158,7 @@ class Node:
             if setup.host is not None:
                 await setup.peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
         finally:
-            for task in own_tasks:
-                task.cancel()
-            await asyncio.gather(*own_tasks, return_exceptions=True)
+            await cancel_and_wait(*own_tasks)
 
     async def _stop_when_asked(self, ranks: LocalRanks, peers: Peers) -> None:
         """Raises TrainingError if the ranks have not left in time; they are killed then."""
@@ -207,12 +200,8 @@ class Node:
 
     async def _asked(self, peers: Peers) -> None:
         """Until this node or another is asked to stop."""
-        asked = [asyncio.create_task(event.wait()) for event in (self.stop_asked, peers.stop_asked)]
-        try:
-            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in asked:
-                task.cancel()
+        with contextlib.suppress(Overtaken):
+            await race(self.stop_asked.wait(), peers.stop_asked.wait())
 
     def _invitation(self) -> Invitation:
         where = self.config.trainer.rendezvous
@@ -238,29 +227,12 @@ class Node:
 
 async def _watch(peers: Peers, host: Host | None) -> None:
     """As `Peers.watch`; on node 0 it raises NodeLost also for a node that is back before its end was noticed."""
-    watching = asyncio.create_task(peers.watch())
-    again = asyncio.create_task(host.again.wait()) if host is not None else None
-    try:
-        await asyncio.wait({watching, *([again] if again else [])}, return_when=asyncio.FIRST_COMPLETED)
-        if host is not None and host.again.is_set():
-            raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier life")
-        await watching
-    finally:
-        for task in (watching, *([again] if again else [])):
-            task.cancel()
-
-
-@contextlib.contextmanager
-def _sigterm_sets(asked: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and Ctrl-C."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    if host is None:
+        await peers.watch()
+        return
+    with contextlib.suppress(Overtaken):
+        await race(host.again.wait(), peers.watch())  # of two that are done at once, the new life explains the other
+        raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier life")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from async_grpo.errors import NodeLost, WireError
+from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.frames import FrameReader, pack_frame
 from async_grpo.utils.network import LOOPBACK
 from async_grpo.wire import encode
@@ -174,9 +175,7 @@ class Peers:
         try:
             yield
         finally:
-            for task in (beating, *self._following):
-                task.cancel()
-            await asyncio.gather(beating, *self._following, return_exceptions=True)
+            await cancel_and_wait(beating, *self._following)
 
     async def watch(self) -> None:
         """Until all have ended as they should. Raises NodeLost or WireError for the first that has not, StoppedEarly

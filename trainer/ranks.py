@@ -22,6 +22,7 @@ from typing import Any
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import CONFIG_FAULTS, TrainingError
 from async_grpo.telemetry.logging import redact_secrets
+from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import card_environment
 
@@ -208,9 +209,7 @@ class LocalRanks:
         try:
             await asyncio.gather(*waiting)
         finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await cancel_and_wait(*waiting)
 
     def stop(self) -> None:
         """SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one that

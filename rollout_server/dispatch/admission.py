@@ -22,7 +22,7 @@ import structlog
 
 from async_grpo.data.base import TaskSource
 from async_grpo.errors import StreamGap
-from async_grpo.utils.aio import cancel_and_wait
+from async_grpo.utils.aio import Overtaken, race
 from buffer.base import ReplayBuffer
 
 T = TypeVar("T")
@@ -84,12 +84,10 @@ class AdmissionGate:
     async def until_draining(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of the work, or None (and the work is cancelled) if the server drains first. Raises what the work
         raises."""
-        working, draining = asyncio.create_task(work), asyncio.create_task(self._draining.wait())
         try:
-            await asyncio.wait([working, draining], return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
-        finally:
-            await cancel_and_wait(working, draining)
+            return await race(work, self._draining.wait())
+        except Overtaken:
+            return None
 
     def _switch_to(self, state: AdmissionState) -> bool:
         """False if the server drains already: it never goes back."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from async_grpo.errors import EngineError
+from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.http.detokenizer import TextStream
@@ -77,10 +78,7 @@ class CompletionJobs:
 
     async def close(self) -> None:
         """End them all: their clients are told that the server leaves."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
 
     async def _write(self, index: int, request: GenerationRequest, text: TextStream, pieces: Pieces) -> None:
         async with aclosing(self._engine.stream(request)) as stream:
@@ -123,6 +121,4 @@ class CompletionJob:
 
     async def aclose(self) -> None:
         """End what is still under way; vLLM forgets those requests."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)

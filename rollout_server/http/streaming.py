@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from async_grpo.utils.aio import race
+
 REFUSED, BUSY, BROKEN = "invalid_request_error", "rate_limit_error", "server_error"
 
 
@@ -79,18 +81,16 @@ async def read_json(request: Request, limit_bytes: int) -> bytes:
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """The result of the work, which is cancelled when the client leaves (HttpError 499, for nobody to read) or
     when time is up (HttpError 504)."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
-    try:
-        await asyncio.wait([working, leaving], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        if leaving.done():
-            raise HttpError(CLIENT_LEFT, "the client left")
-        raise HttpError(504, f"not answered within rollout.http.request_timeout_s ({timeout_s:g} s)")
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def give_up() -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _left(receive)
+        except TimeoutError:
+            raise HttpError(504, f"not answered within rollout.http.request_timeout_s ({timeout_s:g} s)") from None
+        raise HttpError(CLIENT_LEFT, "the client left")
+
+    return await race(work, give_up())
 
 
 class EventStream(Response):

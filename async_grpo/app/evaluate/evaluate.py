@@ -28,6 +28,7 @@ from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.evaluation.summary import INTERVALS
 from async_grpo.rewards.base import RewardFailure
+from async_grpo.utils.aio import cancel_and_wait
 from rollout_server.context import EvalContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalResult, EvalRunner, PromptResult
 
@@ -158,8 +159,7 @@ async def _grade(progress: EvalProgress, plan: EvalPlan, hall: EvalContext, pati
                 raise _waited_too_long(progress, exam, patience_s)
         return grading.result()
     finally:
-        grading.cancel()
-        await asyncio.gather(grading, return_exceptions=True)
+        await cancel_and_wait(grading)
 
 
 def _waited_too_long(progress: EvalProgress, exam: EvalRunner, patience_s: float) -> WaitTimeout:

@@ -13,11 +13,9 @@ What is left of a run: summary.json, report.md with its plots, timeline.json.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -39,6 +37,7 @@ from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
 from async_grpo.telemetry.timeline import merge_timelines
 from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
+from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import adopt_orphans
 from async_grpo.wire.board import Evaluation
 from buffer import BufferStats, is_over
@@ -111,7 +110,8 @@ async def run(
         await check_fresh(config, confirm)
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
-    with claimed(folder), LiveView(config, Console()) as view, _interrupt() as interrupted:
+    interrupted = asyncio.Event()
+    with claimed(folder), LiveView(config, Console()) as view, stop_signals(interrupted.set):
         if state.finished_steps >= config.steps:
             view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
             return 0
@@ -197,9 +197,7 @@ class LocalLauncher:
             for ended in done:
                 ended.result()
         finally:
-            for look in looks:
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+            await cancel_and_wait(*looks)
         await self._monitor.look()
         if not self._monitor.trained():
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
@@ -214,12 +212,11 @@ class LocalLauncher:
     async def _stop(self, again: asyncio.Event) -> None:
         """SIGTERM and patience; a second Ctrl-C ends the patience. No role is left then, nor one about to start."""
         stopping = asyncio.create_task(self._supervisor.stop())
-        hurry = asyncio.create_task(again.wait())
-        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
-        if not stopping.done():
+        try:
+            await race(stopping, again.wait())
+        except Overtaken:
             self._supervisor.kill()
-        await stopping
+            await stopping
         if self._roles is not None:
             await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is on its way already
 
@@ -245,26 +242,7 @@ class LocalLauncher:
 
 async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, cancelled (and waited for) when the event comes first. Raises Interrupted."""
-    task, alarm = asyncio.create_task(work), asyncio.create_task(interrupted.wait())
     try:
-        await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Interrupted
-    finally:
-        alarm.cancel()
-        task.cancel()
-        await asyncio.gather(task, alarm, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _interrupt() -> Iterator[asyncio.Event]:
-    """Ctrl-C and SIGTERM set the event, instead of ending this process."""
-    interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted.set)
-    try:
-        yield interrupted
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        return await race(work, interrupted.wait())
+    except Overtaken:
+        raise Interrupted from None

@@ -17,10 +17,8 @@ from which `async_grpo.app.launch.role_specs` deals on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,6 +32,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.rows import Row, number
+from async_grpo.utils.aio import stop_signals
 from trainer.platform.base import TOOLS, VISIBLE, devices_of, visible
 
 
@@ -194,7 +193,7 @@ class SweepRunner:
 
     async def work(self) -> list[AttemptResult]:
         """Until every point has been attempted, or, after Ctrl-C, until none runs any more."""
-        with _interrupts(self.stop):
+        with stop_signals(self.stop):
             try:
                 while await self._fill():
                     done, _ = await asyncio.wait(
@@ -292,16 +291,3 @@ class SweepRunner:
         """Nothing stays behind when something here has gone wrong."""
         self._kill()
         await asyncio.gather(*self._running, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call `stop`, every time, instead of ending this process."""
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signal_number, stop)
-    try:
-        yield
-    finally:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(signal_number)

@@ -27,6 +27,7 @@ import numpy as np
 from async_grpo.config.model import Precision
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import DependencyError, EngineError
+from async_grpo.utils.aio import Overtaken, race
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import become_owner
 from async_grpo.weights.base import HeldWeights, SourceReader
@@ -297,15 +298,10 @@ class VllmEngine:
     async def _unless_dead(self, calls: Coroutine[Any, Any, T]) -> T:
         """What calls into vLLM return. Raises EngineError once its processes have died: vLLM fails the requests in
         flight then, but never answers its other calls. Its handler of outputs ends only with them."""
-        calling = asyncio.create_task(calls)
         try:
-            await asyncio.wait({calling, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                raise EngineError(f"{self._name}: vLLM's engine died.")
-            return calling.result()
-        finally:
-            calling.cancel()
-            await asyncio.gather(calling, return_exceptions=True)
+            return await race(calls, asyncio.wait({self._llm.output_handler}))
+        except Overtaken:
+            raise EngineError(f"{self._name}: vLLM's engine died.") from None
 
     async def _announce(self) -> None:
         """Tell vLLM that an update comes. The transfer engine does nothing then, so generation goes on."""

@@ -52,7 +52,9 @@ def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
         except TrainingError as error:
             found["refused"] = str(error)
             break
-        found["steps"].append({"loss": result["loss"], "grad_norm": result["grad_norm"], "tokens": result["trained_tokens"]})
+        found["steps"].append(
+            {"loss": result["loss"], "grad_norm": result["grad_norm"], "tokens": result["trained_tokens"]}
+        )
         if version == first:
             after_one = {name: tensor.clone() for name, tensor in policy.export()}
         if version + 1 == case["save_at"]:
