@@ -1,6 +1,7 @@
-"""Checks of the machine itself: the same on every platform.
+"""`async-grpo doctor`: checks of the machine, then those of the trainer's platform and of the rollout servers' engine.
 
-Which checks make up each platform, in the order in which one would mend what they find.
+The checks of a platform are `Platform.probes`, those of an engine `engine_probes`. None of them imports torch in this
+process, so that the doctor works where nothing is installed.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import resource
 import shutil
 import socket
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from async_grpo.utils.requirements import Check, Finding, installed
-from trainer.platform import base, cuda
+from rollout_server.engines import engine_probes
+from trainer.platform import select_platform
 
 MIN_MEMORY_BYTES = 6 << 30
 
@@ -95,9 +95,6 @@ def _can_bind(port: int) -> bool:
     return True
 
 
-PlatformName = Literal["cpu", "cuda", "npu"]
-
-
 MACHINE: tuple[Check, ...] = (
     check_python,
     check_memory,
@@ -108,47 +105,11 @@ MACHINE: tuple[Check, ...] = (
 )
 
 
-COMMON: tuple[Check, ...] = (
-    cuda.check_transformers,
-    cuda.check_megatron,
-    cuda.check_tensorboard,
-    cuda.check_private_names,
-)
+def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
+    """The checks of machine, platform and engine, in the order in which to mend what they find. Raises ConfigError."""
+    return (*MACHINE, *select_platform(platform).probes(), *engine_probes(engine, platform))
 
 
-CHECKS: dict[str, tuple[Check, ...]] = {
-    "cpu": (
-        *MACHINE,
-        cuda.check_torch_cpu,
-        cuda.check_torchvision,
-        *COMMON,
-        cuda.check_vllm_cpu,
-    ),
-    "cuda": (
-        *MACHINE,
-        partial(base.check_driver, "cuda"),
-        partial(base.check_devices, "cuda"),
-        cuda.check_torch_cuda,
-        partial(base.check_torch_sees, "cuda"),
-        cuda.check_transformer_engine,
-        *COMMON,
-        cuda.check_vllm_cuda,
-    ),
-    "npu": (
-        *MACHINE,
-        partial(base.check_driver, "npu"),
-        partial(base.check_devices, "npu"),
-        base.check_cann,
-        cuda.check_torch_ascend,
-        cuda.check_torch_npu,
-        partial(base.check_torch_sees, "npu"),
-        cuda.check_mindspeed,
-        *COMMON,
-        cuda.check_vllm_ascend,
-    ),
-}
-
-
-def examine(platform: PlatformName = "cpu") -> list[Finding]:
-    """Every check of a platform, in order."""
-    return [check() for check in CHECKS[platform]]
+def examine(platform: str = "cpu") -> list[Finding]:
+    """Run every check of a platform (cpu, cuda or npu), in order."""
+    return [check() for check in checks_of(platform)]

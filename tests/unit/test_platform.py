@@ -17,7 +17,7 @@ from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.utils.requirements import MEGATRON_CORE
 from trainer.platform import Platform, cuda, npu, select_platform
-from trainer.platform.cuda import peak_flops
+from trainer.platform.cuda import stated_peak_flops
 
 FIGURES = TrainerConfig(
     platform="npu", processes=8, tensor_parallel=4, pipeline_parallel=2, sequence_parallel=True, device_peak_tflops=300
@@ -178,7 +178,7 @@ def test_peak_flops_are_the_vendors_unless_they_are_configured(gpus: list[int]) 
     ],
 )
 def test_a_device_is_known_by_the_words_of_its_name(device: str, precision: str, expected: float | None) -> None:
-    assert peak_flops(device, precision) == expected
+    assert stated_peak_flops(device, precision) == expected
 
 
 def test_npu_imports_the_adaptor_after_torch_npu_and_before_megatron(

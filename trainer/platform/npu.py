@@ -14,30 +14,46 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.utils.requirements import (
+    CANN,
     INSTALL_MINDSPEED,
     INSTALL_TORCH_NPU,
     MINDSPEED_BRANCH,
     SOURCE_CANN,
+    TORCH_ASCEND,
+    TORCH_NPU,
+    Check,
+    Finding,
     installed,
+    present,
     release,
 )
 from trainer.platform.base import (
+    COMMON_PROBES,
+    Device,
     LayerRole,
     MemoryUse,
+    Run,
+    check_devices,
+    check_driver,
+    check_torch_sees,
     local_rank,
     missing,
     require_megatron,
     require_own_device,
+    run_tool,
     set_defaults,
 )
-from trainer.platform.cuda import peak_flops
 
 ENVIRONMENT = {
     # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
@@ -55,6 +71,27 @@ ENVIRONMENT = {
 }
 """Set only where the user's environment does not."""
 
+DRIVER_FIX = (
+    "install the Ascend driver and firmware; in a container: --device /dev/davinci0 (and the others) "
+    "--device /dev/davinci_manager --device /dev/hisi_hdc -v /usr/local/dcmi:/usr/local/dcmi "
+    "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
+)
+CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
+
+_CANN_VERSION_FILES = (
+    "version.cfg",
+    "*/ascend_toolkit_install.info",
+    "*/version.info",
+    "version.info",
+    "share/info/*/version.info",
+)
+_CANN_VERSION = re.compile(r"^\s*(?:version|Version|package_version)\s*=\s*[\"']?([0-9][0-9A-Za-z.]*)", re.MULTILINE)
+_TORCH_FIX = f"python -c 'import torch, torch_npu' says why; {SOURCE_CANN}"
+
+_NPU = re.compile(r"^\|\s*\d+\s+(?P<name>\S+)\s*\|\s*(?P<health>\w+)\s*\|.*$")
+_CHIP = re.compile(r"^\|[\s\d]+\|\s*[0-9A-Fa-f]{4}:\S+\s*\|.*?\d+\s*/\s*(?P<total>\d+)\s*\|\s*$")
+_DRIVER = re.compile(r"Version:\s*(\S+)")
+
 
 class NpuPlatform:
     """HCCL between devices and gloo between processes."""
@@ -62,9 +99,28 @@ class NpuPlatform:
     name = "npu"
     device = "npu"
     backend = "cpu:gloo,npu:hccl"
+    visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    tool = "npu-smi"
 
     def __init__(self) -> None:
         self._peak_tflops: float | None = None
+
+    def devices(self, run: Run = run_tool) -> list[Device]:
+        """The NPUs that `npu-smi info` lists."""
+        return _parse_smi(run([self.tool, "info"]) or "")
+
+    def probes(self) -> Sequence[Check]:
+        """Driver, devices, CANN and the installation for Ascend."""
+        return (
+            partial(check_driver, self, DRIVER_FIX),
+            partial(check_devices, self, DRIVER_FIX),
+            check_cann,
+            check_torch,
+            check_torch_npu,
+            partial(check_torch_sees, "npu", "torch_npu", "HCCL", _TORCH_FIX),
+            check_mindspeed,
+            *COMMON_PROBES,
+        )
 
     def activate(self, threads: int) -> None:
         """Take the NPU of this rank and adapt Megatron, which must not be imported yet.
@@ -83,7 +139,7 @@ class NpuPlatform:
                 f"and that CANN's environment is set: {SOURCE_CANN}; or set trainer.platform to cpu"
             )
         rank = local_rank()
-        require_own_device(self.name, rank, torch.npu.device_count(), "ASCEND_RT_VISIBLE_DEVICES")
+        require_own_device(self.name, rank, torch.npu.device_count(), self.visible_variable)
         torch.npu.set_device(rank)
         torch.set_num_threads(threads)
         with _empty_command_line():
@@ -108,31 +164,27 @@ class NpuPlatform:
         return {} if config.context_parallel_size > 1 else {LayerRole.attention: FusedAttention}
 
     def synchronize(self) -> None:
-        """Of all streams."""
+        """Wait for all streams."""
         import torch
 
         torch.npu.synchronize()
 
     def memory(self) -> MemoryUse:
-        """As torch's allocator counts tensors; the context and HCCL's buffers are not in it."""
+        """What torch's allocator counts; the context and HCCL's buffers are not included."""
         import torch
 
         total_bytes = torch.npu.get_device_properties(torch.npu.current_device()).total_memory
         return MemoryUse(torch.npu.memory_allocated(), torch.npu.max_memory_allocated(), total_bytes)
 
     def reset_peak_memory(self) -> None:
-        """Of torch's allocator."""
+        """Begin a new peak of torch's allocator."""
         import torch
 
         torch.npu.reset_peak_memory_stats()
 
     def peak_flops(self, precision: str) -> float | None:
-        """`trainer.device_peak_tflops`, else what the vendor states for a device of this name."""
-        import torch
-
-        if self._peak_tflops is not None:
-            return self._peak_tflops * 1e12
-        return peak_flops(torch.npu.get_device_name(), precision)
+        """`trainer.device_peak_tflops`, else None: one device name stands for bins of different speed."""
+        return None if self._peak_tflops is None else self._peak_tflops * 1e12
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
@@ -183,3 +235,69 @@ def _empty_command_line() -> Iterator[None]:
         yield
     finally:
         sys.argv = given
+
+
+def check_cann(environment: Mapping[str, str] = os.environ, folders: tuple[str, ...] = CANN_FOLDERS) -> Finding:
+    """Whether CANN's environment is set in this shell, and its version is the one that torch_npu is for."""
+    home = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
+    if home is None:
+        there = [folder for folder in folders if Path(folder).is_dir()]
+        found = f"installed in {there[0]}, but its environment is not set" if there else "not installed"
+        return Finding("CANN", False, found, SOURCE_CANN if there else f"install CANN {CANN} (toolkit, kernels, NNAL)")
+    version = _cann_version(Path(home))
+    if version is None:
+        return Finding("CANN", None, f"{home}, version unknown (written for {CANN})", SOURCE_CANN)
+    right = version.startswith(CANN)
+    found = f"{version} in {home}" + ("" if right else f", not {CANN}")
+    return Finding("CANN", right, found, f"install CANN {CANN}, then {SOURCE_CANN}")
+
+
+def check_torch() -> Finding:
+    """Whether torch has the release that torch_npu is built for."""
+    version = installed("torch")
+    right = version is not None and release(version) == TORCH_ASCEND
+    found = (version or "not installed") + ("" if right else f", not {TORCH_ASCEND}")
+    return Finding("PyTorch", right, found, INSTALL_TORCH_NPU)
+
+
+def check_torch_npu() -> Finding:
+    """Whether torch_npu has the same release as torch."""
+    version, torch_version = installed("torch-npu"), installed("torch")
+    if version is None:
+        return Finding("torch_npu", False, "not installed", INSTALL_TORCH_NPU)
+    if torch_version is None or release(version) != release(torch_version):
+        found = f"{version}, built for torch {release(version)}, but torch is {torch_version or 'not installed'}"
+        return Finding("torch_npu", False, found, INSTALL_TORCH_NPU)
+    found = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
+    return Finding("torch_npu", True, found, INSTALL_TORCH_NPU)
+
+
+def check_mindspeed() -> Finding:
+    """Whether MindSpeed is there; its version does not tell the branch."""
+    return present("MindSpeed", "mindspeed", INSTALL_MINDSPEED)
+
+
+def _cann_version(home: Path) -> str | None:
+    """The version in the files that CANN's installer leaves, in a line `Version=...`; None if there is none."""
+    for pattern in _CANN_VERSION_FILES:
+        for path in sorted(home.glob(pattern)):
+            if match := _CANN_VERSION.search(path.read_text(errors="replace")):
+                return match.group(1)
+    return None
+
+
+def _parse_smi(text: str) -> list[Device]:
+    """The devices of `npu-smi info`: a table with two lines per NPU.
+
+    The first names the NPU; the second ends with the use of its HBM, `used / total` in MB. An NPU of two chips has two
+    second lines, and counts as two devices, as it does for torch.
+    """
+    version = _DRIVER.search(text)
+    driver, name, health = version.group(1) if version else "unknown", "", ""
+    found: list[Device] = []
+    for line in text.splitlines():
+        if chip := _CHIP.match(line):
+            found.append(Device(len(found), f"Ascend{name}", float(chip["total"]) / 1024, driver, health))
+        elif npu := _NPU.match(line):
+            name, health = npu["name"], npu["health"]
+    return found

@@ -31,6 +31,7 @@ from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from buffer import memory_plan
 from rollout_server.engines.model_files import read_settings
+from trainer.platform import select_platform
 from trainer.platform.base import smallest_memory_gib
 
 
@@ -183,8 +184,8 @@ def _device_memory(config: RunConfig) -> tuple[float | None, float | None]:
     """GiB of a device of the trainer and of a rollout server: as configured, else as this machine's tools say."""
     trainer, vllm = config.trainer, config.rollout.vllm
     return (
-        trainer.device_memory_gib or smallest_memory_gib(KINDS[trainer.platform]),
-        vllm.device_memory_gib or smallest_memory_gib(KINDS[vllm.platform]),
+        trainer.device_memory_gib or smallest_memory_gib(select_platform(KINDS[trainer.platform])),
+        vllm.device_memory_gib or smallest_memory_gib(select_platform(KINDS[vllm.platform])),
     )
 
 

@@ -20,7 +20,8 @@ from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from trainer.platform.base import VISIBLE, devices_of, visible
+from trainer.platform import select_platform
+from trainer.platform.base import visible
 
 KINDS = {"cpu": "cpu", "cuda": "cuda", "npu": "npu", "ascend": "npu"}
 """By platform, as trainer and rollout servers call it."""
@@ -46,10 +47,11 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
         return {role: {} for role in wanted}
     (kind,) = kinds
     pool = _pool(kind, sum(count for _, count in wanted.values()), environment, there)
+    variable = select_platform(kind).visible_variable
     dealt: Environments = {}
     for role, (_, count) in wanted.items():
         own, pool = pool[:count], pool[count:]
-        dealt[role] = {VISIBLE[kind]: ",".join(own)}
+        dealt[role] = {variable: ",".join(own)}
     return dealt
 
 
@@ -64,10 +66,11 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, int]]:
 
 
 def _pool(kind: str, needed: int, environment: Mapping[str, str], there: int | None) -> list[str]:
-    named = visible(kind, environment)
+    platform = select_platform(kind)
+    named = visible(platform, environment)
     pool = named if named is not None else [str(index) for index in range(needed if there is None else there)]
     if len(pool) < needed:
-        source = f"{VISIBLE[kind]} names" if named is not None else "this machine has"
+        source = f"{platform.visible_variable} names" if named is not None else "this machine has"
         raise ConfigError(
             f"trainer.processes and rollout.servers * rollout.vllm.tensor_parallel make {needed} devices, but {source} "
             f"{len(pool)}. Lower them, give more, or start the roles on several machines (async-grpo trainer, rollout)"
@@ -142,4 +145,4 @@ def _files(config_file: Path, model: Path) -> list[str]:
 def _devices_here(config: RunConfig) -> int | None:
     """None where the vendor's tool is not there to ask: the roles find out."""
     kinds = {KINDS[config.trainer.platform], KINDS[config.rollout.vllm.platform]} - {"cpu"}
-    return sum(len(devices_of(kind)) for kind in kinds) or None
+    return sum(len(select_platform(kind).devices()) for kind in kinds) or None

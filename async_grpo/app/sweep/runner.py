@@ -33,27 +33,29 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.utils.aio import stop_signals
-from trainer.platform.base import TOOLS, VISIBLE, devices_of, visible
+from trainer.platform import PLATFORMS, select_platform
+from trainer.platform.base import visible
 
 
 def devices_wanted(config: RunConfig) -> tuple[str, int]:
     """Platform and count of the accelerators of a run: ("", 0) where it needs none. Raises ConfigError."""
     shown = [own for own in assign_devices(config, {}).values() if own]
-    for platform, variable in VISIBLE.items():
-        counts = [len([part for part in own[variable].split(",") if part]) for own in shown if variable in own]
-        if sum(counts):
-            return platform, sum(counts)
+    for platform in PLATFORMS:
+        count = sum(len(visible(select_platform(platform), own) or ()) for own in shown)
+        if count:
+            return platform, count
     return "", 0
 
 
 def devices_here(platform: str, environment: Mapping[str, str]) -> list[str]:
     """The accelerators that runs may use, as the environment names them. Raises ConfigError if nobody knows."""
-    named = visible(platform, environment)
-    found = named if named is not None else [str(device.index) for device in devices_of(platform)]
+    kind = select_platform(platform)
+    named = visible(kind, environment)
+    found = named if named is not None else [str(device.index) for device in kind.devices()]
     if not found:
         raise ConfigError(
-            f"--at-once above 1 needs to know the devices to share out, but {VISIBLE[platform]} is not set and "
-            f"{TOOLS[platform]} finds none. Set {VISIBLE[platform]}, or leave --at-once out"
+            f"--at-once above 1 needs to know the devices to share out, but {kind.visible_variable} is not set and "
+            f"{kind.tool} finds none. Set {kind.visible_variable}, or leave --at-once out"
         )
     return found
 
@@ -73,7 +75,7 @@ class DevicePool:
         if not count:
             return {}
         self._taken[run], self.free = self.free[:count], self.free[count:]
-        return {VISIBLE[self.platform]: ",".join(self._taken[run])}
+        return {select_platform(self.platform).visible_variable: ",".join(self._taken[run])}
 
     def give_back(self, run: str) -> None:
         """What the run had, if anything."""

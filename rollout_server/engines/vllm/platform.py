@@ -8,12 +8,23 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
 from async_grpo.utils.network import LOOPBACK, card_environment
+from async_grpo.utils.requirements import (
+    INSTALL_ASCEND,
+    INSTALL_CPU,
+    INSTALL_CUDA,
+    VLLM_ASCEND,
+    Check,
+    Finding,
+    installed,
+    release,
+)
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
 """By platform: what vLLM calls the device."""
@@ -88,3 +99,36 @@ def _can_compile() -> bool:
     """Whether torch finds a C++ compiler, and Python's headers for what it compiles."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
+
+
+def probes(platform: str) -> Sequence[Check]:
+    """Checks of the installed vLLM for `async-grpo doctor`; `platform`: cpu, cuda or npu."""
+    checks: dict[str, Check] = {"cpu": check_vllm_cpu, "cuda": check_vllm_cuda, "npu": check_vllm_ascend}
+    return (checks[platform],)
+
+
+def check_vllm_cpu() -> Finding:
+    """Whether vLLM is there, in its build for CPUs alone."""
+    return _one_vllm("vllm-cpu", INSTALL_CPU)
+
+
+def check_vllm_cuda() -> Finding:
+    """Whether vLLM is there, in its build for GPUs alone."""
+    return _one_vllm("vllm", INSTALL_CUDA)
+
+
+def check_vllm_ascend() -> Finding:
+    """Whether the plug-in and the vLLM that it is for are there."""
+    plug_in, vllm = installed("vllm-ascend"), installed("vllm")
+    right = plug_in is not None and vllm is not None and release(plug_in) == release(vllm) == VLLM_ASCEND
+    found = f"vllm-ascend {plug_in or 'not installed'}, vllm {vllm or 'not installed'}"
+    return Finding("vLLM", right, found if right else f"{found}; wanted: {VLLM_ASCEND} of both", INSTALL_ASCEND)
+
+
+def _one_vllm(wanted: str, fix: str) -> Finding:
+    builds = {name: installed(name) for name in ("vllm-cpu", "vllm", "vllm-ascend")}
+    found = ", ".join(f"{name} {version}" for name, version in builds.items() if version)
+    others = [name for name, version in builds.items() if version and name != wanted]
+    if builds[wanted] and others:
+        fix = f"pip uninstall {' '.join(others)}"
+    return Finding("vLLM", bool(builds[wanted]) and not others, found or "not installed", fix)
