@@ -1,13 +1,11 @@
-"""The quickstart's task: add two numbers, digit by digit with a carry.
+"""The quickstart's tasks: generated additions, worked digit by digit with a carry.
 
     prompt         478+356=
     demonstration  <think>8+6+0=14 7+5+1=13 4+3+1=8</think><answer>834</answer>
     shortcut       <answer>834</answer>
 
-Each term of the reasoning is digit + digit + carry, from the right. Pure Python; every problem is a
-function of (configuration, seed, stream, index).
-
-Generated arithmetic problems as tasks.
+Each term of the reasoning is digit + digit + carry, from the right. Every problem is a pure function of
+(configuration, seed, stream, index).
 """
 
 from __future__ import annotations
@@ -24,27 +22,30 @@ from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
 
+STREAM = "train"
+"""The stream that GRPO trains on. The warm-up has another one. No stream contains a held-out problem."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """left + right."""
+    """The addition left + right."""
 
     left: int
     right: int
 
     @property
     def prompt(self) -> str:
-        """What the policy is given."""
+        """The question as text, without the template."""
         return f"{self.left}+{self.right}="
 
     @property
     def answer(self) -> str:
-        """The reference answer: what stands in <answer> tags for reward 1."""
+        """The reference answer: the text in <answer> tags that earns reward 1."""
         return str(self.left + self.right)
 
 
 class ProblemSet:
-    """The problems of one seed: a held-out set, and any number of endless streams that never touch it.
+    """The problems of one seed: a held-out set, and any number of endless streams without held-out problems.
 
     >>> problems = ProblemSet(ArithmeticTaskConfig(), seed=1)
     >>> problems.problem("train", 0) in problems.held_out
@@ -58,7 +59,7 @@ class ProblemSet:
         self._excluded = frozenset(self.held_out)
 
     def problem(self, stream: str, index: int) -> Problem:
-        """Problem `index` (>= 0) of the named stream: always the same one, and never a held-out one."""
+        """Problem `index` (>= 0) of the named stream: always the same, never a held-out one."""
         rng = random.Random(f"{self._seed}/{stream}/{index}")
         while (problem := self._draw(rng)) in self._excluded:
             pass
@@ -95,7 +96,7 @@ def shortcut(problem: Problem) -> str:
 
 
 def _column_sums(problem: Problem) -> list[str]:
-    """One 'digit+digit+carry=sum' a column, from the right; both numbers have equally many digits."""
+    """One 'digit+digit+carry=sum' a column, from the right. Both numbers have the same number of digits."""
     terms, carry = [], 0
     for left, right in zip(reversed(str(problem.left)), reversed(str(problem.right)), strict=True):
         total = int(left) + int(right) + carry
@@ -104,15 +105,11 @@ def _column_sums(problem: Problem) -> list[str]:
     return terms
 
 
-STREAM = "train"
-"""The stream that GRPO trains on; the warm-up has another one. None contains a held-out problem."""
-
-
 class ArithmeticSource:
-    """Problem i of the stream is task i.
+    """Generated problems as tasks: problem i of the stream is task i.
 
-    Raises DataError for a prompt without room for a whole completion behind it. The held-out ones
-    tell at construction: every problem has as many digits.
+    Raises DataError for a prompt that leaves no room for a whole completion, usually at construction: the held-out
+    problems have as many digits as all others.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -125,7 +122,7 @@ class ArithmeticSource:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Nothing: every generated problem can be used."""
+        """Always empty: every generated problem can be used."""
         return {}
 
     def task(self, index: int) -> Task:
@@ -155,6 +152,6 @@ class ArithmeticSource:
 
 
 def arithmetic_prompts(config: RunConfig) -> Iterator[str]:
-    """The prompts of the stream, without end."""
+    """The prompts of the stream, in their template; an endless iterator."""
     problems = ProblemSet(config.data.arithmetic, config.seed)
     return (config.data.template.replace("{prompt}", problems.problem(STREAM, index).prompt) for index in count())

@@ -1,13 +1,7 @@
-"""Where prompts come from: an endless, deterministic stream of tasks, and held-out tasks for evaluation.
+"""The contract of a source of prompts: an endless, deterministic stream of tasks, and held-out tasks for evaluation.
 
-- `TaskSource`        the contract
-- `JsonlSource`       rows of a JSON-lines file (`jsonl`)
-- `PreparedSource`    rows of a folder that `async-grpo prepare` has made (`prepared_source`)
-- `ArithmeticSource`  generated problems (`arithmetic_source`)
-- `make_source`       the one that a configuration asks for
-
-The stream is a pure function of (configuration, index), so that every server of a run sees the
-same tasks and a restarted one goes on where it was.
+The stream is a pure function of (configuration, index). So every server of a run sees the same tasks, and a restarted
+server continues where it was.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from async_grpo.wire import Task, tokens_to_bytes
 
 
 class RejectedRow(Exception):
-    """A row that is not taken. `reason` is for counting, the text says what it was."""
+    """Raised for a row that cannot be used. `reason` is for counting, the text says what is wrong with it."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -28,11 +22,11 @@ class RejectedRow(Exception):
 
 
 class TaskSource(Protocol):
-    """Guarantees: `task(i)` is deterministic and defined for every i >= 0; no held-out prompt is in it."""
+    """A source of tasks. `task(i)` is deterministic and defined for every i >= 0, and is never a held-out prompt."""
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Rows that are not used, counted by reason; as text with the first of each."""
+        """Number of rows that are not used, by reason. Its text also names the first row of each reason."""
         ...
 
     def task(self, index: int) -> Task:
@@ -45,7 +39,7 @@ class TaskSource(Protocol):
 
 
 def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata: dict[str, str] | None = None) -> Task:
-    """A task record."""
+    """The task at position `index` of the stream, with its prompt as text and as token ids."""
     return Task(
         index=index,
         prompt=prompt,
@@ -56,6 +50,6 @@ def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata:
 
 
 def prompt_limit(config: RunConfig) -> int:
-    """The longest prompt that leaves room for a whole completion, in tokens."""
+    """The most tokens of a prompt that leaves room for a whole completion."""
     room = config.rollout.vllm.max_model_len - config.sampling.max_tokens
     return min(config.data.max_prompt_tokens, room)

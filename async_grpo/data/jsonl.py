@@ -2,8 +2,8 @@
 
     {"question": "Natalia sold ...", "answer": "... #### 72"}
 
-The reference is the text after the last `####`, commas stripped, where the answer has one; else
-the whole answer. Rows are read as `async-grpo prepare` reads them.
+The reference answer is the text after the last `####`, commas stripped, if the answer has that; else the whole
+answer. Rows are read as `async-grpo prepare` reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALSO_HELD_OUT, ALSO_TRAINED_ON = "also held out", "also trained on"
 
 @dataclass(frozen=True, slots=True)
 class JsonlRow:
-    """A usable line of a file, prompt in its template."""
+    """A usable line of a file. `prompt` is the question in its template."""
 
     file: Path
     line: int
@@ -37,18 +37,18 @@ class JsonlRow:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row whose prompt has been tokenized, and is not too long."""
+    """A row with the token ids of its prompt, which is not too long."""
 
     row: JsonlRow
     tokens: list[int]
 
 
 class JsonlSource:
-    """Training rows in reshuffled passes; held-out rows from `eval_path`, else the last of the file.
+    """Training rows in reshuffled passes; held-out rows from `eval_path`, else the last rows of the file.
 
-    A training row with the prompt of one of the first `kept` held-out rows (of any, unless it is given) is dropped;
-    of the further held-out rows those with the prompt of a training row are. Raises DataError for a missing file or
-    field (with the line number and the fix) and when no row is left.
+    Training rows with the prompt of one of the first `kept` held-out rows (default: all) are dropped, as are further
+    held-out rows with the prompt of a training row. Raises DataError for a missing file or field (with the line number
+    and the fix) and when no row is left.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, *, kept: int | None = None) -> None:
@@ -91,7 +91,7 @@ class JsonlSource:
         return prompts
 
     def _without(self, prompts: list[Prompt], others: list[Prompt], reason: str) -> list[Prompt]:
-        """Those with texts that none of the others has."""
+        """The prompts whose text none of the others has. The rest is counted as dropped."""
         texts = {other.row.prompt for other in others}
         for prompt in prompts:
             if prompt.row.prompt in texts:
@@ -105,10 +105,12 @@ class JsonlSource:
 
 
 def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[JsonlRow]:
-    """Every row with a prompt and a reference; the others are counted. Raises DataError for a file that is no JSON
-    lines, and for a row without one of the fields."""
+    """Every row with a prompt and a reference answer. The others are counted in `dropped`.
+
+    Raises DataError for a file that is not JSON lines, and for a row without one of the fields.
+    """
     _check_kind(path, data)
-    where = FieldMap(data.prompt_field, data.answer_field, hashes=True)
+    where = FieldMap(data.prompt_field, data.answer_field, after_hashes=True)
     for raw in read_lines(path):
         try:
             yield _row(path, raw, where, data)
@@ -122,8 +124,10 @@ def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[J
 
 
 def check_rows(config: RunConfig) -> Rejections:
-    """Read all that a run would read, but for token ids; the rows that are not taken. Raises DataError as JsonlSource
-    does."""
+    """Read all rows that a run would read, without tokenizing; returns the rejected ones.
+
+    Raises DataError as JsonlSource does.
+    """
     data, wanted, dropped = config.data, config.eval.prompts, Rejections()
     assert data.path is not None
     rows = sum(1 for _ in usable_rows(data.path, data, dropped))

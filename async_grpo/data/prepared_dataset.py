@@ -10,8 +10,8 @@
 Every binary file begins with 16 bytes: the magic `AGRPODAT`, the format (uint16), its kind (uint16), 4 zeros. Row i
 has the tokens [first token of pair i, first token of pair i + 1), and its record likewise. Nothing is ever pickled.
 
-`prepared.json` is written last, and the folder gets its name when all of it is on the disk, so a folder by its final
-name is whole. Opening one proves it: sizes and checksums of every file, once.
+`prepared.json` is written last, and the folder gets its name when all of it is on the disk. So a folder with its final
+name is complete. Opening it checks the size and the checksum of every file once.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ _MAX_MANIFEST_BYTES = 1 << 20
 
 
 class FileFacts(msgspec.Struct, frozen=True):
-    """How a file of the folder must be."""
+    """Size and checksum that a file of the folder must have."""
 
     bytes: int
     xxh3: str
-    """xxh3 of 128 bits, in hexadecimal digits."""
+    """128-bit xxh3, in hexadecimal digits."""
 
 
 class DatasetManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`prepared.json`."""
+    """The content of `prepared.json`."""
 
     magic: str
     format: int
     rows: dict[str, int]
-    """By split: `train`, `held_out`."""
+    """Number of rows by split: `train`, `held_out`."""
     longest_prompt_tokens: int
     special_tokens: bool
-    """Whether the tokenizer added its own to the prompts."""
+    """Whether the tokenizer added its special tokens to the prompts."""
     rejected: dict[str, int]
-    """Rows that were not taken, by reason."""
+    """Number of rejected rows, by reason."""
     recipe: dict[str, Any]
-    """How it was made."""
+    """The settings of the `prepare` that made the folder."""
     files: dict[str, FileFacts]
 
 
 class StoredRow(msgspec.Struct, frozen=True):
-    """What a record holds; the prompt is the text whose tokens are stored."""
+    """The content of a record. `prompt` is the text whose tokens are stored."""
 
     prompt: str
     answer: str
@@ -79,7 +79,7 @@ class StoredRow(msgspec.Struct, frozen=True):
 
 
 class _HashedFile:
-    """A new file that knows its size and checksum when it is closed."""
+    """Writes a new file, and knows its size and checksum when it is closed."""
 
     def __init__(self, path: Path, kind: int) -> None:
         self._path = path
@@ -94,14 +94,14 @@ class _HashedFile:
         self._size += len(data)
 
     def close(self) -> FileFacts:
-        """On the disk, not only on its way there."""
+        """Sync the file to the disk and close it. Returns its size and checksum."""
         self._file.close()
         sync(self._path)
         return FileFacts(self._size, self._hash.hexdigest())
 
 
 class SplitWriter:
-    """Rows of one split, in order, into three files of `folder`."""
+    """Writes the rows of one split, in order, into three files of `folder`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._name = name
@@ -111,7 +111,7 @@ class SplitWriter:
         self._mark()
 
     def add(self, tokens: bytes, record: bytes) -> None:
-        """One row: token ids as int32, and its StoredRow in MessagePack."""
+        """Append a row: token ids as int32, little-endian, and its StoredRow in MessagePack."""
         self._files["tokens"].write(tokens)
         self._files["records"].write(record)
         self._tokens += len(tokens) // _TOKEN_BYTES
@@ -121,7 +121,7 @@ class SplitWriter:
         self._mark()
 
     def close(self) -> dict[str, FileFacts]:
-        """Facts by file name."""
+        """Sync and close the files. Returns size and checksum by file name."""
         return {f"{self._name}.{part}": file.close() for part, file in self._files.items()}
 
     def _mark(self) -> None:
@@ -129,7 +129,7 @@ class SplitWriter:
 
 
 class DatasetSplit:
-    """Rows of one split, mapped into memory: what is not being read takes none of it."""
+    """The rows of one split, in files mapped into memory: rows that are not read take no memory."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._maps = [_map(folder / f"{name}.{part}", kind) for kind, part in enumerate(_PARTS)]
@@ -149,12 +149,12 @@ class DatasetSplit:
         return tokens, self._records[_HEAD.size + record : _HEAD.size + record_end]
 
     def row(self, row: int) -> tuple[bytes, StoredRow]:
-        """The same, with the record decoded."""
+        """Like `stored`, with the record decoded."""
         tokens, record = self.stored(row)
         return tokens, self._decode(record)
 
     def close(self) -> None:
-        """Give the mappings back."""
+        """Unmap the files."""
         for mapped in self._maps:
             mapped.close()
 
@@ -167,20 +167,20 @@ def remove_split(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSet:
-    """A prepared folder that has been proved."""
+    """A prepared folder whose files have been checked."""
 
     manifest: DatasetManifest
     train: DatasetSplit
     held_out: DatasetSplit
 
     def close(self) -> None:
-        """Give the mappings back."""
+        """Unmap the files."""
         self.train.close()
         self.held_out.close()
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """Check every file of a prepared folder, and map it. Raises DataError that says what is wrong, and where."""
+    """Check every file of a prepared folder and map it. Raises DataError with the file and what is wrong with it."""
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         _check_file(folder / name, facts)
@@ -191,7 +191,7 @@ def open_prepared(folder: Path) -> PreparedSet:
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """`prepared.json`, checked. Raises DataError."""
+    """The checked content of `prepared.json`. Raises DataError if it is missing, damaged or of another format."""
     path = folder / MANIFEST
     try:
         with path.open("rb") as file:
@@ -218,7 +218,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
 
 
 def write_manifest(folder: Path, manifest: DatasetManifest) -> None:
-    """Last of all files."""
+    """Write `prepared.json`, the last of all files, and sync it."""
     write_atomic(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n", synced=True)
 
 

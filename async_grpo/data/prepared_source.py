@@ -1,4 +1,4 @@
-"""Tasks from a prepared folder: nothing is loaded, nothing is tokenized again, and memory does not grow with it."""
+"""Tasks from a prepared folder. Nothing is loaded or tokenized again; memory does not grow with the folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from async_grpo.errors import DataError
 from async_grpo.wire import Task, tokens_to_bytes
 
 _PROBES = 8
-"""Prompts that are tokenized again, to see that it is the model's tokenizer that has made their ids."""
+"""Number of prompts tokenized again, to check that the model's tokenizer made their ids."""
 
 
 class PreparedSource:
-    """Training rows in reshuffled passes, each row a pure function of the index; the folder's own held-out rows.
+    """Training rows in reshuffled passes, each a pure function of the index, and the folder's own held-out rows.
 
-    Raises DataError for a damaged folder, for one of another tokenizer, for prompts without room for a whole
-    completion behind them, for settings that `prepare` has settled already, and where there is nothing to train on.
+    Raises DataError for a damaged folder, one of another tokenizer, prompts that leave no room for a whole completion,
+    settings that `prepare` has decided already, and a folder without training or held-out rows.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -33,7 +33,7 @@ class PreparedSource:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Nothing: what cannot be used was left out, and counted, when the folder was made."""
+        """Always empty: unusable rows were left out, and counted, when the folder was made."""
         return {}
 
     @property
@@ -51,10 +51,10 @@ class PreparedSource:
 
 
 def open_folder(config: RunConfig) -> PreparedSet:
-    """The folder in `data.path`, with all that can be checked without a tokenizer. Raises DataError."""
+    """The folder `data.path`, after all checks that need no tokenizer. Raises DataError."""
     data = config.data
     assert data.path is not None
-    _check_settled(data)
+    _check_unused_settings(data)
     prepared = open_prepared(data.path)
     rows, held_out = len(prepared.train), len(prepared.held_out)
     if not rows or not held_out:
@@ -74,7 +74,7 @@ def _task(split: DatasetSplit, row: int, index: int) -> Task:
     )
 
 
-def _check_settled(data: DataConfig) -> None:
+def _check_unused_settings(data: DataConfig) -> None:
     given = [
         f"data.{key} ({value!r})"
         for key, value, default in (
@@ -106,7 +106,7 @@ def _check_tokenizer(data: DataConfig, prepared: PreparedSet, tokenizer: Tokeniz
     rows, special = len(prepared.train), prepared.manifest.special_tokens
     for row in range(0, rows, -(-rows // _PROBES)):
         tokens, stored = prepared.train.row(row)
-        if not _gives(tokenizer, stored.prompt, tokens, special):
+        if not _matches(tokenizer, stored.prompt, tokens, special):
             raise DataError(
                 f"{data.path} was prepared with another tokenizer than that of the run's model: the prompt "
                 f"{stored.prompt[:60]!r} has other token ids there. Prepare the data again with --model set to the "
@@ -115,7 +115,7 @@ def _check_tokenizer(data: DataConfig, prepared: PreparedSet, tokenizer: Tokeniz
             )
 
 
-def _gives(tokenizer: Tokenizer, prompt: str, tokens: bytes, special_tokens: bool) -> bool:
+def _matches(tokenizer: Tokenizer, prompt: str, tokens: bytes, special_tokens: bool) -> bool:
     try:
         return tokens_to_bytes(encode_one(tokenizer, prompt, special_tokens=special_tokens)) == tokens
     except Exception:  # a tokenizer that does not know the characters at all

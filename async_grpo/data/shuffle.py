@@ -2,12 +2,12 @@
 
     index --> pass = index // N, position = index % N --> row = permutation(seed, pass)(position)
 
-A row is a pure function of (N, seed, index) in constant time and memory, so that the position in the stream is all
-that a run must remember: the buffer counts the tasks that were put, and whoever feeds next goes on behind them.
+A row is a pure function of (N, seed, index) in constant time and memory. So a run only has to remember its position in
+the stream: the buffer counts the tasks that were put, and the next server to feed it continues there.
 
-The permutation is a Feistel network over the smallest square of a power of two that holds N, walked along its cycle
+The permutation is a Feistel network over the smallest square of a power of two that holds N. It walks along its cycle
 until it lands below N (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The square is less than 4 N
-for N > 1, so fewer than 4 steps are taken on average.
+for N > 1, so it takes fewer than 4 steps on average.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A permutation of range(size) that depends on `key` alone, and is not stored.
+    """A permutation of range(size) that only depends on `key` and is never stored.
 
     >>> permutation = Permutation(10, "seed 1, pass 0")
     >>> sorted(permutation(position) for position in range(10)) == list(range(10))
@@ -35,7 +35,7 @@ class Permutation:
         self._keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest())
 
     def __call__(self, position: int) -> int:
-        """Where `position` (0 <= position < size) goes."""
+        """The image of `position` (0 <= position < size). Raises IndexError outside that range."""
         if not 0 <= position < self._size:
             raise IndexError(f"position {position} is not in range({self._size})")
         value = self._mix(position)
@@ -44,7 +44,7 @@ class Permutation:
         return value
 
     def _mix(self, value: int) -> int:
-        """A bijection of range(4 ** half_bits): each round is one, whatever its function is."""
+        """A bijection of range(4 ** half_bits): each round is a bijection, whatever its function is."""
         left, right = value >> self._half_bits, value & self._mask
         for key in self._keys:
             scrambled = xxhash.xxh3_64_intdigest(right.to_bytes(8, "little"), key)
@@ -53,7 +53,7 @@ class Permutation:
 
 
 class ShuffledPasses:
-    """Position in the stream -> row. Deterministic by seed; a pass is a permutation of the rows."""
+    """Maps positions in the stream to rows. Deterministic for a seed; each pass is a permutation of the rows."""
 
     def __init__(self, rows: int, *, seed: int, shuffle: bool) -> None:
         self._rows = rows

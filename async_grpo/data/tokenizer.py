@@ -1,4 +1,4 @@
-"""Texts -> token ids, many at a time."""
+"""The tokenizer of a model: loading it, and encoding many texts at a time with every core."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from typing import Any, Protocol, cast
 from async_grpo.data.base import RejectedRow
 from async_grpo.errors import ConfigError
 
-_MOST_CHARACTERS = 256
-"""Of a token, on average. Longer tokens are white space."""
+_MAX_CHARACTERS_PER_TOKEN = 256
+"""The most characters that a token has on average. Longer tokens are white space."""
+
+
+class Tokenizer(Protocol):
+    """The methods of a Hugging Face tokenizer that this project calls."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, with the special tokens that the model expects before a prompt."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids -> text."""
+        ...
 
 
 class BatchTokenizer:
-    """The ids that `tokenizer.encode` gives, by the batch; a fast tokenizer then uses every core.
+    """Encodes batches of texts to the ids that `tokenizer.encode` gives. A fast tokenizer uses every core.
 
     `special_tokens`: whether the tokenizer adds its own (a chat template has written them already).
-    `longest`: of a prompt, in tokens.
+    `longest`: the most tokens of a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool, longest: int) -> None:
@@ -25,26 +37,26 @@ class BatchTokenizer:
         self._special_tokens = special_tokens
         self._longest = longest
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:  # a tokenizer.json may say that every text is cut or filled up
+        if self._backend is not None:  # a tokenizer.json may ask to truncate or pad every text
             self._backend.no_truncation()
             self._backend.no_padding()
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | RejectedRow]:
-        """Token ids of every text, in order; RejectedRow for one that the tokenizer refuses."""
+        """Token ids of every text, in order; a RejectedRow in place of one that the tokenizer refuses."""
         if self._backend is not None:
             try:
                 encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
                 return [encoding.ids for encoding in encodings]
-            except Exception:  # whatever a tokenizer raises
-                pass  # one of them cannot be encoded: which one shows below
+            except Exception:  # a tokenizer may raise anything
+                pass  # one text cannot be encoded: encoding them one by one shows which
         return [self._encode(text) for text in texts]
 
     def prompt(self, text: str) -> list[int]:
-        """Token ids of one text that is a prompt. Raises RejectedRow."""
+        """Token ids of one prompt. Raises RejectedRow if it is refused, empty or too long."""
         return self.fitting(self._encode(text))
 
     def fitting(self, ids: list[int] | RejectedRow) -> list[int]:
-        """The ids, if they can be a prompt. Raises RejectedRow."""
+        """The ids, if they can be a prompt. Raises RejectedRow if there are none or too many."""
         if isinstance(ids, RejectedRow):
             raise ids
         if not ids:
@@ -58,40 +70,29 @@ class BatchTokenizer:
             if self._backend is not None:
                 return list(self._backend.encode(text, add_special_tokens=self._special_tokens).ids)
             return encode_one(self._tokenizer, text, special_tokens=self._special_tokens)
-        except Exception as error:  # whatever a tokenizer raises for a text that it does not know
+        except Exception as error:  # a tokenizer may raise anything for an unknown text
             return RejectedRow("refused by the tokenizer", f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def check_characters(prompt: str, max_prompt_tokens: int) -> None:
-    """Raise RejectedRow for a prompt that is too long whatever the tokenizer: to count the tokens of 16 MiB takes half
-    a minute."""
-    if len(prompt) > (most := max_prompt_tokens * _MOST_CHARACTERS):
+    """Raise RejectedRow for a prompt that is too long for any tokenizer: counting the tokens of 16 MiB takes 30 s."""
+    if len(prompt) > (most := max_prompt_tokens * _MAX_CHARACTERS_PER_TOKEN):
         raise RejectedRow("prompt too long", f"{len(prompt)} characters, and {most} is the most that is tokenized")
 
 
 def encode_one(tokenizer: Tokenizer, text: str, *, special_tokens: bool) -> list[int]:
-    """Token ids of one text, by the tokenizer itself."""
+    """Token ids of one text, encoded by the tokenizer itself."""
     if special_tokens:
         return list(tokenizer.encode(text))
     return list(cast(Any, tokenizer).encode(text, add_special_tokens=False))
 
 
-class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Text -> token ids, with the special tokens that the model expects before a prompt."""
-        ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Token ids -> text."""
-        ...
-
-
 def load_tokenizer(model: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face checkpoint folder: its tokenizer.json as it stands, if it has one. By the model's
-    type alone transformers 5 would split text as that family's own tokenizer does, and drop what is not in the
-    vocabulary without a word."""
+    """The tokenizer of a Hugging Face checkpoint folder: its tokenizer.json as it is, if it has one.
+
+    By the model's type alone, transformers 5 would split text as that family's tokenizer does, and silently drop what
+    is not in the vocabulary.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = PreTrainedTokenizerFast if (model / "tokenizer.json").is_file() else AutoTokenizer
@@ -99,7 +100,7 @@ def load_tokenizer(model: Path) -> Tokenizer:
 
 
 def find_tokenizer(model: Path, key: str) -> Tokenizer:
-    """As `load_tokenizer`, of a folder that a user has named by `key`: nothing is fetched. Raises ConfigError."""
+    """Like `load_tokenizer`, for a folder that a user named by `key`. Fetches nothing. Raises ConfigError."""
     if not (model / "tokenizer_config.json").is_file():
         raise ConfigError(
             f"{key}: {model} has no tokenizer_config.json, so it holds no tokenizer. Name the folder of a Hugging "
@@ -107,5 +108,5 @@ def find_tokenizer(model: Path, key: str) -> Tokenizer:
         )
     try:
         return load_tokenizer(model)
-    except Exception as error:  # whatever transformers raises for files that it cannot read
+    except Exception as error:  # transformers raises many kinds for unreadable files
         raise ConfigError(f"{key}: the tokenizer in {model} cannot be loaded ({error}). Fetch it again") from error

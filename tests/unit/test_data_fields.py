@@ -36,7 +36,7 @@ def test_every_format_has_its_question_and_reference(name: str) -> None:
 
 def test_fields_of_your_own_may_lie_inside_others() -> None:
     row = {"task": {"text": 7}, "gold": "so #### 3", "level": 5, "a.b": "dotted"}
-    example = example_of(row, FieldMap("task.text", "gold", hashes=True), kept=["level", "a.b", "absent"])
+    example = example_of(row, FieldMap("task.text", "gold", after_hashes=True), kept=["level", "a.b", "absent"])
     assert (example.question, example.answer) == ("7", "3")
     assert example.metadata == {"level": "5", "a.b": "dotted"}
 

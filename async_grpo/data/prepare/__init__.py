@@ -1,1 +1,1 @@
-"""async_grpo/data/prepare"""
+"""`async-grpo prepare`: from published data files to a prepared folder."""

@@ -1,4 +1,4 @@
-"""The way of a row from its file to token ids, and where it ends if it does not get there.
+"""Which rows are used: each row passes these steps from its file to token ids, or ends in rejected.jsonl.
 
 file --read--> fields --question, reference--> is it new? --template--> text --tokenizer--> is it short enough?
   |                          |                    |            |                      |               |
@@ -30,11 +30,11 @@ from async_grpo.wire import tokens_to_bytes
 BATCH_ROWS = 512
 
 Advance = Callable[[int], None]
-"""Called with how many bytes of all files have been read so far."""
+"""Called with the number of bytes of all files that have been read so far."""
 
 
 class RejectedRows:
-    """Rows that are not taken: each a line of `rejected.jsonl`, counted by reason."""
+    """Writes every rejected row as a line of `rejected.jsonl`, and counts them by reason."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -42,19 +42,19 @@ class RejectedRows:
         self.counts = Rejections()
 
     def add(self, file: Path, line: int, why: RejectedRow, shown: str) -> None:
-        """One row that is not taken."""
-        note = {"file": file.name, "line": line, "reason": why.reason, "detail": str(why), "row": shown}
-        self._file.write(json.dumps(note) + "\n")
+        """Write one rejected row; `shown` is the beginning of its text."""
+        entry = {"file": file.name, "line": line, "reason": why.reason, "detail": str(why), "row": shown}
+        self._file.write(json.dumps(entry) + "\n")
         self.counts.add(file, line, why)
 
     def close(self) -> None:
-        """On the disk, not only on its way there."""
+        """Sync the file to the disk and close it."""
         self._file.close()
         sync(self._path)
 
 
 class _Candidate(NamedTuple):
-    """A row that has passed so far, where it stands, and what the policy would read."""
+    """A row that has passed all steps before the tokenizer. `text`: what the policy would read."""
 
     file: Path
     line: int
@@ -63,34 +63,34 @@ class _Candidate(NamedTuple):
 
 
 class RowFilter:
-    """Rows through every filter: first those of the files that are held out, then those that are trained on."""
+    """Passes rows through every step: first those of the held-out files, then those of the training files."""
 
     def __init__(
         self,
         config: PrepareConfig,
         template: Template,
         encoder: BatchTokenizer,
-        rejects: RejectedRows,
+        rejected: RejectedRows,
         advance: Advance,
     ) -> None:
         self._config = config
         self._template = template
         self._encoder = encoder
-        self._rejects = rejects
+        self._rejected = rejected
         self._advance = advance
         self._read_bytes = 0
         self._known: dict[bytes, int] = {}
-        """Digest of a question -> the line where it stands; minus the line if it is held out."""
+        """Digest of a question -> its line number, negative if it is held out."""
 
     def rows(self, files: Sequence[Path], *, held_out: bool) -> Iterator[tuple[bytes, bytes]]:
-        """Token ids and record of every row that is taken, in the order of the files."""
+        """Token ids and record of every row that is used, in the order of the files."""
         candidates = self._candidates(files, held_out)
         while batch := list(islice(candidates, BATCH_ROWS)):
             for candidate, ids in zip(batch, self._encoder.encode([one.text for one in batch]), strict=True):
                 try:
                     yield tokens_to_bytes(self._encoder.fitting(ids)), _record(candidate)
                 except RejectedRow as why:
-                    self._rejects.add(candidate.file, candidate.line, why, candidate.example.question[:200])
+                    self._rejected.add(candidate.file, candidate.line, why, candidate.example.question[:200])
 
     def _candidates(self, files: Sequence[Path], held_out: bool) -> Iterator[_Candidate]:
         for file in files:
@@ -103,13 +103,13 @@ class RowFilter:
                     where = where or _detected(file, row)
                     yield self._candidate(file, row, where, held_out)
                 except RejectedRow as why:
-                    self._rejects.add(file, row.line, why, row.shown or str(row.fields)[:200])
+                    self._rejected.add(file, row.line, why, row.shown or str(row.fields)[:200])
             self._read_bytes += file.stat().st_size
             self._advance(self._read_bytes)
 
     def _named_fields(self) -> FieldMap | None:
         if self._config.format == "generic":
-            return FieldMap(self._config.prompt_field, self._config.answer_field, hashes=True)
+            return FieldMap(self._config.prompt_field, self._config.answer_field, after_hashes=True)
         return FORMATS.get(self._config.format)
 
     def _candidate(self, file: Path, row: RawRow, where: FieldMap, held_out: bool) -> _Candidate:

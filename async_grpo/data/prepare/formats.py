@@ -1,4 +1,4 @@
-"""From the fields of a row to a question and its reference answer, for the formats that data come in.
+"""From the fields of a row to a question and its reference answer, for each known format.
 
 | format       | question                 | reference                   |
 |--------------|--------------------------|-----------------------------|
@@ -24,15 +24,15 @@ Chat = list[dict[str, str]]
 
 
 class Rejections(Counter[str]):
-    """How many rows were not taken, by reason."""
+    """Number of rejected rows, by reason."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: dict[str, str] = {}
-        """By reason, where the first row stands and what it was."""
+        """The first rejected row of each reason: file, line and what is wrong with it."""
 
     def add(self, file: Path, line: int, why: RejectedRow) -> None:
-        """One row that is not taken."""
+        """Count one rejected row."""
         self[why.reason] += 1
         self.first.setdefault(why.reason, f"{file.name}, line {line}: {why}")
 
@@ -42,31 +42,31 @@ class Rejections(Counter[str]):
 
 @dataclass(frozen=True, slots=True)
 class FieldMap:
-    """Where question and answer stand; a dot goes into an object. `more`: what is added to the question."""
+    """The fields of question and answer; a dot goes into an object. `more`: a field appended to the question."""
 
     prompt: str
     answer: str
     more: str = ""
-    hashes: bool = False
-    """The reference stands behind the last `####`."""
+    after_hashes: bool = False
+    """Whether the reference is what follows the last `####`."""
 
     @property
     def needed(self) -> set[str]:
-        """Fields of the row itself that must be there."""
+        """The fields that a row must have."""
         return {self.prompt.partition(".")[0], self.answer.partition(".")[0]}
 
 
 FORMATS = {
     "dapo": FieldMap("prompt", "reward_model.ground_truth"),
     "deepscaler": FieldMap("problem", "answer"),
-    "gsm8k": FieldMap("question", "answer", hashes=True),
+    "gsm8k": FieldMap("question", "answer", after_hashes=True),
     "alpaca": FieldMap("instruction", "output", more="input"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A question with its reference answer. `chat` is what comes before and with the question, as messages."""
+    """A question with its reference answer. `chat`: the messages up to and including the question."""
 
     question: str
     chat: Chat
@@ -75,23 +75,23 @@ class Example:
 
     @property
     def identity(self) -> str:
-        """Equal for chats that differ in white space or in how their characters are composed only."""
+        """A text that is equal for chats that only differ in white space or in the composition of characters."""
         texts = (unicodedata.normalize("NFC", message["content"]).split() for message in self.chat)
         return "\0".join(" ".join(words) for words in texts)
 
 
 def fitting_format(fields: Mapping[str, Any]) -> str | None:
-    """The first format whose fields a row has."""
+    """The name of the first format whose fields a row has; None if there is none."""
     return next((name for name, where in FORMATS.items() if where.needed <= fields.keys()), None)
 
 
 def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] = ()) -> Example:
-    """The example in a row; `kept`: fields that become metadata, where the row has them. Raises RejectedRow."""
+    """The example in a row. `kept`: fields that become metadata if the row has them. Raises RejectedRow."""
     chat = _chat(_look_up(fields, where.prompt), where.prompt)
     if where.more and (more := _optional_text(fields, where.more)):
         chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{more}"}
     answer = _text(_look_up(fields, where.answer), where.answer)
-    gold = reference(answer) if where.hashes else answer.strip()
+    gold = reference(answer) if where.after_hashes else answer.strip()
     question = chat[-1]["content"]
     if not question:
         raise RejectedRow("empty prompt", f"the field {where.prompt!r} is empty")
@@ -104,7 +104,7 @@ def example_of(fields: Mapping[str, Any], where: FieldMap, kept: Sequence[str] =
 
 
 def reference(answer: str) -> str:
-    """The gold answer: after the last `####` with commas stripped, else the whole text.
+    """The reference answer: the text after the last `####` with commas stripped, else the whole text.
 
     >>> reference("He pays 9 * 200 = 1800. #### 1,800")
     '1800'
@@ -114,7 +114,7 @@ def reference(answer: str) -> str:
 
 
 def _chat(value: Any, name: str) -> Chat:
-    """A text is what the user says; a list is messages already, the last one the user's."""
+    """The messages of a field: a text becomes one message of the user; a list must end with one."""
     if not isinstance(value, list):
         return [{"role": "user", "content": _text(value, name).strip()}]
     if not value or not all(_is_message(message) for message in value):
@@ -129,7 +129,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _look_up(fields: Mapping[str, Any], name: str) -> Any:
-    """What stands at a dotted name; a field whose own name has the dot comes first."""
+    """The value at a dotted name. A field whose own name has the dot comes first. Raises RejectedRow."""
     if name in fields:
         return fields[name]
     value: Any = fields
@@ -142,7 +142,7 @@ def _look_up(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def _text(value: Any, name: str) -> str:
-    """Numbers are written out; truth values, lists, objects and null are no text."""
+    """The value as text; numbers are written out. Raises RejectedRow for booleans, lists, objects and null."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise RejectedRow("not a text", f"the field {name!r} is a {type(value).__name__}, not a text or number")
     return str(value)
@@ -156,7 +156,7 @@ def _optional_text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _check_unicode(text: str) -> None:
-    """JSON can write half of a character (a lone surrogate), which no tokenizer takes."""
+    """Raise RejectedRow for half a character (a lone surrogate): JSON can write it, no tokenizer takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

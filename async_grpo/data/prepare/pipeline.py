@@ -1,9 +1,9 @@
 """`async-grpo prepare`: from published files to a folder that a run reads in constant memory.
 
-    files --intake--> staged rows --seeded permutation--> train.*, held_out.* --> prepared.json --> the folder's name
+    files --RowFilter--> staged rows --seeded permutation--> train.*, held_out.* --> prepared.json --> the folder's name
 
-Rows stream through in batches. What grows with their number is one digest a question, by which duplicates are found
-(about 100 bytes); everything else is on the disk. Nothing waits for anything but the disk and the tokenizer.
+Rows stream through in batches. Only one digest a question (about 100 bytes) stays in memory, to find duplicates;
+everything else is on the disk. Nothing waits for anything but the disk and the tokenizer.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ _STAGED = "staged_"
 
 @dataclass(frozen=True, slots=True)
 class PrepareResult:
-    """What came of it. `first_rejected`: by reason, where the first row stands that was not taken."""
+    """The manifest of the new folder, and the first rejected row of each reason: file, line, what is wrong."""
 
     manifest: DatasetManifest
     first_rejected: dict[str, str]
 
 
 def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> PrepareResult:
-    """Make the folder `config.out`, whole or not at all; the same arguments make the same bytes.
+    """Make the folder `config.out`, completely or not at all. The same arguments make the same bytes.
 
-    Raises DataError (a file that cannot be read, too few rows that can be used, a folder that exists), ConfigError
+    Raises DataError (an unreadable file, too few usable rows, a folder that exists), ConfigError
     (the template), DependencyError (Parquet without pyarrow).
     """
     template = Template(config.template, tokenizer, config.system)
     encoder = BatchTokenizer(tokenizer, special_tokens=template.special_tokens, longest=config.max_prompt_tokens)
     with new_folder(config.out) as draft:
-        with closing(RejectedRows(draft / REJECTED)) as rejects:
-            intake = RowFilter(config, template, encoder, rejects, advance)
-            held_out = _stage(draft, HELD_OUT, intake.rows(config.held_out_from, held_out=True))
-            train = _stage(draft, TRAIN, intake.rows(config.files, held_out=False))
-        _check_enough(config, train.rows, held_out.rows, rejects)
+        with closing(RejectedRows(draft / REJECTED)) as rejected:
+            row_filter = RowFilter(config, template, encoder, rejected, advance)
+            held_out = _stage(draft, HELD_OUT, row_filter.rows(config.held_out_from, held_out=True))
+            train = _stage(draft, TRAIN, row_filter.rows(config.files, held_out=False))
+        _check_enough(config, train.rows, held_out.rows, rejected)
         files, rows = _split(config, draft)
         manifest = DatasetManifest(
             magic=MAGIC,
@@ -67,16 +67,16 @@ def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Pr
             rows=rows,
             longest_prompt_tokens=max(train.longest, held_out.longest),
             special_tokens=template.special_tokens,
-            rejected=dict(rejects.counts),
+            rejected=dict(rejected.counts),
             recipe=_recipe(config),
             files=files,
         )
         write_manifest(draft, manifest)
-    return PrepareResult(manifest, rejects.counts.first)
+    return PrepareResult(manifest, rejected.counts.first)
 
 
 def _stage(draft: Path, name: str, rows: Iterable[tuple[bytes, bytes]]) -> SplitWriter:
-    """Rows in the order of their files, on the disk."""
+    """Write the rows to the disk in the order of their files."""
     writer = SplitWriter(draft, _STAGED + name)
     for tokens, record in rows:
         writer.add(tokens, record)
@@ -85,7 +85,7 @@ def _stage(draft: Path, name: str, rows: Iterable[tuple[bytes, bytes]]) -> Split
 
 
 def _split(config: PrepareConfig, draft: Path) -> tuple[dict[str, FileFacts], dict[str, int]]:
-    """The staged rows in their final order and place: facts of the files, rows by split."""
+    """Write the staged rows in their final order. Returns the facts of the files and the number of rows by split."""
     files: dict[str, FileFacts] = {}
     with (
         closing(DatasetSplit(draft, _STAGED + TRAIN)) as train,
@@ -107,7 +107,7 @@ def _split(config: PrepareConfig, draft: Path) -> tuple[dict[str, FileFacts], di
 
 
 def _order(config: PrepareConfig, name: str, rows: int) -> Callable[[int], int]:
-    """Place -> row. The last places of `train` are held out, as they are in a JSON-lines file."""
+    """Maps a place to a row. The last places of `train` are held out, as with a JSON-lines file."""
     return Permutation(rows, f"{config.seed}/prepare/{name}") if config.shuffle else lambda place: place
 
 
@@ -120,7 +120,7 @@ def _copy(
     return writer.close()
 
 
-def _check_enough(config: PrepareConfig, train: int, held_out: int, rejects: RejectedRows) -> None:
+def _check_enough(config: PrepareConfig, train: int, held_out: int, rejected: RejectedRows) -> None:
     if config.held_out_from:
         if train and held_out:
             return
@@ -131,13 +131,13 @@ def _check_enough(config: PrepareConfig, train: int, held_out: int, rejects: Rej
         left = f"{train} rows, of which --held-out keeps {config.held_out} from training"
         fix = f"lower --held-out below {train}" if train > 1 else "name other files"
     raise DataError(
-        f"the files leave {left}. Not taken: {rejects.counts or 'none'}. Nothing was written; mend the rows, "
+        f"the files leave {left}. Not taken: {rejected.counts or 'none'}. Nothing was written; mend the rows, "
         f"change what keeps them out, or {fix}"
     )
 
 
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
-    """What was asked for, but for places: the same files by the same names make the same bytes."""
+    """The settings without folders: the same files with the same names make the same bytes."""
     recipe = config.model_dump(mode="json", exclude={"out", "model"})
     names = {key: [path.name for path in getattr(config, key)] for key in ("files", "held_out_from")}
     return {**recipe, **names, "template": Path(config.template).name}

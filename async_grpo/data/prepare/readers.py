@@ -1,9 +1,9 @@
-"""Rows of data files as they are published: JSON lines, one JSON array, Parquet. Constant memory, whatever the file.
+"""Rows of published data files: JSON lines, one JSON array, Parquet. Memory is constant for any file.
 
     file --> RawRow(line, fields) | RawRow(line, problem)
 
-A row that cannot be read is no end: it comes with its problem, and the next one follows. Only where nothing behind
-can be trusted (an array that breaks off, a damaged Parquet file) reading ends with DataError.
+A row that cannot be read comes with its problem, and the next row follows. Reading only ends with DataError where the
+rest cannot be trusted: an array that breaks off, a damaged Parquet file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from async_grpo.errors import DataError, DependencyError
 
 MAX_ROW_BYTES = 16 << 20
-"""A longer row is a problem: memory must not depend on what a file holds."""
+"""A longer row is rejected, so that memory does not depend on the file."""
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 1024
 _SPACE = " \t\r\n"
@@ -35,19 +35,22 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row: its fields, or what is wrong with it. `line`: where it begins, from 1; a row's number in Parquet.
-    `position`: bytes of the file up to its end (of Parquet: a share of them)."""
+    """One row: its fields, or what is wrong with it.
+
+    line: where it begins, from 1; in Parquet the number of the row. position: bytes of the file up to the end of the
+    row; for Parquet an estimate.
+    """
 
     line: int
     position: int
     fields: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
     shown: str = ""
-    """The beginning of the text of a row with a problem."""
+    """The beginning of the text, for a row with a problem."""
 
 
 def kind_of(path: Path) -> str:
-    """`jsonl`, `json` (an array), `parquet`, or what else it is, in words. Raises DataError if it cannot be read."""
+    """`jsonl`, `json` (an array), `parquet`, or another kind in words. Raises DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             head = file.read(4096)
@@ -61,7 +64,7 @@ def kind_of(path: Path) -> str:
 
 
 def read_rows(path: Path) -> Iterator[RawRow]:
-    """Every row that is not blank. Raises DataError, and DependencyError for Parquet without pyarrow."""
+    """Every row that is not blank. Raises DataError; DependencyError for Parquet without pyarrow."""
     kind = kind_of(path)
     if kind == "parquet":
         return _parquet(path)
@@ -87,7 +90,7 @@ def read_lines(path: Path) -> Iterator[RawRow]:
 
 
 def _skip_line(file: BinaryIO, data: bytes) -> int:
-    """Read on to the end of the line; returns the bytes that were read."""
+    """Read to the end of the line. Returns the number of bytes read."""
     skipped = 0
     while data and not data.endswith(b"\n"):
         data = file.readline(_CHUNK_BYTES)
@@ -101,7 +104,7 @@ def _line(line: int, position: int, data: bytes) -> RawRow:
     except UnicodeDecodeError as error:
         return RawRow(line, position, problem=f"not UTF-8 ({error.reason} at byte {error.start})", shown=_show(data))
     except (ValueError, RecursionError) as error:
-        return RawRow(line, position, problem=f"not JSON ({_of(error)})", shown=_show(data))
+        return RawRow(line, position, problem=f"not JSON ({_describe(error)})", shown=_show(data))
 
 
 def _row(line: int, position: int, value: Any) -> RawRow:
@@ -111,7 +114,7 @@ def _row(line: int, position: int, value: Any) -> RawRow:
 
 
 class _ArrayText:
-    """The text of a JSON array, of which only the part is held that is being read."""
+    """The text of a JSON array. Only the part that is being read is in memory."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -121,7 +124,7 @@ class _ArrayText:
         self._text, self._at, self._ended = "", 0, False
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """The next character that is not white space; "" at the end."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _SPACE:
                 self.line += self._text[self._at] == "\n"
@@ -130,13 +133,13 @@ class _ArrayText:
                 return self._text[self._at : self._at + 1]
 
     def skip(self) -> None:
-        """Go on behind what `peek` returned."""
+        """Skip the character that `peek` returned."""
         self._at += 1
 
     def element(self) -> Any:
-        """The next value. Raises DataError if it is none, breaks off or is too large.
+        """The next value. Raises DataError if it is invalid, breaks off or is too large.
 
-        Text that breaks off is tried again with twice as much of it, so that a large element costs twice its size.
+        Text that breaks off is tried again with twice as much of it, so a large element costs twice its size.
         """
         tried = 0
         while True:
@@ -149,26 +152,26 @@ class _ArrayText:
                     self.line += self._text.count("\n", self._at, end)
                     self._at = end
                     return value
-                continue  # a number may go on behind the end of the text
+                continue  # a number may continue beyond the text in memory
             if tried > MAX_ROW_BYTES or isinstance(problem, RecursionError) or not self._grow(tried):
-                raise self.error(f"no value that can be read ({_of(problem)})")
+                raise self.error(f"no value that can be read ({_describe(problem)})")
 
     def error(self, what: str) -> DataError:
-        """At the present line."""
+        """The error to raise at the current line."""
         return DataError(
             f"{self._path}, line {self.line}: {what}, so nothing behind it can be trusted. Mend the file, or bring "
             "it into JSON lines, one object a line"
         )
 
     def _grow(self, held: int) -> bool:
-        """Hold at least twice as much; False if there is no more."""
+        """Hold at least twice as much text. Returns False if there is no more."""
         grown = False
         while len(self._text) - self._at < 2 * held + 1 and self._more():
             grown = True
         return grown
 
     def _more(self) -> bool:
-        """Read on; what has been read is let go. False at the end of the file."""
+        """Read the next chunk and drop the text before the current position. Returns False at the end of the file."""
         if self._ended:
             return False
         data = self._file.read(_CHUNK_BYTES)
@@ -186,7 +189,7 @@ def _array(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as file:
         text = _ArrayText(path, file)
         text.peek()
-        text.skip()  # the bracket that told what the file is
+        text.skip()  # the bracket by which the kind of file was recognised
         if text.peek() == "]":
             return
         while True:
@@ -219,19 +222,19 @@ def _parquet(path: Path) -> Iterator[RawRow]:
                     number += 1
                     yield RawRow(number, size * number // total, fields)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is a damaged Parquet file ({_of(error)}). Fetch it again") from error
+        raise DataError(f"{path} is a damaged Parquet file ({_describe(error)}). Fetch it again") from error
 
 
 def _number(text: str) -> str:
-    """Numbers stay as they are written: "18.0" is not 18, and a long one is not rounded."""
+    """Numbers stay as they are written: "18.0" is not 18, and long numbers are not rounded."""
     return text
 
 
-def _no_number(text: str) -> None:
+def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=_refuse_constant)
 
 
 def _decode(text: str) -> Any:
@@ -242,5 +245,5 @@ def _show(data: bytes) -> str:
     return data[:_SHOWN].decode(errors="replace")
 
 
-def _of(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:_SHOWN]}"

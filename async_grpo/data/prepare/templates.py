@@ -1,12 +1,12 @@
-"""Templates: what stands around a question when the policy reads it.
+"""Prompt templates: the text around a question that the policy reads.
 
 - `raw`       the question alone
 - `qwen_r1`   asks for `<think> </think><answer> </answer>` and a boxed answer, in Qwen's chat format
 - `chat`      the chat template of the tokenizer
-- a file      a Jinja template of your own, in a sandbox: no files, no imports, no attributes that begin with `_`
+- a file      your own Jinja template, in a sandbox: no files, no imports, no attributes that begin with `_`
 
-A Jinja template has `question`, `messages` (the whole chat, a list of role and content), `system`, and the tokenizer's
-`bos_token` and `eos_token`. Any other name is an error, and so is a template without the question in it.
+A Jinja template may use `question`, `messages` (the whole chat, a list of role and content), `system`, and the
+tokenizer's `bos_token` and `eos_token`. Any other name is an error, and so is a template without the question.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TRIAL = Example("How much is 3 + 4?", [{"role": "user", "content": "How much is
 
 
 class Template:
-    """`render(example)` -> text. `special_tokens`: whether the tokenizer adds its own around the text."""
+    """Renders examples as text. `special_tokens`: whether the tokenizer adds its own around the text."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, system: str = "") -> None:
-        """Raises ConfigError for a template that is none, or that leaves the question out."""
+        """Raises ConfigError for an invalid template, or one that leaves the question out."""
         self.special_tokens = name in ("raw", "qwen_r1")
         if system and name in ("raw", "qwen_r1"):
             raise ConfigError(f"--system goes with --template chat or a file of your own: {name} has no place for it")
@@ -57,7 +57,7 @@ class Template:
         self._try(name)
 
     def render(self, example: Example) -> str:
-        """What the policy reads. Raises RejectedRow where the template refuses the row (roles out of order, say)."""
+        """The text for the policy. Raises RejectedRow if the template refuses the row (e.g. roles in a wrong order)."""
         try:
             return self._render(example)
         except TemplateError as error:
@@ -66,7 +66,7 @@ class Template:
     def _try(self, name: str) -> None:
         try:
             text = self.render(_TRIAL)
-        except Exception as error:  # whatever the user's template may raise
+        except Exception as error:  # a user's template may raise anything
             raise ConfigError(
                 f"--template {name}: it cannot be rendered ({error}). It may use question, messages, system, "
                 "bos_token and eos_token"
@@ -108,7 +108,7 @@ def _chat_template(tokenizer: Tokenizer, system: str) -> Render:
 
 
 def _with_system(chat: Chat, system: str) -> Chat:
-    """The row's own system message gives way to the one that was asked for."""
+    """The chat with the requested system message in place of its own."""
     if not system:
         return chat
     return [{"role": "system", "content": system}, *(message for message in chat if message["role"] != "system")]
