@@ -19,10 +19,10 @@ from torch import Tensor
 EPS = 1e-6
 """Keeps equal rewards at advantage 0 instead of 0 / 0."""
 LEAST_VARIANCE = 1e-8
-"""The same for reinforce_pp_baseline."""
+"""Least variance of reinforce_pp_baseline, for the same reason."""
 
 Advantage = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rewards_BG, valid_BG, lengths_BG) -> advantages_BG, float64. Also the signature of your own."""
+"""(rewards_BG, valid_BG, lengths_BG) -> advantages_BG, float64. Also the signature of a user's own."""
 
 
 def grpo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def _kept(values_BG: Tensor, valid_BG: Tensor) -> Tensor:
-    """Zero where not valid, whatever stands there (NaN too)."""
+    """The values, with 0 where they are not valid (also in place of NaN)."""
     return torch.where(valid_BG, values_BG, torch.zeros_like(values_BG))
 
 
 def _mean(values_BG: Tensor, valid_BG: Tensor) -> Tensor:
-    """Of each row's valid values, [B, 1]."""
+    """Mean of each row's valid values, [B, 1]."""
     return _kept(values_BG, valid_BG).sum(-1, keepdim=True) / valid_BG.sum(-1, keepdim=True).clamp(min=1)
 
 

@@ -58,9 +58,9 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def denominator(rule: str, tokens_N: Tensor) -> float:
-    """What the weights of `rule` have of the other sequences of the batch: weight * denominator is a sequence's own.
+    """The part of `rule` that depends on the rest of the batch: weight * denominator only depends on the own sequence.
 
-    So the loss can be summed before all sequences are known, and be divided at the end.
+    So the loss can be summed before all sequences are known, and divided at the end.
     """
     if rule == "token_sum":
         return 1.0
@@ -68,7 +68,7 @@ def denominator(rule: str, tokens_N: Tensor) -> float:
 
 
 def _sequences(tokens_N: Tensor) -> Tensor:
-    """How many have a token."""
+    """Number of sequences with a token, at least 1; float64."""
     return (tokens_N > 0).sum().clamp(min=1).double()
 
 

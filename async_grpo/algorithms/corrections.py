@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy or another engine sampled: a multiplier a token, constant.
+"""Corrections for tokens that another policy or another engine sampled: a constant multiplier for each token.
 
 Those that reweight (token_tis, seq_tis, icepop) take w = pi_prox / pi_behaviour, the part of the way from the samples
 that the loss's own r does not cover. Those that reject (0 or 1) take rho = pi_theta / pi_behaviour, the whole way. With
@@ -8,7 +8,7 @@ All but `m2po` look at one sequence at a time, so micro-batches and ranks change
 tokens of the whole batch: the trainer makes a forward pass over it first, and every rank computes the same mask.
 `ess_lr` is no multiplier: it adds up three sums over micro-batches and ranks, and scales the learning rate.
 
-Where pi_prox comes from, the policy that the trust region is around. Constant: it carries no gradient.
+PROXIMALS says where pi_prox comes from, the policy at the centre of the trust region. It carries no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from async_grpo.algorithms.tokens import Tokens, bounded, required
 from async_grpo.config.objective import CorrectionConfig
 
 Correction = Callable[[Tokens, CorrectionConfig], Tensor]
-"""(tokens without gradient, its dials) -> multiplier [N], >= 0. Also the signature of your own."""
+"""(tokens without gradient, its dials) -> multiplier [N], >= 0. Also the signature of a user's own."""
+Proximal = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logprobs_N, behaviour_N, age_N) -> log pi_prox [N]; age: trainer version - version that sampled the token."""
 
 
 def token_tis(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
@@ -84,8 +86,10 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def ess_sums(tokens: Tokens) -> Tensor:
-    """(sum of w, sum of w^2, count) over the sequences, w = product of rho; float64 [3]. Add them up over micro-batches
-    and ranks, then take `ess_scale`."""
+    """(sum of w, sum of w^2, count) over the sequences, w = product of rho; float64 [3].
+
+    Add them up over micro-batches and ranks, then call `ess_scale`.
+    """
     present_M = tokens.sum(torch.ones_like(tokens.log_rho_N)) > 0
     weight_M = _product(tokens, tokens.log_rho_N).double() * present_M
     return torch.stack([weight_M.sum(), weight_M.square().sum(), present_M.sum().double()])
@@ -98,19 +102,6 @@ def ess_scale(weights: float, squares: float, sequences: float) -> float:
     gradient.
     """
     return math.sqrt(weights**2 / (squares * sequences)) if squares and sequences else 1.0
-
-
-def _product(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
-    return bounded(tokens.sum(log_ratio_N)).exp()
-
-
-def _within(ratio: Tensor, dials: CorrectionConfig) -> Tensor:
-    """1 inside [low, high], 0 outside and for NaN."""
-    return ((ratio >= required(dials.low)) & (ratio <= required(dials.high))).to(ratio.dtype)
-
-
-Proximal = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logprobs_N, behaviour_N, age_N) -> log pi_prox [N]; age: trainer version - version that sampled the token."""
 
 
 def recompute(logprobs_N: Tensor, behaviour_N: Tensor, age_N: Tensor) -> Tensor:
@@ -141,4 +132,13 @@ def behaviour(logprobs_N: Tensor, behaviour_N: Tensor, age_N: Tensor) -> Tensor:
 
 
 PROXIMALS: dict[str, Proximal] = {"recompute": recompute, "loglinear": loglinear, "behaviour": behaviour}
-"""Choice by its name in the configuration."""
+"""Source of pi_prox by its name in the configuration."""
+
+
+def _product(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
+    return bounded(tokens.sum(log_ratio_N)).exp()
+
+
+def _within(ratio: Tensor, dials: CorrectionConfig) -> Tensor:
+    """1 inside [low, high], 0 outside and for NaN."""
+    return ((ratio >= required(dials.low)) & (ratio <= required(dials.high))).to(ratio.dtype)

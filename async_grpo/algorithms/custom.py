@@ -1,4 +1,4 @@
-"""Functions of the user's own: `module:attribute` in the working folder or on the Python path.
+"""The user's own objective functions: `module:attribute` in the working folder or on the Python path.
 
     advantage     (rewards_BG, valid_BG, lengths_BG) -> advantages_BG
     loss          (Tokens, ObjectiveConfig) -> TokenLoss           its dials: config.options
@@ -35,22 +35,22 @@ SIGNATURES = {
 
 
 def advantage_of(name: str) -> Advantage:
-    """Built in, or the user's own. Raises ConfigError that says what to change."""
+    """The built-in or user's function of this name. Raises ConfigError with what to change."""
     return _function("advantage", name, ADVANTAGES)
 
 
 def loss_of(name: str) -> Loss:
-    """Built in, or the user's own. Raises ConfigError that says what to change."""
+    """The built-in or user's function of this name. Raises ConfigError with what to change."""
     return _function("loss", name, LOSSES)
 
 
 def correction_of(name: str) -> Correction:
-    """Built in, or the user's own. Raises ConfigError that says what to change."""
+    """The built-in or user's function of this name. Raises ConfigError with what to change."""
     return _function("correction", name, CORRECTIONS)
 
 
 def check_objective(config: ObjectiveConfig) -> None:
-    """Import every function of the user's own and try it on five tokens, before anything is started.
+    """Import every function of the user and try it on five tokens, before anything starts.
 
     Raises ConfigError for one that cannot be imported, fails, or gives back something else than its signature says.
     """
@@ -87,7 +87,7 @@ def _call(role: str, find: Callable[[str], Callable[..., Any]], name: str, argum
     function = find(name)
     try:
         return function(*arguments)
-    except Exception as error:  # whatever a function of the user's own may raise
+    except Exception as error:  # a user's function may raise anything
         raise _wrong(role, name, f"failed on a trial of five tokens ({type(error).__name__}: {error})") from error
 
 

@@ -22,11 +22,11 @@ class TokenLoss(NamedTuple):
     clipped_N: Tensor
     """bool: the trust region is left, so the token (or its sequence) has no gradient, or a capped one."""
     rejected_N: Tensor | None = None
-    """bool: the loss leaves the token out, as a correction that rejects would. None: it leaves out none."""
+    """bool: the loss leaves the token out, as a rejecting correction would. None: it leaves out no token."""
 
 
 Loss = Callable[[Tokens, ObjectiveConfig], TokenLoss]
-"""Also the signature of your own; `config.options` holds its dials."""
+"""(tokens, config) -> TokenLoss. Also the signature of a user's own loss; `config.options` holds its dials."""
 
 
 def ppo_clip(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:

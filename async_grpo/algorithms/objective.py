@@ -3,13 +3,12 @@
     Tokens --loss--> loss_N --* multipliers of the corrections--> + beta * KL - coefficient * entropy --> loss_N
     loss of the batch = sum over micro-batches and ranks of sum(weight_N * loss_N)
 
-Nothing here needs to know of ranks or of other micro-batches. What depends on the whole batch comes in from outside:
-advantages, weights, and the multiplier of corrections that must see all of it (`whole_batch_multiplier`).
+Nothing here knows ranks or other micro-batches. What depends on the whole batch is passed in: advantages, weights, and
+the multiplier of corrections that must see all of it (`whole_batch_multiplier`).
 
-The KL divergence from a reference policy, estimated on the sampled tokens: d = log pi - log pi_ref.
-
-Nothing is clamped: a clamp would take the gradient from the tokens that have moved furthest. k3 grows like exp(-d), so
-beyond MAX_K3 it goes on along its tangent: value and slope stay finite, and the slope that of the value.
+The KL divergence from a reference policy is estimated on the sampled tokens, with d = log pi - log pi_ref. Nothing is
+clamped: a clamp would take the gradient from the tokens that have moved furthest. k3 grows like exp(-d), so beyond
+MAX_K3 it continues along its tangent: value and slope stay finite, and the slope is that of the value.
 
 As a loss only k2 has the true gradient of the divergence, d * grad log pi (on policy); k1 has none in expectation, and
 k3 that of the reversed divergence. `k3+` has the value of k3, which is never negative and of low variance, and the
@@ -30,15 +29,12 @@ from async_grpo.algorithms.tokens import Tokens
 from async_grpo.config.objective import CorrectionConfig, ObjectiveConfig
 
 MAX_K3 = 10.0
-
-
 K3_KNEE = -2.610868638149876
 """The d < 0 at which k3 is MAX_K3."""
-
-
 K3_SLOPE = -math.expm1(-K3_KNEE)
-"""Of k3 there and beyond, -12.6."""
-
+"""Slope of k3 there and beyond, -12.6."""
+STEP_SCALE = "ess_lr"
+"""The correction that scales the learning rate instead of multiplying tokens."""
 
 Estimator = Callable[[Tensor], Tensor]
 """d [N] -> divergence [N]."""
@@ -56,7 +52,7 @@ def k2(d_N: Tensor) -> Tensor:
 
 def k3(d_N: Tensor) -> Tensor:
     """exp(-d) - 1 + d, below K3_KNEE its tangent: never negative, and unbiased above. GRPO, arXiv 2402.03300."""
-    near_N = d_N.clamp(min=K3_KNEE)  # so that no branch overflows
+    near_N = d_N.clamp(min=K3_KNEE)  # without it exp would overflow
     return torch.expm1(-near_N) + near_N + K3_SLOPE * (d_N - near_N)
 
 
@@ -81,24 +77,20 @@ def rewards_less_kl(rewards_M: Tensor, tokens: Tokens, reference_N: Tensor, *, b
     return rewards_M - beta * tokens.sum(divergence_N)
 
 
-STEP_SCALE = "ess_lr"
-"""The correction that scales the learning rate: no multiplier."""
-
-
 class Objective(NamedTuple):
     """Per-token results; only `loss_N` carries a gradient."""
 
     loss_N: Tensor
     clipped_N: Tensor
-    """bool: outside of the trust region."""
+    """bool: outside the trust region."""
     rejected_N: Tensor
     """bool: the loss leaves this token out, or a correction multiplies it by 0. It stays in the denominator."""
 
 
 def token_objective(tokens: Tokens, config: ObjectiveConfig, given_N: Tensor | None = None) -> Objective:
-    """What is minimised, a token. `given_N`: this micro-batch's part of `whole_batch_multiplier`.
+    """The loss of each trained token, to be minimised. `given_N`: this micro-batch's part of `whole_batch_multiplier`.
 
-    Corrections act on the policy loss; KL and entropy are of all trained tokens. They need `tokens.reference_N` and
+    Corrections act on the policy loss; KL and entropy cover all trained tokens. They need `tokens.reference_N` and
     `tokens.entropy_N`.
     """
     token = loss_of(config.loss)(tokens, config)
@@ -118,12 +110,12 @@ def token_objective(tokens: Tokens, config: ObjectiveConfig, given_N: Tensor | N
 
 
 def whole_batch_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """Of the corrections that look at the whole batch; `tokens` are all of its trained tokens, in any order."""
+    """Product of the corrections that look at the whole batch, [N]. `tokens`: all trained tokens of the batch."""
     return _product(tokens, [correction for correction in config.corrections if correction.needs_whole_batch])
 
 
 def every_multiplier(tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """Of all corrections. Where a batch is trained in several updates they are taken once, before the first."""
+    """Product of all corrections, [N]. With several updates a batch it is taken once, before the first."""
     return _product(tokens, config.corrections)
 
 

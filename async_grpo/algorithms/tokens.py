@@ -19,12 +19,12 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Trained tokens. Only `logprobs_N` and `entropy_N` carry a gradient."""
+    """The trained tokens of a micro-batch. Only `logprobs_N` and `entropy_N` carry a gradient."""
 
     logprobs_N: Tensor
     """log pi_theta of the sampled tokens."""
     prox_N: Tensor
-    """log pi_prox: where the trust region is around."""
+    """log pi_prox: the policy at the centre of the trust region."""
     behaviour_N: Tensor
     """log pi_behaviour: of the policy and the engine that sampled."""
     advantages_N: Tensor
@@ -61,7 +61,7 @@ class Tokens:
         return self.sum(values_N) / self.sum(torch.ones_like(values_N)).clamp(min=1)
 
     def spread(self, values_M: Tensor) -> Tensor:
-        """The number of its sequence for every token, [N]."""
+        """Each token gets the value of its sequence, [N]."""
         return values_M[self.segment_N]
 
     def detached(self) -> Tokens:
@@ -75,11 +75,11 @@ def log_ratio(over_N: Tensor, under_N: Tensor) -> Tensor:
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
-    """Clamped to +-20."""
+    """The log-ratios, clamped to +-20."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def required(dial: float | None) -> float:
-    """A dial that the configuration has made sure of."""
+    """The value of a dial that the configuration guarantees to be set."""
     assert dial is not None
     return dial

@@ -1,15 +1,11 @@
-"""From prompts to a mean and its interval.
+"""Estimates from graded completions: pass@k and maj@k of one prompt, a mean over prompts and its interval.
 
-Completions of one prompt are alike, so prompts are what is drawn: a resample takes as many prompts as there are, with
-replacement, each with all of its completions (the cluster bootstrap), and the interval spans the 2.5th to the 97.5th
+Completions of one prompt are alike, so the bootstrap draws prompts: a resample takes as many prompts as there are, with
+replacement, each with all of its completions (the cluster bootstrap). The interval spans the 2.5th to the 97.5th
 percentile of the means of RESAMPLES resamples. The generator is seeded: the same grades give the same interval.
 
-If all prompts have the same value, all resamples have it too: the interval is that value alone, and it says
-nothing about what is rarer than about 3 in the number of prompts.
-
-What is known of the completions of a prompt.
-
-Estimates from the completions of one prompt.
+If all prompts have the same value, so have all resamples. The interval is then that value alone, and it says nothing
+about what is rarer than about 3 in the number of prompts.
 """
 
 from __future__ import annotations
@@ -25,61 +21,19 @@ import numpy.typing as npt
 from async_grpo.wire.board import Estimate
 
 RESAMPLES = 2000
-
-
 LEVEL = 0.95
-
-
 _SEED = 0
-
-
 _DRAWS_AT_ONCE = 1 << 20
-
 
 Matrix = npt.NDArray[np.float64]
 
 
-def estimates(totals_PF: Matrix, counts_PF: Matrix) -> list[Estimate | None]:
-    """Of F figures over P prompts: sum(totals) / sum(counts), with its interval; None where nothing was counted.
-
-    Prompt p adds `totals[p, f]` over `counts[p, f]` observations to figure f. All figures see the same resamples.
-    """
-    values = [
-        _ratio(math.fsum(totals), math.fsum(counts)) for totals, counts in zip(totals_PF.T, counts_PF.T, strict=True)
-    ]
-    if all(value is None for value in values):
-        return [None] * len(values)
-    ratios_RF = _resampled(totals_PF, counts_PF)
-    low, high = (1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2
-    return [
-        None if value is None else Estimate(value, *(float(edge) for edge in np.nanquantile(ratios_R, (low, high))))
-        for value, ratios_R in zip(values, ratios_RF.T, strict=True)
-    ]
-
-
-def _resampled(totals_PF: Matrix, counts_PF: Matrix) -> Matrix:
-    """Every figure of every resample; nan where a resample has counted nothing."""
-    prompts = len(totals_PF)
-    generator = np.random.default_rng(_SEED)
-    at_once = max(1, min(RESAMPLES, _DRAWS_AT_ONCE // prompts))
-    parts = []
-    for first in range(0, RESAMPLES, at_once):
-        size = min(at_once, RESAMPLES - first)
-        drawn_RP = generator.integers(prompts, size=(size, prompts)) + prompts * np.arange(size)[:, None]
-        times_RP = np.bincount(drawn_RP.ravel(), minlength=size * prompts).reshape(size, prompts).astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            parts.append((times_RP @ totals_PF) / (times_RP @ counts_PF))
-    return np.concatenate(parts)
-
-
-def _ratio(total: float, count: float) -> float | None:
-    return total / count if count else None
-
-
 @dataclass(frozen=True, slots=True)
 class GradedAnswer:
-    """One completion: its score, None if it could not be judged, and the answer in it, None if it gives none, or if
-    looking for it failed (`unextracted`)."""
+    """One completion: its score (None if it could not be judged) and its answer.
+
+    The answer is None if the completion gives none, or if extracting it failed (`unextracted`).
+    """
 
     score: float | None
     answer: str | None = None
@@ -115,9 +69,9 @@ def majority(grades: Sequence[GradedAnswer], *, right_at: float) -> float:
     Votes are cast by completions that were judged and give an answer. Of several answers with the most votes one is
     taken at random, so the value is the mean over them; an answer is as right as the mean over its voters.
 
-    >>> majority([Grade(1.0, "4"), Grade(1.0, "4"), Grade(0.0, "5")], right_at=1.0)
+    >>> majority([GradedAnswer(1.0, "4"), GradedAnswer(1.0, "4"), GradedAnswer(0.0, "5")], right_at=1.0)
     1.0
-    >>> majority([Grade(1.0, "4"), Grade(0.0, "5"), Grade(0.0, None)], right_at=1.0)
+    >>> majority([GradedAnswer(1.0, "4"), GradedAnswer(0.0, "5"), GradedAnswer(0.0, None)], right_at=1.0)
     0.5
     """
     votes = [(grade.answer, grade.score >= right_at) for grade in grades if grade.score is not None and grade.answer]
@@ -136,3 +90,40 @@ def k_values(samples: int) -> list[int]:
     [[1], [1, 2, 4], [1, 2, 4, 6]]
     """
     return [1 << power for power in range(samples.bit_length()) if 1 << power < samples] + [samples]
+
+
+def estimates(totals_PF: Matrix, counts_PF: Matrix) -> list[Estimate | None]:
+    """sum(totals) / sum(counts) of F figures over P prompts, with its interval; None where nothing was counted.
+
+    Prompt p adds `totals[p, f]` over `counts[p, f]` observations to figure f. All figures see the same resamples.
+    """
+    values = [
+        _ratio(math.fsum(totals), math.fsum(counts)) for totals, counts in zip(totals_PF.T, counts_PF.T, strict=True)
+    ]
+    if all(value is None for value in values):
+        return [None] * len(values)
+    ratios_RF = _resampled(totals_PF, counts_PF)
+    low, high = (1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2
+    return [
+        None if value is None else Estimate(value, *(float(edge) for edge in np.nanquantile(ratios_R, (low, high))))
+        for value, ratios_R in zip(values, ratios_RF.T, strict=True)
+    ]
+
+
+def _resampled(totals_PF: Matrix, counts_PF: Matrix) -> Matrix:
+    """Every figure of every resample; nan where a resample has counted nothing."""
+    prompts = len(totals_PF)
+    generator = np.random.default_rng(_SEED)
+    at_once = max(1, min(RESAMPLES, _DRAWS_AT_ONCE // prompts))
+    parts = []
+    for first in range(0, RESAMPLES, at_once):
+        size = min(at_once, RESAMPLES - first)
+        drawn_RP = generator.integers(prompts, size=(size, prompts)) + prompts * np.arange(size)[:, None]
+        times_RP = np.bincount(drawn_RP.ravel(), minlength=size * prompts).reshape(size, prompts).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            parts.append((times_RP @ totals_PF) / (times_RP @ counts_PF))
+    return np.concatenate(parts)
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None

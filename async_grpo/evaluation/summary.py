@@ -1,7 +1,4 @@
-"""All figures of an evaluation, over everything and by source.
-
-The figures as text.
-"""
+"""All figures of an evaluation, overall and by source, and their text."""
 
 from __future__ import annotations
 
@@ -24,15 +21,14 @@ from async_grpo.evaluation.estimators import (
 from async_grpo.wire.board import Estimate, EvalMetrics
 
 MOST_SOURCES = 16
-
-
 OTHERS = "(others)"
-
+INTERVALS = (
+    f"{LEVEL:.0%} intervals over prompts: percentile bootstrap, {RESAMPLES:,} seeded resamples, "
+    "each of whole prompts with all their completions"
+)
 
 Observation = tuple[float, float]
 """A prompt's total and count of one figure."""
-
-
 _NOTHING: Observation = (0.0, 0.0)
 
 
@@ -64,10 +60,10 @@ def eval_metrics(prompts: Sequence[GradedPrompt], *, samples: int, right_at: flo
     )
 
 
-def figures_by_source(
+def metrics_by_source(
     prompts: Sequence[GradedPrompt], *, samples: int, right_at: float, votes: bool
 ) -> dict[str, EvalMetrics]:
-    """The same of every source, if there is more than one; of many the largest, and the rest as one."""
+    """`eval_metrics` of every source, if there are several. Beyond MOST_SOURCES the smallest count as one, OTHERS."""
     sizes = Counter(prompt.source for prompt in prompts)
     if len(sizes) < 2:
         return {}
@@ -80,6 +76,38 @@ def figures_by_source(
     return {
         source: eval_metrics(parts[source], samples=samples, right_at=right_at, votes=votes) for source in sorted(parts)
     }
+
+
+def rows_of(figures: EvalMetrics, samples: int) -> dict[str, Estimate]:
+    """Estimates by name, in the order of a report. Absent figures have no row."""
+    rows = {
+        f"mean@{samples}": figures.mean,
+        **{f"pass@{k}": estimate for k, estimate in figures.pass_at.items()},
+        f"maj@{samples}": figures.majority,
+        "greedy": figures.greedy,
+    }
+    return {name: estimate for name, estimate in rows.items() if estimate is not None}
+
+
+def no_vote(unextracted: int, samples: int) -> str:
+    """A sentence for the number of completions whose answer could not be extracted.
+
+    >>> no_vote(3, 8)
+    'In 3 completions the reward function failed to find the answer (`extract`): they have no vote in maj@8'
+    """
+    return (
+        f"In {unextracted} completions the reward function failed to find the answer (`extract`): they have no vote in "
+        f"maj@{samples}"
+    )
+
+
+def shown(estimate: Estimate | None) -> str:
+    """The value with its interval, as text.
+
+    >>> shown(Estimate(0.957, 0.945, 0.9688))
+    '0.957 [0.945, 0.969]'
+    """
+    return "-" if estimate is None else f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def _scores(grades: Sequence[GradedAnswer]) -> Observation:
@@ -99,41 +127,3 @@ def _pass_at(k: int, prompt: GradedPrompt, right_at: float) -> Observation:
 
 def _judged(grades: Sequence[GradedAnswer]) -> int:
     return sum(grade.score is not None for grade in grades)
-
-
-INTERVALS = (
-    f"{LEVEL:.0%} intervals over prompts: percentile bootstrap, {RESAMPLES:,} seeded resamples, "
-    "each of whole prompts with all their completions"
-)
-
-
-def rows_of(figures: EvalMetrics, samples: int) -> dict[str, Estimate]:
-    """Name -> estimate, in the order of a report; what is absent has no row."""
-    rows = {
-        f"mean@{samples}": figures.mean,
-        **{f"pass@{k}": estimate for k, estimate in figures.pass_at.items()},
-        f"maj@{samples}": figures.majority,
-        "greedy": figures.greedy,
-    }
-    return {name: estimate for name, estimate in rows.items() if estimate is not None}
-
-
-def no_vote(unextracted: int, samples: int) -> str:
-    """What it means that looking for the answer failed in so many completions.
-
-    >>> no_vote(3, 8)
-    'In 3 completions the reward function failed to find the answer (`extract`): they have no vote in maj@8'
-    """
-    return (
-        f"In {unextracted} completions the reward function failed to find the answer (`extract`): they have no vote in "
-        f"maj@{samples}"
-    )
-
-
-def shown(estimate: Estimate | None) -> str:
-    """Value and interval.
-
-    >>> shown(Estimate(0.957, 0.945, 0.9688))
-    '0.957 [0.945, 0.969]'
-    """
-    return "-" if estimate is None else f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

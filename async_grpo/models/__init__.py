@@ -1,1 +1,1 @@
-"""async_grpo/models"""
+"""First policies that a run can make for itself, and the shapes of models."""

@@ -2,7 +2,7 @@
 
     python -m async_grpo.models.random_model --config RUN_CONFIG_JSON --out FOLDER --seed 1
 
-It learns nothing; it is the right shape and costs nothing to make.
+It learns nothing; it has the right shape and costs almost nothing to make.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_TEXTS = 4000
 
 
 def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: Path, seed: int) -> None:
-    """Write the checkpoint to `out_dir`, whole or not at all. The same arguments give the same files."""
+    """Write the checkpoint to `out_dir`, completely or not at all. The same arguments give the same files."""
     with whole_checkpoint(out_dir) as draft:
         tokenizer = train_tokenizer(config, texts)
         tokenizer.save_pretrained(draft)
@@ -35,7 +35,7 @@ def make_random_model(config: RandomModelConfig, texts: Iterable[str], out_dir: 
 
 
 def train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text can be encoded, and decoding gives it back."""
+    """A byte-level BPE tokenizer: it encodes every text, and decoding gives the text back."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,7 +59,7 @@ def train_tokenizer(config: RandomModelConfig, texts: Iterable[str]) -> PreTrain
 
 
 def prompt_texts(config: RunConfig) -> Iterator[str]:
-    """The prompts of the run's data, before there is a tokenizer."""
+    """The prompts of the run's data; needs no tokenizer. Raises DataError for a prepared folder."""
     if config.data.kind == "jsonl":
         from async_grpo.data.jsonl import usable_rows
         from async_grpo.data.prepare.formats import Rejections

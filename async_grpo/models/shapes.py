@@ -1,7 +1,7 @@
 """The dimensions of a model, and how many parameters follow from them.
 
-From the config.json of the checkpoint; for well-known public models also from here, so that a run can be planned
-before its checkpoint is there (`model.architecture`). Nothing else reads these.
+They come from the config.json of the checkpoint. For well-known public models they are also in SHAPES, so that a run
+can be planned without its checkpoint (`model.architecture`); nothing else reads those.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class ModelShape:
     layers: int
     heads: int
     groups: int
-    """Key and value heads."""
+    """Number of key and value heads."""
     head_dim: int
     ffn: int
     """Width of an MLP, or of one expert."""
     tied: bool = False
-    """The output layer is the embedding."""
+    """Whether the output layer is the embedding."""
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
@@ -45,7 +45,7 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: query, key, value and output matrices, biases, norms of heads."""
+        """Attention parameters of one layer: query, key, value and output matrices, biases, norms of heads."""
         qkv = self.query + 2 * self.key
         biases = qkv if self.qkv_bias else 0
         norms = 2 * self.head_dim if self.qk_norm else 0
@@ -53,28 +53,28 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one MLP or expert: gate, up and down."""
+        """Parameters of one MLP or expert: gate, up and down."""
         return 3 * self.hidden * self.ffn
 
     @property
     def shared_layer_parameters(self) -> int:
-        """Of one layer, beside its experts: attention, two norms, router, and the MLP if there are no experts."""
+        """Parameters of a layer without its experts: attention, two norms, router, and the MLP if there are none."""
         router_or_mlp = self.experts * self.hidden if self.experts else self.mlp_parameters
         return self.attention_parameters + 2 * self.hidden + router_or_mlp
 
     @property
     def expert_layer_parameters(self) -> int:
-        """Of one layer: all experts."""
+        """Parameters of all experts of one layer."""
         return self.experts * self.mlp_parameters
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding; the output layer has as many again unless it is tied."""
+        """Parameters of the embedding. The output layer has as many again unless it is tied."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model.
+        """Number of parameters of the whole model.
 
         >>> SHAPES["qwen2.5-7b"].parameters
         7615616512
@@ -85,7 +85,7 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """From the fields of a config.json. Raises ConfigError that names a field which is missing."""
+    """The shape in the fields of a config.json. Raises ConfigError naming a missing or invalid field."""
     kind = str(config.get("model_type", ""))
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
@@ -111,7 +111,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def named_shape(name: str) -> ModelShape:
-    """A public model by its name in lower case. Raises ConfigError with the names that are known."""
+    """The shape of a public model by its name in lower case. Raises ConfigError with the known names."""
     if name not in SHAPES:
         raise ConfigError(
             f"model.architecture {name!r} is not known. Known: {', '.join(SHAPES)}. Leave it out to plan with the "
@@ -167,4 +167,4 @@ SHAPES: Mapping[str, ModelShape] = {
     ),
     "llama3.1-8b": ModelShape(vocab=128_256, hidden=4096, layers=32, heads=32, groups=8, head_dim=128, ffn=14_336),
 }
-"""As their config.json files state them."""
+"""Shapes of public models, as their config.json files state them."""

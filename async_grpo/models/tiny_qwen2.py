@@ -1,9 +1,8 @@
-"""Making tiny Qwen2 checkpoints, deterministically and whole. CPU; torch is imported when it is needed.
+"""Tiny Qwen2 checkpoints, made deterministically on the CPU, and their character tokenizer for arithmetic.
 
-A character-level tokenizer for arithmetic: one token a character, and one for each tag.
-
-The tags are ordinary tokens, not special ones: decoding with `skip_special_tokens` removes the end
-and padding tokens and keeps the tags, which the verifier reads.
+The tokenizer has one token a character and one for each tag. The tags are ordinary tokens, not special ones: decoding
+with `skip_special_tokens` removes the end and padding tokens and keeps the tags, which the verifier reads. torch is
+imported only when a model is made.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 PAD, EOS = "<pad>", "<eos>"
-
-
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
-
 CHARACTERS = "0123456789+= -*()."
-"""More than addition needs: 24 tokens in all, so that 2, 4 or 8 tensor-parallel ranks share them evenly."""
+"""More characters than addition needs: 24 tokens in all, which 2, 4 or 8 tensor-parallel ranks share evenly."""
 
 
 def build_char_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer; `save_pretrained` writes it, `async_grpo.data.tokenizer.load_tokenizer` reads it back.
+    """The character tokenizer. `save_pretrained` writes it, `async_grpo.data.tokenizer.load_tokenizer` reads it.
 
     decode(encode(text)) == text for every text of CHARACTERS and TAGS. Encoding any other character
     raises: a prompt that the policy cannot read is an error, not an unknown token.
@@ -52,7 +47,7 @@ def build_char_tokenizer() -> PreTrainedTokenizerFast:
 def build_tiny_qwen2(
     config: TinyQwen2Config, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, seed: int
 ) -> Qwen2ForCausalLM:
-    """A Qwen2 in float32, initialised by seed; the global random generator is left as it was."""
+    """A Qwen2 in float32, initialised by `seed`. The global random generator is left as it was."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -77,7 +72,7 @@ def build_tiny_qwen2(
 
 @contextmanager
 def whole_checkpoint(out_dir: Path) -> Iterator[Path]:
-    """A draft folder that gets its name when the block has succeeded; a finished one by that name is kept."""
+    """A draft folder that becomes `out_dir` when the block has succeeded. A finished `out_dir` is kept."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:

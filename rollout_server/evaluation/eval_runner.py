@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from async_grpo.config import RunConfig
 from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt
-from async_grpo.evaluation.summary import eval_metrics, figures_by_source
+from async_grpo.evaluation.summary import eval_metrics, metrics_by_source
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
 from async_grpo.utils.aio import root_cause
 from async_grpo.wire import Group, Sample, Task
@@ -184,7 +184,7 @@ class EvalRunner:
         graded, right_at = [prompt.graded for prompt in prompts], self._context.config.eval.right_at
         return (
             eval_metrics(graded, samples=samples, right_at=right_at, votes=votes),
-            figures_by_source(graded, samples=samples, right_at=right_at, votes=votes),
+            metrics_by_source(graded, samples=samples, right_at=right_at, votes=votes),
         )
 
     async def _grade_all(self, tasks: Sequence[Task], samples: int, temperature: float) -> list[list[GradedCompletion]]:

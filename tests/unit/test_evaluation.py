@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from async_grpo.evaluation.estimators import GradedAnswer, GradedPrompt, estimates, k_values, majority, pass_at
-from async_grpo.evaluation.summary import OTHERS, eval_metrics, figures_by_source, rows_of, shown
+from async_grpo.evaluation.summary import OTHERS, eval_metrics, metrics_by_source, rows_of, shown
 from async_grpo.wire.board import Estimate, EvalMetrics
 
 
@@ -177,17 +177,17 @@ def test_many_prompts_are_resampled_in_pieces_with_the_same_result(monkeypatch: 
 
 
 def test_one_source_needs_no_table_of_its_own() -> None:
-    assert figures_by_source([prompt(1.0, source="a")], samples=1, right_at=1.0, votes=False) == {}
+    assert metrics_by_source([prompt(1.0, source="a")], samples=1, right_at=1.0, votes=False) == {}
 
 
 def test_every_source_has_its_figures() -> None:
     prompts = [prompt(1.0, source="easy"), prompt(0.0, source="hard"), prompt(1.0, source="hard")]
-    found = figures_by_source(prompts, samples=1, right_at=1.0, votes=False)
+    found = metrics_by_source(prompts, samples=1, right_at=1.0, votes=False)
     assert {source: part.mean.value for source, part in found.items() if part.mean} == {"easy": 1.0, "hard": 0.5}
 
 
 def test_of_very_many_sources_the_smallest_are_put_together() -> None:
     prompts = [prompt(1.0, source=f"s{number}") for number in range(100)] + [prompt(0.0, source="s7")]
-    found = figures_by_source(prompts, samples=1, right_at=1.0, votes=False)
+    found = metrics_by_source(prompts, samples=1, right_at=1.0, votes=False)
     assert len(found) == 16 and OTHERS in found and "s7" in found
     assert sum(part.prompts for part in found.values()) == 101
