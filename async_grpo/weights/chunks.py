@@ -1,12 +1,11 @@
-"""The block of all tensors, cut into the pieces that travel.
+"""The block of all tensors, cut into the chunks that travel, and which tensors differ between two versions.
 
     tensors   | a: bf16 | b: bf16      | c: fp32 | d: fp8 |
     chunks    |   0   |   1   |   2    |    3    |   4    |
 
-Both sides cut the same layout in the same way, so a chunk is named by its number. A chunk never mixes
-items of different sizes, because a patch counts in items; otherwise chunks are as long as allowed.
-
-Which tensors differ between two versions: lets an engine reload only those.
+Both sides cut the same layout in the same way, so a chunk is named by its number. A chunk holds items of one size,
+because a patch counts in items; otherwise chunks are as long as allowed. `changed_tensors` lets an engine reload only
+what changed.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from async_grpo.errors import WeightsCorrupt
 from async_grpo.weights.manifest import TensorLayout, WeightManifest, item_bytes_of
 
 Hashes = npt.NDArray[np.uint64]
-
-
 _HASH_DTYPE = np.dtype("<u8")
 
 
@@ -66,12 +63,12 @@ def hash_chunk(chunk: memoryview) -> int:
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """As a manifest carries them."""
+    """The hashes as a manifest carries them: little-endian uint64."""
     return np.asarray(hashes, _HASH_DTYPE).tobytes()
 
 
 def hashes_of(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
-    """Raises WeightsCorrupt unless there is one for every chunk."""
+    """The chunk hashes of a manifest, uint64 [chunks]. Raises WeightsCorrupt unless there is one for every chunk."""
     hashes = np.frombuffer(manifest.hashes, _HASH_DTYPE)
     if len(hashes) != len(chunks):
         raise WeightsCorrupt(
@@ -82,7 +79,7 @@ def hashes_of(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
 
 
 def digest(hashes: bytes) -> bytes:
-    """Stands for all bytes of a version: equal only if every chunk hash is."""
+    """xxh3_128 of all chunk hashes: equal for two versions only if every chunk hash is."""
     return xxhash.xxh3_128_digest(hashes)
 
 
@@ -107,7 +104,8 @@ def changed_tensors(
     old: memoryview,
     new: memoryview,
 ) -> list[bool]:
-    """One flag a tensor, exact: the bytes decide where a chunk that changed holds several tensors."""
+    """Whether each tensor of the layout changed. Exact: where a changed chunk holds several tensors, their bytes are
+    compared."""
     differs = old_hashes != new_hashes
     starts = [chunk.start for chunk in chunks]
     flags: list[bool] = []
@@ -121,7 +119,7 @@ def changed_tensors(
 
 
 def pack(flags: Sequence[bool]) -> bytes:
-    """A bit a tensor."""
+    """Flags as bits, one for each tensor."""
     return np.packbits(np.asarray(flags, np.bool_)).tobytes()
 
 

@@ -51,7 +51,7 @@ def server(router: Router, now: list[float]) -> ChunkServer:
     return ChunkServer(cast(Any, router), lambda: now[0], idle_s=5.0, longest_s=60.0)
 
 
-def edition(identity: WeightVersion, *, arrived: bytes | None = None) -> ServedVersion:
+def served(identity: WeightVersion, *, arrived: bytes | None = None) -> ServedVersion:
     block = memoryview(bytearray(b"a" * 64 + b"b" * 64))
     chunks = [Chunk(0, 64, 2), Chunk(64, 128, 2)]
     hashes = np.zeros(2, np.uint64)
@@ -78,7 +78,7 @@ def ask(server: ChunkServer, identity: WeightVersion, index: int, *, patch: bool
 def test_a_chunk_is_served_dense_or_as_a_patch_if_that_is_asked_for_and_there(
     server: ChunkServer, router: Router
 ) -> None:
-    server.offer(edition(V1))
+    server.offer(served(V1))
     ask(server, V1, 1)
     ask(server, V1, 1, patch=True)
     ask(server, V1, 0, patch=True)
@@ -91,7 +91,7 @@ def test_a_chunk_is_served_dense_or_as_a_patch_if_that_is_asked_for_and_there(
 
 
 def test_a_request_without_the_versions_key_gets_no_answer(server: ChunkServer, router: Router) -> None:
-    server.offer(edition(V1))
+    server.offer(served(V1))
     ask(server, V1, 0, key=b"x" * 16)
     server.handle([b"peer", b"rubbish"])
     ask(server, V1, 2)
@@ -99,14 +99,14 @@ def test_a_request_without_the_versions_key_gets_no_answer(server: ChunkServer, 
 
 
 def test_a_signature_for_one_chunk_is_none_for_another(server: ChunkServer, router: Router) -> None:
-    server.offer(edition(V1))
+    server.offer(served(V1))
     request = ChunkRequest(epoch=0, version=1, index=1, patch=False, signature=sign(KEY, V1, 0, False))
     server.handle([b"peer", encode(request)])
     assert router.sent == []
 
 
 def test_a_chunk_that_has_not_arrived_is_served_when_it_has(server: ChunkServer, router: Router) -> None:
-    growing = edition(V1, arrived=b"\0\0")
+    growing = served(V1, arrived=b"\0\0")
     server.offer(growing)
     ask(server, V1, 0)
     ask(server, V1, 0)
@@ -123,9 +123,9 @@ def test_a_version_that_is_not_here_yet_is_waited_for_and_checked_when_it_comes(
 ) -> None:
     ask(server, V2, 0)
     ask(server, V2, 1, key=b"x" * 16)
-    server.offer(edition(V1))
+    server.offer(served(V1))
     assert router.sent == []
-    server.offer(edition(V2))
+    server.offer(served(V2))
     assert [reply.index for _, reply, _ in router.sent] == [0]
 
 
@@ -140,20 +140,20 @@ def test_whoever_waits_hears_that_the_server_is_there_and_nobody_else_does(serve
 
 def test_an_older_version_and_one_that_was_passed_over_are_gone(server: ChunkServer, router: Router) -> None:
     ask(server, V2, 0)
-    server.offer(edition(V3))
+    server.offer(served(V3))
     ask(server, V1, 0)
     assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=2), VersionGone(epoch=0, version=1)]
 
 
 def test_whoever_waits_for_a_version_that_is_given_up_is_told(server: ChunkServer, router: Router) -> None:
-    server.offer(edition(V1, arrived=b"\0\0"))
+    server.offer(served(V1, arrived=b"\0\0"))
     ask(server, V1, 1)
     server.withdraw(V1)
     assert [reply for _, reply, _ in router.sent] == [VersionGone(epoch=0, version=1)]
 
 
 def test_a_version_is_in_use_from_the_first_request_until_done(server: ChunkServer, now: list[float]) -> None:
-    server.offer(edition(V1))
+    server.offer(served(V1))
     assert server.in_use_since(V1) is None
     now[0] = 3.0
     ask(server, V1, 0)
@@ -165,7 +165,7 @@ def test_a_version_is_in_use_from_the_first_request_until_done(server: ChunkServ
 
 
 def test_a_receiver_that_falls_silent_or_never_ends_protects_nothing(server: ChunkServer, now: list[float]) -> None:
-    server.offer(edition(V1))
+    server.offer(served(V1))
     ask(server, V1, 0)
     now[0] = 5.0
     assert server.in_use_since(V1) is None
@@ -179,6 +179,6 @@ def test_a_receiver_that_falls_silent_or_never_ends_protects_nothing(server: Chu
 
 
 def test_a_chunk_reply_says_what_it_answers(server: ChunkServer, router: Router) -> None:
-    server.offer(edition(V1))
+    server.offer(served(V1))
     ask(server, V1, 0)
     assert router.sent[0][1] == ChunkReply(epoch=0, version=1, index=0, patch=False)

@@ -64,7 +64,7 @@ class _Use:
 
 
 class ChunkServer:
-    """Answers requests for the editions that it was given. Counts in `served_bytes` and the like."""
+    """Answers requests for the versions that it was given. Counts in `served_bytes` and the like."""
 
     def __init__(self, router: Socket, clock: Callable[[], float], *, idle_s: float, longest_s: float) -> None:
         """A receiver that asks nothing for `idle_s`, or fetches for `longest_s`, protects no version any more."""
@@ -72,15 +72,15 @@ class ChunkServer:
         self._router = router
         self._clock = clock
         self._idle_s, self._longest_s = idle_s, longest_s
-        self._editions: dict[WeightVersion, ServedVersion] = {}
+        self._versions: dict[WeightVersion, ServedVersion] = {}
         self._parked: dict[tuple[WeightVersion, int], dict[bytes, ChunkRequest]] = {}
         self._uses: dict[WeightVersion, dict[bytes, _Use]] = {}
 
-    def offer(self, edition: ServedVersion) -> None:
+    def offer(self, served: ServedVersion) -> None:
         """Serve it from now on, as far as it has arrived."""
-        self._editions[edition.identity] = edition
+        self._versions[served.identity] = served
         for identity, index in list(self._parked):
-            if identity == edition.identity or self._is_gone(identity):
+            if identity == served.identity or self._is_gone(identity):
                 self._answer_parked(identity, index)
 
     def arrived(self, identity: WeightVersion, index: int) -> None:
@@ -90,7 +90,7 @@ class ChunkServer:
 
     def withdraw(self, identity: WeightVersion) -> None:
         """Its slot is about to be overwritten."""
-        self._editions.pop(identity, None)
+        self._versions.pop(identity, None)
         self._uses.pop(identity, None)
         for parked, index in list(self._parked):
             if parked == identity:
@@ -102,9 +102,9 @@ class ChunkServer:
         for peer in {peer for waiting in self._parked.values() for peer in waiting}:
             self._router.send_multipart([peer, encode(ChunkPending())])
 
-    def edition(self, identity: WeightVersion | None) -> ServedVersion | None:
+    def served(self, identity: WeightVersion | None) -> ServedVersion | None:
         """What is served as `identity`."""
-        return self._editions.get(identity) if identity is not None else None
+        return self._versions.get(identity) if identity is not None else None
 
     def in_use_since(self, identity: WeightVersion | None) -> float | None:
         """When the oldest fetch of it began that still goes on; None if nobody fetches it."""
@@ -127,27 +127,27 @@ class ChunkServer:
                 self._handle_request(peer, identity, order)
 
     def _handle_request(self, peer: bytes, identity: WeightVersion, request: ChunkRequest) -> None:
-        edition = self._editions.get(identity)
-        if edition is None:
+        served = self._versions.get(identity)
+        if served is None:
             if self._is_gone(identity):
                 self._send_gone(peer, identity)
             else:
                 self._park(peer, identity, request)
-        elif not is_signed(request, edition.key) or not 0 <= request.index < len(edition.chunks):
+        elif not is_signed(request, served.key) or not 0 <= request.index < len(served.chunks):
             self.unsigned += 1
         else:
             self._note_use(peer, identity)
-            if edition.has(request.index):
-                self._send(peer, edition, request)
+            if served.has(request.index):
+                self._send(peer, served, request)
             else:
                 self._park(peer, identity, request)
 
-    def _send(self, peer: bytes, edition: ServedVersion, request: ChunkRequest) -> None:
+    def _send(self, peer: bytes, served: ServedVersion, request: ChunkRequest) -> None:
         index = request.index
-        patch = edition.patches.get(index) if request.patch else None
-        data = edition.chunks[index].of(edition.block) if patch is None else patch
+        patch = served.patches.get(index) if request.patch else None
+        data = served.chunks[index].of(served.block) if patch is None else patch
         reply = ChunkReply(
-            epoch=edition.identity.epoch, version=edition.identity.version, index=index, patch=patch is not None
+            epoch=served.identity.epoch, version=served.identity.version, index=index, patch=patch is not None
         )
         self._router.send_multipart([peer, encode(reply), data], flags=zmq.DONTWAIT, copy=False)
         self.served_bytes += len(data)
@@ -159,7 +159,7 @@ class ChunkServer:
 
     def _is_gone(self, identity: WeightVersion) -> bool:
         """Never to come: something newer is here, or will be before it."""
-        return identity not in self._editions and any(identity < newer for newer in self._editions)
+        return identity not in self._versions and any(identity < newer for newer in self._versions)
 
     def _park(self, peer: bytes, identity: WeightVersion, request: ChunkRequest) -> None:
         if len(self._parked) < MAX_PARKED:

@@ -49,7 +49,7 @@ class Encoded:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _JobState:
     """Shared by the threads of one job."""
 
     changed_bytes: int
@@ -110,19 +110,19 @@ class WeightEncoder:
         hash_s = time.monotonic() - started
         comparable = base is not None and list(base.chunks) == list(chunks)
         changed = np.flatnonzero(hashes != base.hashes) if base is not None and comparable else np.arange(len(chunks))
-        tally = _Tally(changed_bytes=sum(chunks[index].nbytes for index in changed.tolist()))
+        job = _JobState(changed_bytes=sum(chunks[index].nbytes for index in changed.tolist()))
         patches: dict[int, bytes] = {}
         if self._encoding == "dense":
-            tally.reason = "configured"
+            job.reason = "configured"
         elif base is None or not comparable:
-            tally.reason = "no base"
+            job.reason = "no base"
         else:
-            patches = self._make_patches(chunks, block, base, changed.tolist(), tally)
+            patches = self._make_patches(chunks, block, base, changed.tolist(), job)
         packed = pack_hashes(hashes.tolist())
         encode_s = time.monotonic() - started - hash_s
-        if tally.reason:
-            return Encoded(identity, packed, {}, None, tally.reason, tally.changed_bytes, hash_s, encode_s)
-        return Encoded(identity, packed, patches, base, "", tally.encoded_bytes, hash_s, encode_s)
+        if job.reason:
+            return Encoded(identity, packed, {}, None, job.reason, job.changed_bytes, hash_s, encode_s)
+        return Encoded(identity, packed, patches, base, "", job.encoded_bytes, hash_s, encode_s)
 
     def _hash(self, chunks: Sequence[Chunk], block: memoryview) -> Hashes:
         hashes: Hashes = np.empty(len(chunks), np.uint64)
@@ -136,35 +136,35 @@ class WeightEncoder:
         return hashes
 
     def _make_patches(
-        self, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion, changed: list[int], tally: _Tally
+        self, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion, changed: list[int], job: _JobState
     ) -> dict[int, bytes]:
         """Of the changed chunks, those that are shorter as patches."""
         patches: dict[int, bytes] = {}
 
         def work(first: int) -> None:
             for index in changed[first :: self._threads]:
-                if self._gives_up(tally):
+                if self._gives_up(job):
                     return
                 chunk = chunks[index]
                 patch = delta.encode(chunk.of(base.block), chunk.of(block), chunk.item_bytes)
-                with tally.lock:
-                    tally.seen_bytes += chunk.nbytes
-                    tally.encoded_bytes += min(len(patch), chunk.nbytes)
+                with job.lock:
+                    job.seen_bytes += chunk.nbytes
+                    job.encoded_bytes += min(len(patch), chunk.nbytes)
                     if len(patch) < chunk.nbytes:
                         patches[index] = patch
 
         for _ in self._pool.map(work, range(self._threads)):
             pass
         worth = WORTH if self._encoding == "auto" else 1.0
-        if not tally.reason and changed and tally.encoded_bytes >= worth * tally.changed_bytes:
-            tally.reason = "larger"
+        if not job.reason and changed and job.encoded_bytes >= worth * job.changed_bytes:
+            job.reason = "larger"
         return patches
 
-    def _gives_up(self, tally: _Tally) -> bool:
-        with tally.lock:
+    def _gives_up(self, job: _JobState) -> bool:
+        with job.lock:
             if self._cancelled.is_set():
-                tally.reason = "trainer waited"
-            tried = tally.seen_bytes > TRIAL_SHARE * tally.changed_bytes
-            if self._encoding == "auto" and tried and tally.encoded_bytes >= WORTH * tally.seen_bytes:
-                tally.reason = "larger"
-            return bool(tally.reason)
+                job.reason = "trainer waited"
+            tried = job.seen_bytes > TRIAL_SHARE * job.changed_bytes
+            if self._encoding == "auto" and tried and job.encoded_bytes >= WORTH * job.seen_bytes:
+                job.reason = "larger"
+            return bool(job.reason)

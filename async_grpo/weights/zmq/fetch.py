@@ -1,13 +1,11 @@
-"""One version on its way into the back slot: what to ask for, what came, what is missing.
+"""One version on its way into the back slot: which chunks to ask for, what came, what is missing.
 
-chunk unchanged since the version before?  --> copied from there
-a patch is offered, and the base held?     --> base copied, patch applied
-otherwise                                  --> dense
-every chunk in the slot passes its hash before it counts
+    chunk unchanged since the version before?  --> copied from there
+    a patch is offered, and the base is here?  --> base copied, patch applied
+    otherwise                                  --> dense
 
-FetchInterrupted: a fetch that is given up, and started over with the newest version.
-
-Which chunks to ask for: never more than `credits` under way, late ones once more. Pure.
+Every chunk in the slot must pass its hash before it counts. `ChunkSchedule` (pure) decides what to ask for: at most
+`credits` chunks at a time, late ones again.
 """
 
 from __future__ import annotations
@@ -29,7 +27,10 @@ from async_grpo.weights.zmq.messages import ChunkReply, ChunkRequest, ReceiverSt
 
 
 class FetchInterrupted(WeightsError):
-    """This version cannot be had (any more): replaced by a newer one, or nobody answers. Never leaves the receiver."""
+    """A fetch that is given up: the version was replaced by a newer one, or the parent does not answer.
+
+    The receiver starts over with the newest version; the error never leaves it.
+    """
 
 
 MAX_ATTEMPTS = 4
@@ -39,10 +40,10 @@ MAX_ATTEMPTS = 4
 class ChunkSchedule:
     """The chunks of one version that have to come over the network.
 
-    >>> plan = Plan([7, 8, 9], patched=True, credits=2, timeout_s=5.0)
-    >>> plan.take(now_s=0.0)
+    >>> schedule = ChunkSchedule([7, 8, 9], patched=True, credits=2, timeout_s=5.0)
+    >>> schedule.take(now_s=0.0)
     [(7, True), (8, True)]
-    >>> plan.settle(7); plan.take(now_s=1.0)
+    >>> schedule.settle(7); schedule.take(now_s=1.0)
     [(9, True)]
     """
 
@@ -75,7 +76,7 @@ class ChunkSchedule:
         return [(index, self._patched and index not in self._dense) for index in asked]
 
     def settle(self, index: int) -> None:
-        """The chunk has come; those that were asked for before it and have not are passed over."""
+        """Record that the chunk has come. Chunks that were asked for before it and have not come are passed over."""
         for earlier in self._deadlines:  # in the order in which they were asked for
             if earlier == index:
                 break
@@ -83,7 +84,7 @@ class ChunkSchedule:
         self._forget(index)
 
     def add(self, index: int) -> None:
-        """One chunk more."""
+        """Add a chunk to fetch."""
         self._todo.append(index)
 
     def expire(self, now_s: float, heard_s: float) -> list[int]:
@@ -160,7 +161,7 @@ class Fetch:
         self._stats = stats
         self._before = before if before is not None and list(before.chunks) == chunks else None
         self._patches: dict[int, bytes] = {}
-        self.edition = ServedVersion(
+        self.served = ServedVersion(
             identity=manifest.identity,
             key=manifest.key,
             chunks=chunks,
@@ -173,7 +174,7 @@ class Fetch:
         same = hashes == self._before.hashes if self._before is not None else np.zeros(len(chunks), np.bool_)
         self._unchanged = deque(np.flatnonzero(same).tolist())
         missing = np.flatnonzero(~same).tolist()
-        self.plan = ChunkSchedule(
+        self.schedule = ChunkSchedule(
             missing,
             patched=self._can_patch(bool(missing)),
             credits=config.credits,
@@ -183,15 +184,15 @@ class Fetch:
     @property
     def done(self) -> bool:
         """Every chunk is there and verified."""
-        return self.plan.done and not self._unchanged
+        return self.schedule.done and not self._unchanged
 
     @property
     def has_copies(self) -> bool:
-        """There is work that needs no network."""
+        """Whether chunks are left to copy from the version before."""
         return bool(self._unchanged)
 
     def requests(self, now_s: float) -> list[ChunkRequest]:
-        """What to ask for now."""
+        """Signed requests for the chunks to ask for now."""
         epoch, version = self.identity
         return [
             ChunkRequest(
@@ -201,7 +202,7 @@ class Fetch:
                 patch=patch,
                 signature=sign(self.manifest.key, self.identity, index, patch),
             )
-            for index, patch in self.plan.take(now_s)
+            for index, patch in self.schedule.take(now_s)
         ]
 
     def copy_unchanged(self) -> list[int]:
@@ -210,48 +211,48 @@ class Fetch:
         copied: list[int] = []
         for _ in range(min(COPIES_AT_ONCE, len(self._unchanged))):
             index = self._unchanged.popleft()
-            chunk = self.edition.chunks[index]
-            chunk.of(self.edition.block)[:] = chunk.of(self._before.block)
-            if self._is_right(index, chunk.of(self.edition.block)):
+            chunk = self.served.chunks[index]
+            chunk.of(self.served.block)[:] = chunk.of(self._before.block)
+            if self._is_right(index, chunk.of(self.served.block)):
                 copied.append(index)
                 self._arrive(index)
                 self._stats.unchanged_chunks += 1
             else:
-                self.plan.add(index)
+                self.schedule.add(index)
                 count(self._stats.fallbacks, "base damaged")
         return copied
 
     def accept(self, reply: ChunkReply, payload: memoryview) -> bool:
-        """Take what came for one chunk; False if it was not asked for or is not right.
+        """Store the chunk or apply the patch that came; False if it was not asked for or fails its hash.
 
         Raises WeightsCorrupt if a chunk keeps failing its hash.
         """
         index = reply.index
-        if (reply.epoch, reply.version) != self.identity or not self.plan.awaits(index):
+        if (reply.epoch, reply.version) != self.identity or not self.schedule.awaits(index):
             return False
         self._stats.received_bytes += len(payload)
-        right = self._apply_patch(index, payload) if reply.patch else self._place(index, payload)
+        right = self._apply_patch(index, payload) if reply.patch else self._store_dense(index, payload)
         if not right:
             self._stats.rerequests += 1
-            self.plan.refuse(index, patch=reply.patch)
+            self.schedule.refuse(index, patch=reply.patch)
             return False
         self._arrive(index)
-        self.plan.settle(index)
+        self.schedule.settle(index)
         return True
 
     def notes(self) -> VersionNotes:
-        """What to keep beside the version: hashes for the next base, and which tensors changed."""
-        edition, before, manifest = self.edition, self._before, self.manifest
+        """Notes to commit with the version: hashes for the next base, and which tensors changed."""
+        served, before, manifest = self.served, self._before, self.manifest
         changed = b""
         if before is not None:
             flags = chunks.changed_tensors(
-                manifest.layout, edition.chunks, before.hashes, edition.hashes, before.block, edition.block
+                manifest.layout, served.chunks, before.hashes, served.hashes, before.block, served.block
             )
             changed = chunks.pack(flags)
         return VersionNotes(
             base=before.identity if before is not None else None,
             changed=changed,
-            digest=edition.digest,
+            digest=served.digest,
             chunk_bytes=manifest.chunk_bytes,
             hashes=manifest.hashes,
             key=manifest.key,
@@ -271,11 +272,11 @@ class Fetch:
             return True
         return False
 
-    def _place(self, index: int, payload: memoryview) -> bool:
-        chunk = self.edition.chunks[index]
+    def _store_dense(self, index: int, payload: memoryview) -> bool:
+        chunk = self.served.chunks[index]
         if len(payload) != chunk.nbytes or not self._is_right(index, payload):
             return False
-        chunk.of(self.edition.block)[:] = payload
+        chunk.of(self.served.block)[:] = payload
         self._stats.dense_chunks += 1
         return True
 
@@ -283,8 +284,8 @@ class Fetch:
         if self._before is None:
             return False
         started = time.monotonic()
-        chunk = self.edition.chunks[index]
-        target = chunk.of(self.edition.block)
+        chunk = self.served.chunks[index]
+        target = chunk.of(self.served.block)
         target[:] = chunk.of(self._before.block)
         try:
             delta.apply(target, patch)
@@ -301,19 +302,19 @@ class Fetch:
 
     def _is_right(self, index: int, data: memoryview) -> bool:
         started = time.monotonic()
-        right = hash_chunk(data) == int(self.edition.hashes[index])
+        right = hash_chunk(data) == int(self.served.hashes[index])
         self._stats.verify_s += time.monotonic() - started
         return right
 
     def _arrive(self, index: int) -> None:
-        assert self.edition.arrived is not None
-        self.edition.arrived[index] = 1
+        assert self.served.arrived is not None
+        self.served.arrived[index] = 1
 
 
-def edition_of(
+def served_version(
     identity: WeightVersion, notes: VersionNotes, manifest: WeightManifest, block: memoryview
 ) -> ServedVersion | None:
-    """What a receiver before this one left whole in a slot; None if its notes do not say enough."""
+    """The whole version that an earlier receiver left in a slot; None if its notes do not say enough."""
     if not notes.hashes or notes.chunk_bytes != manifest.chunk_bytes:
         return None
     chunks = cut(manifest.layout, notes.chunk_bytes)

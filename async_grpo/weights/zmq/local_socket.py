@@ -1,20 +1,18 @@
-"""The receiver's side of the Unix socket: which servers are there, and what they hold.
+"""The Unix socket between the receiver process of a machine and the rollout servers on it: records, server side, start.
 
-Between the receiver process of a machine and the rollout servers on it, over a Unix socket.
+    rollout server --ServerHello, FollowPublisher, Hold, Release-->  receiver process
+                   <--ReceiverState, Held, Failed-----------------
 
-    server --Hello, Follow, Hold, Release-->  receiver
-           <--State, Held, Failed---------------
+Each message is a length-prefixed frame with one MessagePack record. The connection ends when either process ends,
+however that happens, so its end tells the other side.
 
-A frame is its length (4 bytes, big-endian) and one MessagePack record. The connection itself carries
-a fact too: it ends when either process ends, however that happens.
-
-Where the receiver of a machine lies, and how the first server starts it.
+Files of the receiver, beside each other (`ReceiverPaths`):
 
     NAME.weights   the store       NAME.sock   the Unix socket       NAME.lock   held while the process lives
 
-Whoever gets the lock starts the process and hands the locked file over to it: the lock belongs to the
-open file, so it is held from before the process exists until it ends, however it ends. There is never
-a second one, and never a moment in which two servers start one each.
+The server that gets the lock starts the process and hands the locked file over to it. The lock belongs to the open
+file, so it is held from before the process exists until it ends, however it ends: there is never a second receiver,
+and two servers never start one each.
 """
 
 from __future__ import annotations
@@ -42,10 +40,14 @@ from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
 
 MAX_FRAME_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+"""For glibc: keep the memory of received chunks. Otherwise it goes back to the kernel and returns as pages that must be
+cleared, which takes a quarter of the time of a transfer."""
 
 
 class ServerHello(Record, frozen=True, kw_only=True, tag="hello"):
-    """A server is there. `has` is what it took from the store last, if anything: the store is then worth keeping."""
+    """A server connects. `has` is the version that it took from the store last; with one, the store is kept."""
 
     name: str
     has: tuple[int, int] | None = None
@@ -53,62 +55,56 @@ class ServerHello(Record, frozen=True, kw_only=True, tag="hello"):
 
 
 class FollowPublisher(Record, frozen=True, kw_only=True, tag="follow"):
-    """The publisher that the run board names; one of an older epoch than that of another server is ignored."""
+    """The publisher that the run board names. The receiver ignores one of an older epoch than it knows."""
 
     address: PublisherAddress
 
 
 class Hold(Record, frozen=True, kw_only=True, tag="hold"):
-    """Leave the newest version alone until `Release`: an engine loads it."""
+    """Do not overwrite the newest version until `Release`: an engine loads it."""
 
     number: int
 
 
 class Release(Record, frozen=True, kw_only=True, tag="release"):
-    """The engine has loaded it, or given up."""
+    """The engine has loaded the held version, or given up."""
 
 
 class ReceiverState(Record, frozen=True, kw_only=True, tag="state"):
-    """At every new version and every heartbeat. `publisher` is "" while none is known."""
+    """Sent at every new version and every heartbeat. `publisher` is "" while none is known."""
 
     newest: tuple[int, int] | None = None
     publisher: str = ""
     epoch: int = -1
     silent_s: float = 0.0
     servers: int = 0
-    """How many are connected."""
+    """Number of connected servers."""
     stats: ReceiverStats
 
 
 class Held(Record, frozen=True, kw_only=True, tag="held"):
-    """The answer to the hold of that number: this version is left alone; None if there is none yet."""
+    """Answers the hold of that number: the version that will not be overwritten, None if there is none yet."""
 
     number: int
     identity: tuple[int, int] | None = None
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
-    """The receiver ends because of this; `corrupt` tells which error it is for the server."""
+    """Why the receiver ends. The server raises WeightsCorrupt if `corrupt`, else WeightsError."""
 
     message: str
     corrupt: bool = False
 
 
 ToReceiver = ServerHello | FollowPublisher | Hold | Release
-
-
 ToServer = ReceiverState | Held | Failed
+
+_messages = msgspec.msgpack.Decoder(ToReceiver)
 
 
 def frame(message: Record) -> bytes:
-    """The message as it goes over the socket."""
+    """The message as a frame. Raises ValueError above MAX_FRAME_BYTES."""
     return pack_frame(encode(message), MAX_FRAME_BYTES)
-
-
-_READ_BYTES = 1 << 16
-
-
-_messages = msgspec.msgpack.Decoder(ToReceiver)
 
 
 @dataclass(slots=True)
@@ -124,10 +120,10 @@ class _Server:
 
 
 class LocalClients:
-    """Accepts connections at `path`; never blocks. `newest` is what a `Hold` takes hold of."""
+    """The connected rollout servers. Never blocks. A `Hold` holds the version `newest`."""
 
     def __init__(self, path: Path, longest_hold_s: float) -> None:
-        """Binds, replacing what a dead receiver left: the caller holds the receiver's lock."""
+        """Bind the socket, replacing that of a dead receiver; the caller holds the receiver's lock."""
         self.newest: WeightVersion | None = None
         self.address: PublisherAddress | None = None
         self.store_is_used = False
@@ -147,23 +143,23 @@ class LocalClients:
 
     @property
     def descriptors(self) -> list[int]:
-        """To be polled."""
+        """File descriptors to poll for reading."""
         return [self._listener.fileno(), *self._servers]
 
     def handle(self, descriptor: int) -> None:
-        """Something came: a new server, a message, or an end."""
+        """Handle a readable descriptor: a new server, a message, or the end of a connection."""
         if descriptor == self._listener.fileno():
             self._accept()
         elif descriptor in self._servers:
             self._read(self._servers[descriptor])
 
     def holds(self, identity: WeightVersion | None) -> bool:
-        """A server's engine is loading this version, and has not taken longer than an update may."""
+        """Whether an engine is loading this version, and has not taken longer than `longest_hold_s`."""
         oldest = time.monotonic() - self._longest_hold_s
         return any(server.held == identity and server.held_s > oldest for server in self._servers.values())
 
     def tell_all(self, message: ReceiverState | Failed) -> None:
-        """States replace each other: a server that has not read the last one is left out."""
+        """Send to all servers. One that has not read its last state is left out: states replace each other."""
         for server in list(self._servers.values()):
             if not server.outgoing or isinstance(message, Failed):
                 self._send(server, message)
@@ -171,7 +167,7 @@ class LocalClients:
                 self._flush(server)
 
     def close(self) -> None:
-        """Unlinks the path first, so that nobody connects to what is about to end."""
+        """Close all connections. The path goes first, so that no server connects to a receiver that ends."""
         self.path.unlink(missing_ok=True)
         for server in list(self._servers.values()):
             server.connection.close()
@@ -197,11 +193,11 @@ class LocalClients:
         server.incoming += received
         try:
             while (payload := take_frame(server.incoming, MAX_FRAME_BYTES)) is not None:
-                self._obey(server, _messages.decode(payload))
+                self._on_message(server, _messages.decode(payload))
         except (WireError, msgspec.MsgspecError):
             self._drop(server)  # not one of ours
 
-    def _obey(self, server: _Server, message: ToReceiver) -> None:
+    def _on_message(self, server: _Server, message: ToReceiver) -> None:
         match message:
             case ServerHello():
                 server.name = message.name
@@ -240,11 +236,6 @@ class LocalClients:
             server.connection.close()
 
 
-_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-"""For glibc: else the memory of every received chunk goes back to the kernel, and comes again as pages that have to be
-cleared, which takes a quarter of the time of a transfer."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReceiverPaths:
     """`store` is the path of the weight store; everything else lies beside it."""
@@ -262,19 +253,19 @@ class ReceiverPaths:
         return self.store.with_suffix(".lock")
 
 
-def start_receiver(place: ReceiverPaths, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
+def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
     """Start the receiver process; None if one lives already.
 
     It is in a session of its own and carries the mark of the run, not that of the role that started it: it must
     outlive this server as long as there are others. It ends by itself when there are none.
     """
-    place.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    paths.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(lock):
             return None
         marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
-        arguments = ["--store", str(place.store), "--config", config.model_dump_json()]
+        arguments = ["--store", str(paths.store), "--config", config.model_dump_json()]
         return subprocess.Popen(
             [sys.executable, "-m", "async_grpo.weights.zmq.node_receiver", *arguments],
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What travels between trainer, publisher and receivers.
+"""What travels between trainer, publisher and receivers, and the counters of the transport.
 
     trainer   --Prepare-->          publisher     "which slot may be written?"; waits for the encoder
               <-Cleared---
@@ -6,21 +6,20 @@
               <-Published-
               --StatsRequest--> <-PublisherStats-
 
-    publisher --Announcement(PUB)--> receivers    newest version, at once and every heartbeat
-              <--Beat(DEALER)-------              registration, every heartbeat and at every change
-              ---Assignment(ROUTER)->             from whom to fetch
-              <--ManifestRequest----
-              ---ManifestReply------>
+    publisher --Announcement (PUB)--------> receivers    newest version, at once and every heartbeat
+              <--ReceiverHeartbeat (DEALER)--            registration, every heartbeat and at every change
+              ---ParentAssignment (ROUTER)->             from whom to fetch
+              <--ManifestRequest------------
+              ---ManifestReply-------------->
+              <--ReceiverLeaving-------------
 
-    publisher | relay  <--ChunkRequest(DEALER)--  receiver
-                       ---ChunkReply + bytes | Waiting | Gone-->
-                       <--Done------------------
+    publisher | relay  <--ChunkRequest (DEALER)--  receiver
+                       ---ChunkReply + bytes | ChunkPending | VersionGone-->
+                       <--FetchDone--------------
 
-Records are MessagePack maps with named fields. Every chunk request is signed with the key of its
-version, which only a manifest gives away: who cannot read manifests gets no chunk, and a recorded
-request gives nothing but the same chunk once more.
-
-What the weight plane counts. Totals since the start unless the name says `last`.
+Records are MessagePack maps with named fields. Every chunk request is signed with the key of its version, which only
+the manifest contains: a peer that cannot read manifests gets no chunk, and a recorded request yields only the same
+chunk again.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.wire.records import Record
 
 SIGNATURE_BYTES = 16
-
-
 _SIGNED = struct.Struct("<qqq?")
 
 
@@ -48,11 +45,11 @@ class PublisherReady(Record, frozen=True, kw_only=True, tag="ready"):
 
 
 class Prepare(Record, frozen=True, kw_only=True, tag="prepare"):
-    """The trainer is about to write a slot."""
+    """The trainer asks to write a slot."""
 
 
 class Cleared(Record, frozen=True, kw_only=True, tag="cleared"):
-    """It may write one; `spare` is being fetched and should be left whole."""
+    """The trainer may write a slot, but not that of `spare`, which is being fetched."""
 
     spare: tuple[int, int] | None = None
 
@@ -66,7 +63,7 @@ class Publish(Record, frozen=True, kw_only=True, tag="publish"):
 
 
 class Published(Record, frozen=True, kw_only=True, tag="published"):
-    """The order has been taken."""
+    """The publisher has taken the order."""
 
     epoch: int
     version: int

@@ -1,9 +1,9 @@
 """The receiver of a machine: one process that every rollout server of a run on it shares.
 
     publisher --announcement, manifest, parent-> PublisherConnection
-    parent (publisher or relay) --chunks-------> Source --> Fetch --> back slot --commit--> active slot --mmap--> engine
-    other receivers <-------------chunks-------- ChunkServer <----------+                        |
-    rollout servers <-------------Unix socket--- LocalClients <---------------"version v"--------+
+    parent (publisher or relay) --chunks-> ParentConnection --> Fetch --> back slot --commit--> active slot --> engine
+    other receivers <-------------chunks-- ChunkServer <----------+                        |
+    rollout servers <--------Unix socket-- LocalClients <---------------"version v"--------+
 
 One thread owns every socket and waits in one poller. What each thing waits for:
 
@@ -11,7 +11,7 @@ One thread owns every socket and waits in one poller. What each thing waits for:
   loads from it: until it says so; a receiver that fetches from it: until it is done; both bounded),
   and the manifest is there
 - it ends with the last verified chunk. A newer announcement does not end it: the newer version is
-  next, so fast publications are skipped and none is fetched in vain for ever
+  next, so a receiver that is slower than the trainer skips versions, and every fetch that it begins counts
 - a parent that is lost (connection broken, or silent for request_timeout_s) is reported to the
   publisher, which names another; the chunks that are here stay
 - it all ends when no server is connected any more
@@ -66,9 +66,9 @@ log = structlog.get_logger()
 
 
 class NodeReceiver:
-    """The loop. `run` returns when nobody needs this process any more."""
+    """The receiver's loop. `run` returns when no rollout server needs this process any more."""
 
-    def __init__(self, place: ReceiverPaths, config: WeightsConfig, keys: CurveKeys | None) -> None:
+    def __init__(self, paths: ReceiverPaths, config: WeightsConfig, keys: CurveKeys | None) -> None:
         self._config = config
         self._control_keys, self._chunk_keys = keys, keys if config.encrypt == "all" else None
         self._stats = ReceiverStats()
@@ -81,24 +81,24 @@ class NodeReceiver:
         self._server = ChunkServer(
             self._relay, time.monotonic, idle_s=config.request_timeout_s, longest_s=config.update_timeout_s
         )
-        self._locals = LocalClients(place.socket, config.update_timeout_s)
-        self._keeper = StoreSlots(place.store, config, self._server, self._locals, self._stats)
+        self._locals = LocalClients(paths.socket, config.update_timeout_s)
+        self._slots = StoreSlots(paths.store, config, self._server, self._locals, self._stats)
         self._host = socket.gethostname()
         self._node = f"{self._host}-{os.getpid()}-{os.urandom(4).hex()}"
-        self._uplink: PublisherConnection | None = None
-        self._source: ParentConnection | None = None
+        self._publisher: PublisherConnection | None = None
+        self._parent: ParentConnection | None = None
         self._fetch: Fetch | None = None
         self._gone_at_relay: WeightVersion | None = None
-        self._next_beat_s = self._ask_manifest_s = 0.0
+        self._next_heartbeat_s = self._ask_manifest_s = 0.0
         self._blocked_s: float | None = None
         self._started_s = time.monotonic()
 
     def run(self) -> None:
-        """Until every server has left. Raises what makes it impossible to go on, after telling the servers."""
+        """Receive until every server has left. Tells the servers of an error that ends it, and raises it."""
         try:
-            while not self._is_needless():
+            while not self._is_unused():
                 self._follow()
-                self._beat_if_due()
+                self._heartbeat_if_due()
                 self._advance()
                 self._wait()
         except AsyncGrpoError as error:
@@ -107,19 +107,19 @@ class NodeReceiver:
         finally:
             self._close()
 
-    def _is_needless(self) -> bool:
+    def _is_unused(self) -> bool:
         if len(self._locals):
             return False
         return self._locals.had_servers or time.monotonic() - self._started_s > FIRST_SERVER_S
 
     def _follow(self) -> None:
-        """The publisher of the newest epoch that the servers have found."""
+        """Connect to the publisher of the newest epoch that the servers have found."""
         address = self._locals.address
-        if address is None or (self._uplink is not None and self._uplink.address == address):
+        if address is None or (self._publisher is not None and self._publisher.address == address):
             return
-        if self._uplink is not None:
-            self._uplink.close()
-            self._leave_source()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._leave_parent()
             self._interrupt()
         if self._config.relay_advertise is None:
             self._relay_endpoint = as_seen_from(address.requests, self._relay_endpoint, self._config.relay_bind)
@@ -129,79 +129,79 @@ class NodeReceiver:
                 "fetches from the trainer. Set weights.relay_bind",
                 relay=self._relay_endpoint,
             )
-        self._uplink = PublisherConnection(self._context, address, self._control_keys)
-        self._next_beat_s = self._ask_manifest_s = 0.0
+        self._publisher = PublisherConnection(self._context, address, self._control_keys)
+        self._next_heartbeat_s = self._ask_manifest_s = 0.0
 
-    def _beat_if_due(self) -> None:
+    def _heartbeat_if_due(self) -> None:
         now = time.monotonic()
-        if now < self._next_beat_s:
+        if now < self._next_heartbeat_s:
             return
-        self._next_beat_s = now + self._config.heartbeat_s
-        self._beat()
+        self._next_heartbeat_s = now + self._config.heartbeat_s
+        self._send_heartbeat()
         self._server.reassure()
         self._tell_servers()
 
-    def _beat(self, suspect: str = "") -> None:
-        if self._uplink is not None:
-            held = self._keeper.newest
-            self._uplink.send(
+    def _send_heartbeat(self, suspect: str = "") -> None:
+        if self._publisher is not None:
+            held = self._slots.newest
+            self._publisher.send(
                 ReceiverHeartbeat(
                     node=self._node, host=self._host, relay=self._relay_endpoint, held=held, suspect=suspect
                 )
             )
 
     def _advance(self) -> None:
-        """One step of whatever can be done without waiting."""
-        if self._uplink is None:
+        """Do one step of the work that needs no waiting."""
+        if self._publisher is None:
             return
         if self._fetch is None:
-            self._ask_for_manifest(self._uplink)
+            self._ask_for_manifest(self._publisher)
             return
         try:
-            self._advance_fetch(self._uplink, self._fetch)
+            self._advance_fetch(self._publisher, self._fetch)
         except FetchInterrupted as error:
-            if self._source is not None and self._source.is_relay:
-                self._lose_source(str(error))
+            if self._parent is not None and self._parent.is_relay:
+                self._lose_parent(str(error))
             else:
                 log.info("a fetch was given up", reason=str(error))
                 self._interrupt()
 
-    def _ask_for_manifest(self, uplink: PublisherConnection) -> None:
+    def _ask_for_manifest(self, publisher: PublisherConnection) -> None:
         now = time.monotonic()
-        if not self._keeper.is_news(uplink.announced) or now < self._ask_manifest_s:
+        if not self._slots.is_news(publisher.announced) or now < self._ask_manifest_s:
             return
-        if self._keeper.slot_in_use():
+        if self._slots.slot_in_use():
             self._blocked_s = self._blocked_s or now
             return
         if self._blocked_s is not None:
             self._stats.slot_wait_s += now - self._blocked_s
             self._blocked_s = None
         self._ask_manifest_s = now + self._config.request_timeout_s
-        uplink.send(ManifestRequest())
+        publisher.send(ManifestRequest())
 
     def _take_manifest(self, manifest: WeightManifest | None) -> None:
         self._ask_manifest_s = time.monotonic() + self._config.heartbeat_s
-        if self._fetch is not None or manifest is None or not self._keeper.is_news(manifest.identity):
+        if self._fetch is not None or manifest is None or not self._slots.is_news(manifest.identity):
             return
-        assert self._uplink is not None
+        assert self._publisher is not None
         manifest.validate()
-        self._keeper.open(manifest)
-        self._uplink.heard_s = time.monotonic()  # making a store takes seconds, in which nothing was listened to
-        if not self._keeper.is_news(manifest.identity):  # the store of an earlier receiver has it already
+        self._slots.open(manifest)
+        self._publisher.heard_s = time.monotonic()  # making a store takes seconds, in which nothing was listened to
+        if not self._slots.is_news(manifest.identity):  # the store of an earlier receiver has it already
             self._tell_servers()
             return
-        if self._keeper.slot_in_use():
+        if self._slots.slot_in_use():
             self._ask_manifest_s = 0.0
             return
-        assignment = self._uplink.assignment
-        if self._source is not None and assignment is not None and self._source.endpoint != assignment.parent:
-            self._leave_source()  # the tree has changed since the last version
-        if manifest.identity == self._gone_at_relay and self._source is not None and self._source.is_relay:
-            self._lose_source("it does not have the newest version")
+        assignment = self._publisher.assignment
+        if self._parent is not None and assignment is not None and self._parent.endpoint != assignment.parent:
+            self._leave_parent()  # the tree has changed since the last version
+        if manifest.identity == self._gone_at_relay and self._parent is not None and self._parent.is_relay:
+            self._lose_parent("it does not have the newest version")
         self._gone_at_relay = None
-        self._fetch = self._keeper.begin(manifest)
+        self._fetch = self._slots.begin(manifest)
 
-    def _advance_fetch(self, uplink: PublisherConnection, fetch: Fetch) -> None:
+    def _advance_fetch(self, publisher: PublisherConnection, fetch: Fetch) -> None:
         now = time.monotonic()
         if now - fetch.started_s > self._config.update_timeout_s:
             raise FetchInterrupted(
@@ -211,53 +211,53 @@ class NodeReceiver:
         if fetch.has_copies:
             for index in fetch.copy_unchanged():
                 self._server.arrived(fetch.identity, index)
-        if self._source is None and uplink.assignment is not None:
-            self._source = ParentConnection(
-                self._context, uplink.assignment, fetch.manifest.chunk_bytes, self._chunk_keys
+        if self._parent is None and publisher.assignment is not None:
+            self._parent = ParentConnection(
+                self._context, publisher.assignment, fetch.manifest.chunk_bytes, self._chunk_keys
             )
-        if self._source is not None:
-            self._check_source(uplink, self._source, fetch, now)
-        if self._source is not None:
+        if self._parent is not None:
+            self._check_parent(publisher, self._parent, fetch, now)
+        if self._parent is not None:
             for request in fetch.requests(now):
-                self._source.ask(request)
+                self._parent.ask(request)
         if fetch.done:
             self._commit(fetch)
 
-    def _check_source(self, uplink: PublisherConnection, source: ParentConnection, fetch: Fetch, now: float) -> None:
-        if source.broken and source.is_relay:
-            self._lose_source("its connection broke")
+    def _check_parent(self, publisher: PublisherConnection, parent: ParentConnection, fetch: Fetch, now: float) -> None:
+        if parent.broken and parent.is_relay:
+            self._lose_parent("its connection broke")
             return
-        if source.broken:  # the publisher: ZMQ connects again by itself
-            source.broken = False
-            fetch.plan.restart()
-        if not source.is_relay and now - uplink.heard_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
-            raise FetchInterrupted(f"{uplink.address.announce} has been silent for {now - uplink.heard_s:.1f} s.")
-        late = fetch.plan.expire(now, source.heard_s)
+        if parent.broken:  # the publisher: ZMQ connects again by itself
+            parent.broken = False
+            fetch.schedule.restart()
+        if not parent.is_relay and now - publisher.heard_s > HEARTBEATS_OF_SILENCE * self._config.heartbeat_s:
+            raise FetchInterrupted(f"{publisher.address.announce} has been silent for {now - publisher.heard_s:.1f} s.")
+        late = fetch.schedule.expire(now, parent.heard_s)
         self._stats.rerequests += len(late)
-        if late and source.is_relay and now - source.heard_s > self._config.request_timeout_s:
-            self._lose_source(f"it has been silent for {now - source.heard_s:.1f} s")
+        if late and parent.is_relay and now - parent.heard_s > self._config.request_timeout_s:
+            self._lose_parent(f"it has been silent for {now - parent.heard_s:.1f} s")
 
-    def _lose_source(self, reason: str) -> None:
-        """Go on from another parent, with the chunks that are here."""
-        assert self._source is not None
-        log.info("fetching from another parent", parent=self._source.endpoint, reason=reason)
+    def _lose_parent(self, reason: str) -> None:
+        """Report the parent to the publisher, which names another; the chunks that are here stay."""
+        assert self._parent is not None
+        log.info("fetching from another parent", parent=self._parent.endpoint, reason=reason)
         self._stats.parents_lost += 1
-        suspect = self._source.endpoint
-        self._leave_source()
+        suspect = self._parent.endpoint
+        self._leave_parent()
         if self._fetch is not None:
-            self._fetch.plan.restart()
-        if self._uplink is not None:
-            self._uplink.assignment = None
-        self._beat(suspect)
+            self._fetch.schedule.restart()
+        if self._publisher is not None:
+            self._publisher.assignment = None
+        self._send_heartbeat(suspect)
 
-    def _leave_source(self) -> None:
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+    def _leave_parent(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
 
     def _commit(self, fetch: Fetch) -> None:
-        before, took_s = self._keeper.newest, time.monotonic() - fetch.started_s
-        self._keeper.commit(fetch)
+        before, took_s = self._slots.newest, time.monotonic() - fetch.started_s
+        self._slots.commit(fetch)
         self._fetch = None
         self._ask_manifest_s = 0.0
         stats = self._stats
@@ -267,55 +267,55 @@ class NodeReceiver:
         stats.last_transfer_s = took_s
         if before is not None and before.epoch == fetch.identity.epoch:
             stats.skipped += fetch.identity.version - before.version - 1
-        if self._source is not None:
-            self._source.ask(FetchDone(epoch=fetch.identity.epoch, version=fetch.identity.version))
-        self._beat()
+        if self._parent is not None:
+            self._parent.ask(FetchDone(epoch=fetch.identity.epoch, version=fetch.identity.version))
+        self._send_heartbeat()
         self._tell_servers()
 
     def _interrupt(self) -> None:
-        """What was fetched in part is forgotten; the newest manifest is asked for."""
+        """Forget what was fetched in part, and ask for the newest manifest."""
         if self._fetch is not None:
-            self._keeper.abandon(self._fetch)
+            self._slots.abandon(self._fetch)
             self._fetch = None
             self._stats.interrupted += 1
             self._ask_manifest_s = 0.0
 
     def _tell_servers(self) -> None:
-        uplink, newest, stats = self._uplink, self._keeper.newest, self._stats
+        publisher, newest, stats = self._publisher, self._slots.newest, self._stats
         stats.relayed_bytes, stats.refused = self._server.served_bytes, self._guard.refused
-        announced = uplink.announced if uplink is not None else None
+        announced = publisher.announced if publisher is not None else None
         if announced is not None and newest is not None and announced.epoch == newest.epoch:
             stats.versions_behind = max(0, announced.version - newest.version)
         self._locals.tell_all(
             ReceiverState(
                 newest=newest,
-                publisher=uplink.address.announce if uplink is not None else "",
-                epoch=uplink.address.epoch if uplink is not None else -1,
-                silent_s=time.monotonic() - uplink.heard_s if uplink is not None else 0.0,
+                publisher=publisher.address.announce if publisher is not None else "",
+                epoch=publisher.address.epoch if publisher is not None else -1,
+                silent_s=time.monotonic() - publisher.heard_s if publisher is not None else 0.0,
                 servers=len(self._locals),
                 stats=stats,
             )
         )
 
     def _wait(self) -> None:
-        """For a socket, a deadline or the next heartbeat; then deal with what came."""
+        """Wait for a socket, a deadline or the next heartbeat, and handle what came."""
         poller = zmq.Poller()
         sockets = [self._relay, *self._guard.sockets]
-        sockets += self._uplink.sockets if self._uplink is not None else []
-        sockets += self._source.sockets if self._source is not None else []
+        sockets += self._publisher.sockets if self._publisher is not None else []
+        sockets += self._parent.sockets if self._parent is not None else []
         for waited_for in (*sockets, *self._locals.descriptors):
             poller.register(waited_for, zmq.POLLIN)
-        events = dict(poller.poll(self._patience_ms()))
-        if self._source is not None and self._source.dealer in events:
-            self._take_chunks(self._source)
+        events = dict(poller.poll(self._poll_timeout_ms()))
+        if self._parent is not None and self._parent.dealer in events:
+            self._take_chunks(self._parent)
         if self._relay in events:
             self._serve_relay()
-        if self._uplink is not None and self._uplink.announcements in events:
-            self._hear(self._uplink)
-        if self._uplink is not None and self._uplink.requests in events:
-            self._uplink.receive(self._take_manifest)
-        if self._source is not None and self._source.monitor in events:
-            self._source.watch()
+        if self._publisher is not None and self._publisher.announcements in events:
+            self._take_announcement(self._publisher)
+        if self._publisher is not None and self._publisher.requests in events:
+            self._publisher.receive(self._take_manifest)
+        if self._parent is not None and self._parent.monitor in events:
+            self._parent.watch()
         for guarded in self._guard.sockets:
             if guarded in events:
                 self._guard.handle(guarded)
@@ -323,21 +323,21 @@ class NodeReceiver:
             if descriptor in events:
                 self._locals.handle(descriptor)
 
-    def _patience_ms(self) -> int:
+    def _poll_timeout_ms(self) -> int:
         if self._fetch is not None and self._fetch.has_copies:
             return 0
-        return max(1, int((self._next_beat_s - time.monotonic()) * 1000))
+        return max(1, int((self._next_heartbeat_s - time.monotonic()) * 1000))
 
-    def _hear(self, uplink: PublisherConnection) -> None:
-        before = uplink.announced
-        uplink.hear()
-        if uplink.announced != before:
+    def _take_announcement(self, publisher: PublisherConnection) -> None:
+        before = publisher.announced
+        publisher.hear()
+        if publisher.announced != before:
             self._ask_manifest_s = 0.0
 
-    def _take_chunks(self, source: ParentConnection) -> None:
+    def _take_chunks(self, parent: ParentConnection) -> None:
         for _ in range(_DRAIN):
             fetch = self._fetch
-            received = source.receive()
+            received = parent.receive()
             if received is None or fetch is None:
                 return
             reply, payload = received
@@ -345,7 +345,7 @@ class NodeReceiver:
                 continue
             if isinstance(reply, VersionGone):
                 if WeightVersion(reply.epoch, reply.version) == fetch.identity:
-                    self._gone_at_relay = fetch.identity if source.is_relay else None
+                    self._gone_at_relay = fetch.identity if parent.is_relay else None
                     self._interrupt()
                     return
             else:
@@ -353,12 +353,12 @@ class NodeReceiver:
                     if fetch.accept(reply, payload):
                         self._server.arrived(fetch.identity, reply.index)
                 except WeightsCorrupt:
-                    if not source.is_relay:
+                    if not parent.is_relay:
                         raise
-                    self._lose_source("its chunks fail their hashes")
+                    self._lose_parent("its chunks fail their hashes")
                     return
                 for request in fetch.requests(time.monotonic()):
-                    source.ask(request)
+                    parent.ask(request)
 
     def _serve_relay(self) -> None:
         for _ in range(_DRAIN):
@@ -369,12 +369,12 @@ class NodeReceiver:
 
     def _close(self) -> None:
         self._locals.close()
-        self._keeper.close()
-        if self._uplink is not None:
-            self._uplink.send(ReceiverLeaving(node=self._node))
-            self._uplink.requests.close(_GOODBYE_MS)
-            self._uplink.close()
-        self._leave_source()
+        self._slots.close()
+        if self._publisher is not None:
+            self._publisher.send(ReceiverLeaving(node=self._node))
+            self._publisher.requests.close(_GOODBYE_MS)
+            self._publisher.close()
+        self._leave_parent()
         self._context.destroy(_GOODBYE_MS)
 
 

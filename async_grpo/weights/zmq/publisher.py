@@ -103,15 +103,15 @@ class PublisherProcess:
         sockets = (self._control, self._requests, self._chunk_requests, *self._guard.sockets)
         for waited_for in (*sockets, self._encoder.wake):
             poller.register(waited_for, zmq.POLLIN)
-        next_beat = time.monotonic()
+        next_heartbeat_s = time.monotonic()
         while True:
             now = time.monotonic()
-            if now >= next_beat:
-                self._beat()
-                next_beat = now + self._config.heartbeat_s
-            events = dict(poller.poll(max(1, int((next_beat - now) * 1000))))
+            if now >= next_heartbeat_s:
+                self._heartbeat()
+                next_heartbeat_s = now + self._config.heartbeat_s
+            events = dict(poller.poll(max(1, int((next_heartbeat_s - now) * 1000))))
             if self._control in events:
-                self._obey(_orders.decode(self._control.recv()))
+                self._on_order(_orders.decode(self._control.recv()))
             if self._encoder.wake in events:
                 self._serve(self._encoder.take())
             if self._chunk_requests in events:
@@ -130,7 +130,7 @@ class PublisherProcess:
             except zmq.Again:
                 return
 
-    def _obey(self, order: TrainerOrder) -> None:
+    def _on_order(self, order: TrainerOrder) -> None:
         match order:
             case Prepare():
                 self._prepare_since_s = time.monotonic()
@@ -169,12 +169,12 @@ class PublisherProcess:
             self._server.withdraw(victim)
             self._manifests.pop(victim, None)
             if newest is not None and victim == newest.identity:
-                self._newest = self._server.edition(spare)
+                self._newest = self._server.served(spare)
         return spare
 
     def _serve(self, encoded: Encoded) -> None:
         manifest = self._manifest_of(encoded)
-        edition = ServedVersion(
+        served = ServedVersion(
             identity=encoded.identity,
             key=manifest.key,
             chunks=self._chunks,
@@ -185,9 +185,9 @@ class PublisherProcess:
         )
         if self._newest is not None:
             self._newest.patches = {}  # whoever still fetches that version gets it dense
-        self._newest = edition
-        self._manifests[edition.identity] = encode(ManifestReply(manifest=manifest))
-        self._server.offer(edition)
+        self._newest = served
+        self._manifests[served.identity] = encode(ManifestReply(manifest=manifest))
+        self._server.offer(served)
         self._note(encoded)
         self._announce_newest()
 
@@ -229,7 +229,7 @@ class PublisherProcess:
     def _manifest(self) -> bytes:
         return self._manifests[self._newest.identity] if self._newest else encode(ManifestReply())
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         self._tracker.forget_silent()
         self._server.reassure()
         self._announce_newest()

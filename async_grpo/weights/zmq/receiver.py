@@ -71,7 +71,7 @@ class ZmqWeightReceiver:
         self._resolve = resolve
         self._config = config
         self._name = name
-        self._place = ReceiverPaths(store_path)
+        self._paths = ReceiverPaths(store_path)
         self._state = ReceiverState(stats=self.stats)
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -209,16 +209,16 @@ class ZmqWeightReceiver:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             with suppress(OSError):
-                return await asyncio.open_unix_connection(self._place.socket)
+                return await asyncio.open_unix_connection(self._paths.socket)
             if self._process is not None and self._process.poll() not in (None, 0) and self.restarts == 0:
                 raise WeightsError(
                     f"the receiver process ended with code {self._process.returncode} before it was ready; "
                     "its messages are in this server's log."
                 )
-            if (started := start_receiver(self._place, self._config)) is not None:
+            if (started := start_receiver(self._paths, self._config)) is not None:
                 self._process = started
             await asyncio.sleep(_CONNECT_RETRY_S)
-        raise WaitTimeout(f"the receiver process at {self._place.socket}", START_TIMEOUT_S)
+        raise WaitTimeout(f"the receiver process at {self._paths.socket}", START_TIMEOUT_S)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Until the process ends. Raises what it failed with."""

@@ -1,15 +1,14 @@
-"""Who fetches from whom. Pure: the publisher keeps one and asks it.
+"""Who fetches from whom: the tree of receivers, and the publisher's control plane that keeps it.
 
     publisher --> fanout receivers --> fanout each --> ...
 
-Whoever joins is put as near to the publisher as there is room, so the depth is about log(N) / log(fanout).
-Nobody moves without need. When a relay leaves, its children (with everybody behind them) are put
-elsewhere; a child that could not fetch from a relay is put elsewhere alone, and not back there.
+`RelayTree` is pure. A new receiver gets the nearest place to the publisher that has room, so the depth is about
+log(N) / log(fanout). Receivers move only when they must: when a relay leaves, its children get new parents and keep
+their own children; a child that could not fetch from its relay gets another parent.
 
-Knows the receivers: takes their heartbeats, tells each from whom to fetch, hands out manifests.
-
-Whoever was silent for a few heartbeats is forgotten, and its children are put elsewhere; they learn
-of it by the answer to their own next heartbeat.
+`Tracker` answers the receivers' heartbeats with the parent to fetch from, and hands out manifests. It forgets a
+receiver that has been silent for a few heartbeats; the children of that one learn their new parent from the answer to
+their next heartbeat.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from async_grpo.weights.zmq.sockets import HEARTBEATS_OF_SILENCE, Socket, is_loo
 from async_grpo.wire import encode
 
 ROOT = ""
+
+_requests = msgspec.msgpack.Decoder(TrackerRequest)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class RelayTree:
         return node in self._members
 
     def join(self, node: str, host: str, relay: str) -> None:
-        """A new receiver; or one that was started again, if its relay is another."""
+        """Add a receiver; one that is known, but has another relay, was started again and joins anew."""
         known = self._members.get(node)
         if known is not None and known.relay == relay:
             return
@@ -73,7 +74,7 @@ class RelayTree:
         self._place(member)
 
     def leave(self, node: str) -> None:
-        """Its children are put elsewhere."""
+        """Remove a receiver; its children get other parents."""
         member = self._members.pop(node)
         self._children[member.parent].remove(node)
         for orphan in self._children.pop(node):
@@ -94,32 +95,29 @@ class RelayTree:
         return parent.relay if parent is not None else ROOT
 
     def children_of(self, node: str) -> list[str]:
-        """Who fetches from it."""
+        """The receivers that fetch from it."""
         return list(self._children[node])
 
     def _place(self, member: RelayNode) -> None:
         """Under the nearest place with room; under the publisher beyond its fanout if there is none."""
-        places = (place for place in self._by_distance(member.node) if self._takes(place, member))
-        member.parent = next(places, ROOT)
+        candidates = (node for node in self._by_distance(member.node) if self._takes(node, member))
+        member.parent = next(candidates, ROOT)
         self._children[member.parent].append(member.node)
 
     def _by_distance(self, mover: str) -> Iterator[str]:
         """The publisher, then its children and so on, without the mover and those behind it."""
         queue = deque([ROOT])
         while queue:
-            place = queue.popleft()
-            yield place
-            queue.extend(child for child in self._children[place] if child != mover)
+            node = queue.popleft()
+            yield node
+            queue.extend(child for child in self._children[node] if child != mover)
 
-    def _takes(self, place: str, member: RelayNode) -> bool:
-        if self._fanout == 0 or place == ROOT:
-            return place == ROOT and (self._fanout == 0 or len(self._children[ROOT]) < self._fanout)
-        relay = self._members[place]
+    def _takes(self, node: str, member: RelayNode) -> bool:
+        if self._fanout == 0 or node == ROOT:
+            return node == ROOT and (self._fanout == 0 or len(self._children[ROOT]) < self._fanout)
+        relay = self._members[node]
         reachable = not is_loopback(relay.relay) or relay.host == member.host
-        return reachable and relay.relay not in member.avoids and len(self._children[place]) < self._fanout
-
-
-_requests = msgspec.msgpack.Decoder(TrackerRequest)
+        return reachable and relay.relay not in member.avoids and len(self._children[node]) < self._fanout
 
 
 class Tracker:
@@ -135,12 +133,12 @@ class Tracker:
 
     @property
     def receivers(self) -> int:
-        """How many there are."""
+        """Number of receivers."""
         return len(self._tree)
 
     @property
     def direct_receivers(self) -> int:
-        """Of them, children of the publisher."""
+        """Number of receivers that fetch from the publisher itself."""
         return len(self._tree.children_of(ROOT))
 
     def most_behind(self, newest: WeightVersion) -> int:
@@ -164,19 +162,19 @@ class Tracker:
                 self._router.send_multipart([peer, manifest], copy=False)
 
     def forget_silent(self) -> None:
-        """Called every heartbeat."""
+        """Forget receivers that have been silent for too long; called every heartbeat."""
         now = time.monotonic()
         for node, heard_s in list(self._heard_s.items()):
             if now - heard_s > self._silence_s:
                 self._forget(node)
 
-    def _register(self, beat: ReceiverHeartbeat) -> ParentAssignment:
-        self._heard_s[beat.node] = time.monotonic()
-        self._held[beat.node] = WeightVersion(*beat.held) if beat.held else None
-        self._tree.join(beat.node, beat.host, beat.relay)
-        if beat.suspect:
-            self._tree.suspect(beat.node, beat.suspect)
-        relay = self._tree.parent_of(beat.node)
+    def _register(self, heartbeat: ReceiverHeartbeat) -> ParentAssignment:
+        self._heard_s[heartbeat.node] = time.monotonic()
+        self._held[heartbeat.node] = WeightVersion(*heartbeat.held) if heartbeat.held else None
+        self._tree.join(heartbeat.node, heartbeat.host, heartbeat.relay)
+        if heartbeat.suspect:
+            self._tree.suspect(heartbeat.node, heartbeat.suspect)
+        relay = self._tree.parent_of(heartbeat.node)
         return ParentAssignment(parent=relay or self._own_chunks, relay=bool(relay))
 
     def _forget(self, node: str) -> None:

@@ -12,7 +12,7 @@ from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
 from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.chunk_server import ChunkServer
-from async_grpo.weights.zmq.fetch import Fetch, edition_of
+from async_grpo.weights.zmq.fetch import Fetch, served_version
 from async_grpo.weights.zmq.local_socket import LocalClients
 from async_grpo.weights.zmq.messages import ReceiverStats
 
@@ -68,16 +68,16 @@ class StoreSlots:
         if victim is not None:
             self._server.withdraw(victim)
         block = self._store.begin()
-        fetch = Fetch(manifest, block, self._server.edition(self.newest), self._config, self._stats)
-        self._server.offer(fetch.edition)
+        fetch = Fetch(manifest, block, self._server.served(self.newest), self._config, self._stats)
+        self._server.offer(fetch.served)
         return fetch
 
     def commit(self, fetch: Fetch) -> None:
         """The version is whole: engines may load it."""
         assert self._store is not None
-        before = self._server.edition(self.newest)
+        before = self._server.served(self.newest)
         self._store.commit(fetch.identity, fetch.notes())
-        fetch.edition.arrived = None
+        fetch.served.arrived = None
         if before is not None:
             before.patches = {}  # whoever still fetches that one gets it dense
         self._servers.newest = fetch.identity
@@ -109,8 +109,8 @@ class StoreSlots:
         newest = store.identity
         if newest is not None and store.layout == manifest.layout:
             snapshot = store.snapshot(newest)
-            edition = edition_of(newest, snapshot.notes, manifest, snapshot.block)
+            served = served_version(newest, snapshot.notes, manifest, snapshot.block)
             self._servers.newest = newest
-            if edition is not None:
-                self._server.offer(edition)
+            if served is not None:
+                self._server.offer(served)
         return store

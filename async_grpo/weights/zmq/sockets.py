@@ -1,17 +1,17 @@
-"""Sockets of the weight plane: bound, connected, encrypted, and who was refused.
+"""ZMQ sockets of the transport: bound, connected, encrypted with CURVE, and refused peers.
 
-A guarded process answers ZMQ's authentication requests (ZAP) itself: only the clients' key of this
-run is let in. Peers that fail before that, with other keys or none, show up as failed handshakes.
-Both are logged, at most once in `REPORT_EVERY_S`.
+A guarded process answers ZMQ's authentication requests (ZAP) itself: it admits only the clients' key of this run. Peers
+with other keys or none fail before that, and show up as failed handshakes. Both are logged, at most once in
+`REPORT_EVERY_S`.
 
-CURVE keys from one shared secret.
+The keys come from one shared secret:
 
     ASYNC_GRPO_WEIGHTS_SECRET --scrypt--> 64 bytes = secret key of the servers | secret key of the clients
 
-Any 32 bytes are a secret key of Curve25519, so the two halves are used as they are, and both sides
-arrive at the same four keys without exchanging any. scrypt makes every guess of a weak secret cost
-tens of milliseconds and 16 MiB: who records a handshake can try guesses on it. The salt is fixed,
-because the two sides have nothing else in common before they talk; use one secret a run.
+Any 32 bytes are a secret key of Curve25519, so the two halves are used as they are, and both sides derive the same four
+keys without exchanging any. An attacker who records a handshake can try guesses on it; scrypt makes every guess cost
+tens of milliseconds and 16 MiB. The salt is fixed, because the two sides share nothing else before they talk; use one
+secret a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The receiver's line to one publisher: announcements, heartbeats, assignments, manifests.
+"""The receiver's connections upwards: to the publisher, and to the parent from which it fetches chunks.
 
-The receiver's line to the one that it fetches chunks from, and whether that one is still there.
+    publisher --announcements (SUB), parent and manifests (DEALER)--> PublisherConnection
+    parent (publisher or relay) --chunks (DEALER), its end (monitor)--> ParentConnection
+
+Neither waits: the receiver's loop polls their sockets.
 """
 
 from __future__ import annotations
@@ -33,9 +36,11 @@ from async_grpo.wire import decode, encode
 from async_grpo.wire.board import PublisherAddress
 
 _FRAME_OVERHEAD_BYTES = 4096
-
+MAX_MANIFEST_BYTES = 256 << 20
+"""Room for the hashes of ten million chunks; a larger message ends the connection."""
 
 _answers = msgspec.msgpack.Decoder(ChunkAnswer)
+_replies = msgspec.msgpack.Decoder(TrackerReply)
 
 
 class ParentConnection:
@@ -44,7 +49,7 @@ class ParentConnection:
     def __init__(
         self, context: Context, assignment: ParentAssignment, chunk_bytes: int, keys: CurveKeys | None
     ) -> None:
-        """Connects in the background."""
+        """Connect in the background."""
         self.endpoint, self.is_relay = assignment.parent, assignment.relay
         self.heard_s = time.monotonic()
         self.broken = False
@@ -54,11 +59,11 @@ class ParentConnection:
 
     @property
     def sockets(self) -> list[Socket]:
-        """To be polled."""
+        """Sockets to poll for reading."""
         return [self.dealer, self.monitor]
 
     def ask(self, request: ChunkRequest | FetchDone) -> None:
-        """Dropped if nothing can be sent: chunks are asked for again."""
+        """Send the request; it is dropped if nothing can be sent, because chunks are asked for again."""
         try:
             self.dealer.send(encode(request), zmq.DONTWAIT)
         except zmq.Again:
@@ -74,7 +79,7 @@ class ParentConnection:
         return _answers.decode(frames[0].buffer), frames[-1].buffer
 
     def watch(self) -> None:
-        """The monitor has an event: the connection broke."""
+        """Take the event of the monitor: the connection broke."""
         recv_monitor_message(self.monitor)
         self.broken = True
 
@@ -85,18 +90,11 @@ class ParentConnection:
         self.dealer.close()
 
 
-MAX_MANIFEST_BYTES = 256 << 20
-"""Room for the hashes of ten million chunks; a larger message ends the connection."""
-
-
-_replies = msgspec.msgpack.Decoder(TrackerReply)
-
-
 class PublisherConnection:
     """Two sockets to the publisher at `address`, polled by the receiver's loop."""
 
     def __init__(self, context: Context, address: PublisherAddress, keys: CurveKeys | None) -> None:
-        """Connects in the background."""
+        """Connect in the background."""
         self.address = address
         self.heard_s = time.monotonic()
         self.announced: WeightVersion | None = None
@@ -110,16 +108,16 @@ class PublisherConnection:
 
     @property
     def sockets(self) -> list[Socket]:
-        """To be polled."""
+        """Sockets to poll for reading."""
         return [self.announcements, self.requests]
 
     def hear(self) -> None:
-        """An announcement is there."""
+        """Take the announcement that has come."""
         self.announced = decode(self.announcements.recv(), Announcement).identity
         self.heard_s = time.monotonic()
 
     def receive(self, on_manifest: Callable[[WeightManifest | None], None]) -> None:
-        """A reply is there; a manifest is handed on."""
+        """Take the reply that has come; a manifest goes to `on_manifest`."""
         reply = _replies.decode(self.requests.recv())
         self.heard_s = time.monotonic()
         match reply:
@@ -129,7 +127,7 @@ class PublisherConnection:
                 on_manifest(manifest)
 
     def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
-        """Dropped if the publisher has not taken anything for long: all of these are repeated."""
+        """Send the message; it is dropped if nothing can be sent, because all of these are repeated."""
         try:
             self.requests.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
