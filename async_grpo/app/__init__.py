@@ -1,1 +1,1 @@
-"""async_grpo/app"""
+"""The application: commands, what they start on this machine, and what they show of it."""

@@ -1,12 +1,8 @@
-"""Talking to a policy: a question goes in as in training, the reply comes out piece by piece.
+"""ChatSession: a question is written as the training prompts are, and the reply comes out piece by piece.
 
-    question --Wording--> prompt --Sampler.stream--> TextStream --> text, as it settles
+    question (and what was said before) --ChatPrompt--> token ids --Sampler.stream--> TextStream --> text, as it settles
 
-It waits for the sampler's next piece. One question at a time.
-
-What somebody says to a policy, written as the policy reads its prompts in training.
-
-question (and what was said before) --> template of the data --> token ids
+A session waits for the sampler's next piece. It takes one question at a time.
 """
 
 from __future__ import annotations
@@ -28,18 +24,19 @@ from rollout_server.http.detokenizer import TextStream
 
 
 class ChatPrompt(Protocol):
-    """`remembers`: whether the messages before the question are part of what the policy reads."""
+    """Writes a question as a prompt of the policy."""
 
     remembers: bool
+    """Whether the prompt contains the messages before the question."""
 
     def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
-        """Text and token ids; `said` is what came before, questions and replies in turn. Raises what the tokenizer
-        raises."""
+        """The prompt as text and as token ids. `said` holds the messages before, questions and replies in turn. Raises
+        whatever the template or the tokenizer raises."""
         ...
 
 
 class PlainPrompt:
-    """`data.template` around the question, as for generated problems and JSON-lines files."""
+    """Puts `data.template` around the question, as for generated problems and JSON-lines files."""
 
     remembers = False
 
@@ -48,22 +45,22 @@ class PlainPrompt:
         self._tokenizer = tokenizer
 
     def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
-        """What was said before is not repeated."""
+        """The prompt without what was said before; see `ChatPrompt`."""
         text = self._template.replace("{prompt}", question)
         return text, list(self._tokenizer.encode(text))
 
 
 class TemplatePrompt:
-    """A template of `async-grpo prepare`: raw, qwen_r1, chat or a Jinja file."""
+    """Renders a template of `async-grpo prepare`: raw, qwen_r1, chat or a Jinja file."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, system: str) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for a template that cannot be loaded or does not fit `system`."""
         self._template = Template(name, tokenizer, system)
         self._tokenizer = tokenizer
         self.remembers = name not in ("raw", "qwen_r1")
 
     def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
-        """What was said before is in `messages`."""
+        """The prompt, with what was said before in `messages`; see `ChatPrompt`."""
         chat: Chat = [
             {"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate([*said, question])
         ]
@@ -71,8 +68,11 @@ class TemplatePrompt:
         return text, encode_one(self._tokenizer, text, special_tokens=self._template.special_tokens)
 
 
-def wording_of(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", system: str = "") -> ChatPrompt:
-    """`template`, or else what the run's data have. Raises ConfigError, DataError."""
+def make_prompt(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", system: str = "") -> ChatPrompt:
+    """The prompt with `template`, or with the template of the run's data if that is empty.
+
+    Raises ConfigError for a template or `system` that cannot be used, DataError for a broken prepared data set.
+    """
     if template:
         return TemplatePrompt(template, tokenizer, system)
     path = config.data.path
@@ -94,28 +94,30 @@ def wording_of(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", s
 
 @dataclass
 class Reply:
-    """What came so far. `tokens_by_version`: policy version -> tokens."""
+    """A reply as far as it has come."""
 
     question: str
     prompt: str
     text: str = ""
     tokens_by_version: dict[int, int] = field(default_factory=dict)
+    """Policy version -> tokens of the reply that it wrote."""
     finish_reason: str = ""
 
     @property
     def tokens(self) -> int:
-        """Of the reply."""
+        """Number of tokens in the reply."""
         return sum(self.tokens_by_version.values())
 
 
 class ChatSession:
-    """`async for text in talk.ask(question)`; then `talk.last` says what is to be said of the reply."""
+    """A conversation with a policy: `async for text in session.ask(question)`, then `session.last` is the reply."""
 
-    def __init__(self, config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, wording: ChatPrompt) -> None:
+    def __init__(self, config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
+        """Temperature and longest reply are those of `config.sampling`, until they are set otherwise."""
         self._longest = config.rollout.vllm.max_model_len
         self._sampler = sampler
         self._tokenizer = tokenizer
-        self._wording = wording
+        self._prompt = prompt
         self._said: list[str] = []
         self._numbers = count(1)
         self.temperature = config.sampling.temperature
@@ -124,8 +126,9 @@ class ChatSession:
         self.last: Reply | None = None
 
     async def ask(self, question: str) -> AsyncGenerator[str, None]:
-        """The reply, as it comes. Raises DataError for what cannot be a prompt, EngineError, WaitTimeout."""
-        prompt, tokens = self._prompt(question)
+        """The text of the reply, as it comes. Raises DataError for a question that cannot be a prompt, EngineError and
+        WaitTimeout of the sampler."""
+        prompt, tokens = self._encode(question)
         reply = self.last = Reply(question, prompt)
         request = GenerationRequest(
             request_id=f"chat-{next(self._numbers)}",
@@ -146,22 +149,22 @@ class ChatSession:
                 reply.text += text
                 if text:
                     yield text
-        if self._wording.remembers:
+        if self.remembers:
             self._said += [question, reply.text]
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget what was said, the last reply included."""
         self._said.clear()
         self.last = None
 
     @property
     def remembers(self) -> bool:
-        """Whether a question is read together with what was said before it."""
-        return self._wording.remembers
+        """Whether the policy reads a question together with what was said before it."""
+        return self._prompt.remembers
 
-    def _prompt(self, question: str) -> tuple[str, list[int]]:
+    def _encode(self, question: str) -> tuple[str, list[int]]:
         try:
-            prompt, tokens = self._wording.prompt(self._said, question)
+            prompt, tokens = self._prompt.prompt(self._said, question)
         except Exception as error:  # whatever a template or a tokenizer raises for a text that it does not know
             raise DataError(f"this cannot be a prompt of the policy: {type(error).__name__}: {error}") from error
         if not tokens or len(tokens) >= self._longest:

@@ -17,8 +17,8 @@ from rollout_fakes import FakePool, Yes, config_of
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from async_grpo.app.chat import ChatSession, PlainPrompt, TemplatePrompt, wording_of
-from async_grpo.app.cli.chat import ChatOptions, ChatTerminal, _converse, _obey, _open
+from async_grpo.app.chat import ChatSession, PlainPrompt, TemplatePrompt, make_prompt
+from async_grpo.app.cli.chat import ChatOptions, ChatTerminal, _converse, _open
 from async_grpo.app.cli.evaluate import _remarks
 from async_grpo.app.cli.main import app
 from async_grpo.app.evaluate.evaluate import EvalReport, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
@@ -240,8 +240,8 @@ async def report_of(
     """Every other prompt has a wrong answer."""
     engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else wrong), 255])
     pool: Any = FakePool()
-    hall = OfflineContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
-    grades = await EvalRunner(hall).grade(plan)
+    context = OfflineContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
+    grades = await EvalRunner(context).grade(plan)
     stated = stated_by_the_run(config, policy, plan, len(grades.prompts))
     return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
 
@@ -331,14 +331,14 @@ class Evaluating:
             yield engine, Path("hf")
 
         @asynccontextmanager
-        async def hall(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
+        async def context(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
             self.kept = kept
             yield OfflineContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
 
         monkeypatch.setattr("async_grpo.app.evaluate.evaluate.open_policy", policy)
         monkeypatch.setattr("async_grpo.app.evaluate.evaluate.load_tokenizer", lambda _: Letters())
         monkeypatch.setattr("async_grpo.app.evaluate.evaluate.LOOK_EVERY_S", 0.01)
-        monkeypatch.setattr("async_grpo.app.evaluate.policy_source.open_hall", hall)
+        monkeypatch.setattr("async_grpo.app.evaluate.evaluate.open_context", context)
 
     async def __call__(self, plan: EvalPlan, patience_s: float = 5.0) -> EvalReport:
         nothing = lambda _: None  # noqa: E731
@@ -397,17 +397,17 @@ async def test_a_live_run_that_refuses_such_long_completions_is_not_asked() -> N
 # Talking
 
 
-async def parlour_of(said: str | list[str], **changes: Any) -> tuple[ChatTerminal, list[GenerationRequest]]:
+async def terminal_of(said: str | list[str], **changes: Any) -> tuple[ChatTerminal, list[GenerationRequest]]:
     texts, asked = [said] if isinstance(said, str) else said, []
 
     def script(request: GenerationRequest) -> list[int]:
         asked.append(request)
         return [*texts[(len(asked) - 1) % len(texts)].encode(), 255]
 
-    wording = changes.pop("wording", PlainPrompt("Q: {prompt}", Letters()))
+    prompt = changes.pop("prompt", PlainPrompt("Q: {prompt}", Letters()))
     config = config_of(**{"sampling": {"max_tokens": 200}, **changes})
-    talk = ChatSession(config, await scripted(script), Utf8(), wording)
-    return ChatTerminal(config, Checkpoint(Path("hf"), 7), talk, AsyncExitStack()), asked
+    session = ChatSession(config, await scripted(script), Utf8(), prompt)
+    return ChatTerminal(config, Checkpoint(Path("hf"), 7), session, AsyncExitStack()), asked
 
 
 class Utf8(Letters):
@@ -416,8 +416,8 @@ class Utf8(Letters):
 
 
 async def test_a_reply_is_shown_with_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    parlour, asked = await parlour_of("fünf")
-    await parlour.ask("2+3")
+    terminal, asked = await terminal_of("fünf")
+    await terminal.ask("2+3")
     shown = capsys.readouterr()
     assert shown.out == "fünf\n"
     assert "[policy version 7, 6 tokens, stop]" in shown.err
@@ -427,63 +427,63 @@ async def test_a_reply_is_shown_with_its_version(capsys: pytest.CaptureFixture[s
 async def test_what_the_policy_writes_never_reaches_the_terminal_as_a_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    parlour, _ = await parlour_of(HOSTILE)
-    await parlour.ask("hi")
+    terminal, _ = await terminal_of(HOSTILE)
+    await terminal.ask("hi")
     assert capsys.readouterr().out == "[2J]0;owned[red]not red[/red]31m\n"
 
 
 async def test_single_questions_are_asked_one_by_one() -> None:
-    parlour, asked = await parlour_of("yes")
+    terminal, asked = await terminal_of("yes")
     for _ in range(2):
-        await parlour.ask("same")
+        await terminal.ask("same")
     assert list(asked[0].prompt) == list(asked[1].prompt)
-    assert not parlour.talk.remembers
+    assert not terminal.session.remembers
 
 
 async def test_a_chat_template_has_what_was_said_before() -> None:
-    parlour, asked = await parlour_of("yes", wording=TemplatePrompt("chat", Letters(), ""))
-    assert parlour.talk.remembers
+    terminal, asked = await terminal_of("yes", prompt=TemplatePrompt("chat", Letters(), ""))
+    assert terminal.session.remembers
     for question in ("one", "two"):
-        await parlour.ask(question)
+        await terminal.ask(question)
     assert bytes(asked[1].prompt) == b"<user>one<assistant>yes<user>two<assistant>"
-    parlour.talk.reset()
-    await parlour.ask("three")
+    terminal.session.reset()
+    await terminal.ask("three")
     assert bytes(asked[2].prompt) == b"<user>three<assistant>"
 
 
-async def test_sampling_follows_the_wishes(capsys: pytest.CaptureFixture[str]) -> None:
-    parlour, asked = await parlour_of("a long reply")
-    parlour.talk.temperature, parlour.talk.max_tokens, parlour.talk.seed = 0.0, 4, 11
-    await parlour.ask("hi")
+async def test_sampling_follows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal, asked = await terminal_of("a long reply")
+    terminal.session.temperature, terminal.session.max_tokens, terminal.session.seed = 0.0, 4, 11
+    await terminal.ask("hi")
     assert (asked[0].temperature, asked[0].max_tokens, asked[0].seed) == (0.0, 4, 11)
     assert "4 tokens, length" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("question", ["ü", "x" * 3000])
 async def test_what_cannot_be_a_prompt_is_said_and_the_conversation_goes_on(question: str) -> None:
-    parlour, _ = await parlour_of("yes")
+    terminal, _ = await terminal_of("yes")
     with pytest.raises(DataError, match=r"cannot be a prompt|/reset"):
-        await parlour.ask(question)
-    await parlour.ask("fine")
+        await terminal.ask(question)
+    await terminal.ask("fine")
 
 
 def test_the_commands_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     with asyncio.Runner() as runner:
-        parlour, _ = runner.run(parlour_of("yes"))
-        _obey("/temperature 0.5", runner, parlour)
-        _obey("/max-tokens 3", runner, parlour)
-        assert (parlour.talk.temperature, parlour.talk.max_tokens) == (0.5, 3)
-        runner.run(parlour.ask("hi"))
-        _obey("/prompt", runner, parlour)
+        terminal, _ = runner.run(terminal_of("yes"))
+        terminal.handle_command("/temperature 0.5", runner)
+        terminal.handle_command("/max-tokens 3", runner)
+        assert (terminal.session.temperature, terminal.session.max_tokens) == (0.5, 3)
+        runner.run(terminal.ask("hi"))
+        terminal.handle_command("/prompt", runner)
         assert "Q: hi" in capsys.readouterr().err
-        _obey("/help", runner, parlour)
+        terminal.handle_command("/help", runner)
         assert "/quit" in capsys.readouterr().err
         for wrong in ("/temperature hot", "/max-tokens 0", "/no-such"):
             with pytest.raises(ConfigError):
-                _obey(wrong, runner, parlour)
-        _obey("/reset", runner, parlour)
+                terminal.handle_command(wrong, runner)
+        terminal.handle_command("/reset", runner)
         with pytest.raises(DataError, match="no reply yet"):
-            _obey("/answer 4", runner, parlour)
+            terminal.handle_command("/answer 4", runner)
 
 
 def test_a_server_that_fails_ends_the_line_and_not_the_conversation(
@@ -493,16 +493,16 @@ def test_a_server_that_fails_ends_the_line_and_not_the_conversation(
     failures: list[Exception] = [EngineError("the server has left"), WaitTimeout("completion chat-2", 1.0)]
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     with asyncio.Runner() as runner:
-        parlour, asked = runner.run(parlour_of("yes"))
-        ask = parlour.ask
+        terminal, asked = runner.run(terminal_of("yes"))
+        ask = terminal.ask
 
         async def sometimes(question: str) -> None:
             if failures:
                 raise failures.pop(0)
             await ask(question)
 
-        monkeypatch.setattr(parlour, "ask", sometimes)
-        _converse(runner, parlour)
+        monkeypatch.setattr(terminal, "ask", sometimes)
+        _converse(runner, terminal)
     shown = capsys.readouterr()
     assert "the server has left" in shown.err and "waited 1 s for completion chat-2" in shown.err
     assert (shown.out, len(asked)) == ("yes\n", 1)
@@ -518,33 +518,33 @@ async def test_a_live_run_is_asked_for_no_more_tokens_than_its_servers_give(monk
     monkeypatch.setattr("async_grpo.app.evaluate.policy_source.open_policy", policy)
     monkeypatch.setattr("async_grpo.data.tokenizer.load_tokenizer", lambda _: Letters())
     config = config_of(sampling={"max_tokens": 200}, rollout={"http": {"max_tokens": 100}})
-    live, wishes = LiveRun(config, {}), ChatOptions("", "", None, None, None)
-    async with _open(config, live, wishes) as parlour:
-        assert parlour.talk.max_tokens == 100
-        parlour.allow(99)
+    live, options = LiveRun(config, {}), ChatOptions()
+    async with _open(config, live, options) as terminal:
+        assert terminal.session.max_tokens == 100
+        terminal.allow(99)
         with pytest.raises(ConfigError, match=r"101 tokens are above 100.*rollout\.http\.max_tokens"):
-            parlour.allow(101)
-        assert parlour.talk.max_tokens == 99
+            terminal.allow(101)
+        assert terminal.session.max_tokens == 99
     with pytest.raises(ConfigError, match=r"rollout\.http\.max_tokens"):
-        async with _open(config, live, replace(wishes, max_tokens=101)):
+        async with _open(config, live, replace(options, max_tokens=101)):
             pass
-    async with _open(config, Checkpoint(Path("hf"), 1), replace(wishes, max_tokens=101)) as parlour:
-        assert parlour.talk.max_tokens == 101
+    async with _open(config, Checkpoint(Path("hf"), 1), replace(options, max_tokens=101)) as terminal:
+        assert terminal.session.max_tokens == 101
 
 
 async def test_the_reward_of_a_reply_is_shown_for_an_expected_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    parlour, _ = await parlour_of("<answer>5</answer>")
-    async with parlour._stack:
-        await parlour.ask("2+3")
-        await parlour.judge("5")
-        await parlour.judge("6")
+    terminal, _ = await terminal_of("<answer>5</answer>")
+    async with terminal._stack:
+        await terminal.ask("2+3")
+        await terminal.judge("5")
+        await terminal.judge("6")
     shown = capsys.readouterr().err
     assert "[reward 1 (answer_tag 1)]" in shown and "[reward 0 (answer_tag 0)]" in shown
 
 
-def test_the_wording_is_that_of_the_data_unless_one_is_named(tmp_path: Path) -> None:
+def test_the_template_is_that_of_the_data_unless_one_is_named(tmp_path: Path) -> None:
     config = config_of(data={"template": "{prompt} = ?"})
-    assert wording_of(config, Letters()).prompt([], "1+1")[0] == "1+1 = ?"
-    assert wording_of(config, Letters(), template="chat").prompt([], "1+1")[0] == "<user>1+1<assistant>"
+    assert make_prompt(config, Letters()).prompt([], "1+1")[0] == "1+1 = ?"
+    assert make_prompt(config, Letters(), template="chat").prompt([], "1+1")[0] == "<user>1+1<assistant>"
     with pytest.raises(ConfigError, match="--system goes with"):
-        wording_of(config, Letters(), system="be brief")
+        make_prompt(config, Letters(), system="be brief")

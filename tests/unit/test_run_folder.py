@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_grpo.app.launch.run_folder import RunFolder, RunState, claimed, open_run, run_name, write_config
+from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, run_name, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 
@@ -105,17 +105,17 @@ def test_fresh_starts_over(tmp_path: Path) -> None:
 def test_two_processes_never_work_in_one_run(tmp_path: Path) -> None:
     folder = open_run(config(tmp_path))
     write(folder, config(tmp_path))
-    with claimed(folder):
-        with pytest.raises(ConfigError, match="another `async-grpo run`"), claimed(folder):
+    with folder.locked():
+        with pytest.raises(ConfigError, match="another `async-grpo run`"), folder.locked():
             pass
         with pytest.raises(ConfigError, match="another `async-grpo run`"):
             open_run(config(tmp_path), fresh=True)
-    with claimed(folder):
+    with folder.locked():
         pass
 
 
 def test_a_run_that_was_stopped_before_it_had_a_configuration_can_be_started_over(tmp_path: Path) -> None:
-    with claimed(open_run(config(tmp_path))):
+    with open_run(config(tmp_path)).locked():
         pass
     assert open_run(config(tmp_path), fresh=True).path.exists()
 

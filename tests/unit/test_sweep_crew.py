@@ -16,24 +16,26 @@ import psutil
 import pytest
 from rich.console import Console
 
-from async_grpo.app.sweep import runner as crew_module
+from async_grpo.app.sweep import runner as runner_module
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, line, table
-from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, devices_wanted, fate_of, pool_for
+from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, devices_wanted, outcome_of, pool_for
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from tests.unit.sweep_fakes import STEPS, point
+
+MakeRunner = Callable[..., SweepRunner]
 
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 
-folder, how, diary = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, how, events = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 folder.mkdir(parents=True, exist_ok=True)
 
 def note(word):
-    with open(diary, "ab", buffering=0) as file:
+    with open(events, "ab", buffering=0) as file:
         file.write(f"{word} {folder.name} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\\n".encode())
 
 def leave(code):
@@ -52,7 +54,7 @@ with open(folder / "metrics.jsonl", "a") as metrics:
     metrics.write(json.dumps({"kind": "step", "step": 1, "reward_mean": 0.5}) + "\\n")
 if how == "together":
     for _ in range(1200):
-        if Path(diary).read_text().count("start") >= 2:
+        if Path(events).read_text().count("start") >= 2:
             break
         time.sleep(0.05)
     else:
@@ -65,13 +67,13 @@ leave(0)
 
 
 @pytest.fixture
-def hire(tmp_path: Path) -> Callable[..., SweepRunner]:
-    """A crew whose runs do what they are told; `tmp_path / "diary"` is theirs."""
+def make_runner(tmp_path: Path) -> MakeRunner:
+    """A runner whose runs do what they are told and write it to `tmp_path / "events"`."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     folder = SweepFolder(tmp_path / "s")
 
-    def hired(
+    def made(
         how: dict[str, str],
         *,
         at_once: int = 1,
@@ -81,7 +83,7 @@ def hire(tmp_path: Path) -> Callable[..., SweepRunner]:
         points = [point(folder.runs_dir, name, **{"launch": {"stop_timeout_s": 0.5}, **changes}) for name in how]
 
         def argv(one: Point) -> list[str]:
-            words = (script, one.config.run_dir, how[one.name], tmp_path / "diary")
+            words = (script, one.config.run_dir, how[one.name], tmp_path / "events")
             return [sys.executable, "-S", *map(str, words)]
 
         pool = pool_for([one.config for one in points], at_once, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
@@ -93,18 +95,18 @@ def hire(tmp_path: Path) -> Callable[..., SweepRunner]:
             at_once=at_once,
             pool=pool,
             show=show,
-            ended=lambda ending: None,
+            ended=lambda result: None,
         )
 
-    return hired
+    return made
 
 
-def fates(endings: list[AttemptResult]) -> dict[str, AttemptOutcome]:
-    return {ending.point.name: ending.fate for ending in endings}
+def outcomes(results: list[AttemptResult]) -> dict[str, AttemptOutcome]:
+    return {result.point.name: result.outcome for result in results}
 
 
-def diary(tmp_path: Path) -> list[list[str]]:
-    return [row.split() for row in (tmp_path / "diary").read_text().splitlines()]
+def events(tmp_path: Path) -> list[list[str]]:
+    return [row.split() for row in (tmp_path / "events").read_text().splitlines()]
 
 
 def running(word: str) -> list[psutil.Process]:
@@ -117,64 +119,64 @@ def running(word: str) -> list[psutil.Process]:
     return found
 
 
-async def test_a_failed_run_is_named_with_its_error_and_the_others_go_on(hire: Callable[..., SweepRunner]) -> None:
-    endings = await hire({"a": "finish", "b": "fail", "c": "finish"}).work()
-    assert fates(endings) == {"a": AttemptOutcome.FINISHED, "b": AttemptOutcome.FAILED, "c": AttemptOutcome.FINISHED}
-    [failed] = [ending for ending in endings if ending.error]
+async def test_a_failed_run_is_named_with_its_error_and_the_others_go_on(make_runner: MakeRunner) -> None:
+    results = await make_runner({"a": "finish", "b": "fail", "c": "finish"}).work()
+    assert outcomes(results) == {"a": AttemptOutcome.FINISHED, "b": AttemptOutcome.FAILED, "c": AttemptOutcome.FINISHED}
+    [failed] = [result for result in results if result.error]
     assert "ended with exit code 1: RoleFailed: the trainer died" in failed.error
 
 
-async def test_one_at_a_time_means_one_after_the_other(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
-    await hire({"a": "finish", "b": "finish"}).work()
-    assert [row[:2] for row in diary(tmp_path)] == [["start", "a"], ["end", "a"], ["start", "b"], ["end", "b"]]
+async def test_one_at_a_time_means_one_after_the_other(make_runner: MakeRunner, tmp_path: Path) -> None:
+    await make_runner({"a": "finish", "b": "finish"}).work()
+    assert [row[:2] for row in events(tmp_path)] == [["start", "a"], ["end", "a"], ["start", "b"], ["end", "b"]]
 
 
-async def test_several_at_once_are_never_more_than_asked_for(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
-    endings = await hire(dict.fromkeys("abcd", "together"), at_once=2).work()
-    assert set(fates(endings).values()) == {AttemptOutcome.FINISHED}
+async def test_several_at_once_are_never_more_than_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:
+    results = await make_runner(dict.fromkeys("abcd", "together"), at_once=2).work()
+    assert set(outcomes(results).values()) == {AttemptOutcome.FINISHED}
     running = most = 0
-    for word, *_ in diary(tmp_path):
+    for word, *_ in events(tmp_path):
         running += 1 if word == "start" else -1
         most = max(most, running)
     assert most == 2
 
 
-async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
-    crew = hire(
+async def test_ctrl_c_stops_what_runs_and_starts_nothing_more(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner = make_runner(
         dict.fromkeys("abc", "hang"),
         at_once=2,
         show=lambda state: _when_all_run(state, lambda: os.kill(os.getpid(), signal.SIGINT)),
     )
-    endings = await crew.work()
-    assert crew.stopping
-    assert fates(endings) == {"a": AttemptOutcome.STOPPED, "b": AttemptOutcome.STOPPED}
-    assert [ending.error for ending in endings] == ["", ""]
-    assert Counter(word for word, *_ in diary(tmp_path)) == {"start": 2, "end": 2}
+    results = await runner.work()
+    assert runner.stopping
+    assert outcomes(results) == {"a": AttemptOutcome.STOPPED, "b": AttemptOutcome.STOPPED}
+    assert [result.error for result in results] == ["", ""]
+    assert Counter(word for word, *_ in events(tmp_path)) == {"start": 2, "end": 2}
 
 
 async def test_a_run_that_does_not_stop_is_killed_at_the_deadline(
-    hire: Callable[..., SweepRunner], monkeypatch: pytest.MonkeyPatch
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew_module, "REPORT_PATIENCE_S", 0.5)
-    crew = hire({"a": "stubborn"}, show=lambda state: _when_all_run(state, lambda: crew.stop()))
-    assert fates(await crew.work()) == {"a": AttemptOutcome.STOPPED}
+    monkeypatch.setattr(runner_module, "REPORT_PATIENCE_S", 0.5)
+    runner = make_runner({"a": "stubborn"}, show=lambda state: _when_all_run(state, lambda: runner.stop()))
+    assert outcomes(await runner.work()) == {"a": AttemptOutcome.STOPPED}
     assert not running("stubborn")
 
 
-async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(hire: Callable[..., SweepRunner]) -> None:
+async def test_an_error_of_the_sweep_itself_leaves_no_run_behind(make_runner: MakeRunner) -> None:
     def fail(state: SweepState) -> None:
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        await hire({"a": "hang"}, show=fail).work()
+        await make_runner({"a": "hang"}, show=fail).work()
     assert not running("hang")
 
 
-async def test_runs_at_once_never_share_a_device(hire: Callable[..., SweepRunner], tmp_path: Path) -> None:
-    crew = hire(dict.fromkeys("abc", "finish"), at_once=3, **on_cuda(1))
-    assert set(fates(await crew.work()).values()) == {AttemptOutcome.FINISHED}
+async def test_runs_at_once_never_share_a_device(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner = make_runner(dict.fromkeys("abc", "finish"), at_once=3, **on_cuda(1))
+    assert set(outcomes(await runner.work()).values()) == {AttemptOutcome.FINISHED}
     held: set[str] = set()
-    for word, _, devices in diary(tmp_path):
+    for word, _, devices in events(tmp_path):
         own = set(devices.split(","))
         assert len(own) == 2 and own <= {"4", "5", "6"}
         if word == "start":
@@ -212,7 +214,7 @@ def test_the_devices_of_a_run_that_has_ended_go_to_the_next(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("code", "finished", "stopping", "fate"),
+    ("code", "finished", "stopping", "outcome"),
     [
         (0, True, False, AttemptOutcome.FINISHED),
         (130, True, True, AttemptOutcome.FINISHED),
@@ -222,8 +224,8 @@ def test_the_devices_of_a_run_that_has_ended_go_to_the_next(tmp_path: Path) -> N
         (0, False, False, AttemptOutcome.FAILED),
     ],
 )
-def test_how_an_attempt_ended(code: int, finished: bool, stopping: bool, fate: AttemptOutcome) -> None:
-    assert fate_of(code=code, finished=finished, stopping=stopping) is fate
+def test_how_an_attempt_ended(code: int, finished: bool, stopping: bool, outcome: AttemptOutcome) -> None:
+    assert outcome_of(code=code, finished=finished, stopping=stopping) is outcome
 
 
 def test_what_is_left_is_told_from_the_pace_so_far() -> None:

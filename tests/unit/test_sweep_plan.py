@@ -148,7 +148,7 @@ def test_a_file_that_is_not_the_record_of_a_sweep_is_refused(tmp_path: Path) -> 
 
 def test_two_sweeps_never_work_in_one_folder(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path / "s")
-    with folder.claimed(), pytest.raises(ConfigError, match="another `async-grpo sweep`"), folder.claimed():
+    with folder.locked(), pytest.raises(ConfigError, match="another `async-grpo sweep`"), folder.locked():
         pass
-    with folder.claimed():
+    with folder.locked():
         pass

@@ -22,7 +22,7 @@ from async_grpo.app.sweep.results import (
     from_rows,
     merged,
     overlap,
-    read_figures,
+    read_metrics,
     rollout_idle_share,
 )
 from async_grpo.app.sweep.settings import settings_of
@@ -67,7 +67,7 @@ def leave_sweep(path: Path) -> SweepFolder:
 def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     made = point(tmp_path, max_staleness=2, group_size=8)
     leave_run(made, accuracy=0.9, step_s=2.0)
-    found = read_figures(made, {"max_staleness": "2"})
+    found = read_metrics(made, {"max_staleness": "2"})
     assert (found.state, found.steps_done, found.accuracy_after, found.eval_prompts) == (FINISHED, STEPS, 0.9, 256)
     assert (found.steps_s, found.wall_s) == (20.0, 50.0)
     assert (found.samples_per_s, found.tokens_per_s) == (16 * 8 / 2.0, 500.0)
@@ -89,18 +89,18 @@ def test_what_was_generated_before_the_first_step_makes_no_window_look_faster() 
 
 
 def test_a_run_that_left_nothing_or_only_a_part_is_no_error(tmp_path: Path) -> None:
-    assert read_figures(point(tmp_path, "new"), {}).state == NEW
-    assert read_figures(point(tmp_path, "new"), {}, error="boom").state == FAILED
+    assert read_metrics(point(tmp_path, "new"), {}).state == NEW
+    assert read_metrics(point(tmp_path, "new"), {}, error="boom").state == FAILED
     half = point(tmp_path, "half")
     leave_run(half, accuracy=0.9, step_s=2.0, steps=5, finished=False)
-    found = read_figures(half, {})
+    found = read_metrics(half, {})
     assert (found.state, found.steps_done, found.accuracy_after) == (UNFINISHED, 5, None)
 
 
 def test_a_finished_run_has_no_error_any_more(tmp_path: Path) -> None:
     made = point(tmp_path)
     leave_run(made, accuracy=0.9, step_s=2.0)
-    assert read_figures(made, {}, error="boom").error == ""
+    assert read_metrics(made, {}, error="boom").error == ""
 
 
 def compared(folder: SweepFolder, tolerance: float | None = None) -> tuple[SweepComparison, str]:
@@ -244,8 +244,8 @@ def test_a_legend_names_what_any_panel_shows_though_none_shows_all() -> None:
             for (preset, staleness), speed in made.items()
         ]
     )
-    looks = plots.looks_of(settings)
-    rewards, small = plots._rewards(settings, looks, over_seconds=False), plots._figures(settings, looks)
+    styles = plots.styles_of(settings)
+    rewards, small = plots._rewards(settings, styles, over_seconds=False), plots._figures(settings, styles)
     assert rewards is not None and small is not None
     assert [text.get_text() for text in rewards.axes[0].get_legend().get_texts()] == ["0", "2", "8"]
     assert {text.get_text() for text in small.legends[0].get_texts()} == {"preset=grpo", "preset=dapo"}

@@ -1,0 +1,1 @@
+"""The typer commands of `async-grpo`."""

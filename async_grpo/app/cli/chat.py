@@ -1,9 +1,9 @@
 """`async-grpo chat`: talk to a policy in the terminal.
 
-    line --> Conversation --> pieces of the reply, cleaned --> terminal --> who wrote it, and its reward if asked for
+    line --> ChatSession --> pieces of the reply --> clean_text --> stdout; who wrote it, and its reward --> stderr
 
-It waits for the line, then for the reply. What the policy writes is shown as text: control characters never reach the
-terminal, and nothing in it is markup.
+It waits for a line, then for the reply. Replies are shown as plain text: control characters never reach the terminal,
+and markup is not interpreted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,22 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 
-_OF_A_LINE = (ConfigError, DataError, EngineError, WaitTimeout)
-"""What goes wrong with one line: the conversation goes on."""
+Question = Annotated[
+    str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this and leave: the reply is all of stdout.")
+]
+Answer = Annotated[
+    str | None, typer.Option("--answer", metavar="TEXT", help="With --prompt: the reference; the reward is shown.")
+]
+TemplateName = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="raw, qwen_r1, chat or a Jinja file; else that of the run's data.")
+]
+System = Annotated[str, typer.Option(help="What stands before everything; with a chat template.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, max=10.0, help="0 is greedy; else sampling.temperature.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Of a reply; else sampling.max_tokens.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same question then has the same reply.")]
+
+_LINE_ERRORS = (ConfigError, DataError, EngineError, WaitTimeout)
+"""Errors of one line; the conversation goes on after them."""
 HELP = """\
 /answer TEXT        the reward of the last reply, TEXT being the reference answer
 /temperature X      from here on; 0 is greedy
@@ -48,114 +62,106 @@ def chat(
     run_dir: RunDir = None,
     checkpoint: CheckpointPath = None,
     live: Live = False,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this and leave: the reply is all of stdout.")
-    ] = None,
-    answer: Annotated[
-        str | None, typer.Option("--answer", metavar="TEXT", help="With --prompt: the reference; the reward is shown.")
-    ] = None,
-    template: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="raw, qwen_r1, chat or a Jinja file; else that of the run's data.")
-    ] = "",
-    system: Annotated[str, typer.Option(help="What stands before everything; with a chat template.")] = "",
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=10.0, help="0 is greedy; else sampling.temperature.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a reply; else sampling.max_tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="The same question then has the same reply.")] = None,
+    prompt: Question = None,
+    answer: Answer = None,
+    template: TemplateName = "",
+    system: System = "",
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
 ) -> None:
     """Talk to the policy of a checkpoint or of a run that is going on.
 
     Questions are written as the run's data writes its prompts. A policy that was trained on single questions is asked
     single questions: only a chat template (or a file of your own) has what was said before in it.
     """
-    choice = PolicyOptions(config, override, run_dir, checkpoint, live)
-
-    def work() -> int:
-        if answer is not None and prompt is None:
-            raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
-        run_config, policy = choice.policy()
-        wishes = ChatOptions(template, system, temperature, max_tokens, seed)
-        with asyncio.Runner() as runner:
-            stack = AsyncExitStack()
-            try:
-                opened = _open(run_config, policy, wishes)
-                parlour = runner.run(stack.enter_async_context(opened))
-                if prompt is not None:
-                    runner.run(parlour.ask(prompt))
-                    if answer is not None:
-                        runner.run(parlour.judge(answer))
-                else:
-                    _converse(runner, parlour)
-            except KeyboardInterrupt:
-                print()
-            finally:
-                runner.run(stack.aclose())
-        return 0
-
-    exit_with(work)
+    policy = PolicyOptions(config, override, run_dir, checkpoint, live)
+    options = ChatOptions(template, system, temperature, max_tokens, seed)
+    exit_with(lambda: _chat(policy, options, prompt, answer))
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the user wants otherwise than the run has it."""
+    """What the user wants to differ from the run's configuration; empty or None keeps the run's value."""
 
-    template: str
-    system: str
-    temperature: float | None
-    max_tokens: int | None
-    seed: int | None
+    template: str = ""
+    system: str = ""
+    temperature: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
 
 
 class ChatTerminal:
-    """A conversation and the terminal it takes place in. Replies go to standard output, all else to standard error."""
+    """A chat session and its terminal. Replies go to standard output, everything else to standard error."""
 
     def __init__(
-        self, config: RunConfig, policy: Checkpoint | LiveRun, talk: ChatSession, stack: AsyncExitStack
+        self, config: RunConfig, policy: Checkpoint | LiveRun, session: ChatSession, stack: AsyncExitStack
     ) -> None:
+        """`stack` closes the reward pool, which is opened by the first `judge`."""
         self._config = config
         self._policy = policy
         self._stack = stack
         self._pool: RewardPool | None = None
-        self.talk = talk
+        self.session = session
 
     def allow(self, max_tokens: int) -> None:
-        """Let a reply have so many tokens. Raises ConfigError for more than the servers of a live run give."""
+        """Set the longest reply, in tokens. Raises ConfigError above what the servers of a live run give."""
         if max_tokens > (most := most_tokens(self._config, self._policy)):
             raise ConfigError(
                 f"{max_tokens} tokens are above {most}, the most that the run's servers give in one reply "
                 "(rollout.http.max_tokens). Ask for less, or resume the run with a larger rollout.http.max_tokens"
             )
-        self.talk.max_tokens = max_tokens
+        self.session.max_tokens = max_tokens
 
     async def ask(self, question: str) -> None:
-        """Show the reply as it comes, then who wrote it."""
-        async with aclosing(self.talk.ask(question)) as pieces:
+        """Show the reply as it comes, then who wrote it. Raises what `ChatSession.ask` raises."""
+        async with aclosing(self.session.ask(question)) as pieces:
             async for piece in pieces:
                 sys.stdout.write(clean_text(piece))
                 sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if (reply := self.talk.last) is not None:
-            aside(f"[{self._author(reply.tokens_by_version)}, {reply.tokens} tokens, {reply.finish_reason}]")
+        if (reply := self.session.last) is not None:
+            note(f"[{self._author(reply.tokens_by_version)}, {reply.tokens} tokens, {reply.finish_reason}]")
 
     async def judge(self, answer: str) -> None:
-        """Show the reward of the last reply."""
+        """Show the reward of the last reply for the reference `answer`. Raises DataError without a reply."""
         from async_grpo.rewards.base import RewardInput
         from async_grpo.rewards.pool import RewardPool
 
-        reply = self.talk.last
+        reply = self.session.last
         if reply is None:
             raise DataError("there is no reply yet to judge. Ask something first")
         if self._pool is None:
             self._pool = await self._stack.enter_async_context(RewardPool(self._config.rewards))
-        (verdict,) = await self._pool.judge([RewardInput(reply.text, answer, reply.prompt)])
-        scores = ", ".join(f"{name} {score:g}" for name, score in verdict.scores.items())
-        reward = f"cannot be judged: {verdict.reason}" if verdict.reward is None else f"{verdict.reward:g}"
-        aside(clean_text(f"[reward {reward}{f' ({scores})' if scores else ''}]"))
+        (result,) = await self._pool.judge([RewardInput(reply.text, answer, reply.prompt)])
+        scores = ", ".join(f"{name} {score:g}" for name, score in result.scores.items())
+        reward = f"cannot be judged: {result.reason}" if result.reward is None else f"{result.reward:g}"
+        note(clean_text(f"[reward {reward}{f' ({scores})' if scores else ''}]"))
+
+    def handle_command(self, line: str, runner: asyncio.Runner) -> None:
+        """Carry out a line that begins with a slash. Raises ConfigError for an unknown command or a bad value."""
+        word, _, rest = line.partition(" ")
+        session = self.session
+        match word:
+            case "/help":
+                note(HELP)
+            case "/reset":
+                session.reset()
+                note("forgotten")
+            case "/prompt":
+                note(clean_text(session.last.prompt) if session.last is not None else "nothing was asked yet")
+            case "/answer":
+                runner.run(self.judge(rest.strip()))
+            case "/temperature":
+                session.temperature = _number(rest, float, least=0.0, most=10.0)
+            case "/max-tokens":
+                self.allow(_number(rest, int, least=1, most=1 << 20))
+            case _:
+                raise ConfigError(f"there is no command {word}. /help lists them")
 
     def _author(self, tokens_by_version: dict[int, int]) -> str:
-        """The policy versions, in order."""
+        """The policy versions that wrote a reply, in order; without a known version, the checkpoint's path."""
         from async_grpo.app.evaluate.policy_source import LiveRun
 
         if isinstance(self._policy, LiveRun):
@@ -165,36 +171,63 @@ class ChatTerminal:
         return f"{self._policy.path}" if version is None else f"policy version {version}"
 
 
-@asynccontextmanager
-async def _open(config: RunConfig, policy: Checkpoint | LiveRun, wishes: ChatOptions) -> AsyncIterator[ChatTerminal]:
-    from async_grpo.app.chat import ChatSession, wording_of
-    from async_grpo.app.evaluate.policy_source import open_policy
-    from async_grpo.data.tokenizer import load_tokenizer
-
-    async with AsyncExitStack() as stack:
-        opening = open_policy(config, policy, "chat", config.eval.timeout_s, aside)
-        sampler, folder = await stack.enter_async_context(opening)
-        tokenizer = load_tokenizer(folder)
-        wording = wording_of(config, tokenizer, template=wishes.template, system=wishes.system)
-        talk = ChatSession(config, sampler, tokenizer, wording)
-        talk.temperature = talk.temperature if wishes.temperature is None else wishes.temperature
-        talk.seed = wishes.seed
-        parlour = ChatTerminal(config, policy, talk, stack)
-        parlour.allow(wishes.max_tokens or min(talk.max_tokens, most_tokens(config, policy)))
-        yield parlour
-
-
 def most_tokens(config: RunConfig, policy: Checkpoint | LiveRun) -> int:
-    """That a reply may have, whatever the policy's own room for it is."""
+    """The longest reply that the servers of a live run give, in tokens; unlimited for a checkpoint."""
     from async_grpo.app.evaluate.policy_source import LiveRun
 
     return config.rollout.http.max_tokens if isinstance(policy, LiveRun) else sys.maxsize
 
 
-def _converse(runner: asyncio.Runner, parlour: ChatTerminal) -> None:
-    """Line after line, until the input ends."""
-    memory = "it remembers what was said" if parlour.talk.remembers else "every question stands for itself"
-    aside(f"Ask. /help lists the commands, /quit leaves; {memory}.")
+def note(text: str) -> None:
+    """Print what the policy did not write, dimmed, to standard error."""
+    Console(stderr=True).print(escape(text), style="dim", highlight=False, soft_wrap=True)
+
+
+def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answer: str | None) -> int:
+    """The command: one question, or a conversation."""
+    if answer is not None and prompt is None:
+        raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
+    config, policy = choice.policy()
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        try:
+            terminal = runner.run(stack.enter_async_context(_open(config, policy, options)))
+            if prompt is None:
+                _converse(runner, terminal)
+            else:
+                runner.run(terminal.ask(prompt))
+                if answer is not None:
+                    runner.run(terminal.judge(answer))
+        except KeyboardInterrupt:
+            print()
+        finally:
+            runner.run(stack.aclose())
+    return 0
+
+
+@asynccontextmanager
+async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOptions) -> AsyncIterator[ChatTerminal]:
+    from async_grpo.app.chat import ChatSession, make_prompt
+    from async_grpo.app.evaluate.policy_source import open_policy
+    from async_grpo.data.tokenizer import load_tokenizer
+
+    async with AsyncExitStack() as stack:
+        opening = open_policy(config, policy, "chat", config.eval.timeout_s, note)
+        sampler, folder = await stack.enter_async_context(opening)
+        tokenizer = load_tokenizer(folder)
+        prompt = make_prompt(config, tokenizer, template=options.template, system=options.system)
+        session = ChatSession(config, sampler, tokenizer, prompt)
+        session.temperature = session.temperature if options.temperature is None else options.temperature
+        session.seed = options.seed
+        terminal = ChatTerminal(config, policy, session, stack)
+        terminal.allow(options.max_tokens or min(session.max_tokens, most_tokens(config, policy)))
+        yield terminal
+
+
+def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
+    """Read line after line until the input ends."""
+    memory = "it remembers what was said" if terminal.session.remembers else "every question stands for itself"
+    note(f"Ask. /help lists the commands, /quit leaves; {memory}.")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -204,33 +237,11 @@ def _converse(runner: asyncio.Runner, parlour: ChatTerminal) -> None:
             return
         try:
             if line.startswith("/"):
-                _obey(line, runner, parlour)
+                terminal.handle_command(line, runner)
             elif line:
-                runner.run(parlour.ask(line))
-        except _OF_A_LINE as error:
-            aside(clean_text(str(error)))
-
-
-def _obey(line: str, runner: asyncio.Runner, parlour: ChatTerminal) -> None:
-    """A command. Raises ConfigError for one that is none."""
-    word, _, rest = line.partition(" ")
-    talk = parlour.talk
-    match word:
-        case "/help":
-            aside(HELP)
-        case "/reset":
-            talk.reset()
-            aside("forgotten")
-        case "/prompt":
-            aside(clean_text(talk.last.prompt) if talk.last is not None else "nothing was asked yet")
-        case "/answer":
-            runner.run(parlour.judge(rest.strip()))
-        case "/temperature":
-            talk.temperature = _number(rest, float, least=0.0, most=10.0)
-        case "/max-tokens":
-            parlour.allow(_number(rest, int, least=1, most=1 << 20))
-        case _:
-            raise ConfigError(f"there is no command {word}. /help lists them")
+                runner.run(terminal.ask(line))
+        except _LINE_ERRORS as error:
+            note(clean_text(str(error)))
 
 
 def _number(text: str, kind: Callable[[str], N], *, least: N, most: N) -> N:
@@ -239,10 +250,5 @@ def _number(text: str, kind: Callable[[str], N], *, least: N, most: N) -> N:
         if least <= value <= most:
             return value
     except ValueError:
-        pass  # said below
+        pass  # the error below covers it
     raise ConfigError(f"{text.strip()!r} is not a number from {least} to {most}")
-
-
-def aside(text: str) -> None:
-    """What is not the policy's."""
-    Console(stderr=True).print(escape(text), style="dim", highlight=False, soft_wrap=True)

@@ -1,7 +1,4 @@
-"""Which policy a command is about: the options that `eval` and `chat` share, and what they choose.
-
-How a command ends: its exit code, and an error raised on purpose as its message.
-"""
+"""What the commands share: how a command ends, and the options of `eval` and `chat` that name a policy."""
 
 from __future__ import annotations
 
@@ -23,45 +20,40 @@ if TYPE_CHECKING:
     from async_grpo.config import RunConfig
 
 
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG]", help="Of the run, such as configs/quickstart.yaml")
+]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="As the run was started; may be repeated."),
+]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="runs/NAME instead of CONFIG and -o.")]
+CheckpointPath = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="A Hugging Face folder or a checkpoint of a run; else the run's final one."),
+]
+Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run that is going on.")]
+
+
 def exit_with(work: Callable[[], int]) -> None:
-    """Run a command; an error raised on purpose, or of a file that the user named, is shown as its message, not as a
-    traceback."""
+    """Run a command and exit with its code; raises typer.Exit.
+
+    An error raised on purpose, or about a file that the user named, is printed as a message instead of a traceback, and
+    the code is 1.
+    """
     try:
         code = work()
     except (AsyncGrpoError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
-            raise  # of no file: a fault of this program
+            raise  # names no file: a fault of this program
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         code = 1
     raise typer.Exit(code)
 
 
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG]", help="Of the run, such as configs/quickstart.yaml")
-]
-
-
-Override = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="As the run was started; may be repeated."),
-]
-
-
-RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="runs/NAME instead of CONFIG and -o.")]
-
-
-CheckpointPath = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", help="A Hugging Face folder or a checkpoint of a run; else the run's final one."),
-]
-
-
-Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run that is going on.")]
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What was typed."""
+    """The options that name a policy, as typed."""
 
     config: Path | None
     overrides: list[str] | None
@@ -70,14 +62,15 @@ class PolicyOptions:
     live: bool
 
     def check(self) -> None:
-        """Raises ConfigError if two policies were named."""
+        """Raise ConfigError if two policies are named."""
         if self.live and self.checkpoint is not None:
             raise ConfigError("--live and --checkpoint are two policies. Give one of them")
 
     def policy(self) -> tuple[RunConfig, Checkpoint | LiveRun]:
-        """The run's configuration and its policy; a note where the run was made with other values than were typed.
+        """The run's configuration and its policy; prints a note if the run was started with other values.
 
-        Raises ConfigError, DataError, and of a live run BufferFault.
+        Raises ConfigError and DataError if the policy is not found, and BufferFault if the buffer of a live run cannot
+        be reached.
         """
         from async_grpo.app.evaluate.policy_source import chosen_run, differences, find_checkpoint, find_live
 
@@ -94,5 +87,5 @@ class PolicyOptions:
 
 
 def say(line: str) -> None:
-    """A line to stderr, as plain text: stdout is the answer's."""
+    """Print a line of plain text to standard error; standard output is for the answer."""
     Console(stderr=True, soft_wrap=True).print(clean_text(line), markup=False, highlight=False)

@@ -26,9 +26,18 @@ if TYPE_CHECKING:
     from async_grpo.rewards.base import RewardFailure
     from rollout_server.evaluation.eval_runner import EvalPlan
 
+Samples = Annotated[int | None, typer.Option(min=1, metavar="K", help="Completions a prompt; else eval.samples.")]
+Prompts = Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out prompts; else eval.prompts.")]
+Temperature = Annotated[float | None, typer.Option(help="Of the sampled completions; 1 else.")]
+SaveFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write every completion as a line of JSON.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")]
+Patience = Annotated[
+    float | None,
+    typer.Option("--patience", min=1.0, metavar="SECONDS", help="For a completion, a grade; else eval.timeout_s."),
+]
 
 _WIDTH = 200
-"""Of a table in a file: room for every source."""
+"""Columns of a table that is written to a file: room for every source."""
 
 
 def evaluate(
@@ -37,19 +46,12 @@ def evaluate(
     run_dir: RunDir = None,
     checkpoint: CheckpointPath = None,
     live: Live = False,
-    samples: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Completions a prompt; else eval.samples.")
-    ] = None,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Held-out prompts; else eval.prompts.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of the sampled completions; 1 else.")] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every completion as a line of JSON.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
-    patience_s: Annotated[
-        float | None,
-        typer.Option("--patience", min=1.0, metavar="SECONDS", help="For a completion, a grade; else eval.timeout_s."),
-    ] = None,
+    samples: Samples = None,
+    prompts: Prompts = None,
+    temperature: Temperature = None,
+    save: SaveFile = None,
+    json_file: JsonFile = None,
+    patience_s: Patience = None,
 ) -> None:
     """Evaluate a policy on the held-out prompts of its run: mean@k, pass@k, maj@k and greedy, with 95% intervals.
 
@@ -57,8 +59,7 @@ def evaluate(
     accuracy again that the run's report states. With --live the weights may change meanwhile: it says which
     versions wrote the answers.
     """
-    from async_grpo.app.evaluate.evaluate import facts, plan_of, rows
-    from async_grpo.telemetry.jsonl import JsonLines
+    from async_grpo.app.evaluate.evaluate import plan_of
 
     choice = PolicyOptions(config, override, run_dir, checkpoint, live)
 
@@ -70,13 +71,7 @@ def evaluate(
         run_config, policy = choice.policy()
         plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
         report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
-        if save is not None:
-            with JsonLines(save) as lines:
-                for row in rows(report):
-                    lines.write(row)
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(facts(report), indent=2) + "\n")
+        _write(report, save, json_file)
         _print(report)
         return 0
 
@@ -99,6 +94,19 @@ async def _with_progress(
             progress.update(bar, advance=1, total=total)
 
         return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=answered)
+
+
+def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> None:
+    from async_grpo.app.evaluate.evaluate import facts, rows
+    from async_grpo.telemetry.jsonl import JsonLines
+
+    if save is not None:
+        with JsonLines(save) as lines:
+            for row in rows(report):
+                lines.write(row)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(facts(report), indent=2) + "\n")
 
 
 def _print(report: EvalReport) -> None:
@@ -153,7 +161,7 @@ def _remarks(report: EvalReport) -> list[str]:
 
 
 def _in_words(failures: Sequence[RewardFailure]) -> str:
-    """How many of which kind, and the reason of the first."""
+    """The number of failures of each kind, and the reason of the first."""
     kinds = Counter(failure.kind for failure in failures)
     return clean_text(f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}; first {failures[0].reason}")
 

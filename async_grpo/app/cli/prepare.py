@@ -1,4 +1,4 @@
-"""`async-grpo prepare`: published data -> a folder of tokenized prompts that runs read."""
+"""`async-grpo prepare`: turn published data into a folder of tokenized prompts that runs read."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from async_grpo.data.prepare.pipeline import PrepareResult
 
 Format = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
+KeepField = Annotated[list[str] | None, typer.Option(help="Becomes metadata for verifiers; may be repeated.")]
+HeldOutFrom = Annotated[
+    list[Path] | None, typer.Option(metavar="FILE", help="Hold out the rows of this file instead; may be repeated.")
+]
 
 
 def prepare(
@@ -27,16 +31,12 @@ def prepare(
     format: Annotated[Format, typer.Option(help="Which fields hold what; auto looks at the first row.")] = "auto",
     prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot goes into an object.")] = "",
     answer_field: Annotated[str, typer.Option(help="With --format generic; behind #### if it has that.")] = "",
-    keep_field: Annotated[
-        list[str] | None, typer.Option(help="Becomes metadata for verifiers; may be repeated.")
-    ] = None,
+    keep_field: KeepField = None,
     template: Annotated[str, typer.Option(help="raw, qwen_r1, chat (the tokenizer's own), or a Jinja file.")] = "raw",
     system: Annotated[str, typer.Option(help="The system message, with chat or a Jinja file.")] = "",
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are not taken.")] = 512,
     held_out: Annotated[int, typer.Option(help="Rows kept from training, for evaluation.")] = 256,
-    held_out_from: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Hold out the rows of this file instead; may be repeated.")
-    ] = None,
+    held_out_from: HeldOutFrom = None,
     keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Take a question more than once.")] = False,
     shuffle: Annotated[bool, typer.Option(help="Or keep the order of the files.")] = True,
     seed: Annotated[int, typer.Option(help="Of the shuffling.")] = 1,
@@ -46,28 +46,14 @@ def prepare(
     Rows that are not taken stand in FOLDER/rejected.jsonl, each with its line and the reason. The folder appears when
     it is whole, and is read in constant memory. docs/data.md has the formats.
     """
-    exit_with(
-        lambda: _work(
-            files=files,
-            out=out,
-            model=model,
-            format=format,
-            prompt_field=prompt_field,
-            answer_field=answer_field,
-            keep_fields=keep_field or [],
-            template=template,
-            system=system,
-            max_prompt_tokens=max_prompt_tokens,
-            held_out=held_out,
-            held_out_from=held_out_from or [],
-            keep_duplicates=keep_duplicates,
-            shuffle=shuffle,
-            seed=seed,
-        )
-    )
+    paths = {"files": files, "out": out, "model": model, "held_out_from": held_out_from or []}
+    fields = {"prompt_field": prompt_field, "answer_field": answer_field, "keep_fields": keep_field or []}
+    prompts = {"template": template, "system": system, "max_prompt_tokens": max_prompt_tokens}
+    rows = {"held_out": held_out, "keep_duplicates": keep_duplicates, "shuffle": shuffle, "seed": seed}
+    exit_with(lambda: _prepare({**paths, **fields, **prompts, **rows, "format": format}))
 
 
-def _work(**options: Any) -> int:
+def _prepare(options: dict[str, Any]) -> int:
     from async_grpo.data.prepare.pipeline import prepare as make
     from async_grpo.data.tokenizer import find_tokenizer
 
@@ -82,7 +68,7 @@ def _work(**options: Any) -> int:
 
 
 def _checked(options: dict[str, Any]) -> PrepareConfig:
-    """Raises ConfigError."""
+    """The options as a PrepareConfig. Raises ConfigError that names the options that are wrong."""
     from pydantic import ValidationError
 
     from async_grpo.config.data import PrepareConfig
@@ -101,7 +87,7 @@ def _explained(key: str, message: str) -> str:
 
 
 def _summary(config: PrepareConfig, prepared: PrepareResult) -> Table:
-    """What is in the folder, and what is not, with the first row of each reason."""
+    """A table of the rows taken, and of those rejected with the first row for each reason."""
     manifest = prepared.manifest
     table = Table(title=Text(f"prepared {config.out}"), show_header=False)
     table.add_row("training rows", f"{manifest.rows['train']:,}")
@@ -114,6 +100,6 @@ def _summary(config: PrepareConfig, prepared: PrepareResult) -> Table:
 
 
 def _progress() -> Progress:
-    """On standard error, so that the table can be piped."""
+    """A progress bar on standard error, so that the table can be piped."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True))

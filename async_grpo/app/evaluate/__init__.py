@@ -1,1 +1,1 @@
-"""async_grpo/app/evaluate"""
+"""`async-grpo eval`: a policy graded on held-out prompts."""

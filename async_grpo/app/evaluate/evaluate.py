@@ -1,11 +1,11 @@
-"""`async-grpo eval`: a policy against the held-out prompts of its configuration.
+"""`async-grpo eval`: grade a policy on the held-out prompts of its configuration.
 
     Checkpoint --engine--+
-                         +--> Exam --> Report --> facts (JSON), rows (--save)
+                         +--> EvalRunner --> EvalReport --> facts (JSON), rows (--save)
     LiveRun ----HTTP-----+
 
-The engine's settings, prompts, seeds and rewards are those of the configuration, so that the weights of a run's
-evaluation give its figures again. It waits for completions and for their grades, for the next so long and no longer.
+The engine's settings, prompts, seeds and rewards are those of the configuration, so that the weights that a run has
+evaluated give the run's figures again. It waits for the next completion and for its grade, at most `patience_s` each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun, open_policy
+from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun, open_context, open_policy
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
 from async_grpo.data.jsonl import ALSO_TRAINED_ON
@@ -37,22 +37,23 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """What came out. `versions`: policy version -> tokens that it wrote; a checkpoint's own is `version`."""
+    """The result of an evaluation."""
 
     config: RunConfig
     policy: Checkpoint | LiveRun
     plan: EvalPlan
     grades: EvalResult
     versions: dict[int, int]
+    """Policy version -> tokens of the answers that it wrote."""
     wall_s: float
     stated: dict[str, Any] = field(default_factory=dict)
-    """What the run's summary.json says of this version, if it was measured there in the same way."""
+    """The entry for this version in the run's summary.json, if the run measured it in the same way; else empty."""
     trained_on: int = 0
-    """Prompts that were asked for and left out, because the run trains on them."""
+    """Number of prompts that were asked for and left out, because the run trains on them."""
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both accuracies are what the run has stated; None if it has stated nothing."""
+        """Whether both accuracies equal those that the run states; None if it states none."""
         if not self.stated:
             return None
         measured = (self.grades.sampled_accuracy, self.grades.greedy_accuracy)
@@ -60,7 +61,7 @@ class EvalReport:
 
 
 def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temperature: float | None) -> EvalPlan:
-    """The configuration's, with what the user has changed. Raises ConfigError."""
+    """The plan of the configuration with the user's changes. Raises ConfigError for a temperature out of range."""
     plan = EvalPlan.of(config)
     if temperature is not None and not 0 < temperature <= 10:
         raise ConfigError(
@@ -76,8 +77,8 @@ def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temp
 
 
 def with_prompts(config: RunConfig, prompts: int) -> RunConfig:
-    """The configuration that holds out at least so many prompts. Raises ConfigError where all further ones would be
-    prompts that the policy was trained on."""
+    """The configuration, changed to hold out at least `prompts` prompts. Raises ConfigError if the policy was trained
+    on the additional ones."""
     if prompts <= config.eval.prompts:
         return config
     data = config.data
@@ -111,28 +112,28 @@ async def evaluate(
     say: Callable[[str], None],
     on_answer: Callable[[int], None],
 ) -> EvalReport:
-    """Grade the policy; `on_answer(completions of all)` is called as they come. Raises what any part raises, and
-    WaitTimeout if neither a completion nor a prompt's grades come for `patience_s`."""
-    from async_grpo.app.evaluate.policy_source import open_hall
+    """Grade the policy. `on_answer(total)` is called for every completion, with the number that all will be.
 
+    Raises what any part raises, and WaitTimeout if neither a completion nor a grade comes for `patience_s`.
+    """
     check_length(config, policy)
     kept, config = config.eval.prompts, with_prompts(config, plan.prompts)
     async with (
         open_policy(config, policy, "eval", patience_s, say) as (sampler, tokenizer_folder),
-        open_hall(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=kept) as hall,
+        open_context(config, sampler, load_tokenizer(tokenizer_folder), "eval", kept=kept) as context,
     ):
-        total = min(plan.prompts, len(hall.source.held_out())) * plan.completions
+        total = min(plan.prompts, len(context.source.held_out())) * plan.completions
         started_s = time.monotonic()
-        grades = await _grade(EvalProgress(total, on_answer), plan, hall, patience_s)
+        grades = await _grade(EvalProgress(total, on_answer), plan, context, patience_s)
         wall_s = time.monotonic() - started_s
     versions, stated = _versions(grades.prompts), stated_by_the_run(config, policy, plan, len(grades.prompts))
-    trained_on = hall.source.dropped.get(ALSO_TRAINED_ON, 0)
+    trained_on = context.source.dropped.get(ALSO_TRAINED_ON, 0)
     return EvalReport(config, policy, plan, grades, versions, wall_s, stated, trained_on)
 
 
 @dataclass
 class EvalProgress:
-    """Completions so far."""
+    """Counts completions and grades, and when the last of them came."""
 
     total: int
     on_answer: Callable[[int], None]
@@ -141,29 +142,29 @@ class EvalProgress:
     last_s: float = field(default_factory=time.monotonic)
 
     def answered(self) -> None:
-        """One more is there."""
+        """Count one completion."""
         self.done, self.last_s = self.done + 1, time.monotonic()
         self.on_answer(self.total)
 
     def judged(self, completions: int) -> None:
-        """So many more have verdicts and answers."""
+        """Count `completions` that have rewards and extracted answers."""
         self.graded, self.last_s = self.graded + completions, time.monotonic()
 
 
-async def _grade(progress: EvalProgress, plan: EvalPlan, hall: EvalContext, patience_s: float) -> EvalResult:
-    exam = EvalRunner(hall, progress.answered, progress.judged)
-    grading = asyncio.create_task(exam.grade(plan))
+async def _grade(progress: EvalProgress, plan: EvalPlan, context: EvalContext, patience_s: float) -> EvalResult:
+    runner = EvalRunner(context, progress.answered, progress.judged)
+    grading = asyncio.create_task(runner.grade(plan))
     try:
         while not (await asyncio.wait([grading], timeout=LOOK_EVERY_S))[0]:
             if time.monotonic() - progress.last_s > patience_s:
-                raise _waited_too_long(progress, exam, patience_s)
+                raise _waited_too_long(progress, runner, patience_s)
         return grading.result()
     finally:
         await cancel_and_wait(grading)
 
 
-def _waited_too_long(progress: EvalProgress, exam: EvalRunner, patience_s: float) -> WaitTimeout:
-    if exam.generating:
+def _waited_too_long(progress: EvalProgress, runner: EvalRunner, patience_s: float) -> WaitTimeout:
+    if runner.generating:
         awaited = f"the next completion ({progress.done} of {progress.total} are there)"
         return WaitTimeout(awaited, patience_s, "Raise --patience if completions take that long")
     awaited = f"the reward functions to judge completions ({progress.done} are there, {progress.graded} are judged)"
@@ -180,7 +181,8 @@ def _versions(papers: list[PromptResult]) -> dict[int, int]:
 
 
 def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: EvalPlan, prompts: int) -> dict[str, Any]:
-    """The entry of summary.json for this very version, measured as here, on as many `prompts`; {} if there is none."""
+    """The entry of the run's summary.json for this version, measured on as many prompts and samples at temperature 1;
+    {} if there is none."""
     if isinstance(policy, LiveRun) or policy.version is None or plan.temperature != 1.0:
         return {}
     summary = RunFolder(config.run_dir).path / "summary.json"
@@ -195,7 +197,7 @@ def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: Eva
 
 
 def facts(report: EvalReport) -> dict[str, Any]:
-    """For `--json`."""
+    """The report as the object that `--json` writes."""
     grades, policy = report.grades, report.policy
     return {
         "run": report.config.name,
@@ -226,7 +228,7 @@ def _policy_facts(report: EvalReport, policy: Checkpoint | LiveRun) -> dict[str,
 
 
 def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
-    """For `--save`: one completion each."""
+    """One object for each completion, as `--save` writes them."""
     right_at, first = report.config.eval.right_at, report.config.rewards.functions[0].name
     for paper in report.grades.prompts:
         for how, answers in (("sampled", paper.sampled), ("greedy", paper.greedy)):

@@ -1,19 +1,14 @@
-"""Which policy `async-grpo eval` and `chat` are about: a checkpoint of a run, any other one, or the live run.
+"""The policy that `async-grpo eval` and `chat` ask: a checkpoint of a run, any other checkpoint, or the live run.
 
     CONFIG (+ overrides) or run folder --> chosen run
-    chosen run, --checkpoint PATH      --> Checkpoint --+--open_policy--> what samples, and a tokenizer
-    chosen run, --live                 --> LiveRun    --+
+    chosen run, --checkpoint PATH      --> Checkpoint --engine--+
+                                                                +--open_policy--> Sampler, tokenizer
+    chosen run, --live                 --> LiveRun ----HTTP-----+
 
-Nothing of a run is changed. A resumable (Megatron) checkpoint is exported into a temporary folder by a process of its
-own, because Megatron-core takes a process for itself.
-
-An exam room without a run: prompts, workflow and reward pool of a configuration around whatever samples.
-
-    checkpoint --> VllmEngine --+
-                                +--> OfflineContext --> Exam
-    live servers --> remote ----+
-
-Everything is closed in the reverse order, also when a later part cannot be had.
+`open_context` adds what an evaluation needs beside a sampler: prompts, workflow and reward pool of the configuration.
+Nothing of a run is changed. A resumable (Megatron) checkpoint is exported into a temporary folder by another process,
+because Megatron-core needs a process for itself. Everything is closed in the reverse order, also when a later part
+cannot be opened.
 """
 
 from __future__ import annotations
@@ -42,35 +37,36 @@ from rollout_server.engines.http import KEY_VARIABLE, HttpSampler
 from rollout_server.workflows import Workflow, make_workflow
 
 _EXPORT_PREFIX = "hf-"
-
-
 _SHOWN_LINES = 3
-
-
 EXPORT_TIMEOUT_S = 3600.0
-"""For the largest checkpoint, from a slow disk."""
+"""Enough for the largest checkpoint on a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Weights on disk. `version`: the policy version, None if the folder does not tell. `resumable`: Megatron's form,
-    which is exported first."""
+    """Weights on disk."""
 
     path: Path
     version: int | None
+    """Policy version; None if the folder does not say."""
     resumable: bool = False
+    """Whether it is a Megatron checkpoint, which is exported first."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A run that is going on. `servers`: address of every rollout server that answers over HTTP -> version."""
+    """A run that is going on."""
 
     config: RunConfig
     servers: dict[str, int]
+    """Address of every rollout server that answers over HTTP -> its policy version."""
 
 
 def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> tuple[RunConfig, RunFolder]:
-    """The configuration and the folder, which may be absent. Raises ConfigError."""
+    """The configuration of the run and its folder, which may be absent.
+
+    Raises ConfigError if no run or two runs are named, or if `run_dir` is not the folder of a run.
+    """
     if run_dir is not None:
         if path is not None or overrides:
             raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
@@ -87,7 +83,7 @@ def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None
 
 
 def differences(config: RunConfig, folder: RunFolder) -> list[str]:
-    """Keys whose values differ from those that the run was made with; [] if there is no such run."""
+    """Keys whose values differ from those that the run was started with; [] if there is no such run."""
     if not folder.config_file.is_file():
         return []
     made_with = load(folder.config_file).model_dump(mode="json")
@@ -95,7 +91,7 @@ def differences(config: RunConfig, folder: RunFolder) -> list[str]:
 
 
 def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
-    """What `--checkpoint` names, or else the run's final one. Raises ConfigError that says what there is."""
+    """The checkpoint `given`, or the run's final one. Raises ConfigError that lists the checkpoints of the run."""
     if given is None:
         final = folder.path / "checkpoints" / "hf"
         if not final.is_dir():
@@ -119,7 +115,8 @@ def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
 
 @asynccontextmanager
 async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) -> AsyncIterator[Path]:
-    """Its Hugging Face folder, for the length of the block. Raises RoleFailed, WaitTimeout if it is not exported."""
+    """The checkpoint as a Hugging Face folder, for the length of the block. Raises RoleFailed if the export fails,
+    WaitTimeout if it takes too long."""
     if not checkpoint.resumable:
         yield checkpoint.path
         return
@@ -131,7 +128,8 @@ async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) ->
 
 
 async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> LiveRun:
-    """The rollout servers of a run that is going on. Raises ConfigError, ServerLost."""
+    """The rollout servers of a run that is going on. Raises ConfigError if there are none that answer over HTTP,
+    ServerLost if the server of the buffer cannot be reached."""
     config = find_run(path, overrides, run_dir)
     board = await connect_board(config.redis, config.name)
     try:
@@ -156,7 +154,7 @@ async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path |
 async def open_policy(
     config: RunConfig, policy: Checkpoint | LiveRun, name: str, patience_s: float, say: Callable[[str], None]
 ) -> AsyncIterator[tuple[Sampler, Path]]:
-    """What samples, and a folder with the policy's tokenizer. `patience_s`: for one completion of a live run.
+    """A sampler of the policy, and a folder with its tokenizer. `patience_s` limits one completion of a live run.
 
     Raises ConfigError, EngineError, DependencyError, RoleFailed, WaitTimeout.
     """
@@ -217,7 +215,7 @@ def _version_of(folder: Path) -> int | None:
 
 
 def _what_there_is(folder: RunFolder) -> str:
-    """For who named none that is there."""
+    """The checkpoints of a run, for the error that says none was found."""
     checkpoints = folder.path / "checkpoints"
     found = sorted(
         path for path in checkpoints.glob("*") if path.name.isdecimal() or path.name.startswith(_EXPORT_PREFIX[:-1])
@@ -233,7 +231,7 @@ def _what_there_is(folder: RunFolder) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OfflineContext:
-    """What `exam.Exam` needs, and nothing of a run."""
+    """An `EvalContext` without a run."""
 
     config: RunConfig
     name: str
@@ -245,8 +243,8 @@ class OfflineContext:
 
 @asynccontextmanager
 async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterator[Sampler]:
-    """An engine with the weights of a Hugging Face folder, set up as those of the run. Raises EngineError,
-    DependencyError."""
+    """An engine with the weights of a Hugging Face folder and the settings of the run's engines. Raises EngineError if
+    it does not start, DependencyError if vLLM is missing."""
     engine = make_engine(config, model, name=name)
     try:
         await engine.start()
@@ -256,11 +254,11 @@ async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterato
 
 
 @asynccontextmanager
-async def open_hall(
+async def open_context(
     config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str, *, kept: int
 ) -> AsyncIterator[OfflineContext]:
-    """The configuration's held-out prompts, workflow and rewards around a sampler; the run kept the first `kept` of
-    them from training. Raises ConfigError, DataError."""
+    """A sampler with the held-out prompts, workflow and rewards of the configuration; the run kept the first `kept`
+    prompts from training. Raises ConfigError or DataError if a part cannot be made."""
     source = make_source(config, tokenizer, kept=kept)
     async with RewardPool(config.rewards) as pool:
         yield OfflineContext(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

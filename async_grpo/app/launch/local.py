@@ -1,13 +1,11 @@
 """`async-grpo run`: everything of one run on this machine.
 
-    folder -> first policy -> server -> trainer and rollout servers -> report
+    folder -> first policy -> server -> trainer and rollout servers -> summary.json, report.md, plots, timeline.json
 
-Start: the server first (everyone needs it), then trainer and rollout servers at once: the trainer
-publishes version 0, the rollout servers wait for it, and each is ready when it says so on the run
-board. Stop: trainer and rollout servers, then the report, then the server. Ctrl-C does the same in
-the middle; a second Ctrl-C does not wait. Whatever ends, everything ends: no orphan stays.
-
-What is left of a run: summary.json, report.md with its plots, timeline.json.
+Start: the server first, because everyone needs it, then trainer and rollout servers at once. The trainer publishes
+version 0, the rollout servers wait for it, and each role is ready when it says so on the run board. Stop: trainer and
+rollout servers, then the report, then the server. Ctrl-C stops in the same order; a second Ctrl-C does not wait. When
+the run ends, for any reason, all of its processes end.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
-from async_grpo.app.launch.run_folder import RunFolder, RunState, claimed, open_run, write_config
+from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_state_plane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_view import LiveView
@@ -42,9 +40,12 @@ from async_grpo.utils.child_process import adopt_orphans
 from async_grpo.wire.board import Evaluation
 from buffer import BufferStats, is_over
 
+INTERRUPTED = 130
+T = TypeVar("T")
+
 
 async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, stats: BufferStats) -> dict[str, Any]:
-    """Write all three; returns the summary. Safe to repeat."""
+    """Write summary.json, report.md with its plots, and timeline.json; returns the summary. Safe to repeat."""
     rows = read_rows(folder.path / "metrics.jsonl")
     restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
     evaluations = await plane.board.evaluations()
@@ -64,7 +65,7 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
 
 
 def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
-    """The accuracies for TensorBoard, beside the trainer's own events."""
+    """Write the accuracies for TensorBoard, beside the trainer's own events."""
     writer = TensorBoardTracker(config.run_dir, config.telemetry.tensorboard)
     for evaluation in evaluations:
         writer.write_evaluation(evaluation)
@@ -72,7 +73,7 @@ def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
 
 
 def headline(summary: dict[str, Any], folder: RunFolder) -> str:
-    """The end of a run in a few lines."""
+    """The result of a run in a few lines."""
     if not summary["steps"]:
         return f"nothing was trained: no step was finished\nreport: {folder.path / 'report.md'}"
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
@@ -90,28 +91,23 @@ def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.1%}"
 
 
-INTERRUPTED = 130
-
-
-T = TypeVar("T")
-
-
 async def run(
     config: RunConfig, *, fresh: bool, command: str, confirm: Callable[[str], bool] = lambda question: False
 ) -> int:
-    """Run or resume; returns the exit code (0 trained, 130 interrupted). Raises RoleFailed, ConfigError.
+    """Run or resume; returns the exit code: 0 trained, 130 interrupted.
 
-    `confirm` is asked before `fresh` deletes a run from a shared server.
+    `confirm` is asked before `fresh` deletes a run from a shared server. Raises ConfigError for a run that cannot be
+    started here, RoleFailed if a role fails more often than it may be restarted.
     """
     _check_one_machine(config)
-    role_cores(config, cores_here())  # what they are is asked when the roles start; that they are there, at once
+    role_cores(config, cores_here())  # checked now, read again when the roles start
     adopt_orphans()
     if fresh:
         await check_fresh(config, confirm)
     folder = open_run(config, fresh=fresh)
     state = folder.read_state()
     interrupted = asyncio.Event()
-    with claimed(folder), LiveView(config, Console()) as view, stop_signals(interrupted.set):
+    with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
         if state.finished_steps >= config.steps:
             view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
             return 0
@@ -139,7 +135,7 @@ def _check_one_machine(config: RunConfig) -> None:
 
 
 async def _needed(plane: StatePlane, specs: list[RoleSpec]) -> list[RoleSpec]:
-    """Without the rollout servers, if a run that is taken up again has nothing left for them to do."""
+    """The roles to start: without the rollout servers if a resumed run has nothing left for them to do."""
     over = await is_over(plane.config, plane.buffer, plane.board)
     return [spec for spec in specs if spec.name == TRAINER] if over else specs
 
@@ -177,7 +173,8 @@ class LocalLauncher:
         self._roles: asyncio.Task[None] | None = None
 
     async def go(self, interrupted: asyncio.Event) -> None:
-        """See the run to its end, whatever that is, and write what there is to report."""
+        """Run until the last step, an error or Ctrl-C, then stop the roles and write the report. Raises Interrupted,
+        RoleFailed, ServerLost."""
         self._view.phase(f"starting {', '.join(self._supervisor.states)}")
         try:
             await _unless(interrupted, self._watch())
@@ -189,7 +186,7 @@ class LocalLauncher:
             await self._try_report(failed=sys.exc_info()[0] is not None)
 
     async def _watch(self) -> None:
-        """Until all roles have ended. Raises what goes wrong first, in a role or in looking at them."""
+        """Wait until all roles have ended. Raises the first error of a role or of the monitor."""
         self._roles = asyncio.create_task(self._supervisor.watch())
         looks = [asyncio.create_task(self._monitor.watch()), asyncio.create_task(self._monitor.keep_server())]
         try:
@@ -203,14 +200,14 @@ class LocalLauncher:
             raise RoleFailed(f"all roles have left, but the run is not trained to its end: {self._folder.path}/logs")
 
     async def _generated(self) -> bool:
-        """Whether rollout servers have nothing left to do, as far as the server of the buffer can be asked."""
+        """Whether rollout servers have nothing left to do; False if the server of the buffer cannot be asked."""
         try:
             return self._monitor.trained() and await is_over(self._plane.config, self._plane.buffer, self._plane.board)
         except ServerLost:
             return False  # a role that comes back needlessly leaves by itself
 
     async def _stop(self, again: asyncio.Event) -> None:
-        """SIGTERM and patience; a second Ctrl-C ends the patience. No role is left then, nor one about to start."""
+        """Send SIGTERM and wait; after a second Ctrl-C (`again`), kill. No role is left, or about to start."""
         stopping = asyncio.create_task(self._supervisor.stop())
         try:
             await race(stopping, again.wait())
@@ -221,7 +218,7 @@ class LocalLauncher:
             await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is on its way already
 
     async def _try_report(self, *, failed: bool) -> None:
-        """What ended the run is what is told, not what a report lacks then: a server or a disk that is gone."""
+        """Write the report. After a failed run, a report that cannot be written does not hide the run's own error."""
         try:
             await self._report()
         except (BufferFault, OSError) as error:
@@ -230,7 +227,7 @@ class LocalLauncher:
             self._view.say(f"no report could be written: {error}")
 
     async def _report(self) -> None:
-        """summary.json, report.md and timeline.json of whatever has been trained."""
+        """Write run.json and the report of what has been trained, and print its headline."""
         stats = await self._plane.buffer.stats()
         self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
         self._state.restarts |= self._supervisor.restarts
@@ -241,7 +238,7 @@ class LocalLauncher:
 
 
 async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, cancelled (and waited for) when the event comes first. Raises Interrupted."""
+    """The result of `work`. If the event comes first, cancels `work`, waits for it and raises Interrupted."""
     try:
         return await race(work, interrupted.wait())
     except Overtaken:

@@ -1,18 +1,14 @@
-"""`runs/<name>/`: one experiment. The same command again resumes it; another experiment is refused.
+"""RunFolder: `runs/<name>/`, one experiment. The same command again resumes it; another experiment is refused.
 
-The checkpoints of a run, found from its folder.
+    CONFIG (+ overrides)  -->  name and folder of the run  --open_run-->        RunFolder, made or taken up
+                                                           --find_run-->        configuration with the server's address
+                                                           --find_checkpoint--> folder of one of its checkpoints
 
-From what a user types to the server that holds a run: its configuration with the server's address.
-
-    CONFIG (+ overrides)  -->  the name and folder of the run  -->  its roles.yaml, or redis.url
-    run folder            -->  its roles.yaml
-
-Nothing is made, started or written.
+`find_run` and `find_checkpoint` also start from the folder alone; they make, start and write nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +16,8 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,22 +39,22 @@ _FREE_KEYS = (
     *("trainer.nodes", "trainer.rendezvous"),
     *("rollout.http", "rollout.sample_deadline_s"),
 )
-"""May change between a run and its resumption, since they do not change what is learned: beside the sections of a
-machine, how the trainer's work is laid out over ranks and memory, and when it saves. A checkpoint is read by any
-layout, so that a run begun on eight devices goes on with two."""
-
-
+"""Keys that may change between a run and its resumption, since they do not change what is learned: the sections of a
+machine, how the trainer's work is laid out over ranks and memory, and when it saves. Any layout reads a checkpoint, so
+that a run begun on eight devices goes on with two."""
+PATIENCE_S = 5.0
+"""Longest wait for the server in `find_run`: somebody sits in front of the terminal."""
 _SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
 
 
 @dataclass
 class RunState:
-    """What the supervisor remembers over resumptions."""
+    """run.json: what the supervisor remembers between invocations."""
 
     wall_s: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)
     finished_steps: int = 0
-    """The run was trained, evaluated and reported to this step; 0: not yet to its end."""
+    """The step to which the run was trained, evaluated and reported; 0 if it has not come to its end."""
     command: str = ""
 
 
@@ -69,32 +66,33 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration: the same command with it makes the same run."""
+        """The resolved configuration: `async-grpo run` with it makes the same run."""
         return self.path / "config.yaml"
 
     @property
     def roles_file(self) -> Path:
-        """The configuration with the server's address: for the roles that `run` starts, and for who looks for the
-        run. Roles that are started one by one write it in turn, each as its own machine has it."""
+        """The configuration with the server's address, for the roles that `run` starts and for `find_run`. Roles that
+        are started one by one write it in turn, each with the values of its own machine."""
         return self.path / "roles.yaml"
 
     def roles_file_of(self, role: str) -> Path:
-        """What a role that was started on its own reads: another machine that shares this folder has other values."""
+        """The configuration of a role that was started on its own; other machines that share this folder have other
+        values."""
         return self.path / "roles" / f"{role}.yaml"
 
     @property
     def id_file(self) -> Path:
-        """What tells this run from another of its name; it goes where the folder goes, and ends with it."""
+        """The id that tells this run from another of its name; it moves and ends with the folder."""
         return self.path / "run.id"
 
     @property
     def place(self) -> str:
-        """HOST:PATH."""
+        """HOST:PATH of the folder."""
         return f"{socket.gethostname()}:{self.path}"
 
     @property
     def origin(self) -> str:
-        """ID HOST:PATH, as a shared server is told; the id is made when it is first asked for."""
+        """ID HOST:PATH, as it is stored on a shared server; the id is made when it is first asked for."""
         if not self.id_file.exists():
             write_atomic(self.id_file, uuid.uuid4().hex)
         return f"{self.id_file.read_text()} {self.place}"
@@ -106,11 +104,19 @@ class RunFolder:
 
     @property
     def state_file(self) -> Path:
-        """Wall time, restarts and whether it is finished."""
+        """The file of `RunState`."""
         return self.path / "run.json"
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the run for this process, for the length of the block. Raises ConfigError if another one does."""
+        busy = ConfigError(
+            f"another `async-grpo run` is at work in {self.path}. Wait for it, stop it, or give this run another name "
+            "(-o name=...)"
+        )
+        return locked(self.lock_file, busy)
+
     def log(self, role: str) -> Path:
-        """Where standard output and errors of a role go."""
+        """The file for standard output and errors of a role."""
         return self.path / "logs" / f"{role}.log"
 
     def read_state(self) -> RunState:
@@ -120,13 +126,16 @@ class RunFolder:
         return RunState(**json.loads(self.state_file.read_text()))
 
     def write_state(self, state: RunState) -> None:
-        """Atomically."""
+        """Write run.json, whole or not at all."""
         write_atomic(self.state_file, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
-    """Make the folder, or take up the one that is there. Raises ConfigError if it is another experiment's, or if
-    another process is at work in it and it should be removed."""
+    """Make the folder of a run, or take up the one that is there; `fresh` removes that first.
+
+    Raises ConfigError if the folder holds another experiment, or if it cannot be removed because another process is at
+    work in it or it is not the folder of a run.
+    """
     folder = RunFolder(config.run_dir.absolute())
     if fresh and folder.path.exists():
         _remove(folder)
@@ -136,33 +145,21 @@ def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
     return folder
 
 
-@contextlib.contextmanager
-def claimed(folder: RunFolder) -> Iterator[None]:
-    """Hold the run for this process; the kernel gives it back however the process ends. Raises ConfigError."""
-    busy = ConfigError(
-        f"another `async-grpo run` is at work in {folder.path}. Wait for it, stop it, or give this run another name "
-        "(-o name=...)"
-    )
-    with locked(folder.lock_file, busy):
-        yield
-
-
 def write_config(folder: RunFolder, config: RunConfig, *, for_roles: RunConfig) -> None:
-    """The resolved copies beside the run; secrets never stand in a configuration."""
+    """Write config.yaml and roles.yaml; a configuration never contains secrets."""
     write_atomic(folder.config_file, dump(config))
     write_atomic(folder.roles_file, dump(for_roles))
 
 
 def write_role(folder: RunFolder, role: str, config: RunConfig) -> Path:
-    """The file of one role, for it alone to read."""
+    """Write the configuration that one role alone reads; returns the file."""
     file = folder.roles_file_of(role)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, dump(config))
-    return file
+    return write_atomic(file, dump(config))
 
 
 def run_name(base: str, overrides: Iterable[str]) -> str:
-    """The name of a run with overrides: each experiment gets a folder of its own.
+    """The name of a run with overrides, so that each experiment has its own folder.
 
     >>> run_name("quickstart", ["max_staleness=0", "seed=3"])
     'quickstart-max_staleness.0-seed.3'
@@ -175,7 +172,7 @@ def run_name(base: str, overrides: Iterable[str]) -> str:
 
 
 def changed_keys(before: Any, after: Any) -> list[str]:
-    """Dotted keys whose values differ between two resolved configurations; where a run works does not count.
+    """Dotted keys whose values differ between two resolved configurations, without the keys of a machine.
 
     >>> changed_keys({"seed": 1, "redis": {"url": "a"}}, {"seed": 2, "redis": {"url": "b"}})
     ['seed']
@@ -188,11 +185,11 @@ def _short(value: str) -> str:
 
 
 def _remove(folder: RunFolder) -> None:
-    """Only ever a folder that a run made."""
+    """Remove the folder, but only if a run made it."""
     known = folder.config_file.exists() or folder.lock_file.exists()
     if not known and any(folder.path.iterdir()):
         raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
-    with claimed(folder):
+    with folder.locked():
         shutil.rmtree(folder.path)
 
 
@@ -207,7 +204,8 @@ def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _resolved(file: Path) -> Any:
-    """With what has been added to the configuration since, at its default; as it stands if this release refuses it."""
+    """The values of a configuration file, with keys that have been added since at their defaults; the file as it is
+    if this release refuses it."""
     try:
         return load(file).model_dump(mode="json")
     except ConfigError:
@@ -215,7 +213,10 @@ def _resolved(file: Path) -> Any:
 
 
 def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path]:
-    """The configuration of a run and the folder of a checkpoint, the newest by default. Raises ConfigError."""
+    """The configuration of a run and the folder of a checkpoint, the newest if `version` is None.
+
+    Raises ConfigError if `run_dir` is not the folder of a run or has no such checkpoint.
+    """
     folder = RunFolder(run_dir)
     if not folder.config_file.is_file():
         raise ConfigError(f"{run_dir} is not the folder of a run (it has no {folder.config_file.name}). Check the name")
@@ -235,12 +236,11 @@ def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path
     return load(folder.config_file), checkpoints / f"{wanted:08d}"
 
 
-PATIENCE_S = 5.0
-"""For the server, at most: somebody sits in front of the terminal."""
-
-
 def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:
-    """The configuration of a run that was started, `redis.url` set. Raises ConfigError."""
+    """The configuration of a started run, with `redis.url` set and short timeouts.
+
+    Raises ConfigError if no run or two runs are named, or if the named run was not started or does not run any more.
+    """
     if run_dir is not None:
         if config is not None or overrides:
             raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
@@ -265,7 +265,7 @@ def _of_folder(folder: RunFolder) -> RunConfig:
 
 
 def _check_embedded(config: RunConfig) -> None:
-    """Its server lives as long as the run does, and has no password."""
+    """Raise ConfigError if the embedded server is gone; it lives as long as the run does and has no password."""
     socket = Path(unquote(urlsplit(config.redis.url or "").path))
     if not socket.is_socket():
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""async_grpo/app/report"""
+"""What people read of a run: the live view, report.md and its plots."""

@@ -1,16 +1,17 @@
-"""`DIR/`: one sweep.
+"""SweepFolder: the files of one sweep.
 
 points.json         its points, as they were asked for, and how the last attempt at each ended
-configs/NAME.yaml   the resolved configuration of each
+configs/NAME.yaml   the resolved configuration of each point
 logs/NAME.log       what `async-grpo run` printed
 runs/NAME/          the run itself
+sweep.lock          held by the process that works here
 report.md, sweep.json, plots/
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +31,17 @@ class PointRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     values: dict[str, str]
     error: str = ""
-    """Of the last attempt; "" if it finished, was stopped, or has not been made."""
+    """Error of the last attempt; "" if it finished, was stopped, or has not been made."""
     at_once: int = 1
-    """How many runs shared the machine, at most."""
+    """Largest number of runs that shared the machine."""
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sweep remembers over invocations."""
+    """points.json: what a sweep remembers between invocations."""
 
     format: int = FORMAT
     command: str = ""
-    """The last that was typed."""
+    """The command as it was last typed."""
     points: list[PointRecord] = []
 
 
@@ -52,24 +53,24 @@ class SweepFolder:
 
     @property
     def runs_dir(self) -> Path:
-        """`runs_dir` of every run."""
+        """The folder of all runs: their `runs_dir`."""
         return self.path / "runs"
 
     @property
     def record_file(self) -> Path:
-        """Which points there are."""
+        """points.json."""
         return self.path / "points.json"
 
     def config_file(self, name: str) -> Path:
-        """What `async-grpo run` is given."""
+        """The configuration file that `async-grpo run` is given for the point `name`."""
         return self.path / "configs" / f"{name}.yaml"
 
     def log(self, name: str) -> Path:
-        """What `async-grpo run` printed, over all attempts."""
+        """The output of `async-grpo run` for the point `name`, over all attempts."""
         return self.path / "logs" / f"{name}.log"
 
     def read(self) -> SweepRecord:
-        """What is known so far; a new record without the file. Raises ConfigError for a file of another format."""
+        """The record so far; an empty one if there is no file. Raises ConfigError for a file of another format."""
         if not self.record_file.exists():
             return SweepRecord()
         try:
@@ -84,30 +85,31 @@ class SweepFolder:
         return record
 
     def write(self, record: SweepRecord) -> None:
-        """Whole or not at all."""
+        """Write points.json, whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.record_file, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")
 
     def points(self, record: SweepRecord) -> list[Point]:
-        """As they were resolved when they were last asked for, wherever this folder is by now. Raises ConfigError."""
+        """The points as they were resolved when they were last asked for; `runs_dir` is where this folder is now.
+
+        Raises ConfigError if a configuration cannot be loaded.
+        """
         configs = [load(self.config_file(known.name)) for known in record.points]
         here = [config.model_copy(update={"runs_dir": self.runs_dir}) for config in configs]
         return [Point(known.values, config) for known, config in zip(record.points, here, strict=True)]
 
     def write_configs(self, points: Sequence[Point]) -> None:
-        """One file a point."""
+        """Write the configuration file of every point."""
         for point in points:
             file = self.config_file(point.name)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, dump(point.config))
 
-    @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Hold the sweep for this process; the kernel gives it back however the process ends. Raises ConfigError."""
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the sweep for this process, for the length of the block. Raises ConfigError if another one does."""
         self.path.mkdir(parents=True, exist_ok=True)
         busy = ConfigError(
             f"another `async-grpo sweep` is at work in {self.path}. Wait for it, stop it, or give this one another "
             "folder (--out)"
         )
-        with locked(self.path / "sweep.lock", busy):
-            yield
+        return locked(self.path / "sweep.lock", busy)

@@ -1,17 +1,14 @@
-"""Which runs a sweep has: those that it had, and those that are asked for now. Pure but for `Resolve`.
+"""The points of a sweep: those that it had, and those that `--grid` and `--seeds` ask for. Pure but for `Resolve`.
 
     known points  --resolved again-->  as they were?  --no-->  refused: another base configuration
     grid x seeds  --resolved-------->  allowed?       --no-->  refused: which point, and why
 
 Nothing is started before every point is known to be allowed.
-
-What `--grid` and `--seeds` say. Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +20,17 @@ from async_grpo.app.launch.run_folder import changed_keys, run_name
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 
+_NAME_LENGTH = 64
+_SHOWN_REFUSALS = 10
 _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "'\""
-
-
 _RESERVED = {
     "seed": "Give the seeds with --seeds 1,2,3",
     "name": "A sweep names its runs itself; -o name=... names the sweep",
     "runs_dir": "A sweep keeps its runs in its own folder; --out says which",
 }
+
+Resolve = Callable[[Sequence[str]], RunConfig]
+"""Overrides -> the sweep's configuration file with them, checked as a run. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class Axis:
 
 
 def parse_axis(text: str) -> Axis:
-    """`key=a,b,c` -> Axis; a comma inside brackets or quotes belongs to its value. Raises ConfigError.
+    """The axis of one `--grid key=a,b,c`; a comma inside brackets or quotes belongs to its value.
+
+    Raises ConfigError for another form, a reserved key or a repeated value.
 
     >>> parse_axis("trainer.objective.corrections=[],[geo_rs, opsm]").values
     ('[]', '[geo_rs, opsm]')
@@ -60,7 +62,8 @@ def parse_axis(text: str) -> Axis:
 
 
 def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> list[Axis]:
-    """Every `--grid`. Raises ConfigError, also for a key that stands twice or in `-o`, too."""
+    """The axes of all `--grid` options. Raises ConfigError if there are none or one is wrong, and for a key that stands
+    twice or in `-o` as well."""
     axes = [parse_axis(text) for text in texts]
     if not axes:
         raise ConfigError(
@@ -76,7 +79,7 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> list[Axis]:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """`1,2,3` -> (1, 2, 3). Raises ConfigError."""
+    """The seeds of `--seeds 1,2,3`. Raises ConfigError for anything but distinct whole numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(f"--seeds {text!r} is not a list of whole numbers such as 1,2,3")
@@ -87,13 +90,13 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Every choice of one value per axis, the last axis fastest; the product of no axes is one empty choice."""
+    """Every choice of one value per axis, the last axis varying fastest; one empty choice if there are no axes."""
     keys = [axis.key for axis in axes]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
+    return [dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes))]
 
 
 def split_values(text: str) -> list[str]:
-    """At the commas that stand in no bracket and no quotes."""
+    """Split `text` at the commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -111,32 +114,22 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-Resolve = Callable[[Sequence[str]], RunConfig]
-"""Overrides on top of the sweep's configuration file -> a checked run. Raises ConfigError."""
-
-
-_NAME_LENGTH = 64
-
-
-_SHOWN_REFUSALS = 10
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """One run: a choice of one value per axis, with a seed."""
 
     values: Mapping[str, str]
-    """By key, as typed."""
+    """Key -> value, as typed."""
     config: RunConfig
 
     @property
     def name(self) -> str:
-        """Of the run and of its folder."""
+        """Name of the run and of its folder."""
         return self.config.name
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """Seed of the run."""
         return self.config.seed
 
     def __str__(self) -> str:
@@ -145,9 +138,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What a command asks for. `name` is the beginning of every run's name."""
+    """The points that a command asks for."""
 
     name: str
+    """Beginning of every run's name."""
     overrides: Sequence[str]
     axes: Sequence[Axis]
     seeds: Sequence[int]
@@ -162,18 +156,18 @@ class SweepPlan:
     asked: frozenset[str]
 
 
-def lay_out(ask: SweepRequest, known: Sequence[Point], resolve: Resolve) -> SweepPlan:
-    """The sweep with the points that it had (`known`, as they were resolved then) and those of the grid.
+def lay_out(request: SweepRequest, known: Sequence[Point], resolve: Resolve) -> SweepPlan:
+    """The plan with the points that the sweep had (`known`, as they were resolved then) and those of the grid.
 
-    Raises ConfigError if the known ones would be other runs now, if a new one is refused, or if two are one.
+    Raises ConfigError if a known point would be another run now, if a new one is refused, or if two are the same run.
     """
-    known = [_again(point, ask, resolve) for point in known]
+    known = [_again(point, request, resolve) for point in known]
     taken = {point.name for point in known}
     asked: list[Point] = []
     refusals: dict[str, int] = {}  # in order, each once, whatever the seed
-    for values, seed in product(combinations(ask.axes), ask.seeds):
+    for values, seed in product(combinations(request.axes), request.seeds):
         try:
-            point = _make(ask, values, seed, taken, resolve)
+            point = _make(request, values, seed, taken, resolve)
         except ConfigError as error:
             refusals.setdefault(f"{', '.join(assignments(values))}: {error}", seed)
             continue
@@ -181,14 +175,14 @@ def lay_out(ask: SweepRequest, known: Sequence[Point], resolve: Resolve) -> Swee
         taken.add(point.name)
         asked.append(point)
     if refusals:
-        raise ConfigError(_refused(list(refusals), len(combinations(ask.axes))))
+        raise ConfigError(_refused(list(refusals), len(combinations(request.axes))))
     _check_distinct(asked)
     names = frozenset(point.name for point in asked)
     return SweepPlan([*(point for point in known if point.name not in names), *asked], names)
 
 
 def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collection[str] = ()) -> str:
-    """What the run of a point is called: readable, and, where that is too long or taken, told apart by a digest.
+    """The name of a point's run: readable, and with a digest if the readable name is too long or taken.
 
     >>> point_name("quickstart", {"max_staleness": "4"}, 2)
     'quickstart-max_staleness.4-seed.2'
@@ -201,34 +195,37 @@ def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collectio
 
 
 def describe(values: Mapping[str, str], seed: int) -> str:
-    """`max_staleness=4, seed=2`."""
+    """A point in words, such as `max_staleness=4, seed=2`."""
     return ", ".join([*assignments(values), f"seed={seed}"])
 
 
 def assignments(values: Mapping[str, str]) -> list[str]:
-    """As overrides."""
+    """The values as overrides: `key=value`."""
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def _make(ask: SweepRequest, values: Mapping[str, str], seed: int, taken: Collection[str], resolve: Resolve) -> Point:
-    return Point(values, resolve(_overrides(ask, values, seed, point_name(ask.name, values, seed, taken))))
+def _make(
+    request: SweepRequest, values: Mapping[str, str], seed: int, taken: Collection[str], resolve: Resolve
+) -> Point:
+    name = point_name(request.name, values, seed, taken)
+    return Point(values, resolve(_overrides(request, values, seed, name)))
 
 
-def _overrides(ask: SweepRequest, values: Mapping[str, str], seed: int, name: str) -> list[str]:
-    """The sweep's own come last, and win."""
-    own = [f"seed={seed}", f"name={name}", f"runs_dir={json.dumps(str(ask.runs_dir))}"]
-    return [*ask.overrides, *assignments(values), *own]
+def _overrides(request: SweepRequest, values: Mapping[str, str], seed: int, name: str) -> list[str]:
+    """The overrides of a point; those of the sweep itself come last and win."""
+    own = [f"seed={seed}", f"name={name}", f"runs_dir={json.dumps(str(request.runs_dir))}"]
+    return [*request.overrides, *assignments(values), *own]
 
 
-def _again(point: Point, ask: SweepRequest, resolve: Resolve) -> Point:
-    """The point as it is now; only where and how it runs may have changed, for it is part of the comparison."""
-    now = resolve(_overrides(ask, point.values, point.seed, point.name))
+def _again(point: Point, request: SweepRequest, resolve: Resolve) -> Point:
+    """The point resolved again. Where and how it runs may have changed, nothing else: it is part of the comparison."""
+    now = resolve(_overrides(request, point.values, point.seed, point.name))
     changed = changed_keys(_plain(point.config), _plain(now))
     if changed:
         raise ConfigError(
-            f"{ask.runs_dir.parent} holds a sweep of another base configuration: {', '.join(changed)} would differ for "
-            f"its point {point}. Points of two configurations do not compare. Restore the configuration, or give this "
-            "sweep a folder of its own (--out)"
+            f"{request.runs_dir.parent} holds a sweep of another base configuration: {', '.join(changed)} would differ "
+            f"for its point {point}. Points of two configurations do not compare. Restore the configuration, or give "
+            "this sweep a folder of its own (--out)"
         )
     return replace(point, config=now)
 

@@ -1,6 +1,6 @@
-"""The pictures of a sweep, as PNG files in DIR/plots. Needs no display; leaves pyplot's state alone.
+"""The plots of a sweep, PNG files in DIR/plots. They need no display and leave pyplot's state alone.
 
-Colour is the value of the first axis; line and marker are those of the others.
+The colour shows the value of the first axis; line and marker show those of the other axes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PANELS: tuple[tuple[str, Callable[[PointMetrics], float | None]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class LineStyle:
-    """How a setting is drawn everywhere."""
+    """How a setting is drawn in every plot."""
 
     color: Any
     line: str
@@ -48,14 +48,14 @@ class LineStyle:
 def write_plots(
     folder: Path, settings: Sequence[GridSetting], candidates: Sequence[Candidate], choice: Recommendation
 ) -> list[Path]:
-    """Every picture for which there are data; returns the files, in the order of the report."""
+    """Draw every plot for which there are data; returns the files in the order of the report."""
     counted = [setting for setting in settings if setting.finished]
-    looks = looks_of(counted)
+    styles = styles_of(counted)
     drawings: dict[str, Figure | None] = {
-        "tradeoff": _tradeoff(candidates, {setting.label: setting for setting in counted}, looks, choice),
-        "reward_by_step": _rewards(counted, looks, over_seconds=False),
-        "reward_by_time": _rewards(counted, looks, over_seconds=True),
-        "figures": _figures(counted, looks),
+        "tradeoff": _tradeoff(candidates, {setting.label: setting for setting in counted}, styles, choice),
+        "reward_by_step": _rewards(counted, styles, over_seconds=False),
+        "reward_by_time": _rewards(counted, styles, over_seconds=True),
+        "figures": _figures(counted, styles),
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -66,22 +66,22 @@ def write_plots(
     return paths
 
 
-def looks_of(settings: Sequence[GridSetting]) -> dict[str, LineStyle]:
-    """By label: a colour for every value of the first axis, a line for every combination of the others."""
+def styles_of(settings: Sequence[GridSetting]) -> dict[str, LineStyle]:
+    """Label -> style: a colour for each value of the first axis, a line for each combination of the others."""
     from matplotlib import colormaps
 
     firsts = list(dict.fromkeys(_first(setting) for setting in settings))
     rests = list(dict.fromkeys(_rest(setting) for setting in settings))
-    looks = {}
+    styles = {}
     for setting in settings:
         place = firsts.index(_first(setting)) / max(1, len(firsts) - 1)
         style = rests.index(_rest(setting)) % len(_LINES)
-        looks[setting.label] = LineStyle(colormaps["viridis"](0.9 * place), _LINES[style], _MARKERS[style])
-    return looks
+        styles[setting.label] = LineStyle(colormaps["viridis"](0.9 * place), _LINES[style], _MARKERS[style])
+    return styles
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other beats in both coordinates, by the first.
+    """The points that no other point beats in both coordinates, sorted by the first.
 
     >>> pareto([(1, 3), (2, 2), (1.5, 1), (3, 1)])
     [(1, 3), (2, 2), (3, 1)]
@@ -96,10 +96,10 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _tradeoff(
     candidates: Sequence[Candidate],
     settings: dict[str, GridSetting],
-    looks: dict[str, LineStyle],
+    styles: dict[str, LineStyle],
     choice: Recommendation,
 ) -> Figure | None:
-    """Learning against speed: up and to the right is better. Points bear their values, the title the keys."""
+    """Learning against speed; up and to the right is better. Points show their values, the title the keys."""
     if not candidates:
         return None
     figure, [axes] = _panels(1, 1)
@@ -108,9 +108,9 @@ def _tradeoff(
     front = pareto([(one.samples_per_s, one.learning) for one in candidates])
     axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=1, label="not beaten in both")
     for one in candidates:
-        look = looks[one.label]
+        style = styles[one.label]
         at = (one.samples_per_s, one.learning)
-        axes.errorbar(*at, yerr=one.error, color=look.color, marker=look.marker, markersize=7, capsize=3)
+        axes.errorbar(*at, yerr=one.error, color=style.color, marker=style.marker, markersize=7, capsize=3)
         values = ", ".join(settings[one.label].values.values())
         axes.annotate(values, at, (8, 6), textcoords="offset points", fontsize=8)
         if one.label == choice.label:
@@ -123,9 +123,9 @@ def _tradeoff(
     return figure
 
 
-def _rewards(settings: Sequence[GridSetting], looks: dict[str, LineStyle], *, over_seconds: bool) -> Figure | None:
-    """Training reward: a panel for every combination of the other axes, all to one scale, and in it a line for every
-    value of the first axis: the mean over seeds, smoothed; the band is from lowest to highest seed."""
+def _rewards(settings: Sequence[GridSetting], styles: dict[str, LineStyle], *, over_seconds: bool) -> Figure | None:
+    """Training reward: one panel for each combination of the other axes, all to one scale, with a line for each value
+    of the first axis. A line is the smoothed mean over seeds, its band reaches from the lowest to the highest seed."""
     bands = {s.label: band([point.curve for point in s.finished], over_seconds=over_seconds) for s in settings}
     drawn = [setting for setting in settings if bands[setting.label] is not None]
     rests = list(dict.fromkeys(_rest(setting) for setting in drawn))
@@ -136,7 +136,7 @@ def _rewards(settings: Sequence[GridSetting], looks: dict[str, LineStyle], *, ov
     for axes, rest in zip(panels, rests, strict=False):
         axes.set_title(", ".join(rest) or "Training reward", loc="left", fontsize=9, fontweight="bold")
         for setting in (each for each in drawn if _rest(each) == rest):
-            _draw_band(axes, bands[setting.label], looks[setting.label].color, _first(setting))
+            _draw_band(axes, bands[setting.label], styles[setting.label].color, _first(setting))
     for axes in panels[len(rests) :]:
         axes.set_axis_off()
     _to_one_scale(panels[: len(rests)])
@@ -155,7 +155,7 @@ def _draw_band(axes: Axes, found: Band | None, color: Any, label: str) -> None:
 
 
 def _to_one_scale(panels: Sequence[Axes]) -> None:
-    """So that one sees at a glance which panel's lines are lower."""
+    """Give all panels the same axes, so that their lines can be compared."""
     lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
     ends = max(axes.get_xlim()[1] for axes in panels)
     for axes in panels:
@@ -163,8 +163,9 @@ def _to_one_scale(panels: Sequence[Axes]) -> None:
         axes.set_xlim(0, ends)
 
 
-def _figures(settings: Sequence[GridSetting], looks: dict[str, LineStyle]) -> Figure | None:
-    """Small multiples over the first axis: a dot a seed, a line through the means of settings that differ in it."""
+def _figures(settings: Sequence[GridSetting], styles: dict[str, LineStyle]) -> Figure | None:
+    """Small multiples over the first axis: a dot for each seed, a line through the means of each combination of the
+    other axes."""
     shown = [(title, read) for title, read in _PANELS if any(setting.measure(read) for setting in settings)]
     if not shown:
         return None
@@ -174,7 +175,7 @@ def _figures(settings: Sequence[GridSetting], looks: dict[str, LineStyle]) -> Fi
         axes.set_title(title, loc="left", fontsize=9)
         for rest in dict.fromkeys(_rest(setting) for setting in settings):
             of_rest = [setting for setting in settings if _rest(setting) == rest]
-            _draw_panel(axes, of_rest, firsts, read, looks)
+            _draw_panel(axes, of_rest, firsts, read, styles)
         axes.set_xticks(range(len(firsts)), firsts)
         highest = max(found.high for setting in settings if (found := setting.measure(read)) is not None)
         axes.set_ylim(0, 1.15 * highest or 1.0)
@@ -188,7 +189,7 @@ def _figures(settings: Sequence[GridSetting], looks: dict[str, LineStyle]) -> Fi
 
 
 def _named(panels: Sequence[Axes]) -> dict[str, Artist]:
-    """A line for every label; no panel need have all of them."""
+    """Label -> line, over all panels, since no panel has to show every label."""
     shown = [axes.get_legend_handles_labels() for axes in panels]
     return {label: line for lines, labels in shown for line, label in zip(lines, labels, strict=True)}
 
@@ -198,22 +199,23 @@ def _draw_panel(
     settings: Sequence[GridSetting],
     firsts: Sequence[str],
     read: Callable[[PointMetrics], float | None],
-    looks: dict[str, LineStyle],
+    styles: dict[str, LineStyle],
 ) -> None:
     means = [(firsts.index(_first(s)), found.mean) for s in settings if (found := s.measure(read)) is not None]
     if not means:
         return
-    style = looks[settings[0].label]
+    style = styles[settings[0].label]
     label = ", ".join(_rest(settings[0]))
     axes.plot(*zip(*means, strict=True), color=GREY, linestyle=style.line, marker=style.marker, label=label, zorder=1)
     for setting in settings:
-        place, look = firsts.index(_first(setting)), looks[setting.label]
+        place, style = firsts.index(_first(setting)), styles[setting.label]
         values = [value for point in setting.finished if (value := read(point)) is not None]
-        axes.scatter([place] * len(values), values, color=look.color, marker=look.marker, s=28, zorder=2, clip_on=False)
+        dots: dict[str, Any] = {"color": style.color, "marker": style.marker, "s": 28, "zorder": 2}
+        axes.scatter([place] * len(values), values, clip_on=False, **dots)
 
 
 def _panels(rows: int, columns: int) -> tuple[Figure, list[Axes]]:
-    """A grid of panels with a quiet grid each."""
+    """A figure of rows * columns panels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""How far a sweep is: a live table in a terminal, a line now and then anywhere else.
+"""Progress of a sweep: a live table in a terminal, a line from time to time anywhere else.
 
-with SweepView(total, console) as view:
+with SweepView(console) as view:
     view.say("max_staleness=4, seed=1: finished")
     view.update(state)
 """
@@ -24,7 +24,7 @@ _BAR_CELLS = 24
 
 @dataclass(frozen=True, slots=True)
 class RunningPoint:
-    """A run that is going on. `step` is the newest trained, `begun_at` the one that it had when it was started."""
+    """A run that is going on. `step` is the newest trained step, `begun_at` its newest step when it was started."""
 
     label: str
     step: int
@@ -36,26 +36,26 @@ class RunningPoint:
 
 @dataclass(frozen=True, slots=True)
 class SweepState:
-    """What is known now."""
+    """The state of a sweep: counts of points, the runs that are going on, and their pace."""
 
     total: int
     finished: int
     failed: int
     running: Sequence[RunningPoint]
     steps_left: int
-    """Of all points, those that are running included."""
+    """Steps left over all points, the running ones included."""
     at_once: int
     made_steps: int = 0
-    """By the runs of this invocation that have ended, in `spent_s` seconds, starts included."""
+    """Steps that the ended runs of this invocation made in `spent_s` seconds, starts included."""
     spent_s: float = 0.0
     elapsed_s: float = 0.0
     stopping: bool = False
 
 
 def eta_s(state: SweepState) -> float | None:
-    """Steps left, at the mean pace of this invocation's runs, their starts included.
+    """Seconds for the steps left at the mean pace of this invocation's runs, their starts included.
 
-    None before the first step, and behind the last.
+    None before the first step and after the last.
 
     >>> eta_s(SweepState(4, 1, 0, [], steps_left=30, at_once=2, made_steps=10, spent_s=20.0))
     30.0
@@ -93,11 +93,11 @@ class SweepView:
         self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays, above the table."""
+        """Print a line above the table; it stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, state: SweepState) -> None:
-        """Show `state`."""
+        """Show `state`; without a terminal, print a line if the last one is `every_s` old."""
         self._state = state
         if not self._console.is_terminal and state.elapsed_s - self._printed_s >= self._every_s:
             self._printed_s = state.elapsed_s
@@ -108,7 +108,7 @@ class SweepView:
 
 
 def table(state: SweepState) -> RenderableType:
-    """The sweep, and a row for every run that is going on."""
+    """A row for the sweep and one for every run that is going on."""
     rows = Table.grid(padding=(0, 2))
     done = state.finished + state.failed
     rows.add_row(Text("points", style="bold"), _bar(done, state.total), Text(_counts(state), style="bold"))

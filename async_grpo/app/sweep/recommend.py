@@ -1,13 +1,13 @@
-"""Which setting is recommended, and why. Pure.
+"""The rule that recommends a setting, and its reason in words. Pure.
 
-    1. Only settings count whose every seed has finished, with books that balance and no token older than the bound.
+    1. A setting counts if every seed has finished, its books balance and no trained token was older than the bound.
     2. `learning` is the held-out accuracy at the end (sampled), mean over seeds; where it was not measured for all of
        them, the mean training reward.
-    3. margin: what the caller tolerates; else one standard error of the best setting, the larger of the spread over
-       its seeds and the sampling error of the evaluation; else DEFAULT_TOLERANCE.
+    3. `margin` is the caller's tolerance; without one it is one standard error of the best setting, the larger of the
+       spread over its seeds and the sampling error of the evaluation; without either it is DEFAULT_TOLERANCE.
     4. Of the settings whose learning is within the margin of the best, the one that trains most samples a second.
 
-That is the one-standard-error rule: nothing is paid, in speed, for a difference that the seeds do not support.
+This is the one-standard-error rule: speed is not given up for a difference that the seeds do not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from async_grpo.app.sweep.results import PointMetrics
 from async_grpo.app.sweep.settings import GridSetting
 
 DEFAULT_TOLERANCE = 0.02
-"""Of the learning measure, where neither seeds nor an evaluation give an error."""
+"""Margin of the learning measure if neither seeds nor an evaluation give an error."""
 
 ACCURACY, REWARD = "held-out accuracy at the end (sampled)", "mean training reward"
 _LEARNING: dict[str, Callable[[PointMetrics], float | None]] = {
@@ -31,31 +31,32 @@ _LEARNING: dict[str, Callable[[PointMetrics], float | None]] = {
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting as the rule sees it. `error`: standard error of `learning`, None if unknown."""
+    """What the rule knows of a setting."""
 
     label: str
     learning: float
     error: float | None
+    """Standard error of `learning`; None if unknown."""
     samples_per_s: float
     before: float | None = None
     """The learning measure before training, where it was measured."""
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """The recommendation. `label` is "" where there is none; the reason then says why."""
+    """The recommended setting and the reason. `label` is "" if none is recommended; the reason then says why."""
 
     label: str
     reason: str
     measure: str = ""
     margin: float | None = None
     within: list[str] = []
-    """The settings that learned as well as the best, by the margin."""
+    """Labels of the settings whose learning is within the margin of the best."""
     excluded: dict[str, str] = {}
-    """Setting -> why it does not count."""
+    """Label of a setting -> why it does not count."""
 
 
 def recommend(settings: Sequence[GridSetting], tolerance: float | None = None) -> Recommendation:
-    """The setting to use, by the rule above."""
+    """The setting to use by the rule above; `tolerance` replaces the margin."""
     excluded = {setting.label: why for setting in settings if (why := _why_not(setting))}
     eligible = [setting for setting in settings if setting.label not in excluded]
     measure = learning_measure(eligible)
@@ -68,7 +69,7 @@ def recommend(settings: Sequence[GridSetting], tolerance: float | None = None) -
 def choose(
     candidates: Sequence[Candidate], measure: str, tolerance: float | None, excluded: dict[str, str] | None = None
 ) -> Recommendation:
-    """The fastest of those that learned as well as the best. `candidates` is not empty."""
+    """The fastest of the candidates within the margin of the best. `candidates` must not be empty."""
     best = max(candidates, key=lambda one: one.learning)
     margin, because = _margin(best, tolerance)
     within = [one for one in candidates if best.learning - one.learning <= margin]
@@ -84,13 +85,13 @@ def choose(
 
 
 def learning_measure(settings: Sequence[GridSetting]) -> str:
-    """Accuracy, if every finished point has it."""
+    """ACCURACY if every finished point has it, otherwise REWARD."""
     points = [point for setting in settings for point in setting.finished]
     return ACCURACY if points and all(point.accuracy_after is not None for point in points) else REWARD
 
 
 def candidate(setting: GridSetting, measure: str) -> Candidate | None:
-    """None where learning or speed is not known."""
+    """The setting as a candidate; None if its learning or its speed is not known."""
     learning = setting.measure(_LEARNING[measure])
     speed = setting.measure(lambda point: point.samples_per_s)
     if learning is None or speed is None:
@@ -132,7 +133,7 @@ def _why_not(setting: GridSetting) -> str:
 
 
 def _margin(best: Candidate, tolerance: float | None) -> tuple[float, str]:
-    """How much less is as good, and why so much."""
+    """The margin below the best that counts as equally good, and where it comes from."""
     if tolerance is not None:
         return tolerance, "the stated tolerance"
     if best.error is not None:
@@ -159,7 +160,7 @@ def _in_words(
 
 
 def _nothing_learned(best: Candidate) -> str:
-    """A caution where the policies are what they were."""
+    """A caution if no policy improved; else ""."""
     if best.before is None or best.learning - best.before > (best.error or 0.0):
         return ""
     return " No setting learned anything that the evaluation shows, so this compares their speed only."

@@ -1,6 +1,6 @@
-"""What is left of a sweep: report.md, sweep.json and plots, from the runs' folders alone.
+"""report.md, sweep.json and the plots of a sweep, made from the folders of its runs alone.
 
-points.json, configs/, runs/NAME/  -->  figures --> settings --> choice --> files
+points.json, configs/, runs/NAME/  -->  PointMetrics  -->  GridSetting  -->  Recommendation  -->  files
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import write_plots
 from async_grpo.app.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
-from async_grpo.app.sweep.results import FINISHED, PointMetrics, read_figures
+from async_grpo.app.sweep.results import FINISHED, PointMetrics, read_metrics
 from async_grpo.app.sweep.settings import GridSetting, SeedStatistic, settings_of, shown_values
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import write_atomic
@@ -21,7 +21,7 @@ from async_grpo.utils.text import fenced
 
 FORMAT = 1
 _WINDOWS = 4
-"""A run of fewer windows of S + 1 steps never comes to its usual pace."""
+"""A run shorter than this many windows of S + 1 steps does not reach its usual pace."""
 
 _READING = """\
 - **Learning** is {measure}; ± is one standard error: the larger of the spread over the
@@ -46,7 +46,7 @@ class SweepComparison(msgspec.Struct, frozen=True, kw_only=True):
     axes: list[str]
     choice: Recommendation
     settings: list[Candidate]
-    """Those that count."""
+    """The settings that count."""
     points: list[PointMetrics]
 
 
@@ -67,10 +67,10 @@ def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepCo
 
 
 def read_all(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
-    """Of every point, with the values of every axis, as resolved."""
+    """The metrics of every point, with the resolved values of every axis."""
     keys = axes_of(record)
     return [
-        read_figures(
+        read_metrics(
             point,
             shown_values(point.config.model_dump(mode="json"), keys),
             error=known.error,
@@ -81,14 +81,14 @@ def read_all(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
 
 
 def axes_of(record: SweepRecord) -> list[str]:
-    """Every key that any point sets, in the order in which they came."""
+    """Every key that a point sets, in the order of first use."""
     return list(dict.fromkeys(key for point in record.points for key in point.values))
 
 
 def compare(
     record: SweepRecord, figures: Sequence[PointMetrics], settings: Sequence[GridSetting], tolerance: float | None
 ) -> SweepComparison:
-    """What follows from the figures. Pure."""
+    """The recommendation and what sweep.json holds, from the figures. Pure."""
     choice = recommend(settings, tolerance)
     counted = [setting for setting in settings if setting.label not in choice.excluded]
     candidates = [candidate(setting, choice.measure or REWARD) for setting in counted]
@@ -102,7 +102,7 @@ def compare(
 
 
 def page(name: str, comparison: SweepComparison, settings: Sequence[GridSetting], plots: Sequence[Path]) -> str:
-    """report.md."""
+    """The text of report.md."""
     sections = [
         f"# {name}",
         _recommendation(comparison.choice),

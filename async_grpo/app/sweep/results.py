@@ -1,14 +1,13 @@
-"""What one run has come to, from the files that it left.
+"""PointMetrics: the result of one run, from the files that it left.
 
-    summary.json, metrics.jsonl, timeline/*.jsonl  -->  Figures
+    summary.json, metrics.jsonl, timeline/*.jsonl  -->  PointMetrics
 
-Every file may be missing: a run that was killed has no summary yet.
+Every file may be missing: a run that was killed has no summary yet. The idle share of rollout servers is the time in
+which they generated nothing while the trainer was at work:
 
-How long rollout servers generated nothing while the trainer was at work. Pure: spans of time in, shares out.
-
-trainer      |--wait--|----train----|--wait--|          the run is going on
-rollout-0      |-group 0-|        |--group 1-|          it generates
-idle         |-|         |--------|
+    trainer      |--wait--|----train----|--wait--|          the run is going on
+    rollout-0      |-group 0-|        |--group 1-|          it generates
+    idle         |-|         |--------|
 """
 
 from __future__ import annotations
@@ -25,89 +24,30 @@ from async_grpo.app.sweep.plan import Point
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kind
 
+Facts = dict[str, Any]
 Span = tuple[float, float]
-"""From, to; in seconds."""
+"""Start and end, in seconds."""
 
-
+FINISHED, FAILED, UNFINISHED, NEW = "finished", "failed", "unfinished", "not begun"
 _STARTING = "start"
-
-
 _GENERATING = ("generation", "evaluation")
 
 
-def rollout_idle_share(trainer: Iterable[Row], servers: Sequence[Iterable[Row]]) -> float | None:
-    """Share of the trainer's time in which a server generated nothing, mean over the servers; None if unknown.
-
-    The rows are those of `timeline/<role>.jsonl`. What the trainer waits before its first batch, while engines load,
-    does not count; nor does the time between an invocation and the one that resumes it.
-    """
-    at_work = merged(_spans(row for row in trainer if row.get("name") != _STARTING))
-    total = length(at_work)
-    if not total or not servers:
-        return None
-    busy = [merged(_spans(row for row in rows if row.get("track") in _GENERATING)) for rows in servers]
-    return sum(1.0 - length(overlap(at_work, spans)) / total for spans in busy) / len(busy)
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that neither touch nor overlap, in order.
-
-    >>> merged([(3, 4), (0, 1), (1, 2)])
-    [(0, 2), (3, 4)]
-    """
-    whole: list[Span] = []
-    for start, end in sorted(spans):
-        if whole and start <= whole[-1][1]:
-            whole[-1] = (whole[-1][0], max(whole[-1][1], end))
-        elif end > start:
-            whole.append((start, end))
-    return whole
-
-
-def overlap(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What two merged sequences have in common."""
-    common, i, j = [], 0, 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            common.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def length(spans: Iterable[Span]) -> float:
-    """Seconds."""
-    return sum(end - start for start, end in spans)
-
-
-def _spans(rows: Iterable[Row]) -> list[Span]:
-    found = [(number(row, "start_s"), number(row, "end_s")) for row in rows]
-    return [(start, end) for start, end in found if start is not None and end is not None]
-
-
-Facts = dict[str, Any]
-
-
-FINISHED, FAILED, UNFINISHED, NEW = "finished", "failed", "unfinished", "not begun"
-
-
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean reward of every step. `seconds`: of the trainer's steps up to this one, waits included, starts not."""
+    """Mean reward of every step."""
 
     steps: list[int] = []
     seconds: list[float] = []
+    """Time of the trainer's steps up to this one, with waits and without starts."""
     reward: list[float] = []
 
 
 class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One point. Shares are between 0 and 1, ages in optimizer steps; what is not known is None."""
+    """The figures of one point. Shares are between 0 and 1, ages in optimizer steps; None means not known."""
 
     name: str
     values: dict[str, str]
-    """By key of the grid, as resolved."""
+    """Key of the grid -> its resolved value."""
     seed: int
     state: str
     """`finished`, `failed`, `unfinished` or `not begun`."""
@@ -123,14 +63,14 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reward_first: float | None = None
     reward_last: float | None = None
     reward_mean: float | None = None
-    """Over all steps: the area under the reward curve, divided by the steps."""
+    """Mean over all steps: the area under the reward curve, divided by the number of steps."""
     wall_s: float | None = None
-    """Of all invocations, starts and evaluations included."""
+    """Seconds of all invocations, starts and evaluations included."""
     steps_s: float | None = None
-    """Of the trainer's steps, their waits included."""
+    """Seconds of the trainer's steps, their waits included."""
     tokens_per_s: float | None = None
-    """Trained, per second of the steps behind the head start (see `behind_head_start`); likewise samples_per_s and
-    trainer_idle."""
+    """Trained tokens per second of the steps after the head start (see `behind_head_start`). samples_per_s and
+    trainer_idle are of the same steps."""
     samples_per_s: float | None = None
     generated_tokens: int | None = None
     trained_tokens: int | None = None
@@ -148,8 +88,8 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     curve: Curve = Curve()
 
 
-def read_figures(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
-    """Of the run in its folder, as it is now."""
+def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
+    """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
     folder = RunFolder(point.config.run_dir)
     rows = last_of_each(of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
     timelines = folder.path / "timeline"
@@ -174,7 +114,7 @@ def read_figures(point: Point, values: dict[str, str], *, error: str = "", at_on
 
 
 def state_of(*, finished: bool, error: str, steps_done: int) -> str:
-    """How a run stands, in a word."""
+    """The state of a run: FINISHED, FAILED, UNFINISHED or NEW."""
     if finished:
         return FINISHED
     if error:
@@ -183,7 +123,7 @@ def state_of(*, finished: bool, error: str, steps_done: int) -> str:
 
 
 def from_summary(summary: Facts) -> Facts:
-    """What the run's own report says."""
+    """The fields of PointMetrics that stand in the run's summary.json."""
     as_they_are = (
         *("accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"),
         *("reward_first", "reward_last", "wall_s", "generated_tokens", "trained_tokens"),
@@ -199,7 +139,7 @@ def from_summary(summary: Facts) -> Facts:
 
 
 def from_rows(rows: Sequence[Row], *, group_size: int, max_staleness: int) -> Facts:
-    """What the steps say; one row a step, in order."""
+    """The fields of PointMetrics that follow from the step rows, one for each step, in order."""
     steady = behind_head_start(rows, max_staleness)
     spent_s = sum(numbers(steady, "step_s"))
     rewards = numbers(rows, "reward_mean")
@@ -216,12 +156,65 @@ def from_rows(rows: Sequence[Row], *, group_size: int, max_staleness: int) -> Fa
 
 
 def behind_head_start(rows: Sequence[Row], max_staleness: int) -> Sequence[Row]:
-    """Without the first S + 1 steps, half of all at most.
+    """The rows without the first S + 1 steps, or without the first half if that is less.
 
-    They train what was generated while the trainer waited for its first batch, which no step counts: with them, a large
-    window would look faster than it is.
+    Those steps train what was generated while the trainer waited for its first batch, and no step counts that wait.
+    With them, a large window would look faster than it is.
     """
     return rows[min(max_staleness + 1, len(rows) // 2) :]
+
+
+def rollout_idle_share(trainer: Iterable[Row], servers: Sequence[Iterable[Row]]) -> float | None:
+    """Share of the trainer's time in which a server generated nothing, mean over the servers; None if unknown.
+
+    The rows are those of `timeline/<role>.jsonl`. The wait for the first batch, while engines load, does not count, nor
+    does the time between an invocation and the one that resumes it.
+    """
+    at_work = merged(_spans(row for row in trainer if row.get("name") != _STARTING))
+    total = length(at_work)
+    if not total or not servers:
+        return None
+    busy = [merged(_spans(row for row in rows if row.get("track") in _GENERATING)) for rows in servers]
+    return sum(1.0 - length(overlap(at_work, spans)) / total for spans in busy) / len(busy)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The time that the spans cover, as spans in order that neither touch nor overlap.
+
+    >>> merged([(3, 4), (0, 1), (1, 2)])
+    [(0, 2), (3, 4)]
+    """
+    whole: list[Span] = []
+    for start, end in sorted(spans):
+        if whole and start <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(whole[-1][1], end))
+        elif end > start:
+            whole.append((start, end))
+    return whole
+
+
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """The time that two merged sequences have in common, as merged spans."""
+    common, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            common.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Total length of the spans in seconds."""
+    return sum(end - start for start, end in spans)
+
+
+def _spans(rows: Iterable[Row]) -> list[Span]:
+    found = [(number(row, "start_s"), number(row, "end_s")) for row in rows]
+    return [(start, end) for start, end in found if start is not None and end is not None]
 
 
 def _curve(rows: Sequence[Row]) -> Curve:

@@ -1,17 +1,17 @@
-"""Runs the points of a sweep, so many at once, each by `async-grpo run` in a process of its own.
+"""SweepRunner: runs the points of a sweep, `at_once` at a time, each with `async-grpo run` in its own process.
 
     waiting --start--> running --its end--> finished | failed | stopped
        |                  |
-       +-- free place, free devices        Ctrl-C: SIGTERM to every run, which stops as it does by itself;
-                                           a second one: again, which ends their patience; SIGKILL at the deadline
+       +-- free place, free devices        Ctrl-C: SIGTERM to every run, which stops cleanly;
+                                           a second Ctrl-C: SIGTERM again, and runs stop at once;
+                                           at the deadline: SIGKILL
 
-It waits for the end of any run, half a second at most; then it looks how far the others are. One run's failure is
-noted and changes nothing for the others. If this process dies, the kernel kills its runs; if a run dies, its roles.
+The runner waits for the end of any run, at most half a second; then it reads how far the others are. The failure of one
+run is recorded and changes nothing for the others. If this process dies, the kernel kills its runs; if a run dies, its
+roles.
 
-Several runs at once on one machine: no accelerator belongs to two of them.
-
-A run that is alone gets whatever `async-grpo run` would; several at once each get a share, in the environment variable
-from which `async_grpo.app.launch.role_specs` deals on.
+No accelerator belongs to two runs. A single run gets the devices that `async-grpo run` would use; of several runs at
+once each gets a share, through the environment variable that `async_grpo.app.launch.role_specs` reads.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ from async_grpo.utils.aio import stop_signals
 from trainer.platform import PLATFORMS, select_platform
 from trainer.platform.base import visible
 
+LOOK_EVERY_S = 0.5
+REPORT_PATIENCE_S = 60.0
+"""Time that a stopped run has beyond launch.stop_timeout_s, to write its report."""
+_WIDE = {"COLUMNS": "1000", "FORCE_COLOR": "", "TERM": "dumb"}
+"""Environment that keeps an error on one line of the log."""
+
 
 def devices_wanted(config: RunConfig) -> tuple[str, int]:
-    """Platform and count of the accelerators of a run: ("", 0) where it needs none. Raises ConfigError."""
+    """Platform and number of the accelerators that a run needs; ("", 0) if it needs none. Raises ConfigError if its two
+    sides need different kinds."""
     shown = [own for own in assign_devices(config, {}).values() if own]
     for platform in PLATFORMS:
         count = sum(len(visible(select_platform(platform), own) or ()) for own in shown)
@@ -48,7 +55,8 @@ def devices_wanted(config: RunConfig) -> tuple[str, int]:
 
 
 def devices_here(platform: str, environment: Mapping[str, str]) -> list[str]:
-    """The accelerators that runs may use, as the environment names them. Raises ConfigError if nobody knows."""
+    """The accelerators that runs may use, as the environment variable names them. Raises ConfigError if none are
+    named and the vendor's tool finds none."""
     kind = select_platform(platform)
     named = visible(kind, environment)
     found = named if named is not None else [str(device.index) for device in kind.devices()]
@@ -62,14 +70,14 @@ def devices_here(platform: str, environment: Mapping[str, str]) -> list[str]:
 
 @dataclass(slots=True)
 class DevicePool:
-    """Accelerators of one platform; those that are taken come back."""
+    """The accelerators of one platform that no run has taken."""
 
     platform: str
     free: list[str]
     _taken: dict[str, list[str]] = field(default_factory=dict)
 
     def take(self, run: str, count: int) -> dict[str, str] | None:
-        """The environment that shows a run its own; None if too few are free."""
+        """Take `count` devices for `run`; returns the environment that shows it these, None if too few are free."""
         if count > len(self.free):
             return None
         if not count:
@@ -78,12 +86,15 @@ class DevicePool:
         return {select_platform(self.platform).visible_variable: ",".join(self._taken[run])}
 
     def give_back(self, run: str) -> None:
-        """What the run had, if anything."""
+        """Make the devices of `run` free again, if it has any."""
         self.free = [*self.free, *self._taken.pop(run, [])]
 
 
 def pool_for(configs: Sequence[RunConfig], at_once: int, environment: Mapping[str, str]) -> DevicePool | None:
-    """None where nothing has to be shared out. Raises ConfigError if a run needs more than there is."""
+    """The devices to share out; None if one run at a time goes on, or none needs a device.
+
+    Raises ConfigError if a run needs more devices than there are, or if the runs need several platforms.
+    """
     wanted = [devices_wanted(config) for config in configs]
     platforms = {platform for platform, count in wanted if count}
     if at_once == 1 or not platforms:
@@ -97,17 +108,6 @@ def pool_for(configs: Sequence[RunConfig], at_once: int, environment: Mapping[st
     return DevicePool(platform, here)
 
 
-LOOK_EVERY_S = 0.5
-
-
-REPORT_PATIENCE_S = 60.0
-"""For a run that was asked to stop, beyond launch.stop_timeout_s: it still writes its report."""
-
-
-_WIDE = {"COLUMNS": "1000", "FORCE_COLOR": "", "TERM": "dumb"}
-"""So that an error stays on one line of the log."""
-
-
 class AttemptOutcome(Enum):
     """How an attempt at a point ended."""
 
@@ -118,22 +118,25 @@ class AttemptOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """Of one attempt; `error` is "" unless it failed."""
+    """How one attempt ended; `error` is "" unless it failed."""
 
     point: Point
-    fate: AttemptOutcome
+    outcome: AttemptOutcome
     error: str = ""
 
 
-def fate_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
-    """A run that finished before it could be stopped has finished; a code of 0 alone is no proof."""
+def outcome_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
+    """The outcome of an attempt with the exit code `code`.
+
+    A run that finished before it could be stopped counts as finished; a code of 0 alone does not prove that it did.
+    """
     if finished:
         return AttemptOutcome.FINISHED
     return AttemptOutcome.STOPPED if stopping else AttemptOutcome.FAILED
 
 
 def is_finished(point: Point) -> bool:
-    """Whether its run was trained, evaluated and reported to its end."""
+    """Whether the point's run was trained, evaluated and reported to its last step."""
     return RunFolder(point.config.run_dir).read_state().finished_steps >= point.config.steps
 
 
@@ -159,7 +162,7 @@ class _Run:
 
 
 class SweepRunner:
-    """Every waiting point is attempted once, unless it is stopped."""
+    """Attempts every waiting point once, unless it is stopped."""
 
     def __init__(
         self,
@@ -173,9 +176,10 @@ class SweepRunner:
         show: Callable[[SweepState], None],
         ended: Callable[[AttemptResult], None],
     ) -> None:
-        """`argv` runs a point; it ends with 0 when that is trained, and stops on SIGTERM.
+        """`argv` is the command that runs a point: it exits with 0 when the point is trained and stops on SIGTERM.
 
-        `total`: points of the sweep, those that are finished already included. `ended` is told of every end.
+        `total` counts the points of the sweep, the finished ones included. `show` gets the state about twice a second,
+        `ended` the result of every attempt.
         """
         self._waiting = list(points)
         self._patience_s = REPORT_PATIENCE_S + max((p.config.launch.stop_timeout_s for p in points), default=0.0)
@@ -188,13 +192,13 @@ class SweepRunner:
         self._show = show
         self._ended = ended
         self._running: dict[asyncio.Task[int], _Run] = {}
-        self._endings: list[AttemptResult] = []
+        self._results: list[AttemptResult] = []
         self._made_steps, self._spent_s = 0, 0.0
         self._started_s = time.monotonic()
         self.stopping = False
 
     async def work(self) -> list[AttemptResult]:
-        """Until every point has been attempted, or, after Ctrl-C, until none runs any more."""
+        """Attempt every point; after Ctrl-C, wait until no run is left. Returns the results in the order of ending."""
         with stop_signals(self.stop):
             try:
                 while await self._fill():
@@ -206,10 +210,10 @@ class SweepRunner:
                     self._look()
             finally:
                 await self._abandon()
-        return self._endings
+        return self._results
 
     def stop(self) -> None:
-        """Start nothing more, and ask what runs to stop; call it again and they stop at once. Never blocks."""
+        """Start nothing more and ask all runs to stop; a second call makes them stop at once. Never blocks."""
         if not self.stopping:
             asyncio.get_running_loop().call_later(self._patience_s, self._kill)
         self.stopping = True
@@ -217,7 +221,7 @@ class SweepRunner:
             run.role.ask_to_stop()
 
     async def _fill(self) -> bool:
-        """Start what there is room for. False when there is nothing to wait for."""
+        """Start as many runs as there is room for; False if no run is left to wait for."""
         while self._waiting and not self.stopping and len(self._running) < self._at_once:
             environment = self._devices_for(self._waiting[0])
             if environment is None:
@@ -249,10 +253,10 @@ class SweepRunner:
         self._made_steps += run.step - run.begun_at
         self._spent_s += time.monotonic() - run.started_s
         code = task.result()
-        fate = fate_of(code=code, finished=is_finished(run.point), stopping=self.stopping)
-        error = run.role.explain(code) if fate is AttemptOutcome.FAILED else ""
-        self._endings.append(AttemptResult(run.point, fate, error))
-        self._ended(self._endings[-1])
+        outcome = outcome_of(code=code, finished=is_finished(run.point), stopping=self.stopping)
+        error = run.role.explain(code) if outcome is AttemptOutcome.FAILED else ""
+        self._results.append(AttemptResult(run.point, outcome, error))
+        self._ended(self._results[-1])
 
     def _look(self) -> None:
         for run in self._running.values():
@@ -274,8 +278,8 @@ class SweepRunner:
         ]
         return SweepState(
             total=self._total,
-            finished=self._before + sum(ending.fate is AttemptOutcome.FINISHED for ending in self._endings),
-            failed=sum(ending.fate is AttemptOutcome.FAILED for ending in self._endings),
+            finished=self._before + sum(result.outcome is AttemptOutcome.FINISHED for result in self._results),
+            failed=sum(result.outcome is AttemptOutcome.FAILED for result in self._results),
             running=running,
             steps_left=sum(run.steps - run.step for run in running) + sum(p.config.steps for p in self._waiting),
             at_once=self._at_once,
@@ -290,6 +294,6 @@ class SweepRunner:
             run.role.kill()
 
     async def _abandon(self) -> None:
-        """Nothing stays behind when something here has gone wrong."""
+        """Leave no run behind, also after an error of the runner itself."""
         self._kill()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Figures over seeds: a setting is one combination of the grid, whatever the seed. Pure."""
+"""GridSetting: one combination of the grid over all of its seeds, with statistics over these seeds. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMOOTHED_STEPS = 25
 
 @dataclass(frozen=True, slots=True)
 class SeedStatistic:
-    """A figure over the seeds that have it."""
+    """Mean, lowest and highest value of a figure over the seeds that have it."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class SeedStatistic:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A curve over seeds: their mean, and the lowest and the highest of them."""
+    """Curves of several seeds at common points: their mean, lowest and highest value."""
 
     xs: Sequence[float]
     mean: Sequence[float]
@@ -40,36 +40,36 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class GridSetting:
-    """One combination of the grid with the points that have it, a seed each."""
+    """One combination of the grid with its points, one for each seed."""
 
     values: Mapping[str, str]
     points: Sequence[PointMetrics]
 
     @property
     def label(self) -> str:
-        """`max_staleness=4, preset=grpo`: the last words of the keys, or whole keys where those would be alike."""
+        """Such as `max_staleness=4, preset=grpo`: the last word of each key, or whole keys if two would be alike."""
         leaves = [key.split(".")[-1] for key in self.values]
         names = leaves if len(set(leaves)) == len(leaves) else list(self.values)
         return ", ".join(f"{name}={value}" for name, value in zip(names, self.values.values(), strict=True))
 
     @property
     def finished(self) -> list[PointMetrics]:
-        """The points that count."""
+        """The points whose runs have finished."""
         return [point for point in self.points if point.state == FINISHED]
 
     def measure(self, figure: Callable[[PointMetrics], float | None]) -> SeedStatistic | None:
-        """A figure over the finished seeds; None if none has it."""
+        """The statistic of a figure over the finished seeds; None if no seed has it."""
         values = [value for point in self.finished if (value := figure(point)) is not None]
         return SeedStatistic(statistics.fmean(values), min(values), max(values), len(values)) if values else None
 
     def standard_error(self, figure: Callable[[PointMetrics], float | None]) -> float | None:
-        """Of the mean over the finished seeds; None for fewer than two."""
+        """Standard error of a figure's mean over the finished seeds; None for fewer than two seeds."""
         values = [value for point in self.finished if (value := figure(point)) is not None]
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def settings_of(points: Sequence[PointMetrics]) -> list[GridSetting]:
-    """One setting per combination, in the order of the axes: numbers by size, words by appearance."""
+    """One setting for each combination, in the order of the axes: numbers by size, words by appearance."""
     by_values: dict[tuple[str, ...], list[PointMetrics]] = {}
     for point in points:
         by_values.setdefault(tuple(point.values.values()), []).append(point)
@@ -83,7 +83,7 @@ def settings_of(points: Sequence[PointMetrics]) -> list[GridSetting]:
 
 
 def in_order(values: Sequence[str]) -> list[str]:
-    """Numbers by size, anything else as it came."""
+    """The values by size if all are numbers, otherwise in their given order."""
     try:
         return sorted(values, key=float)
     except ValueError:
@@ -91,7 +91,7 @@ def in_order(values: Sequence[str]) -> list[str]:
 
 
 def shown_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
-    """What a resolved configuration says for the keys of the grid, short.
+    """The values of a resolved configuration for the keys of the grid, in short form.
 
     >>> shown_values({"trainer": {"optimizer": {"lr": 0.0001}}}, ["trainer.optimizer.lr"])
     {'trainer.optimizer.lr': '0.0001'}
@@ -122,10 +122,10 @@ def _without_unset(value: Any) -> Any:
 
 
 def band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
-    """The mean curve, smoothed, as far as every seed goes; None without a point.
+    """The smoothed mean curve, as far as every seed goes; None if that leaves no point.
 
-    Against steps its points are the steps of the longest seed; against seconds, evenly spread. Between the points of a
-    seed it is interpolated.
+    Against steps, its points are the steps of the longest seed; against seconds, they are evenly spaced. Values between
+    the points of a seed are interpolated.
     """
     series = [_smoothed(curve, over_seconds) for curve in curves if curve.steps]
     if not series:

@@ -1,6 +1,8 @@
-"""`async-grpo sweep`: from what was typed to a report.
+"""`async-grpo sweep`: from the options to a report.
 
-plan (refuses, or knows every point) -> what is not finished yet -> crew -> report
+    SweepOptions --make_plan--> SweepPlan --run_sweep--> SweepRunner (the points that are not finished) --> report
+
+`make_plan` refuses a sweep with a point that is not allowed, before anything is started.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ FAILED, INTERRUPTED = 1, 130
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What was typed."""
+    """The options of the command, as typed; DIR is None for the default folder."""
 
     config: Path
     grid: Sequence[str]
@@ -53,69 +55,75 @@ class SweepOptions:
     command: str = ""
 
 
-def plan(request: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
-    """Which runs there are, and where. Starts and writes nothing; not for a running event loop. Raises ConfigError."""
-    axes = parse_axes(request.grid, request.overrides)
+def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
+    """The folder of a sweep and its points. Starts and writes nothing. Must not be called in a running event loop.
+
+    Raises ConfigError for options that are wrong and for a point that is not allowed.
+    """
+    axes = parse_axes(options.grid, options.overrides)
     first = assignments(combinations(axes)[0])
     try:
-        base = load(request.config, [*request.overrides, *first])
+        base = load(options.config, [*options.overrides, *first])
     except ConfigError as error:
         raise ConfigError(f"nothing is started, because {', '.join(first)} is refused: {error}") from None
-    name = run_name(base.name, request.overrides)
-    folder = SweepFolder(request.out or base.runs_dir / f"{name}-sweep")
-    seeds = parse_seeds(request.seeds) if request.seeds is not None else (base.seed,)
-    ask = SweepRequest(name, request.overrides, axes, seeds, folder.runs_dir)
-    return folder, lay_out(ask, folder.points(folder.read()), partial(resolve, request.config))
+    name = run_name(base.name, options.overrides)
+    folder = SweepFolder(options.out or base.runs_dir / f"{name}-sweep")
+    seeds = parse_seeds(options.seeds) if options.seeds is not None else (base.seed,)
+    request = SweepRequest(name, options.overrides, axes, seeds, folder.runs_dir)
+    return folder, lay_out(request, folder.points(folder.read()), partial(resolve, options.config))
 
 
-async def sweep(folder: SweepFolder, laid_out: SweepPlan, request: SweepOptions) -> int:
-    """Run what is not finished; returns the exit code. Raises ConfigError before anything is started."""
-    with folder.claimed(), SweepView(Console()) as view:
-        todo = [point for point in laid_out.points if point.name in laid_out.asked and not is_finished(point)]
-        pool = pool_for([point.config for point in todo], request.at_once, os.environ)
-        folder.write_configs(laid_out.points)
-        ledger = PointsFile(folder, view, laid_out, request)
-        view.say(f"{len(laid_out.points)} points in {folder.path}, {len(todo)} to run")
-        crew = SweepRunner(
+async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions) -> int:
+    """Run the points that are not finished and write the report; returns the exit code.
+
+    Raises ConfigError before anything is started if another sweep works in the folder or devices are missing.
+    """
+    with folder.locked(), SweepView(Console()) as view:
+        todo = [point for point in plan.points if point.name in plan.asked and not is_finished(point)]
+        pool = pool_for([point.config for point in todo], options.at_once, os.environ)
+        folder.write_configs(plan.points)
+        points = PointsFile(folder, view, plan, options)
+        view.say(f"{len(plan.points)} points in {folder.path}, {len(todo)} to run")
+        runner = SweepRunner(
             todo,
             folder,
             argv=lambda point: run_argv(folder.config_file(point.name)),
-            total=len(laid_out.asked),
-            at_once=request.at_once,
+            total=len(plan.asked),
+            at_once=options.at_once,
             pool=pool,
             show=view.update,
-            ended=ledger.note,
+            ended=points.note,
         )
-        endings = await crew.work()
-        comparison = write_report(folder, request.tolerance)
+        results = await runner.work()
+        comparison = write_report(folder, options.tolerance)
     print_result(folder, comparison)
-    failed = [ending.point.name for ending in endings if ending.fate is AttemptOutcome.FAILED]
+    failed = [result.point.name for result in results if result.outcome is AttemptOutcome.FAILED]
     if failed:
         Console(stderr=True).print(f"failed: {', '.join(failed)}; the same command tries again", soft_wrap=True)
-    if crew.stopping:
+    if runner.stopping:
         Console().print("stopped; the same command goes on")
-    return INTERRUPTED if crew.stopping else FAILED if failed else 0
+    return INTERRUPTED if runner.stopping else FAILED if failed else 0
 
 
 def run_argv(config: Path) -> list[str]:
-    """What a user would type for one of its runs."""
+    """The command of one run, as a user would type it."""
     return [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(config)]
 
 
 def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
-    """The recommendation and where the report is."""
+    """Print the recommendation and the path of the report."""
     chosen = f"recommended: {comparison.choice.label}\n" if comparison.choice.label else ""
     text = f"{chosen}{comparison.choice.reason}\nreport: {folder.path / 'report.md'}"
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe_plan(folder: SweepFolder, laid_out: SweepPlan) -> Table:
-    """Every point with what would happen to it."""
+def describe_plan(folder: SweepFolder, plan: SweepPlan) -> Table:
+    """A table of every point and what would happen to it."""
     table = Table(title=f"sweep {folder.path} (dry run: nothing is started)")
     for column in ("run", "point", "steps", "what happens"):
         table.add_column(column, overflow="fold")
-    for point in laid_out.points:
-        table.add_row(point.name, str(point), str(point.config.steps), _future(point, point.name in laid_out.asked))
+    for point in plan.points:
+        table.add_row(point.name, str(point), str(point.config.steps), _future(point, point.name in plan.asked))
     return table
 
 
@@ -129,29 +137,29 @@ def _future(point: Point, asked: bool) -> str:
 
 
 class PointsFile:
-    """Keeps points.json up to date while runs end."""
+    """Keeps points.json up to date as runs end."""
 
-    def __init__(self, folder: SweepFolder, view: SweepView, laid_out: SweepPlan, request: SweepOptions) -> None:
-        """Writes it for the first time, with every point that there is."""
+    def __init__(self, folder: SweepFolder, view: SweepView, plan: SweepPlan, options: SweepOptions) -> None:
+        """Writes the file with every point of the plan."""
         before = {known.name: known for known in folder.read().points}
-        self._folder, self._view, self._request = folder, view, request
+        self._folder, self._view, self._options = folder, view, options
         self._points = {
             point.name: before.get(point.name) or PointRecord(name=point.name, values=dict(point.values))
-            for point in laid_out.points
+            for point in plan.points
         }
         self._write()
 
-    def note(self, ending: AttemptResult) -> None:
-        """A run has ended: say so, and remember its error."""
-        name = ending.point.name
+    def note(self, result: AttemptResult) -> None:
+        """Print how an attempt ended, and write its error to points.json."""
+        name = result.point.name
         self._points[name] = PointRecord(
             name=name,
-            values=dict(ending.point.values),
-            error=ending.error,
-            at_once=max(self._points[name].at_once, self._request.at_once),
+            values=dict(result.point.values),
+            error=result.error,
+            at_once=max(self._points[name].at_once, self._options.at_once),
         )
         self._write()
-        self._view.say(f"{ending.point}: {ending.error or ending.fate.value}")
+        self._view.say(f"{result.point}: {result.error or result.outcome.value}")
 
     def _write(self) -> None:
-        self._folder.write(SweepRecord(command=self._request.command, points=list(self._points.values())))
+        self._folder.write(SweepRecord(command=self._options.command, points=list(self._points.values())))

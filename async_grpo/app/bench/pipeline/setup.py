@@ -136,7 +136,7 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
 
     def ended(ending: AttemptResult) -> None:
         endings.append(ending)
-        if ending.fate is not AttemptOutcome.FINISHED:
+        if ending.outcome is not AttemptOutcome.FINISHED:
             crew.stop()
 
     crew = SweepRunner(
@@ -150,7 +150,7 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
         ended=ended,
     )
     await crew.work()
-    if failed := [ending for ending in endings if ending.fate is AttemptOutcome.FAILED]:
+    if failed := [ending for ending in endings if ending.outcome is AttemptOutcome.FAILED]:
         raise RoleFailed(f"the run {failed[0].point.name} of the bench failed: {failed[0].error}")
     if crew.stopping:
         raise SystemExit(INTERRUPTED)
