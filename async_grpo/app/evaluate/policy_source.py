@@ -30,6 +30,7 @@ from async_grpo.data.base import TaskSource
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
+from async_grpo.utils.child_process import child_argv
 from buffer import connect_board
 from rollout_server.engines import make_engine
 from rollout_server.engines.base import Sampler
@@ -184,9 +185,7 @@ async def _export(checkpoint: Checkpoint, target: Path) -> None:
     run_dir = checkpoint.path.parent.parent
     argv = [sys.executable, "-m", "async_grpo.app.cli.main", "export", str(run_dir), str(target)]
     process = await asyncio.create_subprocess_exec(
-        *argv,
-        "--version",
-        str(checkpoint.version),
+        *child_argv([*argv, "--version", str(checkpoint.version)]),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from async_grpo.config import RunConfig
 from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
+from async_grpo.utils.child_process import child_argv
 from rollout_server.engines.model_files import read_settings, tensor_shapes
 from trainer.model.families import FAMILIES, known_families
 
@@ -109,7 +110,7 @@ def _command(config: RunConfig, target: Path) -> list[str]:
 async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """Run the maker and pass on its progress, a JSON object a line."""
     process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *child_argv(argv), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None and process.stderr is not None
     errors = asyncio.create_task(process.stderr.read())
