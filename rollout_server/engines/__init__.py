@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
-    """The engine of `rollout.engine` with the weights of a Hugging Face folder; `name`: the server's, which seeds it.
+    """The engine that `rollout.engine` names, with the weights of a Hugging Face folder. The server's `name` seeds it.
 
     Its module, and its framework, are imported here and nowhere else. Raises ConfigError, DependencyError.
     """

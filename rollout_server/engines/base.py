@@ -1,12 +1,9 @@
-"""What the rollout server needs of an inference engine.
+"""The seam for inference engines: `Sampler`, `Engine`, and what both share.
 
-Which policy version did each token come from?
-
-Newer vLLM reports it (`CompletionOutput.weight_versions`). For older ones `SpanLog` derives it from
-what is known at each update: once a pause has returned no token of the old weights is under way, so
-tokens that a request has by then are old and the rest are new.
-
-Seeds of samples: the same run gives the same seeds, on whichever server a sample is generated.
+Every token comes with the policy version that wrote it. Newer vLLM reports the versions
+(`CompletionOutput.weight_versions`). For older releases `SpanLog` derives them from what is known at each update: once
+a pause has returned, no token of the old weights is under way, so the tokens that a request has by then are old and the
+rest are new.
 """
 
 from __future__ import annotations
@@ -24,7 +21,9 @@ from async_grpo.wire import VersionSpan
 
 Interruption = Literal["keep", "recompute", "drain", "abort"]
 """What becomes of requests in flight when new weights come. keep: they go on with their KV cache. recompute: their
-prefix is encoded again. drain: they finish first. abort: they end with what they have, unless they may not."""
+prefix is encoded again. drain: they finish first. abort: they end with what they have, if they are interruptible."""
+CHECKPOINT_VERSION = -1
+"""Version of the weights that the engine was started with, before its first update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A look at the engine: requests running and waiting, tokens made by `generate` and by `stream` since its
-    start, and the share of the KV cache that requests in flight use (0 if unknown)."""
+    """The engine's load now: requests running and waiting, tokens made by `generate` and by `stream` since the engine
+    started, and the share of the KV cache that requests in flight use (0 if unknown)."""
 
     running: int
     waiting: int
@@ -72,7 +71,7 @@ class EngineLoad:
 
 
 class Sampler(Protocol):
-    """Something that writes completions: an engine here, or a rollout server behind HTTP (`remote`)."""
+    """Writes completions: an engine of this process, or the rollout servers of a live run (`engines.http`)."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion; many calls run concurrently, the engine batches them.
@@ -82,19 +81,19 @@ class Sampler(Protocol):
         ...
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
-        """Sample one completion and hand it on piece by piece, for somebody who reads along.
+        """Sample one completion and hand it on piece by piece, for a reader who follows along.
 
         The pieces follow each other without gap; spans count from the start of their piece. The last has
-        the finish reason (and perhaps no token), those before it "". Closing the generator aborts the
-        request. An update with interruption `drain` waits for it, so it must be read without pause. Raises
+        the finish reason (and perhaps no token), those before it have "". Closing the generator aborts the
+        request. An update with interruption `drain` waits for the stream, so read it without pause. Raises
         EngineError.
         """
         ...
 
     def peek(self, request_id: str) -> Generation | None:
-        """What a request in flight has so far (finish reason ""); None if that is nothing. Cheap: no wait.
+        """What a request in flight has so far (finish reason ""), or had when the engine died; None if that is nothing.
 
-        Of a request that failed because the engine died, what it had.
+        Cheap: never waits.
         """
         ...
 
@@ -121,16 +120,12 @@ class Engine(Sampler, Protocol):
         ...
 
     def load(self) -> EngineLoad:
-        """Current load."""
+        """The load now. Cheap: never waits."""
         ...
 
     async def aclose(self) -> None:
         """Stop the engine and its processes."""
         ...
-
-
-CHECKPOINT_VERSION = -1
-"""Version of the weights that the engine was started with, before its first update."""
 
 
 class LabelledSpan(Protocol):
@@ -142,7 +137,7 @@ class LabelledSpan(Protocol):
 
 
 def from_labels(labels: Sequence[LabelledSpan]) -> list[VersionSpan]:
-    """vLLM's labels as spans; a label that is no number is the checkpoint's."""
+    """vLLM's labels as spans; a label that is not a number means CHECKPOINT_VERSION."""
     return [VersionSpan(_version(label.version), label.start, label.end) for label in labels]
 
 
@@ -172,9 +167,9 @@ def _version(label: str) -> int:
 
 
 def sample_seed(run_seed: int, *names: int | str) -> int:
-    """A seed in [0, 2^63) from the run's seed and what names the sample.
+    """A seed in [0, 2^63) from the run's seed and the names of a sample: the same on every server.
 
-    A stable hash (BLAKE2b), unlike `hash()`: it does not depend on the process.
+    BLAKE2b is stable, unlike `hash()`, which depends on the process.
 
     >>> sample_seed(1, "train", 7, 0, 1) == sample_seed(1, "train", 7, 0, 1)
     True

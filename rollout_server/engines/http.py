@@ -1,11 +1,11 @@
-"""The rollout servers of a live run as something that writes completions: over HTTP, from whatever weights they have.
+"""Completions over HTTP from the rollout servers of a live run, with whatever weights they have.
 
     generate, stream --POST /v1/completions--> the server with the fewest requests of ours --> Generation
 
-A request waits for one of our places, which another that ends frees, and for the answer; the server unblocks it, or
-its deadline. A server that says "too many" or "not now" is asked again after a pause, one that cannot be reached is
-asked no more, and the others take its place. Every token comes with the policy version that wrote it: training goes
-on meanwhile, and nothing is pinned.
+A request waits for a free place (another request that ends frees it), then for the answer; the server unblocks it, or
+the deadline. A server that says "too many" or "not now" is asked again after a pause. A server that cannot be reached
+is not asked again, and the others take its place. Training goes on and no version is pinned, so every token comes with
+the policy version that wrote it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest
 
 KEY_VARIABLE = "ASYNC_GRPO_HTTP_KEY"
-"""In the environment of servers and of who asks them: what admits to completions."""
+"""Environment variable with the key for completions, of servers and of their clients."""
 MAX_REPLY_BYTES = 64 << 20
 BUSY = (429, 503)
 PAUSE_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 5.0
-"""For an idle connection: less than the server's own, which might otherwise close one that is just being used."""
+"""Seconds that idle connections are kept: less than the server keeps them, so that it never closes one in use."""
 _SHOWN = 300
 
 
@@ -50,8 +50,8 @@ class HttpSampler:
     """The `Sampler` protocol over one or more servers of a run."""
 
     def __init__(self, addresses: Sequence[str], *, at_once: int, patience_s: float, key: str = "") -> None:
-        """`at_once`: requests under way at one server (its rollout.http.max_concurrency). `patience_s`: for one of
-        them, waits for busy servers included. `key`: what the servers were started with as ASYNC_GRPO_HTTP_KEY."""
+        """`at_once`: most requests under way at one server (its rollout.http.max_concurrency). `patience_s`: timeout of
+        one request, waits for busy servers included. `key`: the servers' ASYNC_GRPO_HTTP_KEY."""
         self._under_way = dict.fromkeys(addresses, 0)
         self._room = asyncio.Semaphore(at_once * len(addresses))
         self._patience_s = patience_s
@@ -61,7 +61,7 @@ class HttpSampler:
 
     @property
     def addresses(self) -> list[str]:
-        """The servers that answer."""
+        """Addresses of the servers that have not failed."""
         return list(self._under_way)
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -83,7 +83,7 @@ class HttpSampler:
                     yield _generation(event)
 
     def peek(self, request_id: str) -> Generation | None:
-        """Nothing: what is under way is elsewhere."""
+        """None: a request under way is known to its server only."""
         return None
 
     async def aclose(self) -> None:
@@ -93,7 +93,7 @@ class HttpSampler:
 
     @asynccontextmanager
     async def _asked(self, request: GenerationRequest, *, stream: bool) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with status 200, of whichever server gives one."""
+        """A response with status 200 from any server. Raises EngineError, WaitTimeout."""
         try:
             async with (
                 self._room,
@@ -136,7 +136,7 @@ class HttpSampler:
         return min(self._under_way, key=lambda address: self._under_way[address])
 
     async def _post(self, address: str, body: dict[str, Any]) -> aiohttp.ClientResponse | None:
-        """None: not now. Raises EngineError for a refusal."""
+        """The response, or None if the server is busy or cannot be reached. Raises EngineError for a refusal."""
         session = self._open_session()
         try:
             response = await session.post(
@@ -176,7 +176,7 @@ def _body(request: GenerationRequest, *, stream: bool) -> dict[str, Any]:
 
 
 def _generation(body: bytes) -> Generation:
-    """Raises EngineError for an answer that is none, or says what went wrong."""
+    """The completion of an answer. Raises EngineError if it cannot be read, or reports an error."""
     try:
         reply = msgspec.json.decode(body, type=_Reply)
         if reply.error is None:

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint folder says about the model, without loading it."""
+"""Reads what a Hugging Face checkpoint folder says about the model, without loading the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 def stop_tokens(model_dir: Path) -> list[int]:
-    """End-of-sequence ids: of generation_config.json, else of config.json, else none."""
+    """End-of-sequence token ids from generation_config.json, else from config.json, else none. Raises DataError."""
     for file in ("generation_config.json", "config.json"):
         ids = read_settings(model_dir / file).get("eos_token_id")
         if ids is not None:
@@ -26,8 +26,8 @@ def stop_tokens(model_dir: Path) -> list[int]:
 
 
 def tensor_shapes(model_dir: Path) -> dict[str, list[int]]:
-    """Shape of every tensor of the safetensors files, by name; no tensor is read. Raises EngineError if there is none,
-    DataError for a file that is not whole."""
+    """Shape of every tensor of the safetensors files, by name; no tensor is read. Raises EngineError if the folder has
+    none, DataError for an incomplete file."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
         try:
@@ -42,7 +42,7 @@ def tensor_shapes(model_dir: Path) -> dict[str, list[int]]:
 
 
 def vocabulary_size(model_dir: Path) -> int:
-    """Rows of the embedding: token ids are below it."""
+    """Number of rows of the embedding; token ids are below it. Raises EngineError, DataError."""
     rows = next((shape[0] for name, shape in tensor_shapes(model_dir).items() if name.endswith(_EMBEDDING)), 0)
     if not rows:
         raise EngineError(f"{model_dir} holds no tensor whose name ends in {_EMBEDDING}: its vocabulary is unknown.")
@@ -50,7 +50,7 @@ def vocabulary_size(model_dir: Path) -> int:
 
 
 def has_tied_head(model_dir: Path) -> bool:
-    """Whether the output layer is the embedding."""
+    """Whether the output layer shares the weights of the embedding. Raises DataError."""
     return bool(read_settings(model_dir / "config.json").get("tie_word_embeddings", False))
 
 
@@ -74,7 +74,7 @@ def check_layout(layout: TensorLayout, shapes: Mapping[str, list[int]], *, tied_
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """One of the JSON files of the folder; {} if it is not there. Raises DataError for one that is no JSON object."""
+    """The object of a JSON file of the folder, {} if there is no such file. Raises DataError if it is not an object."""
     if not file.exists():
         return {}
     try:

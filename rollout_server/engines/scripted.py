@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of the machinery around it.
+"""An engine without a model, for tests and simulations of the machinery around it.
 
 Tokens come from a script, one after another on the asyncio clock; log-probabilities follow from the
 tokens. Versions, pauses, cancellation and death behave as in the real engine.
@@ -42,7 +42,7 @@ def hashed_script(length: int = 16, vocab_size: int = 1000) -> Script:
 
 
 def scripted_logprobs(tokens: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-    """Log-probabilities that `ScriptedEngine` gives to tokens: -(1 + token mod 8) / 8."""
+    """Log-probabilities that `ScriptedEngine` gives to tokens: float32 [n], -(1 + token mod 8) / 8."""
     return (-(1 + np.asarray(tokens, np.int64) % 8) / 8).astype(np.float32)
 
 
@@ -57,7 +57,7 @@ class ScriptedRequest:
     reason: str = ""
 
     def generation(self, *, since: int = 0) -> Generation:
-        """What there is of it, from token `since` on."""
+        """The completion so far, from token `since` on."""
         tokens = np.asarray(self.tokens[since:], np.int32)
         spans = self.log.spans(len(self.tokens), since=since)
         return Generation(tokens, scripted_logprobs(tokens), spans, self.reason)
@@ -90,9 +90,9 @@ class ScriptedEngine:
         self._streamed = 0
         self._failure: EngineError | None = EngineError("the engine was not started.")
         self._open = asyncio.Event()
-        """For new requests."""
+        """Set while new requests may start."""
         self._gate = asyncio.Event()
-        """For the next token."""
+        """Set while tokens may come."""
         self._finished = asyncio.Event()
 
     async def start(self) -> None:
@@ -118,7 +118,7 @@ class ScriptedEngine:
                 passed_on = len(active.tokens)
 
     async def _submit(self, request: GenerationRequest) -> AsyncGenerator[ScriptedRequest, None]:
-        """The active after every token, and once more when it has a finish reason."""
+        """Yields the request after every token, and once more when it has a finish reason."""
         await self._open.wait()
         rest = list(self._script(request))[len(request.prefix) :]
         active = self._active[request.request_id] = ScriptedRequest(SpanLog(self._version), request.interruptible)
@@ -148,7 +148,7 @@ class ScriptedEngine:
         return active.generation() if active is not None and active.tokens else None
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
-        """Hold all requests for `update_s` (or let them land, or end them), then go on with `version`."""
+        """Hold all requests for `update_s` (or let them finish, or end them), then go on with the new version."""
         self._raise_failure()
         version = weights.version
         self._open.clear()
@@ -180,7 +180,7 @@ class ScriptedEngine:
         return self._version
 
     def load(self) -> EngineLoad:
-        """Requests in flight all run."""
+        """All requests in flight count as running."""
         return EngineLoad(len(self._active), 0, self._generated, streamed_tokens=self._streamed)
 
     async def aclose(self) -> None:

@@ -1,10 +1,10 @@
-"""The routes put together, behind what every request passes.
+"""The HTTP application: all routes behind the host check, with the probes and the administration.
 
 request --> HostCheck (known host? counted) --> route --> answer, or {"error": ...} with a status
 
-/admin: take no more groups, take them again, leave the run.
-
-/healthz and /readyz, for whoever keeps the server alive and sends it requests.
+/healthz, /readyz   for supervisors and load balancers
+/admin/*            pause and resume the admission of groups, or drain the server
+/metrics, /v1/*     see `metrics` and `completions`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout_server.http.streaming import HttpError
 
 
 def admin_routes(http: HttpContext) -> APIRouter:
-    """All of them need the administration token."""
+    """The routes of /admin. All need the administration token."""
 
     async def token(request: Request) -> None:
         http.keys.admit_to_admin(request.headers.get("authorization", ""))
@@ -64,17 +64,17 @@ def _state(http: HttpContext) -> JSONResponse:
 
 
 def probe_routes(http: HttpContext) -> APIRouter:
-    """They need no key and tell no text."""
+    """The routes /healthz and /readyz. They need no key and show no text of prompts or completions."""
     routes = APIRouter()
 
     @routes.get("/healthz")
     async def healthz() -> JSONResponse:
-        """That this is answered says it all: the process lives and its event loop turns."""
+        """Always 200: an answer means that the process lives and its event loop runs."""
         return JSONResponse({"status": "alive", "server": http.name})
 
     @routes.get("/readyz")
     async def readyz() -> JSONResponse:
-        """Ready: the engine has started, has its first weights, and the server is not about to leave."""
+        """200 once the engine has its first weights and while the server is not about to leave, else 503."""
         if reason := http.why_not_ready:
             return JSONResponse({"status": "not ready", "reason": reason}, 503)
         server = http.ready()
@@ -85,7 +85,7 @@ def probe_routes(http: HttpContext) -> APIRouter:
 
 
 def make_app(http: HttpContext) -> ASGIApp:
-    """Everything but the socket. No documentation pages and no CORS: no web page has business here."""
+    """The application without its socket. No documentation pages and no CORS: it serves no web pages."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     for routes in (probe_routes(http), metrics_routes(http), completion_routes(http), admin_routes(http)):
         app.include_router(routes)
@@ -96,8 +96,8 @@ def make_app(http: HttpContext) -> ASGIApp:
 
 
 class HostCheck:
-    """Counts answers. Without a key, refuses names that are not this machine's: a web page whose name resolves to
-    the loopback would otherwise be of the same origin."""
+    """Counts answers by route and status. With `local_only`, refuses host names that are not this machine's: a web page
+    whose name resolves to the loopback would otherwise be of the same origin."""
 
     def __init__(self, app: ASGIApp, responses: Counter[tuple[str, int]], *, local_only: bool) -> None:
         self._app = app
@@ -105,7 +105,7 @@ class HostCheck:
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Check and count one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Who may do what over HTTP. The secrets come from the environment and go nowhere else."""
+"""Keys of the HTTP API. They come from the environment and are never logged or shown."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ADMIN_VARIABLE = "ASYNC_GRPO_ADMIN_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """ "" where none is set. Neither appears in `repr`."""
+    """The administration token and the key for completions, "" if not set. Neither appears in `repr`."""
 
     admin: str = field(default="", repr=False)
     completions: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, environment: Mapping[str, str], config: HttpConfig) -> ApiKeys:
-        """Raises ConfigError for a server that anybody on the network could use."""
+        """The keys of the environment. Raises ConfigError for a server that anybody on the network could use."""
         keys = cls(environment.get(ADMIN_VARIABLE, ""), environment.get(KEY_VARIABLE, ""))
         if not config.is_local and not keys.completions:
             raise ConfigError(
@@ -36,7 +36,7 @@ class ApiKeys:
 
     def admit_to_completions(self, authorization: str) -> None:
         """Raises HttpError 401 unless no key is set or this is it."""
-        if self.completions and not _bears(authorization, self.completions):
+        if self.completions and not _carries(authorization, self.completions):
             raise _wrong(f"the key of this server is expected ({KEY_VARIABLE} where it was started)")
 
     def admit_to_admin(self, authorization: str) -> None:
@@ -48,12 +48,12 @@ class ApiKeys:
                 "Set it there and start the server again",
                 code="admin_off",
             )
-        if not _bears(authorization, self.admin):
+        if not _carries(authorization, self.admin):
             raise _wrong(f"the administration token is expected ({ADMIN_VARIABLE} where the server was started)")
 
 
-def _bears(authorization: str, secret: str) -> bool:
-    """In constant time, whatever was sent."""
+def _carries(authorization: str, secret: str) -> bool:
+    """Whether the header carries the secret. Takes the same time for every header."""
     scheme, _, given = authorization.partition(" ")
     same = hmac.compare_digest(_digest(given.strip()), _digest(secret))
     return same and scheme.lower() == "bearer"

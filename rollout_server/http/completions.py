@@ -1,9 +1,12 @@
 """/v1: completions of the current policy, as OpenAI's clients ask for them.
 
-    body --> Prompts --> Writers --> pieces --> Form --> JSON, or server-sent events
+    body --> PromptEncoder --> CompletionJobs --> chunks --> ResponseFormat --> JSON, or server-sent events
+
+A request waits for its body, then for its chunks, which the engine unblocks; it ends early if the client leaves or its
+deadline is over. Until the first chunk of a stream has come, an error still has a status of its own.
 
 The fingerprint of an answer, and its header `x-policy-version`, is "epoch-version" of the newest weights that wrote
-a token of it; of a stream, the header is of its first piece and every piece has a fingerprint of its own.
+a token of it. The header of a stream is that of its first chunk, and every chunk has a fingerprint of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from rollout_server.engines.base import GenerationRequest
 from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.detokenizer import TextStream
 from rollout_server.http.jobs import CompletionChunk, CompletionJob
-from rollout_server.http.requests import ChatBody, CompletionBody, Sampling, parse
+from rollout_server.http.requests import Body, ChatBody, CompletionBody, Sampling, parse
 from rollout_server.http.responses import (
     ChatFormat,
     CompletionChoice,
@@ -36,157 +39,168 @@ VERSION_HEADER = "x-policy-version"
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """What a request comes to: its prompts, what is asked of each, and how the answer looks."""
+    """A checked request: its prompts as token ids, what is asked of each, and the format of the answer."""
 
     prompts: Sequence[list[int]]
     sampling: Sampling
-    form: ResponseFormat
+    max_tokens: int | None
+    format: ResponseFormat
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Number of tokens of all prompts, each prompt counted once."""
         return sum(len(prompt) for prompt in self.prompts)
 
 
 def completion_routes(http: HttpContext) -> APIRouter:
-    """/v1/models, /v1/completions, /v1/chat/completions."""
-    bound = http.config.rollout.http
-    numbers = count(1)
+    """The routes /v1/models, /v1/completions and /v1/chat/completions. All need the key, if one is set."""
+    api = CompletionApi(http)
 
     async def key(request: Request) -> None:
         http.keys.admit_to_completions(request.headers.get("authorization", ""))
 
     routes = APIRouter(prefix="/v1", dependencies=[Depends(key)])
+    routes.add_api_route("/models", api.models, methods=["GET"])
+    routes.add_api_route("/completions", api.completions, methods=["POST"])
+    routes.add_api_route("/chat/completions", api.chat, methods=["POST"])
+    return routes
 
-    @routes.get("/models")
-    async def models() -> JSONResponse:
-        server = http.ready()
-        model = {"id": http.config.name, "object": "model", "created": 0, "owned_by": "async-grpo"}
+
+class CompletionApi:
+    """The handlers of /v1. Each raises HttpError: 503 if the server is not ready, 4xx for what it cannot do."""
+
+    def __init__(self, http: HttpContext) -> None:
+        self._http = http
+        self._limits = http.config.rollout.http
+        self._numbers = count(1)
+
+    async def models(self) -> JSONResponse:
+        """The one model of this server, with the policy version of its weights."""
+        server = self._http.ready()
+        model = {"id": self._http.config.name, "object": "model", "created": 0, "owned_by": "async-grpo"}
         return JSONResponse({"object": "list", "data": [{**model, "policy_version": server.policy}]})
 
-    @routes.post("/completions")
-    async def completions(request: Request) -> Response:
-        http.ready()
-        body = parse(CompletionBody, await read_json(request, bound.max_body_bytes))
-        _check(body, prompts=len(body.prompts))
-        prompts = [await http.prompts.of_text(prompt) for prompt in body.prompts]
-        form = CompletionFormat(http.config.name, http.prompts.name, options=_options(body))
-        return await _answer(request, CompletionRequest(prompts, body, form), body.max_tokens)
-
-    @routes.post("/chat/completions")
-    async def chat(request: Request) -> Response:
-        http.ready()
-        body = parse(ChatBody, await read_json(request, bound.max_body_bytes))
-        _check(body, prompts=1)
-        prompt = await http.prompts.of_chat(body.messages)
-        form = ChatFormat(http.config.name, http.prompts.name, options=_options(body))
-        return await _answer(
-            request, CompletionRequest([prompt], body, form), body.max_completion_tokens or body.max_tokens
+    async def completions(self, request: Request) -> Response:
+        """Completions of one or more prompts."""
+        body = await self._read(request, CompletionBody)
+        self._check(body, prompts=len(body.prompts))
+        prompts = [await self._http.prompts.of_text(prompt) for prompt in body.prompts]
+        return await self._answer(
+            request, CompletionRequest(prompts, body, body.max_tokens, self._format(CompletionFormat, body))
         )
 
-    def _check(body: Sampling, *, prompts: int) -> None:
-        if body.model not in (None, http.config.name):
-            raise HttpError(404, f"the model of this server is {http.config.name!r}", code="model_not_found")
-        if not 1 <= prompts * body.n <= bound.most_completions:
+    async def chat(self, request: Request) -> Response:
+        """Completions of a conversation."""
+        body = await self._read(request, ChatBody)
+        self._check(body, prompts=1)
+        prompt = await self._http.prompts.of_chat(body.messages)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        return await self._answer(
+            request, CompletionRequest([prompt], body, max_tokens, self._format(ChatFormat, body))
+        )
+
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        self._http.ready()
+        return parse(kind, await read_json(request, self._limits.max_body_bytes))
+
+    def _check(self, body: Sampling, *, prompts: int) -> None:
+        if body.model not in (None, self._http.config.name):
+            raise HttpError(404, f"the model of this server is {self._http.config.name!r}", code="model_not_found")
+        if not 1 <= prompts * body.n <= self._limits.most_completions:
             raise HttpError(
                 400,
-                f"prompts ({prompts}) times n ({body.n}) must be from 1 to {bound.most_completions} "
+                f"prompts ({prompts}) times n ({body.n}) must be from 1 to {self._limits.most_completions} "
                 "(rollout.http.max_n, rollout.http.max_concurrency). Ask for the rest in other requests",
             )
 
-    async def _answer(request: Request, order: CompletionRequest, max_tokens: int | None) -> Response:
-        requests = [
-            _generation(order.sampling, prompt, index, max_tokens)
-            for index, prompt in enumerate(prompt for prompt in order.prompts for _ in range(order.sampling.n))
-        ]
-        server = http.ready()
-        texts = [TextStream(http.prompts.decode, order.sampling.stops) for _ in requests]
+    def _format(self, kind: type[ResponseFormat], body: Sampling) -> ResponseFormat:
+        options = ResponseOptions(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
+        return kind(self._http.config.name, self._http.prompts.name, options=options)
+
+    async def _answer(self, request: Request, asked: CompletionRequest) -> Response:
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.sampling.n)]
+        requests = [self._generation(asked, prompt, index) for index, prompt in enumerate(prompts)]
+        server = self._http.ready()
+        texts = [TextStream(self._http.prompts.decode, asked.sampling.stops) for _ in requests]
         job = server.jobs.start(requests, texts)
-        if order.sampling.stream:
-            return await _streamed(request, order, server, job)
+        if asked.sampling.stream:
+            return await self._streamed(request, asked, server, job)
         try:
-            work = _whole(order, server, job, len(requests))
-            return await unless_gone(request.receive, work, bound.request_timeout_s)
+            work = _whole(asked, server, job, len(requests))
+            return await unless_gone(request.receive, work, self._limits.request_timeout_s)
         finally:
             await job.aclose()
 
-    def _generation(sampling: Sampling, prompt: list[int], index: int, max_tokens: int | None) -> GenerationRequest:
-        config = http.config.sampling
-        temperature = config.temperature if sampling.temperature is None else sampling.temperature
+    def _generation(self, asked: CompletionRequest, prompt: list[int], index: int) -> GenerationRequest:
+        """The engine's request for completion `index`. A given seed is raised by the index."""
+        sampling = asked.sampling
+        default = self._http.config.sampling.temperature
         return GenerationRequest(
-            request_id=f"http-{next(numbers)}",
+            request_id=f"http-{next(self._numbers)}",
             prompt=prompt,
-            max_tokens=_bounded(max_tokens, room=http.prompts.room(prompt)),
-            temperature=temperature,
+            max_tokens=self._bounded(asked.max_tokens, room=self._http.prompts.room(prompt)),
+            temperature=default if sampling.temperature is None else sampling.temperature,
             seed=None if sampling.seed is None else sampling.seed + index,
             interruptible=False,
         )
 
-    def _bounded(asked: int | None, *, room: int) -> int:
+    def _bounded(self, asked: int | None, *, room: int) -> int:
+        config, limit = self._http.config, self._limits.max_tokens
         if asked is None:
-            return min(http.config.sampling.max_tokens, bound.max_tokens, room)
-        if asked > bound.max_tokens:
-            raise HttpError(400, f"max_tokens: {asked} is above rollout.http.max_tokens ({bound.max_tokens})")
+            return min(config.sampling.max_tokens, limit, room)
+        if asked > limit:
+            raise HttpError(400, f"max_tokens: {asked} is above rollout.http.max_tokens ({limit})")
         if asked > room:
             raise HttpError(
                 400,
                 f"max_tokens: {asked} do not fit: beside this prompt there is room for {room} within "
-                f"rollout.vllm.max_model_len ({http.config.rollout.vllm.max_model_len}). Ask for less",
+                f"rollout.vllm.max_model_len ({config.rollout.vllm.max_model_len}). Ask for less",
                 code="context_length_exceeded",
             )
         return asked
 
     async def _streamed(
-        request: Request, order: CompletionRequest, server: ReadyServer, job: CompletionJob
+        self, request: Request, asked: CompletionRequest, server: ReadyServer, job: CompletionJob
     ) -> Response:
-        """The first piece is waited for: until then, an error still has a status."""
-        pieces = job.pieces()
+        """A response that starts once the first chunk has come."""
+        chunks, timeout_s = job.chunks(), self._limits.request_timeout_s
         try:
-            first = await unless_gone(request.receive, _first_of(pieces), bound.request_timeout_s)
+            first = await unless_gone(request.receive, _first_of(chunks), timeout_s)
         except BaseException:
             await job.aclose()
             raise
-        events = _events(order, server, first, pieces)
+        events = _events(asked, server, first, chunks)
         headers = {VERSION_HEADER: _fingerprint(server, first)}
-        return EventStream(events, headers, close=job.aclose, timeout_s=bound.request_timeout_s)
-
-    return routes
+        return EventStream(events, headers, close=job.aclose, timeout_s=timeout_s)
 
 
-def _options(body: Sampling) -> ResponseOptions:
-    return ResponseOptions(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
-
-
-async def _whole(order: CompletionRequest, server: ReadyServer, job: CompletionJob, count: int) -> Response:
+async def _whole(asked: CompletionRequest, server: ReadyServer, job: CompletionJob, count: int) -> Response:
     choices = [CompletionChoice() for _ in range(count)]
-    async with aclosing(job.pieces()) as pieces:
-        async for piece in pieces:
-            choices[piece.index].add(piece)
+    async with aclosing(job.chunks()) as chunks:
+        async for chunk in chunks:
+            choices[chunk.index].add(chunk)
     versions = [choice.version for choice in choices if choice.version is not None]
     fingerprint = server.identity_of(max(versions, default=server.context.engine.version))
-    body = order.form.whole(choices, order.prompt_tokens, fingerprint)
+    body = asked.format.whole(choices, asked.prompt_tokens, fingerprint)
     return JSONResponse(body, headers={VERSION_HEADER: fingerprint})
 
 
-async def _first_of(pieces: AsyncGenerator[CompletionChunk, None]) -> CompletionChunk:
-    return await anext(pieces)
+async def _first_of(chunks: AsyncGenerator[CompletionChunk, None]) -> CompletionChunk:
+    return await anext(chunks)
 
 
 async def _events(
-    order: CompletionRequest,
-    server: ReadyServer,
-    first: CompletionChunk,
-    rest: AsyncGenerator[CompletionChunk, None],
+    asked: CompletionRequest, server: ReadyServer, first: CompletionChunk, rest: AsyncGenerator[CompletionChunk, None]
 ) -> AsyncGenerator[dict[str, Any], None]:
     tokens, fingerprint = len(first.tokens), _fingerprint(server, first)
-    yield order.form.piece(first, fingerprint)
-    async for piece in rest:
-        tokens, fingerprint = tokens + len(piece.tokens), _fingerprint(server, piece)
-        yield order.form.piece(piece, fingerprint)
-    if order.sampling.wants_usage:
-        yield order.form.usage(order.prompt_tokens, tokens, fingerprint)
+    yield asked.format.chunk(first, fingerprint)
+    async for chunk in rest:
+        tokens, fingerprint = tokens + len(chunk.tokens), _fingerprint(server, chunk)
+        yield asked.format.chunk(chunk, fingerprint)
+    if asked.sampling.wants_usage:
+        yield asked.format.usage(asked.prompt_tokens, tokens, fingerprint)
 
 
-def _fingerprint(server: ReadyServer, piece: CompletionChunk) -> str:
-    versions = [span.version for span in piece.spans]
+def _fingerprint(server: ReadyServer, chunk: CompletionChunk) -> str:
+    versions = [span.version for span in chunk.spans]
     return server.identity_of(max(versions, default=server.context.engine.version))

@@ -1,4 +1,4 @@
-"""What the routes share: how far the server is, and its nouns once they are there."""
+"""What the routes share: the configuration, the keys, and the parts of the server once it is ready."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTING, LEAVING = "the engine is starting, or waits for its first weights", "t
 
 @dataclass(frozen=True, slots=True)
 class ReadyServer:
-    """The server's nouns that the routes look at or speak to."""
+    """The parts of a server that the routes read and control."""
 
     context: ServerContext
     watcher: WeightWatcher
@@ -30,16 +30,16 @@ class ReadyServer:
 
     @property
     def policy(self) -> str:
-        """Epoch and version of the engine's weights."""
+        """ "epoch-version" of the engine's weights."""
         return self.identity_of(self.context.engine.version)
 
     def identity_of(self, version: int) -> str:
-        """ "epoch-version", as in every response."""
+        """ "epoch-version" of a policy version, as responses show it."""
         return f"{self.watcher.applied.epoch}-{version}"
 
 
 class HttpContext:
-    """One for the life of the api; `server` is there from the first weights to the server's end."""
+    """State of the HTTP API. `server` is set from the first weights until the server stops."""
 
     def __init__(self, config: RunConfig, name: str, keys: ApiKeys, prompts: PromptEncoder) -> None:
         self.config = config
@@ -47,26 +47,26 @@ class HttpContext:
         self.keys = keys
         self.prompts = prompts
         self.responses: Counter[tuple[str, int]] = Counter()
-        """By route and status."""
+        """Number of answers by route and status."""
         self.server: ReadyServer | None = None
         self.missing = STARTING
-        """Why there is no server."""
+        """Why `server` is None."""
 
     @property
     def why_not_ready(self) -> str:
-        """ "" if the server is ready."""
+        """Why the server is not ready, "" if it is."""
         if self.server is None:
             return self.missing
         return LEAVING if self.server.dispatcher.admission.is_draining else ""
 
     def ready(self) -> ReadyServer:
-        """For whoever wants completions. Raises HttpError 503."""
+        """The server, for completions. Raises HttpError 503 if it is not ready or drains."""
         if self.server is None or self.why_not_ready:
             raise not_ready(self.why_not_ready)
         return self.server
 
     def open(self) -> ReadyServer:
-        """For whoever administers, also while the server drains. Raises HttpError 503."""
+        """The server, for administration, also while it drains. Raises HttpError 503 if it is not there."""
         if self.server is None:
             raise not_ready(self.missing)
         return self.server

@@ -1,4 +1,4 @@
-"""Token ids -> text, piece by piece."""
+"""Turns token ids into text piece by piece, and finds stop texts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ Decode = Callable[[list[int]], str]
 
 _UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 8
-"""Tokens that one character may be spread over; if it is unfinished after that, it is none."""
+"""Most tokens that one character may be spread over; after that the bytes are not a character."""
 
 
 class TextStream:
-    """Text comes out once it cannot change any more, and never a part of a stop text."""
+    """Decodes one completion. Text comes out once it cannot change any more, and never a part of a stop text."""
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stops = stops
         self._known: list[int] = []
-        """Tokens whose text is out; the newest few, as context: how a token reads depends on the one before."""
+        """The newest tokens whose text is out, as context: the text of a token depends on the one before."""
         self._fresh: list[int] = []
         self._held = ""
         self.is_stopped = False
-        """A stop text came; nothing follows."""
+        """True once a stop text came; no text follows."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """What these tokens add."""
+        """Add tokens; returns the text that is now settled."""
         return "".join(self._checked(self._settled([token])) for token in tokens)
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """End the completion; returns the text that was held back."""
         rest = self._checked(self._new_text() if self._fresh else "")
         held, self._held = self._held, ""
         return rest if self.is_stopped else rest + held
@@ -62,6 +62,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest end of `text` with which `stop` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if stop.startswith(text[-length:])), 0)

@@ -1,9 +1,10 @@
-"""Completions under way for HTTP: so many at once and no more, so that training keeps its engine.
+"""Completions under way for HTTP. Their number is bounded, so that training keeps its engine.
 
-    request --start--> task a completion --Engine.stream--> queue --> whoever answers the client
+    request --start--> one task per completion --Engine.stream--> queue --> handler that answers the client
 
-A task reads its stream without pause, whatever the client does: an update that lets requests finish first never
-waits for a slow reader. It ends with the completion, with `CompletionJob.aclose` (the client left), or with `close`.
+A task reads its stream without pause, however slowly the client reads, so an update that lets requests finish first
+never waits for a slow reader. The task ends with the completion, with `CompletionJob.aclose` (the client left), or with
+`close`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rollout_server.http.streaming import HttpError, not_ready
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunk:
-    """More of completion `index`: text that is settled, and the tokens that came (whose text may come later)."""
+    """More of completion `index`: settled text, and the tokens that came, whose text may come later. Empty
+    `finish_reason`: more follows."""
 
     index: int
     text: str
@@ -34,11 +36,12 @@ class CompletionChunk:
     finish_reason: str
 
 
-Pieces = asyncio.Queue[CompletionChunk | BaseException | None]
+ChunkQueue = asyncio.Queue[CompletionChunk | BaseException | None]
+"""Chunks of all completions of a request, and for each completion at its end an error, or None if there is none."""
 
 
 class CompletionJobs:
-    """At most `limit` completions at once."""
+    """All completions under way, at most `limit` at once."""
 
     def __init__(self, engine: Engine, limit: int) -> None:
         self._engine = engine
@@ -47,11 +50,11 @@ class CompletionJobs:
 
     @property
     def busy(self) -> int:
-        """Completions under way."""
+        """Number of completions under way."""
         return len(self._tasks)
 
     def start(self, requests: Sequence[GenerationRequest], texts: Sequence[TextStream]) -> CompletionJob:
-        """Begin all of them. Raises HttpError 429 if there is no room for all."""
+        """Start all completions of a request. Raises HttpError 429, and starts none, if there is no room for all."""
         if self.busy + len(requests) > self._limit:
             raise HttpError(
                 429,
@@ -60,65 +63,65 @@ class CompletionJobs:
                 code="too_many_requests",
                 headers={"retry-after": "1"},
             )
-        pieces: Pieces = asyncio.Queue()
+        chunks: ChunkQueue = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._write(index, request, text, pieces), name=request.request_id)
+            asyncio.create_task(self._write(index, request, text, chunks), name=request.request_id)
             for index, (request, text) in enumerate(zip(requests, texts, strict=True))
         ]
         for task in tasks:
             self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, pieces))
-        return CompletionJob(pieces, tasks)
+            task.add_done_callback(partial(self._ended, chunks))
+        return CompletionJob(chunks, tasks)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for those under way, then end them."""
+        """Wait at most `timeout_s` seconds for completions under way, then end them."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         await self.close()
 
     async def close(self) -> None:
-        """End them all: their clients are told that the server leaves."""
+        """End all completions; their clients are told that the server is stopping."""
         await cancel_and_wait(*self._tasks)
 
-    async def _write(self, index: int, request: GenerationRequest, text: TextStream, pieces: Pieces) -> None:
+    async def _write(self, index: int, request: GenerationRequest, text: TextStream, chunks: ChunkQueue) -> None:
         async with aclosing(self._engine.stream(request)) as stream:
             async for part in stream:
                 more = text.push(part.tokens.tolist())
                 if part.finish_reason:
                     more += text.finish()
                 reason = "stop" if text.is_stopped else part.finish_reason
-                piece = CompletionChunk(index, more, part.tokens.tolist(), part.logprobs.tolist(), part.spans, reason)
-                pieces.put_nowait(piece)
+                chunk = CompletionChunk(index, more, part.tokens.tolist(), part.logprobs.tolist(), part.spans, reason)
+                chunks.put_nowait(chunk)
                 if text.is_stopped:
                     return
 
-    def _ended(self, pieces: Pieces, task: asyncio.Task[None]) -> None:
+    def _ended(self, chunks: ChunkQueue, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = not_ready("the server is stopping") if task.cancelled() else task.exception()
         if isinstance(error, EngineError):
             error = HttpError(503, f"the engine failed: {error}", code="engine_failed")
-        pieces.put_nowait(error)
+        chunks.put_nowait(error)
 
 
 class CompletionJob:
-    """The completions of one request. Close it, whatever happened."""
+    """The completions of one request. Call `aclose` in any case."""
 
-    def __init__(self, pieces: Pieces, tasks: Sequence[asyncio.Task[None]]) -> None:
-        self._pieces = pieces
+    def __init__(self, chunks: ChunkQueue, tasks: Sequence[asyncio.Task[None]]) -> None:
+        self._chunks = chunks
         self._tasks = tasks
 
-    async def pieces(self) -> AsyncGenerator[CompletionChunk, None]:
-        """As they come, those of all completions mixed. Raises HttpError if the engine fails or the server stops."""
+    async def chunks(self) -> AsyncGenerator[CompletionChunk, None]:
+        """Chunks of all completions as they come. Raises HttpError if the engine fails or the server stops."""
         running = len(self._tasks)
         while running:
-            piece = await self._pieces.get()
-            if isinstance(piece, CompletionChunk):
-                yield piece
-            elif piece is not None:
-                raise piece
+            chunk = await self._chunks.get()
+            if isinstance(chunk, CompletionChunk):
+                yield chunk
+            elif chunk is not None:
+                raise chunk
             else:
                 running -= 1
 
     async def aclose(self) -> None:
-        """End what is still under way; vLLM forgets those requests."""
+        """End completions that are still under way; the engine aborts their requests."""
         await cancel_and_wait(*self._tasks)

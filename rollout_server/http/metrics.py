@@ -1,6 +1,6 @@
 """/metrics, for Prometheus. docs/http.md has the table; a test compares the two.
 
-The counters of a server begin anew when its engine is started anew, as Prometheus expects of a process.
+The counters of a server start again at 0 when its engine is restarted, as Prometheus expects of a process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout_server.http.context import HttpContext, ReadyServer
 
 
 def metrics_routes(http: HttpContext) -> APIRouter:
-    """It needs no key and tells no text."""
+    """The route /metrics. It needs no key and shows no text of prompts or completions."""
     registry = CollectorRegistry()
     recent = CachedStats()
     registry.register(ServerCollector(http, recent))
@@ -35,7 +35,7 @@ def metrics_routes(http: HttpContext) -> APIRouter:
 
 
 class ServerCollector(Collector):
-    """Looks at the server when it is asked."""
+    """Collects the metrics of the server at every request."""
 
     def __init__(self, http: HttpContext, recent: CachedStats) -> None:
         self._http = http

@@ -1,4 +1,4 @@
-"""Requests -> token ids that the engine can take."""
+"""Turns the prompts of requests into token ids that the engine can take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_REASON_CHARS = 500
 
 
 class PromptEncoder:
-    """Checked prompts: never empty, never too long, and no token that the model does not have (such a token may
-    take an engine down, and training with it)."""
+    """Encodes and checks prompts: never empty, never too long, and no token that the model does not have. Such a token
+    may take the engine down, and training with it."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, longest: int) -> None:
         """`vocabulary`: token ids are below it. `longest`: prompt and completion together, in tokens."""
@@ -24,11 +24,11 @@ class PromptEncoder:
         self._longest = longest
 
     async def of_text(self, prompt: str | list[int]) -> list[int]:
-        """A prompt as it is. Raises HttpError 400."""
+        """Token ids of a prompt without a chat template. Raises HttpError 400."""
         return self._checked(await _tried(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt)
 
     async def of_chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation, through the model's own chat template. Raises HttpError 400."""
+        """Token ids of a conversation in the model's own chat template. Raises HttpError 400."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise HttpError(
                 400,
@@ -39,15 +39,15 @@ class PromptEncoder:
         return self._checked(await _tried(self._encode_chat, [message.plain() for message in messages]))
 
     def room(self, prompt: Sequence[int]) -> int:
-        """Tokens that a completion of this prompt may have."""
+        """Most tokens that a completion of this prompt may have."""
         return self._longest - len(prompt)
 
     def decode(self, tokens: list[int]) -> str:
-        """Text without special tokens."""
+        """The text of tokens, without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def name(self, token: int) -> str:
-        """One token as text, special or not."""
+        """The text of one token, special or not."""
         return self._tokenizer.decode([token])
 
     def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -77,7 +77,7 @@ class PromptEncoder:
 
 
 async def _tried(encode: Callable[[Any], list[int]], given: Any) -> list[int]:
-    """In a thread, because a long text takes a while. What the tokenizer cannot do is the request's fault."""
+    """Encode in a thread, because a long text takes a while. Raises HttpError 400 for what the tokenizer refuses."""
     try:
         return await asyncio.to_thread(encode, given)
     except Exception as error:

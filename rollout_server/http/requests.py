@@ -1,6 +1,6 @@
-"""Requests for completions: what OpenAI's API knows and this server can do truthfully.
+"""Bodies of requests for completions: the parameters of OpenAI's API that this server supports.
 
-What would change the answer and is not supported is refused, never ignored: the policy is sampled from its
+A parameter that would change the answer and is not supported is refused, never ignored: the policy is sampled from its
 whole distribution, as in training. Its neutral value is accepted, because clients send it.
 """
 
@@ -29,9 +29,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Parameters that only have one value here (or null)."""
+"""Parameters that are not supported, with their accepted neutral values; null is accepted, too."""
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Parameters that do not change the answer."""
+"""Parameters that are ignored because they do not change the answer."""
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
 MAX_SEED = 2**63 - 1
 
@@ -41,19 +41,19 @@ Body = TypeVar("Body", bound="Sampling")
 
 
 class Strict(BaseModel):
-    """No unknown key passes."""
+    """A body that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
 class Sampling(Strict):
-    """What completions and chat have in common."""
+    """Parameters that completions and chat have in common."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -64,7 +64,7 @@ class Sampling(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """vLLM's: every choice, and every streamed piece, says its tokens in `token_ids`."""
+    """As in vLLM: every choice, and every chunk of a stream, lists its tokens in `token_ids`."""
 
     @property
     def stops(self) -> list[str]:
@@ -83,7 +83,7 @@ class Sampling(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _truthfully(cls, body: Any) -> Any:
+    def _refuse_unsupported(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         for name, neutral in NEUTRAL.items():
@@ -96,15 +96,15 @@ class Sampling(Strict):
 
 
 class CompletionBody(Sampling):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    """0: those of the sampled tokens; of others the engine keeps none."""
+    """0: log-probabilities of the sampled tokens; the engine keeps no others."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or more."""
+        """The prompts, as text or token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -119,7 +119,7 @@ class CompletionBody(Sampling):
 
 
 class TextPart(Strict):
-    """A piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -133,13 +133,13 @@ class Message(Strict):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the form that chat templates take."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ChatBody(Sampling):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
@@ -153,7 +153,7 @@ class ChatBody(Sampling):
 
 
 def parse(kind: type[Body], payload: bytes) -> Body:
-    """Raises HttpError 400 that names the parameter, the rule and the value's place; never repeats the value."""
+    """The checked body. Raises HttpError 400 that names the parameter and the rule, and never repeats the value."""
     try:
         return kind.model_validate_json(payload)
     except ValidationError as error:

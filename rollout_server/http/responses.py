@@ -1,7 +1,7 @@
-"""Answers in the shapes of OpenAI's API: pure functions of what was written.
+"""Answers in the shapes of OpenAI's API: pure functions of the completions.
 
-Beyond that API, every choice (and every streamed piece) says in `policy_versions` which policy version its tokens
-come from: [version, start, end), counted in the tokens of that choice (of that piece).
+Beyond that API, every choice, and every chunk of a stream, lists in `policy_versions` which policy version wrote its
+tokens: [version, start, end), counted in the tokens of that choice or chunk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from async_grpo.wire import VersionSpan
 from rollout_server.http.jobs import CompletionChunk
 
 LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity."""
+"""Written in place of lower values, because JSON has no infinity."""
 
 
 @dataclass
 class CompletionChoice:
-    """One completion, put together from its pieces."""
+    """One completion, assembled from its chunks."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -29,42 +29,42 @@ class CompletionChoice:
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str = ""
 
-    def add(self, piece: CompletionChunk) -> None:
-        """What follows."""
+    def add(self, chunk: CompletionChunk) -> None:
+        """Append the next chunk."""
         offset = len(self.tokens)
-        for span in piece.spans:
+        for span in chunk.spans:
             if self.spans and self.spans[-1].version == span.version:
                 self.spans[-1] = VersionSpan(span.version, self.spans[-1].start, offset + span.end)
             else:
                 self.spans.append(VersionSpan(span.version, offset + span.start, offset + span.end))
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
-        self.finish_reason = piece.finish_reason
+        self.text += chunk.text
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason
 
     @property
     def version(self) -> int | None:
-        """The newest that wrote a token of it."""
+        """Newest policy version that wrote a token of it; None if it has no token."""
         return max((span.version for span in self.spans), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What is told of the tokens beside their text."""
+    """What the answer says of tokens beside their text."""
 
     logprobs: bool = False
     token_ids: bool = False
 
 
 class ResponseFormat:
-    """How answers to one request look; `CompletionFormat` and `ChatFormat` differ in the choices."""
+    """Formats the answers to one request. `CompletionFormat` and `ChatFormat` differ in the choices."""
 
     kind = ""
-    piece_kind = ""
+    chunk_kind = ""
     prefix = ""
 
     def __init__(self, model: str, name: Callable[[int], str], *, options: ResponseOptions) -> None:
-        """`name`: one token as text."""
+        """`model`: its name in the answer. `name`: one token as text."""
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -72,14 +72,14 @@ class ResponseFormat:
         self._options = options
 
     def whole(self, choices: Sequence[CompletionChoice], prompt_tokens: int, fingerprint: str) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """The body of an answer that is not streamed."""
         bodies = [
             {
                 "index": index,
                 **self.choice(choice.text),
                 "logprobs": self._logprobs(choice),
                 "finish_reason": choice.finish_reason,
-                "policy_versions": _plain(choice.spans),
+                "policy_versions": _span_lists(choice.spans),
                 **self._token_ids(choice),
             }
             for index, choice in enumerate(choices)
@@ -87,35 +87,35 @@ class ResponseFormat:
         usage = usage_of(prompt_tokens, sum(len(choice.tokens) for choice in choices))
         return {**self._head(self.kind, fingerprint), "choices": bodies, "usage": usage}
 
-    def piece(self, piece: CompletionChunk, fingerprint: str) -> dict[str, Any]:
+    def chunk(self, chunk: CompletionChunk, fingerprint: str) -> dict[str, Any]:
         """One event of a stream."""
         written = CompletionChoice()
-        written.add(piece)
+        written.add(chunk)
         body = {
-            "index": piece.index,
-            **self.delta(piece.text),
+            "index": chunk.index,
+            **self.delta(chunk.text),
             "logprobs": self._logprobs(written),
-            "finish_reason": piece.finish_reason or None,
-            "policy_versions": _plain(piece.spans),
+            "finish_reason": chunk.finish_reason or None,
+            "policy_versions": _span_lists(chunk.spans),
             **self._token_ids(written),
         }
-        return {**self._head(self.piece_kind, fingerprint), "choices": [body]}
+        return {**self._head(self.chunk_kind, fingerprint), "choices": [body]}
 
     def usage(self, prompt_tokens: int, completion_tokens: int, fingerprint: str) -> dict[str, Any]:
-        """The last event of a stream that was asked to count."""
-        head = self._head(self.piece_kind, fingerprint)
+        """The last event of a stream whose request asked for usage."""
+        head = self._head(self.chunk_kind, fingerprint)
         return {**head, "choices": [], "usage": usage_of(prompt_tokens, completion_tokens)}
 
     def choice(self, text: str) -> dict[str, Any]:
-        """Where the text of a whole answer goes."""
+        """The part of a choice that holds the text of a whole answer."""
         raise NotImplementedError
 
     def delta(self, text: str) -> dict[str, Any]:
-        """Where the text of a piece goes."""
+        """The part of a choice that holds the text of a chunk."""
         raise NotImplementedError
 
     def logprobs(self, names: list[str], logprobs: list[float]) -> dict[str, Any]:
-        """Of the sampled tokens."""
+        """Log-probabilities of the sampled tokens; `names` are the tokens as text."""
         raise NotImplementedError
 
     def _head(self, kind: str, fingerprint: str) -> dict[str, Any]:
@@ -138,38 +138,38 @@ class ResponseFormat:
 
 
 class CompletionFormat(ResponseFormat):
-    """/v1/completions."""
+    """The format of /v1/completions."""
 
-    kind = piece_kind = "text_completion"
+    kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def choice(self, text: str) -> dict[str, Any]:
-        """Where the text of a whole answer goes."""
+        """The part of a choice that holds the text of a whole answer."""
         return {"text": text}
 
     delta = choice
 
     def logprobs(self, names: list[str], logprobs: list[float]) -> dict[str, Any]:
-        """Of the sampled tokens."""
+        """Log-probabilities of the sampled tokens; `names` are the tokens as text."""
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": _offsets(names)}
 
 
 class ChatFormat(ResponseFormat):
-    """/v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
-    kind, piece_kind = "chat.completion", "chat.completion.chunk"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
     def choice(self, text: str) -> dict[str, Any]:
-        """Where the text of a whole answer goes."""
+        """The part of a choice that holds the text of a whole answer."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def delta(self, text: str) -> dict[str, Any]:
-        """Where the text of a piece goes."""
+        """The part of a choice that holds the text of a chunk."""
         return {"delta": {"role": "assistant", "content": text}}
 
     def logprobs(self, names: list[str], logprobs: list[float]) -> dict[str, Any]:
-        """Of the sampled tokens."""
+        """Log-probabilities of the sampled tokens; `names` are the tokens as text."""
         content = [
             {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
             for name, logprob in zip(names, logprobs, strict=True)
@@ -178,7 +178,7 @@ class ChatFormat(ResponseFormat):
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Tokens of one request."""
+    """The numbers of tokens of one request, as OpenAI's API names them."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
@@ -191,5 +191,5 @@ def _offsets(names: Sequence[str]) -> list[int]:
     return offsets
 
 
-def _plain(spans: Sequence[VersionSpan]) -> list[list[int]]:
+def _span_lists(spans: Sequence[VersionSpan]) -> list[list[int]]:
     return [[span.version, span.start, span.end] for span in spans]

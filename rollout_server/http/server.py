@@ -1,6 +1,6 @@
-"""The socket of a rollout server: open before the engine starts, closed after it has ended.
+"""The HTTP server of a rollout server: opens its socket before the engine starts, and closes it after the engine ended.
 
-It waits for connections, and takes turns with everything else in the server's event loop.
+It waits for connections, and runs in the event loop of the rollout server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout_server.weight_watcher import WeightWatcher
 
 MAX_REQUESTS = 256
 PORTS_TRIED = 64
-"""From rollout.http.port on: as many servers may share a machine."""
+"""Ports tried from rollout.http.port on; as many servers may share a machine."""
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ class ApiServer:
     """`open`, then `attach` once there is something to serve, `detach` before that goes, `aclose`."""
 
     def __init__(self, config: RunConfig, name: str, prompts: PromptEncoder) -> None:
-        """Raises ConfigError if the configuration would let anybody in."""
+        """Raises ConfigError if anybody on the network could use the server."""
         self._config = config.rollout.http
         self._http = HttpContext(config, name, ApiKeys.of(os.environ, self._config), prompts)
         self._listening: asyncio.Task[None] | None = None
@@ -52,24 +52,24 @@ class ApiServer:
         log.info("http", address=self.address)
 
     async def run(self) -> None:
-        """Until cancelled; raises what ended the listening."""
+        """Wait until cancelled; raises the error that ended the server."""
         assert self._listening is not None
         await asyncio.shield(self._listening)
 
     def attach(
         self, context: ServerContext, watcher: WeightWatcher, dispatcher: Dispatcher, evaluator: MilestoneEvaluator
     ) -> None:
-        """The engine has its first weights: the server is ready."""
+        """Serve completions from now on: the engine has its first weights."""
         jobs = CompletionJobs(context.engine, self._config.max_concurrency)
         self._http.server = ReadyServer(context, watcher, dispatcher, evaluator, jobs)
 
     async def finish(self, timeout_s: float) -> None:
-        """Of a server that drains: wait for completions under way, then end them."""
+        """Wait at most `timeout_s` seconds for completions under way, then end them; for a server that drains."""
         if self._http.server is not None:
             await self._http.server.jobs.finish(timeout_s)
 
     async def detach(self) -> None:
-        """The engine is about to go: end completions under way."""
+        """End completions under way, before the engine is closed."""
         if (server := self._http.server) is not None:
             self._http.server, self._http.missing = None, LEAVING
             await server.jobs.close()

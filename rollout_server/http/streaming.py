@@ -1,6 +1,6 @@
-"""Reading requests and streaming answers, each within bounds, and noticing clients that leave.
+"""What every route uses: bounded reading of requests, streamed answers, clients that leave, and errors.
 
-What goes wrong for one request, in the form that OpenAI's clients read.
+Errors have the form that OpenAI's clients read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from starlette.types import Receive, Scope, Send
 
 from async_grpo.utils.aio import race
 
+T = TypeVar("T")
+
+BODY_TIMEOUT_S = 30.0
+LAST_EVENT_TIMEOUT_S = 1.0
+CLIENT_LEFT = 499
+"""Status in logs and metrics for a client that left; the client itself sees none."""
 REFUSED, BUSY, BROKEN = "invalid_request_error", "rate_limit_error", "server_error"
 
 
 class HttpError(Exception):
-    """One request fails; the server goes on. The message says what, why and how to mend it."""
+    """An error of one request; the server goes on. The message says what is wrong, why, and how to mend it."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
@@ -32,31 +38,18 @@ class HttpError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """{"error": {...}}, as OpenAI's API has it."""
+        """The body {"error": {...}} of OpenAI's API."""
         kind = BUSY if self.status == 429 else BROKEN if self.status >= 500 else REFUSED
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The answer with this status and body."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
 def not_ready(reason: str) -> HttpError:
-    """The server cannot do that at this moment."""
+    """The error 503 of a server that is not ready, for this reason."""
     return HttpError(503, f"not ready: {reason}. Ask again later", code="not_ready", headers={"retry-after": "1"})
-
-
-T = TypeVar("T")
-
-
-BODY_TIMEOUT_S = 30.0
-
-
-LAST_WORD_TIMEOUT_S = 1.0
-
-
-CLIENT_LEFT = 499
-"""The status that logs and metrics see; the client does not."""
 
 
 async def read_json(request: Request, limit_bytes: int) -> bytes:
@@ -79,8 +72,8 @@ async def read_json(request: Request, limit_bytes: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """The result of the work, which is cancelled when the client leaves (HttpError 499, for nobody to read) or
-    when time is up (HttpError 504)."""
+    """The result of the work. The work is cancelled if the client leaves (raises HttpError 499, which no client reads)
+    or after `timeout_s` seconds (raises HttpError 504)."""
 
     async def give_up() -> None:
         try:
@@ -94,7 +87,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object; the last is [DONE]."""
+    """A response of server-sent events, each a JSON object; the last is [DONE]."""
 
     media_type = "text/event-stream"
 
@@ -106,7 +99,7 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         timeout_s: float,
     ) -> None:
-        """`close` is called at the end, whatever happens."""
+        """`close` is called at the end in any case."""
         super().__init__(headers={"cache-control": "no-store", **headers})
         del self.headers["content-length"]
         self._events = events
@@ -114,12 +107,12 @@ class EventStream(Response):
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them as they come. The headers are gone by then, so an error becomes the last event."""
+        """Send the events as they come. The status is already sent, so an error becomes the last event."""
         try:
             await unless_gone(receive, self._send_all(send), self._timeout_s)
         except HttpError as error:
             with suppress(TimeoutError):  # a client that does not read does not read this either
-                async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
+                async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
                     await send({"type": "http.response.body", "body": _event(error.body()), "more_body": False})
         finally:
             await self._close()

@@ -24,6 +24,7 @@ from async_grpo.wire import VersionSpan
 from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.engines.http import HttpSampler
+from rollout_server.engines.vllm.requests import request_states
 from rollout_server.http.prompts import PromptEncoder
 from rollout_server.http.server import ApiServer
 from rollout_server.workflows.session import join
@@ -172,7 +173,7 @@ async def test_a_client_that_leaves_frees_vllm(lab: Lab, client: openai.AsyncOpe
     assert lab.engine.load().running == 1
     await stream.close()
     async with asyncio.timeout(20):
-        while lab.engine.load().running or lab.engine._states():
+        while lab.engine.load().running or request_states(lab.engine._llm):
             await asyncio.sleep(0.01)
 
 

@@ -26,7 +26,7 @@ from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest, Interruption
-from rollout_server.engines.vllm import engine
+from rollout_server.engines.vllm import engine, requests
 from tests.support.vllm_lab import EXACT, FAR, STOP_TOKENS, Lab, log_softmax, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -263,24 +263,24 @@ async def more_tokens(lab: Lab, count: int) -> None:
 def record_own_spans(monkeypatch: pytest.MonkeyPatch) -> list[list[VersionSpan]]:
     """What an engine without `weight_versions` would report, in the order of completion."""
     recorded: list[list[VersionSpan]] = []
-    original = engine._generation
+    original = requests.generation_of
 
-    def spy(output: Any, active: engine.EngineRequest) -> Generation:
+    def spy(output: Any, active: requests.EngineRequest) -> Generation:
         recorded.append(active.spans.spans(len(output.outputs[0].token_ids)))
         return original(output, active)
 
-    monkeypatch.setattr(engine, "_generation", spy)
+    monkeypatch.setattr(engine, "generation_of", spy)
     return recorded
 
 
 def record_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompt tokens that each request took from the prefix cache."""
     recorded: list[int] = []
-    original = engine._generation
+    original = requests.generation_of
 
-    def spy(output: Any, active: engine.EngineRequest) -> Generation:
+    def spy(output: Any, active: requests.EngineRequest) -> Generation:
         recorded.append(output.num_cached_tokens)
         return original(output, active)
 
-    monkeypatch.setattr(engine, "_generation", spy)
+    monkeypatch.setattr(engine, "generation_of", spy)
     return recorded

@@ -16,7 +16,8 @@ from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
-from rollout_server.engines.vllm.engine import EngineRequest, VllmEngine
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.engines.vllm.requests import EngineRequest
 from rollout_server.workflows.session import join
 
 NOWHERE = Path("unused")

@@ -1,4 +1,4 @@
-"""The parts of vLLM that a weight update needs, whichever release is installed.
+"""Finds the parts of the installed vLLM that a weight update needs; they differ by release.
 
     0.23, 0.24   the worker runs the layerwise reload itself, unless told `is_checkpoint_format=False`,
                  and hands `receive_weights` a function to load with
@@ -24,7 +24,7 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 
 @dataclass(frozen=True, slots=True)
 class VllmCompat:
-    """What was found. `layer_info` tells how much of a layer was loaded; None where it cannot be asked."""
+    """The parts that were found. `layer_info` tells how much of a layer was loaded; None if this release does not."""
 
     transfer_engine: type
     factory: Any
@@ -34,7 +34,7 @@ class VllmCompat:
 
 
 def find_vllm_api() -> VllmCompat:
-    """Raises DependencyError, naming what is missing, for a vLLM whose weights cannot be updated."""
+    """The parts of the installed vLLM. Raises DependencyError, which names what is missing."""
     check_private_names("engine worker")
     reload = importlib.import_module(_RELOAD)
     return VllmCompat(
@@ -47,13 +47,13 @@ def find_vllm_api() -> VllmCompat:
 
 
 def start_arguments(start_weight_update: Callable[..., Any]) -> dict[str, Any]:
-    """Arguments that leave the reload to the transfer engine."""
+    """Arguments of `start_weight_update` that leave the reload to the transfer engine."""
     takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
     return {"is_checkpoint_format": False} if takes_format else {}
 
 
 def finish_arguments(finish_weight_update: Callable[..., Any], version: int) -> dict[str, Any]:
-    """Arguments that make vLLM label the tokens that follow, where it can."""
+    """Arguments of `finish_weight_update` that make vLLM label the tokens that follow, if this release can."""
     takes_version = "weight_version" in inspect.signature(finish_weight_update).parameters
     return {"weight_version": str(version)} if takes_version else {}
 

@@ -1,4 +1,4 @@
-"""vLLM fed by plain loops, with nothing around it: what a rollout server is measured against.
+"""vLLM fed by plain loops, without a server: the baseline that benches compare a rollout server with.
 
     continuous  `concurrency` loops, each with one request after the other
     waves       `concurrency` requests, wait for all of them, the next ones
@@ -15,11 +15,11 @@ from typing import Any
 from rollout_server.engines.base import GenerationRequest
 
 Loop = Callable[[Any, Sequence[GenerationRequest], int], Awaitable[list[int]]]
-"""Either of the two."""
+"""`continuous` or `waves`."""
 
 
 async def continuous(async_llm: Any, requests: Sequence[GenerationRequest], concurrency: int) -> list[int]:
-    """Tokens of every completion, in the order of the requests; these start in that order, too."""
+    """Number of tokens of every completion, in the order of the requests. Requests start in that order, too."""
     tokens, left = [0] * len(requests), iter(enumerate(requests))
 
     async def feed() -> None:
@@ -33,7 +33,7 @@ async def continuous(async_llm: Any, requests: Sequence[GenerationRequest], conc
 
 
 async def waves(async_llm: Any, requests: Sequence[GenerationRequest], concurrency: int) -> list[int]:
-    """The same, but a request starts only when all of the wave before it have ended."""
+    """Like `continuous`, but a request starts only when all requests of the wave before it have ended."""
     tokens: list[int] = []
     for first in range(0, len(requests), concurrency):
         wave = requests[first : first + concurrency]
@@ -42,7 +42,7 @@ async def waves(async_llm: Any, requests: Sequence[GenerationRequest], concurren
 
 
 async def complete(async_llm: Any, request: GenerationRequest) -> int:
-    """Tokens of one completion, which stops at max_tokens only."""
+    """Number of tokens of one completion, which ends at max_tokens only."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 

@@ -4,12 +4,12 @@
                   ^                                ^
     update_weights: close the gate, pause, load from the store, resume, open the gate
 
-`generate` waits for the gate (opened by `update_weights`) and for vLLM. Every request carries the
-identity of its weights as the salt of the prefix cache, so that no prefix is ever taken over from
-other weights. A request that has no token yet when new weights arrive is submitted again under the
-new salt: tokens of one version only then come from that version alone, prompt included. With
-interruption `drain` the update waits, behind the closed gate, for the requests in flight to land (their
-last token unblocks it; the caller has a timeout); with `abort` it ends those that may be interrupted.
+`generate` waits for the gate, which `update_weights` opens, and for vLLM. Every request carries the identity of its
+weights as the salt of the prefix cache, so no prefix is ever taken over from other weights. A request that has no token
+yet when new weights arrive is submitted again under the new salt, so that a completion of one version comes from that
+version alone, prompt included. With interruption `drain` the update waits, behind the closed gate, for the requests in
+flight to finish (their last token unblocks it; the caller has a timeout); with `abort` it ends those that may be
+interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 
 from async_grpo.config.model import Precision
 from async_grpo.config.rollout import VllmConfig
@@ -32,30 +31,25 @@ from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import become_owner
 from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
-from rollout_server.engines import base
-from rollout_server.engines.base import EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
 from rollout_server.engines.vllm.compat import finish_arguments, start_arguments
 from rollout_server.engines.vllm.platform import check_platform, platform_arguments, set_environment
+from rollout_server.engines.vllm.requests import (
+    EngineRequest,
+    generated_so_far,
+    generation_of,
+    kv_use,
+    next_piece,
+    sampling_params,
+    token_counts,
+)
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
 MOST_PARTIALS = 4096
-"""Requests that failed, of which is remembered what they had."""
+"""Failed requests whose partial completions are kept for `peek`."""
 T = TypeVar("T")
-_BEFORE_ANY_UPDATE = WeightVersion(base.CHECKPOINT_VERSION, base.CHECKPOINT_VERSION)
-
-
-class EngineRequest:
-    """One request inside vLLM."""
-
-    def __init__(self, vllm_id: str, version: int, *, interruptible: bool, streams: bool = False) -> None:
-        self.vllm_id = vllm_id
-        self.spans = base.SpanLog(version)
-        self.interruptible = interruptible
-        self.streams = streams
-        self.passed_on = 0
-        """Tokens that the reader of a stream has."""
-        self.resubmit = False
+_BEFORE_ANY_UPDATE = WeightVersion(CHECKPOINT_VERSION, CHECKPOINT_VERSION)
 
 
 class VllmEngine:
@@ -74,7 +68,7 @@ class VllmEngine:
         self._identity = _BEFORE_ANY_UPDATE
         self._failure: EngineError | None = None
         self._active: dict[str, EngineRequest] = {}
-        """By request."""
+        """By request id of the caller."""
         self._partials: dict[str, Generation] = {}
         self._submissions = 0
         self._finished_tokens = 0
@@ -125,7 +119,7 @@ class VllmEngine:
             self._raise_failure()
             if not active.resubmit:
                 break
-        generation = _generation(output, active)
+        generation = generation_of(output, active)
         self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))
         self._finished_tokens += len(generation.tokens)
         return generation
@@ -139,7 +133,9 @@ class VllmEngine:
                     self._raise_failure()
                     if active.resubmit:
                         break
-                    yield self._pass_on(output, active)
+                    piece = next_piece(output, active)
+                    self._streamed_tokens += len(piece.tokens)
+                    yield piece
             if not active.resubmit:
                 return
 
@@ -172,25 +168,25 @@ class VllmEngine:
 
     @property
     def async_llm(self) -> Any:
-        """vLLM's own front end, for who measures beside this engine. Raises EngineError while there is none."""
+        """vLLM's own front end, for benches beside this engine. Raises EngineError while there is none."""
         self._raise_failure()
         return self._llm
 
     def load(self) -> EngineLoad:
         """Requests with and without a first token; tokens of finished and running requests; blocks of the KV cache
         that these need, as a share of all."""
-        states, counts = self._states(), self._token_counts()
+        counts = token_counts(self._llm)
         running = sum(1 for tokens in counts.values() if tokens)
         streams = {active.vllm_id for active in self._active.values() if active.streams}
         tokens = sum(tokens for vllm_id, tokens in counts.items() if vllm_id not in streams)
         self._reported_tokens = max(self._reported_tokens, self._finished_tokens + tokens)
         waiting = len(self._active) - running
-        return EngineLoad(running, waiting, self._reported_tokens, self._kv_use(states), self._streamed_tokens)
+        return EngineLoad(running, waiting, self._reported_tokens, kv_use(self._llm), self._streamed_tokens)
 
     def peek(self, request_id: str) -> Generation | None:
         """What a request in flight has so far; of one that failed because the engine died, what it had."""
         active = self._active.get(request_id)
-        return self._partials.get(request_id) if active is None else self._so_far(active)
+        return self._partials.get(request_id) if active is None else generated_so_far(self._llm, active)
 
     async def aclose(self) -> None:
         """Stop vLLM and its processes; requests in flight fail."""
@@ -200,7 +196,7 @@ class VllmEngine:
             self._llm = None
 
     async def _new_request(self, request: GenerationRequest, *, streams: bool = False) -> EngineRequest:
-        """Once no update is under way."""
+        """A request with a fresh id in vLLM, once no update is under way."""
         await self._gate.wait()
         self._raise_failure()
         self._submissions += 1
@@ -208,8 +204,8 @@ class VllmEngine:
         return EngineRequest(vllm_id, self.version, interruptible=request.interruptible, streams=streams)
 
     async def _submit(self, request: GenerationRequest, active: EngineRequest) -> AsyncGenerator[Any, None]:
-        """Submit once; the final output, or of a stream one after the other. vLLM aborts the request if this is
-        cancelled or closed."""
+        """Submit the request once; yields its final output, or those of a stream one after the other. vLLM aborts the
+        request if this is cancelled or closed."""
         from vllm import TokensPrompt
 
         prompt = TokensPrompt(
@@ -218,11 +214,11 @@ class VllmEngine:
         )
         self._active[request.request_id] = active
         try:
-            sampling = self._sampling(request, streams=active.streams)
+            sampling = sampling_params(request, self._stop_tokens, streams=active.streams)
             async with aclosing(self._llm.generate(prompt, sampling, active.vllm_id)) as outputs:
                 async for output in outputs:
                     yield output
-        except Exception as error:  # the same; what the request has is kept first
+        except Exception as error:  # vLLM raises many kinds; what the request has is kept first
             self._remember(request.request_id, active)
             raise EngineError(
                 f"{self._name}: request {request.request_id} failed: {type(error).__name__}: {error}"
@@ -231,46 +227,19 @@ class VllmEngine:
             del self._active[request.request_id]
             self._finished.set()
 
-    def _pass_on(self, output: Any, active: EngineRequest) -> Generation:
-        """The next piece of a stream."""
-        completion = output.outputs[0]
-        since, active.passed_on = active.passed_on, active.passed_on + len(completion.token_ids)
-        self._streamed_tokens += len(completion.token_ids)
-        return Generation(
-            tokens=np.asarray(completion.token_ids, np.int32),
-            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-            spans=active.spans.spans(active.passed_on, since=since),
-            finish_reason=completion.finish_reason or "",
-        )
-
-    def _sampling(self, request: GenerationRequest, *, streams: bool) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            stop_token_ids=self._stop_tokens,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
-        )
-
     async def _drain(self, interruption: Interruption) -> None:
         while interruption == "drain" and self._active:
             self._finished.clear()
             await self._finished.wait()
 
     async def _mark_active(self, version: int, interruption: Interruption) -> None:
-        """Note which tokens are old, send requests without any back to the gate, and abort what is to be.
+        """Note which tokens are old, send requests without any back to the gate, and abort those that are to end.
 
-        A request that vLLM's front end does not know is on its way in, with the old salt, or on its
-        way out, with tokens whose versions can no longer be told: it is made again too. Except for a stream
-        of which the reader has a part: that is on its way out, and all of it is old.
+        A request that vLLM's front end does not know is on its way in, with the old salt, or on its way out, with
+        tokens whose versions can no longer be told: it is made again too. A stream of which the reader has a part is
+        an exception: it is on its way out, and all of it is old.
         """
-        counts = self._token_counts()
+        counts = token_counts(self._llm)
         for active in self._active.values():
             if active.passed_on and active.vllm_id not in counts:
                 continue
@@ -296,15 +265,15 @@ class VllmEngine:
         return time.monotonic() - started
 
     async def _unless_dead(self, calls: Coroutine[Any, Any, T]) -> T:
-        """What calls into vLLM return. Raises EngineError once its processes have died: vLLM fails the requests in
-        flight then, but never answers its other calls. Its handler of outputs ends only with them."""
+        """The result of calls into vLLM. Raises EngineError once vLLM's processes have died: vLLM fails the requests in
+        flight then, but never answers other calls. Its output handler ends only with the processes."""
         try:
             return await race(calls, asyncio.wait({self._llm.output_handler}))
         except Overtaken:
             raise EngineError(f"{self._name}: vLLM's engine died.") from None
 
     async def _announce(self) -> None:
-        """Tell vLLM that an update comes. The transfer engine does nothing then, so generation goes on."""
+        """Tell vLLM that an update comes. The transfer engine does nothing yet, so generation goes on."""
         start = self._llm.start_weight_update
         await start(**start_arguments(start))
 
@@ -331,39 +300,12 @@ class VllmEngine:
         if self._llm is None:
             raise EngineError(f"{self._name}: the engine was not started.")
 
-    def _states(self) -> dict[str, Any]:
-        """What vLLM's front end keeps of each request in flight, by its id in vLLM."""
-        if self._llm is None:
-            return {}
-        states = self._llm.output_processor.request_states.values()
-        return {getattr(state, "external_req_id", None) or state.request_id: state for state in states}
-
-    def _token_counts(self) -> dict[str, int]:
-        """Tokens that each request in flight has so far."""
-        return {vllm_id: len(state.detokenizer.output_token_ids) for vllm_id, state in self._states().items()}
-
-    def _so_far(self, active: EngineRequest) -> Generation | None:
-        state = self._states().get(active.vllm_id)
-        if state is None or not state.detokenizer.output_token_ids:
-            return None
-        logprobs = np.asarray(state.logprobs_processor.logprobs.logprobs, np.float32)
-        tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
-        return Generation(tokens, logprobs[: len(tokens)], active.spans.spans(len(tokens)), "")
-
     def _remember(self, request_id: str, active: EngineRequest) -> None:
-        """What a failed request had; only the newest are kept."""
-        if (left := self._so_far(active)) is not None:
+        """Keep what a failed request had, for the newest MOST_PARTIALS of them."""
+        if (left := generated_so_far(self._llm, active)) is not None:
             self._partials[request_id] = left
             while len(self._partials) > MOST_PARTIALS:
                 del self._partials[next(iter(self._partials))]
-
-    def _kv_use(self, states: dict[str, Any]) -> float:
-        cache = getattr(getattr(self._llm, "vllm_config", None), "cache_config", None)
-        blocks, size = getattr(cache, "num_gpu_blocks", None), getattr(cache, "block_size", None)
-        if not blocks or not size:
-            return 0.0
-        lengths = [state.prompt_len + len(state.detokenizer.output_token_ids) for state in states.values()]
-        return float(sum(-(-length // size) for length in lengths) / blocks)
 
     async def _init_weight_transfer(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -389,15 +331,3 @@ class VllmEngine:
             **platform_arguments(self._config),
             **self._config.extra,
         }
-
-
-def _generation(output: Any, active: EngineRequest) -> Generation:
-    completion = output.outputs[0]
-    tokens = np.asarray(completion.token_ids, np.int32)
-    labels = getattr(completion, "weight_versions", None)
-    return Generation(
-        tokens=tokens,
-        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
-        spans=base.from_labels(labels) if labels is not None else active.spans.spans(len(tokens)),
-        finish_reason=completion.finish_reason,
-    )

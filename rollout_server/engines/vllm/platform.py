@@ -1,6 +1,6 @@
-"""What an engine needs on a CPU, on CUDA and on Ascend: arguments and environment. Nothing else asks for the device.
+"""Arguments and environment of vLLM on a CPU, on CUDA and on Ascend. No other part of the engine asks for the device.
 
-The Ascend half is from the documentation and the source of vllm-ascend 0.23 and was not run here.
+The Ascend half follows the documentation and the source of vllm-ascend 0.23; this project has not run it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from async_grpo.utils.requirements import (
 )
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
-"""By platform: what vLLM calls the device."""
+"""vLLM's name of the device, by platform."""
 EXTRAS = {"cpu": "rollout-cpu", "cuda": "rollout-cuda", "ascend": "rollout-ascend"}
 _IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 CPU_STEP_TOKENS = 2048
-"""Prompt tokens that one step of the CPU engine reads at most (or one whole prompt, if that is longer)."""
+"""Most prompt tokens in one step of the CPU engine (or one whole prompt, if that is longer)."""
 
 
 def check_platform(config: VllmConfig, device: str) -> None:
@@ -44,7 +44,7 @@ def check_platform(config: VllmConfig, device: str) -> None:
 
 
 def platform_arguments(config: VllmConfig) -> dict[str, Any]:
-    """For AsyncEngineArgs."""
+    """Arguments for AsyncEngineArgs that depend on the platform."""
     arguments: dict[str, Any]
     if config.platform == "cpu":
         # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
@@ -68,8 +68,8 @@ def platform_arguments(config: VllmConfig) -> dict[str, Any]:
 
 
 def environment(config: VllmConfig) -> dict[str, str]:
-    """What vLLM reads from the environment. `nobind`: it would otherwise bind every engine of the machine to the
-    same first cores."""
+    """The environment variables of vLLM. `nobind`: vLLM would otherwise bind every engine of the machine to the same
+    first cores."""
     values = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -90,7 +90,7 @@ def environment(config: VllmConfig) -> dict[str, str]:
 
 
 def set_environment(config: VllmConfig) -> None:
-    """Where the user's own environment has not said otherwise. Must come before vllm is imported."""
+    """Set the variables of `environment` that the user has not set. Call it before vllm is imported."""
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)
 

@@ -33,7 +33,7 @@ _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 
 
 class LayerwiseReload:
-    """Of one model in one worker."""
+    """Reloads the weights of one model in one worker."""
 
     def __init__(self, api: VllmCompat, model: torch.nn.Module, model_config: Any) -> None:
         self._api = api
@@ -44,10 +44,10 @@ class LayerwiseReload:
         self._whole: dict[torch.nn.Module, int] = {}
 
     def load(self, weights: HeldWeights) -> None:
-        """Make the model that of the held version, by loading what differs from what it has, if that is known.
+        """Load the held version: only what differs from the loaded version, if that is known, else everything.
 
-        Raises WeightsError if it is not there, WeightsCorrupt if it was overwritten meanwhile;
-        the next update then loads everything.
+        Raises WeightsError if the version is not there, WeightsCorrupt if it was overwritten meanwhile; the next update
+        then loads everything.
         """
         reader = self._source.open(weights)
         wanted = self._wanted(reader)

@@ -34,7 +34,7 @@ BACKEND = "zmq"
 
 @dataclass
 class StoreInit:
-    """Nothing to set up: every update names its source."""
+    """No settings: every update names its source."""
 
 
 @dataclass

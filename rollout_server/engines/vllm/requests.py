@@ -1,0 +1,104 @@
+"""Requests inside vLLM: what this project keeps of each, and what vLLM's front end shows of them.
+
+The functions that take `llm` read the state of vLLM's AsyncLLM (None before it has started) and never wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels
+
+
+class EngineRequest:
+    """One request inside vLLM."""
+
+    def __init__(self, vllm_id: str, version: int, *, interruptible: bool, streams: bool = False) -> None:
+        """`version`: of the weights when the request was submitted."""
+        self.vllm_id = vllm_id
+        self.spans = SpanLog(version)
+        self.interruptible = interruptible
+        self.streams = streams
+        self.passed_on = 0
+        """Tokens that the reader of a stream has."""
+        self.resubmit = False
+        """True if an update came before the first token: the request is made again."""
+
+
+def sampling_params(request: GenerationRequest, stop_tokens: Sequence[int], *, streams: bool) -> Any:
+    """vLLM's SamplingParams of the request, with log-probabilities of the sampled tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        stop_token_ids=list(stop_tokens),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation_of(output: Any, active: EngineRequest) -> Generation:
+    """The completion of vLLM's final output, with the spans that vLLM reports, or else those kept here."""
+    completion = output.outputs[0]
+    tokens = np.asarray(completion.token_ids, np.int32)
+    labels = getattr(completion, "weight_versions", None)
+    return Generation(
+        tokens=tokens,
+        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        spans=from_labels(labels) if labels is not None else active.spans.spans(len(tokens)),
+        finish_reason=completion.finish_reason,
+    )
+
+
+def next_piece(output: Any, active: EngineRequest) -> Generation:
+    """The next piece of a stream; its tokens count as passed on."""
+    completion = output.outputs[0]
+    since, active.passed_on = active.passed_on, active.passed_on + len(completion.token_ids)
+    return Generation(
+        tokens=np.asarray(completion.token_ids, np.int32),
+        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        spans=active.spans.spans(active.passed_on, since=since),
+        finish_reason=completion.finish_reason or "",
+    )
+
+
+def request_states(llm: Any) -> dict[str, Any]:
+    """What vLLM's front end keeps of each request in flight, by its id in vLLM."""
+    if llm is None:
+        return {}
+    states = llm.output_processor.request_states.values()
+    return {getattr(state, "external_req_id", None) or state.request_id: state for state in states}
+
+
+def token_counts(llm: Any) -> dict[str, int]:
+    """Number of tokens that each request in flight has so far, by its id in vLLM."""
+    return {vllm_id: len(state.detokenizer.output_token_ids) for vllm_id, state in request_states(llm).items()}
+
+
+def generated_so_far(llm: Any, active: EngineRequest) -> Generation | None:
+    """What a request in flight has so far (finish reason ""); None if it has no token, or vLLM no longer knows it."""
+    state = request_states(llm).get(active.vllm_id)
+    if state is None or not state.detokenizer.output_token_ids:
+        return None
+    logprobs = np.asarray(state.logprobs_processor.logprobs.logprobs, np.float32)
+    tokens = np.asarray(state.detokenizer.output_token_ids, np.int32)[: len(logprobs)]
+    return Generation(tokens, logprobs[: len(tokens)], active.spans.spans(len(tokens)), "")
+
+
+def kv_use(llm: Any) -> float:
+    """Share of the KV cache's blocks that the requests in flight need; 0 if the size of the cache is unknown."""
+    cache = getattr(getattr(llm, "vllm_config", None), "cache_config", None)
+    blocks, size = getattr(cache, "num_gpu_blocks", None), getattr(cache, "block_size", None)
+    if not blocks or not size:
+        return 0.0
+    states = request_states(llm).values()
+    lengths = [state.prompt_len + len(state.detokenizer.output_token_ids) for state in states]
+    return float(sum(-(-length // size) for length in lengths) / blocks)
