@@ -26,23 +26,22 @@ from buffer.base import ReplayBuffer, Resume, RunBoard
 from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader
 
 R = TypeVar("R")
-
 LOOK_EVERY_S = 1.0
 
 
 class Coordinator(Protocol):
-    """All calls are made by every rank, in the same order."""
+    """What a rank asks of the run. Every rank makes all calls, in the same order."""
 
     def resume(self, version: int) -> Resume:
         """Take over the run at `version`: a new epoch begins."""
         ...
 
     def take(self, version: int) -> Batch | None:
-        """The batch of the step `version` -> `version + 1`; None if the run is to stop now."""
+        """Take the batch of the step `version` -> `version + 1`; None if the run must stop now."""
         ...
 
     def take_part(self, version: int, have: int) -> Batch | None:
-        """Further groups of that batch, of which the trainer has `have`; None if the run is to stop now."""
+        """Take further groups of that batch, of which the trainer has `have`; None if the run must stop now."""
         ...
 
     def set_publisher(self, address: PublisherAddress) -> None:
@@ -54,27 +53,27 @@ class Coordinator(Protocol):
         ...
 
     def release(self, batch: Batch) -> None:
-        """The batch has been trained and its weights are out."""
+        """Release a batch that has been trained and whose weights are published."""
         ...
 
     def commit_checkpoint(self, version: int) -> None:
-        """Forget what came before `version`."""
+        """Let the buffer forget what came before `version`, which is on disk."""
         ...
 
     def end(self) -> None:
-        """Every step is trained."""
+        """Tell the run that every step is trained."""
         ...
 
     def probe(self, version: int, timeout_s: float) -> Batch | None:
-        """Groups that the final version sampled; None if none came in time, or before SIGTERM."""
+        """Wait for groups that the final version sampled; None if none came in time, or before SIGTERM."""
         ...
 
     def wait_for_evaluation(self, version: int, timeout_s: float) -> bool:
-        """Whether the evaluation of `version` was on the board in time, and before SIGTERM."""
+        """Wait for the evaluation of `version`; whether it was on the board in time, and before SIGTERM."""
         ...
 
     def evaluations(self) -> list[Evaluation]:
-        """All that are on the board; [] on followers."""
+        """All evaluations on the run board; [] on followers."""
         ...
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class Coordinator(Protocol):
 
 
 def join_run(config: RunConfig) -> Coordinator:
-    """The role of this rank."""
+    """Join the run as leader or follower, whichever this rank is."""
     return Leader(config) if is_leader() else Follower()
 
 
@@ -174,7 +173,7 @@ class Leader:
         return buffer, await connect_board(config.redis, config.name)
 
     async def _look_for_evaluation(self, version: int, timeout_s: float) -> Evaluation:
-        """The board tells nobody, so look once a second. Raises TimeoutError."""
+        """Poll the board once a second, since it notifies nobody. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while True:
                 for evaluation in await self._board.evaluations():

@@ -16,7 +16,7 @@ from trainer.platform import Platform
 from trainer.platform.base import set_defaults
 
 _SLACK_S = 120.0
-"""Ranks wait for rank 0 this much longer than rank 0 waits for anybody."""
+"""Seconds that ranks wait for rank 0 beyond the longest wait of rank 0."""
 
 
 def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wait_s: float) -> None:
@@ -56,7 +56,7 @@ def lay_out(config: TrainerConfig, seed: int) -> None:
 
 
 def stop_ranks() -> None:
-    """Leave together."""
+    """Wait for all ranks, and leave the process groups."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -78,7 +78,7 @@ def is_counting_rank() -> bool:
 
 
 def broadcast_bytes(payload: bytes | None) -> bytes:
-    """Rank 0's bytes, on every rank (raw, never pickled)."""
+    """Send rank 0's bytes to every rank (raw, never pickled)."""
     if dist.get_world_size() == 1:
         assert payload is not None
         return payload
@@ -92,7 +92,7 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
 
 
 def broadcast_ints(values: list[int] | None, count: int) -> list[int]:
-    """Rank 0's `count` integers, on every rank."""
+    """Send rank 0's `count` integers to every rank."""
     data = torch.tensor(values if values is not None else [0] * count, dtype=torch.int64)
     dist.broadcast(data, 0)
     shared: list[int] = data.tolist()

@@ -35,7 +35,7 @@ from trainer.weights import WeightExporter
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Everything that the loop moves; `version` is that of the weights in `policy`."""
+    """Trains, publishes and saves step after step; `version` is that of the weights in `policy`."""
 
     config: RunConfig
     model_folder: Path
@@ -46,7 +46,7 @@ class TrainingLoop:
     version: int
     reference: Reference | None = None
     peak_flops: float | None = None
-    """Of all ranks together, a second; None where it is not known."""
+    """FLOP/s of all ranks together; None where it is not known."""
     step_runner: StepRunner = field(init=False)
     epoch: int = field(init=False)
     head_version: int = field(init=False)
@@ -101,7 +101,7 @@ class TrainingLoop:
                 self.checkpoints.begin_export(self.policy, self.model_folder, self.version, self._evaluations())
 
     def _publish(self) -> None:
-        """Nothing while steps are replayed that were published before."""
+        """Publish the weights, except while replaying steps that were published before."""
         if self.version >= self.head_version:
             with self.logger.phases.span("publish", version=self.version):
                 self.exporter.publish(self.version)
@@ -117,13 +117,13 @@ class TrainingLoop:
         self.saved = self.version
 
     def _poll_saved(self, *, wait: bool) -> None:
-        """Let the buffer forget what a checkpoint holds that has become safe."""
+        """Let the buffer forget what a checkpoint on disk holds."""
         version = self.checkpoints.poll_saved(wait=wait)
         if version is not None:
             self.coordinator.commit_checkpoint(version)
 
     def _save_rest(self) -> None:
-        """Nothing trained is only in memory when this returns."""
+        """Save and export, and wait for both: afterwards nothing trained is only in memory."""
         self._checkpoint()
         self._poll_saved(wait=True)
         self.checkpoints.wait_for_export()
@@ -137,8 +137,11 @@ class TrainingLoop:
         self.logger.phases.reset()
 
     def _finish(self) -> None:
-        """The publisher stays until the final evaluation is on the board: a server that is started
-        again before that needs the final weights once more."""
+        """End the run and export the weights.
+
+        The publisher stays until the final evaluation is on the board: a server that is started again before that needs
+        the final weights once more.
+        """
         self.coordinator.end()
         timeout_s = self.config.eval.timeout_s
         probe = self.coordinator.probe(self.version, timeout_s)

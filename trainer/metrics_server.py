@@ -34,6 +34,10 @@ from async_grpo.utils.http_server import HttpServer, address_of, listen
 from buffer import CachedStats, RedisBuffer, attach
 from buffer.stats import BufferStats
 
+MAX_REQUESTS = 64
+CLOSE_S = 5.0
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerProgress:
@@ -44,27 +48,27 @@ class TrainerProgress:
     epoch: int = 0
     """0: it has not taken over the run, and there may be none yet."""
     version: int = 0
-    """Of its own weights; while it replays, servers have newer ones."""
+    """Version of its own weights; while it replays, servers have newer ones."""
     steps: int = 0
     skipped: int = 0
     replayed: int = 0
     groups: int = 0
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Spent, by phase."""
+    """Seconds spent, by phase."""
     latest: Mapping[str, Any] = field(default_factory=dict)
     """The row of the last step."""
 
     def joined(self, epoch: int, version: int) -> TrainerProgress:
-        """It has taken over the run, at `version`."""
+        """The progress after taking over the run at `version`."""
         return replace(self, epoch=epoch, version=version)
 
     def serving(self) -> TrainerProgress:
-        """The weights of its version are out."""
+        """The progress once the weights of its version are published."""
         return replace(self, ready=True)
 
     def after(self, row: Mapping[str, Any]) -> TrainerProgress:
-        """One more step, as `step_row` describes it."""
+        """The progress after one more step, as `step_row` describes it."""
         spent = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
         return replace(
             self,
@@ -81,7 +85,7 @@ class TrainerProgress:
 
 
 class TrainerCollector(Collector):
-    """Families of one moment: whoever scrapes sets `progress` and `stats` before."""
+    """The metric families of one moment; set `progress` and `stats` before each scrape."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -90,7 +94,7 @@ class TrainerCollector(Collector):
         """None if the buffer did not answer."""
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
+        """Yield all metric families."""
         config, progress = self._config, self.progress
         info = GaugeMetricFamily("async_grpo_trainer_info", "This trainer, always 1", labels=["run"])
         info.add_metric([config.name], 1)
@@ -144,15 +148,6 @@ def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) 
     return family
 
 
-MAX_REQUESTS = 64
-
-
-CLOSE_S = 5.0
-
-
-log = structlog.get_logger()
-
-
 class MetricsServer:
     """`open`, then `joined`, `serving` and `step` as the training goes on, then `close`. No call raises or waits for a
     client."""
@@ -164,7 +159,7 @@ class MetricsServer:
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:
-        """Listen; returns the address, "" if nobody listens."""
+        """Listen, and return the address; "" if it cannot listen or must not."""
         host, port = self._http.host, self._http.port
         if not self._http.is_on or port is None:
             return ""
@@ -187,7 +182,7 @@ class MetricsServer:
         self._pages.progress = self._pages.progress.serving()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A finished step."""
+        """Count a finished step."""
         self._pages.progress = self._pages.progress.after(row)
 
     def close(self) -> None:
@@ -212,7 +207,7 @@ class MetricsServer:
 
 
 class _Pages:
-    """What is answered. `progress` is set by the training's thread and read by that of the pages."""
+    """The pages that are served. `progress` is set by the training's thread and read by that of the pages."""
 
     def __init__(self, config: RunConfig) -> None:
         self.progress = TrainerProgress()
@@ -225,7 +220,7 @@ class _Pages:
         self._recent = CachedStats()
 
     def app(self) -> Starlette:
-        """The routes; they need no key and tell no text."""
+        """The routes; they need no key and show no text of samples."""
         pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
         return Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
 

@@ -42,27 +42,25 @@ from trainer.ranks import LocalRanks, RankFailed, RankStore, Terminated, network
 from trainer.rendezvous import Host, Invitation, fingerprint, hosted, join, listen
 
 CAUSE_S = 2.0
-"""A rank whose connection to another broke ends before the reason has arrived from there."""
-
+"""Seconds to wait for the reason from another node: a rank ends as soon as its connection to another breaks."""
 
 LINGER_S = 60.0
-"""Node 0 keeps the store for ranks that leave later; so long at most."""
-
+"""Seconds for which node 0 keeps the store, at most, for ranks that leave later."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """What a node has when its ranks may start."""
+    """What a node has once its ranks may start."""
 
     peers: Peers
     host: Host | None = None
-    """On node 0 of several."""
+    """Server of the rendezvous, on node 0 of several."""
     store_at: tuple[str, int] | None = None
     """Where the ranks find each other; None for a single rank, which finds nobody."""
     store: RankStore | None = None
-    """On node 0."""
+    """The store itself, on node 0."""
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class Node:
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Returns when the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
+        """Run until the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
         with stop_signals(self.stop_asked.set):
             async with AsyncExitStack() as stack:
                 setup = await self._meet(stack)
@@ -86,14 +84,15 @@ class Node:
                     await self._train(setup)
 
     async def _meet(self, stack: AsyncExitStack) -> NodeSetup | None:
-        """The others, until the stack ends; None if this node was asked to stop before all were there."""
+        """Meet the other nodes for as long as `stack` lives; None if this node was asked to stop before all were
+        there."""
         try:
             return await race(stack.enter_async_context(self._set_up()), self.stop_asked.wait())
         except Overtaken:
             return None
 
     async def _train(self, setup: NodeSetup) -> None:
-        """From the start of this node's ranks to their end, whatever that is; the others are told."""
+        """Start this node's ranks, wait for their end, and tell the other nodes how they ended."""
         async with setup.peers.followed():
             ranks = await LocalRanks.start(self._argv(), self._environments(setup))
             try:
@@ -109,7 +108,7 @@ class Node:
 
     @asynccontextmanager
     async def _set_up(self) -> AsyncIterator[NodeSetup]:
-        """All nodes are there and begin now."""
+        """Meet the other nodes, if there are any, and open the store; connections and store are closed afterwards."""
         trainer, where = self.config.trainer, self.config.trainer.rendezvous
         if trainer.processes == 1:
             yield NodeSetup(Peers([], where.silence_s))
@@ -175,8 +174,11 @@ class Node:
         )
 
     async def _report_end(self, working: asyncio.Task[None], watching: asyncio.Task[None], peers: Peers) -> None:
-        """The ranks have ended; tell. Raises TrainingError if not well, with what the others say of it; StoppedEarly if
-        SIGTERM ended one, here or there, because of which the others fail."""
+        """Tell the other nodes that the ranks have ended.
+
+        Raises TrainingError if not well, with what the others say of it; StoppedEarly if SIGTERM ended one, here or
+        there, because of which the others fail.
+        """
         error = working.exception()
         if isinstance(error, Terminated) and await self._was_asked(peers):
             raise StoppedEarly
@@ -199,7 +201,7 @@ class Node:
         return False
 
     async def _asked(self, peers: Peers) -> None:
-        """Until this node or another is asked to stop."""
+        """Wait until this node or another is asked to stop."""
         with contextlib.suppress(Overtaken):
             await race(self.stop_asked.wait(), peers.stop_asked.wait())
 

@@ -27,10 +27,11 @@ from async_grpo.wire import encode
 from async_grpo.wire.records import Record
 
 MAX_FRAME_BYTES = 1 << 20
+BEATS_OF_SILENCE = 8
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
-    """Node `rank` is there, and what it would train with."""
+    """A node introduces itself, with what it would train."""
 
     id: str
     rank: int
@@ -41,23 +42,23 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
 
 
 class Refused(Record, frozen=True, kw_only=True, tag="refused"):
-    """There will be no training with this node as it is."""
+    """Node 0 refuses a node as it is."""
 
     reason: str
 
 
 class Busy(Record, frozen=True, kw_only=True, tag="busy"):
-    """The nodes have met without this one, or with an earlier life of it: ask again."""
+    """All nodes have met already, perhaps with an earlier process of this one: ask again."""
 
 
 class CheckFolder(Record, frozen=True, kw_only=True, tag="look"):
-    """There is a file of this name in the folder of the checkpoints."""
+    """Node 0 asks whether a file of this name is in the folder of checkpoints."""
 
     name: str
 
 
 class FolderChecked(Record, frozen=True, kw_only=True, tag="seen"):
-    """Whether it is there here, too; and the name of a file that this node has put beside it."""
+    """The answer: whether the file is there, and the name of a file that this node has put beside it."""
 
     found: bool
     folder: str
@@ -69,11 +70,11 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
 
 
 class NodeAlive(Record, frozen=True, kw_only=True, tag="beat"):
-    """Still there."""
+    """A node is still alive."""
 
 
 class Stop(Record, frozen=True, kw_only=True, tag="stop"):
-    """Somebody wants the trainer to stop (SIGTERM to the node that says so); rank 0 decides when."""
+    """A node was asked to stop the trainer (SIGTERM); rank 0 decides when it does."""
 
 
 class Stopped(Record, frozen=True, kw_only=True, tag="stopped"):
@@ -97,7 +98,7 @@ M = TypeVar("M", bound=Message)
 
 
 class PeerConnection:
-    """One end. `peer` names the other one in errors: `node 1 (10.0.0.6)`."""
+    """One end of a connection between two nodes. `peer` names the other one in errors: `node 1 (10.0.0.6)`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         self.peer = peer
@@ -105,16 +106,16 @@ class PeerConnection:
 
     @property
     def own_address(self) -> str:
-        """Of this machine, on the network that reaches the other end."""
+        """The address of this machine on the network that reaches the other end."""
         address: str = self._writer.get_extra_info("sockname")[0]
         return address
 
     def send(self, message: Message) -> None:
-        """Does not wait: frames are small, and an end that takes none is found silent."""
+        """Send a message without waiting: frames are small, and a peer that reads none is found by its silence."""
         self._writer.write(pack_frame(encode(message), MAX_FRAME_BYTES))
 
     async def receive(self) -> Message:
-        """The next one. Raises NodeLost when the connection ends, WireError for what is no message."""
+        """The next message. Raises NodeLost when the connection ends, WireError for what is no message."""
         try:
             return _decoder.decode(await self._frames.next())
         except (asyncio.IncompleteReadError, OSError) as error:
@@ -132,14 +133,11 @@ class PeerConnection:
         return message
 
     async def close(self) -> None:
-        """What was sent goes out first, if the other end takes it within a second."""
+        """Close the connection; what was sent goes out first, if the peer reads it within a second."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
-
-
-BEATS_OF_SILENCE = 8
 
 
 class StoppedEarly(Exception):
@@ -147,22 +145,22 @@ class StoppedEarly(Exception):
 
 
 class Peers:
-    """The nodes at the other ends of this one's connections; none for a node that is alone."""
+    """The nodes to which this one is connected; none for a single node."""
 
     def __init__(self, connections: Iterable[PeerConnection], silence_s: float) -> None:
         self.stop_asked = asyncio.Event()
-        """One of them wants the trainer to stop."""
+        """Set when one of them asks the trainer to stop."""
         self._lines = list(connections)
         self._silence_s = silence_s
         self._following: list[asyncio.Task[None]] = []
 
     @property
     def own_address(self) -> str:
-        """Of this machine, in figures, on the network that reaches the others; of the loopback if there are none."""
+        """The IP address of this machine on the network that reaches the others; the loopback if there are none."""
         return self._lines[0].own_address if self._lines else LOOPBACK
 
     def tell(self, message: Message) -> None:
-        """All of them; those that are gone do not hear it."""
+        """Send a message to all of them; those that are gone do not receive it."""
         for connection in self._lines:
             connection.send(message)
 
@@ -178,8 +176,10 @@ class Peers:
             await cancel_and_wait(beating, *self._following)
 
     async def watch(self) -> None:
-        """Until all have ended as they should. Raises NodeLost or WireError for the first that has not, StoppedEarly
-        if one says so."""
+        """Wait until all have ended as they should.
+
+        Raises NodeLost or WireError for the first that has not, StoppedEarly if one says so.
+        """
         if not self._following:
             return
         ended, _ = await asyncio.wait(self._following, return_when=asyncio.FIRST_EXCEPTION)
@@ -187,7 +187,7 @@ class Peers:
             following.result()
 
     async def left(self, timeout_s: float) -> None:
-        """Until all have ended, however they did, but no longer than that."""
+        """Wait until all have ended, however they did, but at most `timeout_s`."""
         await asyncio.wait(self._following, timeout=timeout_s)
 
     async def _follow(self, connection: PeerConnection) -> None:

@@ -27,16 +27,18 @@ from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import card_environment
 
 GRACE_S = 10.0
-"""Ranks that must end have so long before they are killed: to say what they have to say."""
+"""Seconds that ranks have to end, and to write their last output, before they are killed."""
 
 _STANDARD_ERROR = 2
 _TAIL_BYTES = 16 << 10
+
 _LAST_OUTPUT_S = 1.0
 """What a rank wrote before its end has been read by then, though a child of it may still hold its standard error."""
-_SHOWN_CHARACTERS = 500
 
+_SHOWN_CHARACTERS = 500
 _RANK = r"(?:\[rank\d+\]: ?)?"  # torch puts it before every line of a traceback
 _FAULTS = "|".join(fault.__name__ for fault in CONFIG_FAULTS)
+
 _ERROR = re.compile(
     rf"(?:^{_RANK}[ \t]+\S.*\n{_RANK}(?=[A-Za-z_])|^(?=(?:{_FAULTS}): ))([\w.]+(?:: .*)?)$", re.MULTILINE
 )
@@ -56,7 +58,7 @@ class Terminated(TrainingError):
 
 
 def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, int] | None) -> list[dict[str, str]]:
-    """One a rank of this node. `store`: where the ranks find each other; None for a single one."""
+    """The environment of each rank of this node. `store`: its address; None for a single rank."""
     count = config.processes_per_node
     shared = {
         "WORLD_SIZE": str(config.processes),
@@ -72,7 +74,7 @@ def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, i
 
 
 def network_environment(platform: str, own_address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The network card on which this node reaches the others, for those that would guess it from the host's name.
+    """Variables that name the network card on which this node reaches the others, for libraries that would guess it.
 
     What the user has set stands; nothing is said of an address that no card has.
     """
@@ -99,7 +101,7 @@ class RankStore:
             self._store = await asyncio.to_thread(self._open)
 
     def close(self) -> None:
-        """Nobody finds anybody any more."""
+        """Close the store."""
         self._store = None
         self._listener.close()
 
@@ -135,7 +137,7 @@ class ErrorOutput:
         return redact_secrets(found[-1])[:_SHOWN_CHARACTERS] if found else ""
 
     async def read_to_the_end(self) -> None:
-        """Until all is passed on."""
+        """Wait until everything is passed on."""
         await asyncio.to_thread(self._thread.join, _LAST_OUTPUT_S)
 
     def _pass_on(self, reading: int) -> None:
@@ -150,16 +152,16 @@ class ErrorOutput:
 
 @dataclass(slots=True)
 class Rank:
-    """One process; it dies with this one."""
+    """One rank as a process, which dies with this one."""
 
     number: int
-    """Among the ranks of all nodes."""
+    """Number of the rank among those of all nodes."""
     process: asyncio.subprocess.Process
     errors: ErrorOutput
 
     @classmethod
     async def start(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Rank:
-        """In a session of its own: Ctrl-C is for the node, which tells it."""
+        """Start the process in a session of its own: Ctrl-C reaches the node, which tells it."""
         errors = ErrorOutput()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -170,7 +172,7 @@ class Rank:
         return cls(int(environment["RANK"]), process, errors)
 
     async def wait(self) -> None:
-        """Until it has ended with 0. Raises RankFailed, Terminated, TrainingError for another signal."""
+        """Wait until the rank has ended with 0. Raises RankFailed, Terminated, TrainingError for another signal."""
         code = await self.process.wait()
         if code == -signal.SIGTERM:
             raise Terminated(f"rank {self.number} was killed by SIGTERM")
@@ -182,12 +184,12 @@ class Rank:
             raise RankFailed(f"rank {self.number} ended with exit code {code}{': ' + cause if cause else ''}", code)
 
     def terminate(self) -> None:
-        """SIGTERM, if it is still there."""
+        """Send SIGTERM, if the process is still there."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, if it is still there."""
+        """Send SIGKILL, if the process is still there."""
         if self.process.returncode is None:
             self.process.kill()
 
@@ -200,11 +202,11 @@ class LocalRanks:
 
     @classmethod
     async def start(cls, argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> LocalRanks:
-        """One for each environment."""
+        """Start a rank for each environment."""
         return cls([await Rank.start(argv, environment) for environment in environments])
 
     async def wait(self) -> None:
-        """Until all have ended with 0. Raises TrainingError, as `Rank.wait`, for the first that has not."""
+        """Wait until all have ended with 0. Raises TrainingError, as `Rank.wait`, for the first that has not."""
         waiting = [asyncio.create_task(rank.wait()) for rank in self.ranks]
         try:
             await asyncio.gather(*waiting)
@@ -212,12 +214,12 @@ class LocalRanks:
             await cancel_and_wait(*waiting)
 
     def stop(self) -> None:
-        """SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one that
-        has not joined the run yet would not survive the signal."""
+        """Send SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one
+        that has not joined the run yet would not survive the signal."""
         self.ranks[0].terminate()
 
     async def end(self) -> None:
-        """Whatever is left of them: SIGTERM, patience, SIGKILL."""
+        """End the ranks that are left: SIGTERM, then SIGKILL after GRACE_S."""
         for rank in self.ranks:
             rank.terminate()
         left = [asyncio.create_task(rank.process.wait()) for rank in self.ranks]

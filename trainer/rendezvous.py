@@ -33,6 +33,19 @@ from trainer.peers import Busy, CheckFolder, Ended, FolderChecked, Hello, PeerCo
 
 _ENDS_BYTES = 1 << 20
 
+LOOK_S = 30.0
+"""Seconds that a file of another machine may take to appear: as long as NFS caches a folder without it."""
+
+_LOOK_EVERY_S = 0.1
+
+HELLO_S = 10.0
+"""Seconds that a new connection has to send its Hello."""
+
+START_IT = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
+_RETRY_S = 0.5
+_ANSWER_S = 2 * LOOK_S
+log = structlog.get_logger()
+
 
 def objection(own: Hello, other: Hello, *, nodes: int, place: str) -> str | None:
     """Why node 0, which says `own` of itself at `place`, cannot take the other node in. Value, rule and fix."""
@@ -57,7 +70,7 @@ def objection(own: Hello, other: Hello, *, nodes: int, place: str) -> str | None
 
 
 def fingerprint(model: Path) -> str:
-    """Of a model's configuration and weights: names, sizes, and the first and the last MiB of every file.
+    """A hash of a model's configuration and weights: names, sizes, and the first and last MiB of every file.
 
     Enough to tell models apart that were made or fetched differently, without reading all of one.
     """
@@ -72,16 +85,9 @@ def fingerprint(model: Path) -> str:
     return state.hexdigest()
 
 
-LOOK_S = 30.0
-"""A file of another machine may take so long to appear: as long as NFS remembers a folder without it."""
-
-
-_LOOK_EVERY_S = 0.1
-
-
 @contextlib.contextmanager
 def marker_file(folder: Path) -> Iterator[str]:
-    """The name of a new file in the folder (made if it is not there); removed afterwards. Raises ConfigError."""
+    """Make a file in the folder (and the folder) for the length of the block; yields its name. Raises ConfigError."""
     file = folder / f".met-{os.urandom(8).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +104,7 @@ def marker_file(folder: Path) -> Iterator[str]:
 
 
 async def file_appears(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
-    """Whether the file appears in the folder in that time."""
+    """Whether the file appears in the folder within `look_s`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(look_s):
             while not (folder / Path(name).name).exists():  # noqa: ASYNC110  (nobody could set an event)
@@ -107,56 +113,40 @@ async def file_appears(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
     return False
 
 
-HELLO_S = 10.0
-"""Who connects must have said who it is by then."""
-
-
-START_IT = "Start `async-grpo trainer CONFIG --node-rank R` there, and let it reach that port"
-
-
-_RETRY_S = 0.5
-
-
-_ANSWER_S = 2 * LOOK_S
-
-
-log = structlog.get_logger()
-
-
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a node knows of the meeting before it has begun."""
+    """What a node knows about the rendezvous before it begins."""
 
     where: RendezvousConfig
     address: str
     nodes: int
     hello: Hello
-    """What this node says of itself."""
+    """How this node introduces itself."""
     folder: Path
-    """Of the checkpoints."""
+    """Folder of the checkpoints."""
 
     @property
     def place(self) -> str:
-        """In errors."""
+        """Where node 0 listens, for error messages."""
         return f"trainer.rendezvous, {self.address}:{self.where.port}"
 
 
 @dataclass(slots=True)
 class Host:
-    """Node 0: who has come."""
+    """Node 0 of the rendezvous, and who has come."""
 
     invitation: Invitation
     connections: dict[int, PeerConnection] = field(default_factory=dict)
-    """By rank of the node."""
+    """Connections by rank of the node."""
     again: asyncio.Event = field(default_factory=asyncio.Event)
     """A node that had come has been started again."""
     again_peer: str = ""
     turned_away: str = ""
-    """Who was last, and why."""
+    """The last node that was turned away, and why."""
     _complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody connects: taken in, or told why not and hung up on."""
+        """Handle a new connection: accept the node, or tell it why not and hang up."""
         address = writer.get_extra_info("peername")[0]
         connection = PeerConnection(reader, writer, f"somebody at {address}")
         stays = False
@@ -174,7 +164,7 @@ class Host:
                 await connection.close()
 
     async def _takes_in(self, connection: PeerConnection, hello: Hello) -> bool:
-        """Whether it is one of us; else it has been told why not."""
+        """Whether the node belongs to this trainer; if not, it has been told why."""
         reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
         if reason is not None:
             self._turn_away(connection, reason)
@@ -198,8 +188,10 @@ class Host:
         self.turned_away = f"{connection.peer} was turned away: {reason}"
 
     async def gather(self) -> None:
-        """Until everybody has come, agrees, and sees the same folder. Raises WaitTimeout, ConfigError, NodeLost, and
-        WireError for a node of another release."""
+        """Wait until every node has come, agrees, and sees the same folder.
+
+        Raises WaitTimeout, ConfigError, NodeLost, and WireError for a node of another release.
+        """
         timeout_s = self.invitation.where.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -229,19 +221,21 @@ class Host:
             )
 
     async def dismiss(self, error: AsyncGrpoError) -> None:
-        """Tell everybody who has come why there will be no training."""
+        """Tell all nodes that have come why there will be no training."""
         for connection in self.connections.values():
             connection.send(Refused(reason=str(error)) if isinstance(error, ConfigError) else Ended(reason=str(error)))
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         await asyncio.gather(*(connection.close() for connection in self.connections.values()))
 
 
 @asynccontextmanager
 async def hosted(invitation: Invitation) -> AsyncIterator[Host]:
-    """Node 0, with all the others there; they wait for `Start`. Raises WaitTimeout, ConfigError, NodeLost, WireError;
-    the others are told. No connection is open afterwards."""
+    """Serve the rendezvous as node 0: yields once all others are there and wait for `Start`.
+
+    Raises WaitTimeout, ConfigError, NodeLost, WireError; the others are told. No connection is open afterwards.
+    """
     host = Host(invitation)
     listener = listen(invitation.address, invitation.where.port)
     server = await asyncio.start_server(host.receive, sock=listener)
@@ -281,7 +275,7 @@ async def join(invitation: Invitation) -> PeerConnection:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket at that address, and at no other. Raises ConfigError."""
+    """A listening socket at that address and no other. Raises ConfigError."""
     try:
         return socket.create_server((address, port), backlog=128)
     except OSError as error:

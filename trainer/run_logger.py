@@ -33,7 +33,7 @@ class TrainerLogger:
         self.phases = PhaseTimer(self._timeline)
 
     def step(self, row: dict[str, Any]) -> None:
-        """A finished step."""
+        """Record a finished step."""
         if self._leads:
             self._rows.write(row)
             self._scalars.write_step(row)
@@ -42,29 +42,29 @@ class TrainerLogger:
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
 
     def joined(self, epoch: int, version: int, head_version: int) -> None:
-        """This trainer has taken over the run, at `version`; rollout servers have `head_version`."""
+        """Record that this trainer has taken over the run at `version`; rollout servers have `head_version`."""
         if self._leads:
             self._metrics.joined(epoch, version)
             self._log.info("run joined", version=version, epoch=epoch, head_version=head_version)
 
     def serving(self) -> None:
-        """Rollout servers can fetch the weights of the trainer's version."""
+        """Record that rollout servers can fetch the weights of the trainer's version."""
         if self._leads:
             self._metrics.serving()
 
     def note(self, event: str, **facts: Any) -> None:
-        """A log line."""
+        """Write a log line."""
         if self._leads:
             self._log.info(event, **facts)
 
     def probe(self, version: int, gap: dict[str, float]) -> None:
-        """The log-probability gap of the final version."""
+        """Record the log-probability gap of the final version."""
         if self._leads:
             self._rows.write({"kind": "probe", "version": version, "time_s": time.time(), **gap})
             self._log.info("probe compared", version=version, **gap)
 
     def warn(self, step: int, message: str) -> None:
-        """Something that a person should look at."""
+        """Record a warning that a person should look at."""
         if self._leads:
             self._rows.write({"kind": "warning", "step": step, "time_s": time.time(), "message": message})
             self._log.warning(message, step=step)

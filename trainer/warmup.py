@@ -42,7 +42,7 @@ HELD_OUT_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of completions: how many are right, and how many reason."""
+    """The shares of completions that are right, and that reason."""
 
     correct: float
     reasoning: float
@@ -157,7 +157,7 @@ class WarmupStage:
         return F.cross_entropy(logits_BTV[counted_BT], targets_BT[counted_BT], reduction="none")
 
     def _prompt_length(self) -> int:
-        """Of every prompt: all summands have the same number of digits."""
+        """Tokens of every prompt: all summands have the same number of digits."""
         return 2 * self._config.task.digits + 2
 
     def _probe(self) -> Accuracy:
@@ -191,7 +191,7 @@ class WarmupStage:
 
 
 def learning_rate(config: WarmupConfig, step: int) -> float:
-    """Of step 1 .. steps: linear warm-up times a cosine from lr to lr / 20."""
+    """The learning rate of step 1 .. steps: linear warm-up times a cosine from lr to lr / 20."""
     ramp = min(1.0, step / max(1, config.lr_warmup_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * step / config.steps))
     return config.lr * ramp * (0.05 + 0.95 * cosine)

@@ -47,13 +47,13 @@ class WeightExporter:
         self._coordinator.publish_version(version)
 
     def close(self) -> None:
-        """End the publisher process."""
+        """End the sender."""
         if self._publisher is not None:
             self._publisher.close()
 
 
 def _tensor_kinds(hf: PretrainedConfig, dtype: torch.dtype) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of the whole model."""
+    """(name, dtype, shape) of every tensor of the whole model."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return [(name, str(dtype).removeprefix("torch."), shape) for name, shape in model_tensors(hf, stages)]
 

@@ -34,17 +34,18 @@ from trainer.batch.sequences import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class ContextRank:
-    """Of a rank among those that share the tokens of a micro-batch."""
+    """The position of a rank among those that share the tokens of a micro-batch."""
 
     rank: int = 0
     ranks: int = 1
-    """That share every sequence (context_parallel)."""
+    """Number of ranks that share every sequence (context_parallel)."""
     scattered: int = 1
-    """That share the activations of a part between the matrices (tensor_parallel, if sequence_parallel)."""
+    """Number of ranks that share the activations between the matrices (tensor_parallel, if sequence_parallel)."""
 
 
 def padded_lengths(lengths: Sequence[int], context: ContextRank) -> list[int]:
-    """Each a multiple of 2n, so that it falls into chunks; the last longer still, so that every part can be scattered.
+    """Pad each length to a multiple of 2n, to cut it into chunks, and the last one further, so that parts can be
+    scattered.
 
     >>> padded_lengths([5, 8], ContextRank(ranks=2, scattered=3))
     [8, 16]
@@ -57,7 +58,7 @@ def padded_lengths(lengths: Sequence[int], context: ContextRank) -> list[int]:
 
 
 def positions_of(length: int, context: ContextRank) -> Tensor:
-    """int64: the positions of a (padded) sequence that this rank has, in its order.
+    """The positions of a (padded) sequence that this rank has, in its order: int64.
 
     >>> positions_of(8, ContextRank(rank=1, ranks=2)).tolist()
     [2, 3, 4, 5]
@@ -70,7 +71,7 @@ def positions_of(length: int, context: ContextRank) -> Tensor:
 
 
 def pack_part(lengths: Sequence[int], context: ContextRank) -> PackedSequences:
-    """Padded lengths of whole sequences -> the description of this rank's part of them.
+    """Describe this rank's part of sequences with these padded lengths.
 
     The offsets are those of the whole sequences, from which Megatron finds the positions of the part by itself.
     """
@@ -132,7 +133,8 @@ def gather_context(part: Tensor, group: Any) -> Tensor:
 
 
 def fill_in(values_M: Tensor, mine_M: Tensor, count: int, group: Any) -> Tensor:
-    """The values of all `count` tokens, of which this rank computed those at `mine_M`; no two ranks the same.
+    """The values of all `count` tokens, of which this rank computed those at `mine_M`; no two ranks compute the same
+    one.
 
     What follows is computed by every rank alike, so the gradient of a value is the one found here, not a sum.
     """
@@ -183,18 +185,18 @@ class RankTokens:
     """int64: which of the trained tokens of the micro-batch they are; None if all."""
 
     def own(self, values_N: Tensor) -> Tensor:
-        """Of all trained tokens -> of those of this rank."""
+        """Select the values of this rank's trained tokens from those of all trained tokens."""
         return values_N if self.mine_M is None else values_N.index_select(0, self.mine_M)
 
     def whole(self, values_M: Tensor, count: int) -> Tensor:
-        """Of the trained tokens of this rank -> of all `count`, by way of the ranks that share the sequences."""
+        """Gather the values of all `count` trained tokens over the ranks that share the sequences."""
         if self.mine_M is None:
             return values_M
         return fill_in(values_M, self.mine_M, count, parallel_state.get_context_parallel_group())
 
 
 def own_context_rank(sequence_parallel: bool) -> ContextRank:
-    """Of this rank, as the ranks are laid out now."""
+    """The position of this rank in the present layout of the ranks."""
     return ContextRank(
         rank=parallel_state.get_context_parallel_rank(),
         ranks=parallel_state.get_context_parallel_world_size(),
@@ -203,7 +205,7 @@ def own_context_rank(sequence_parallel: bool) -> ContextRank:
 
 
 def rank_tokens(batch: MicroBatch, context: ContextRank) -> RankTokens:
-    """What the rank at `context` reads of a micro-batch."""
+    """The tokens of a micro-batch that the rank at `context` reads."""
     lengths = batch.packing.cu_seqlens_q.diff().tolist()
     padded = padded_lengths(lengths, context)
     if context.ranks == 1 and padded == lengths:

@@ -60,14 +60,14 @@ def pack_batch(
 
 
 def cost(length: int, quadratic: float) -> float:
-    """Of a sequence, in tokens of one that is too short for attention to matter."""
+    """The cost of a sequence, in tokens of one that is too short for attention to matter."""
     return length + quadratic * length * length
 
 
 def split_groups(groups: int, parts: int, *, seed: int, version: int, iteration: int) -> Bins:
     """Indices of the groups of each mini-batch, ascending; sizes differ by one at most.
 
-    Another order in every pass over every batch, and always the same one for the same arguments.
+    The order differs in every pass over every batch, and is always the same for the same arguments.
     """
     order = list(range(groups))
     random.Random(f"{seed}/{version}/{iteration}").shuffle(order)
@@ -117,22 +117,22 @@ def _tokens(members: Iterable[int], lengths: collections.abc.Sequence[int]) -> i
 
 
 class Packed(NamedTuple):
-    """Sequences, cut for the ranks."""
+    """The sequences of a batch, divided among ranks and micro-batches."""
 
     micro_batches: list[MicroBatch]
-    """Of this data-parallel rank."""
+    """The micro-batches of this data-parallel rank."""
     members: list[Sequence]
-    """All of them, those that are not read too."""
+    """All sequences, including those that are not read."""
     lengths: list[int]
-    """Tokens of those that are read, by any rank."""
+    """Tokens of each sequence that some rank reads."""
     slots: int
     """Tokens that the micro-batches of all ranks have room for."""
     balance: float
-    """Mean cost of a rank / cost of the dearest; 1 if all have the same work."""
+    """Mean cost of a rank / largest cost of a rank; 1 if all have the same work."""
 
 
 def sequences_in(batch: Batch, config: RunConfig) -> list[Sequence]:
-    """Of a batch; what is to become of those that are too long is said in trainer.overlong."""
+    """The sequences of a batch; trainer.overlong decides what happens to those that are too long."""
     trainer = config.trainer
     room = None if trainer.overlong == "error" else trainer.micro_batch_tokens
     longest, rules = config.sampling.max_tokens, trainer.objective
@@ -140,7 +140,10 @@ def sequences_in(batch: Batch, config: RunConfig) -> list[Sequence]:
 
 
 def pack(members: collections.abc.Sequence[Sequence], config: RunConfig, quadratic: float) -> Packed:
-    """`quadratic`: see `batching`. Raises ConfigError for a sequence that is too long, with `overlong: error`."""
+    """Divide the sequences among ranks and micro-batches; `quadratic`: see the module.
+
+    Raises ConfigError for a sequence that is too long, with `overlong: error`.
+    """
     read = [member for member in members if member.trained_tokens]
     lengths = [member.length for member in read]
     ranks, room = parallel_state.get_data_parallel_world_size(), config.trainer.micro_batch_tokens
@@ -152,7 +155,7 @@ def pack(members: collections.abc.Sequence[Sequence], config: RunConfig, quadrat
 
 
 def pack_for_rank(batch: Batch, config: RunConfig, quadratic: float = 0.0) -> Packed:
-    """The batch as sequences, and which of them this data-parallel rank reads, in which micro-batches."""
+    """The sequences of a batch, divided among ranks and micro-batches."""
     return pack(sequences_in(batch, config), config, quadratic)
 
 

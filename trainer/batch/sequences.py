@@ -36,18 +36,18 @@ class Sequence:
     prompt_tokens: int
     behaviour_C: npt.NDArray[np.float32]
     versions_C: npt.NDArray[np.int32]
-    """Of the policy that sampled each token."""
+    """Version of the policy that sampled each token."""
     places_N: npt.NDArray[np.int64]
-    """Of the tokens of the completion that get a gradient; none if no verifier could judge it."""
+    """Places of the completion's tokens that get a gradient; none if no verifier could judge it."""
     advantage: float
     weight: float
-    """Of each trained token in the loss of the batch."""
+    """Weight of each trained token in the loss of the batch."""
     first: int
     """Place of the first trained token among those of the batch."""
     counted: int
     """Tokens in the denominator of the loss: those that the policy wrote, if a verifier could judge it."""
     group: int
-    """Its place in the batch."""
+    """Place of its group in the batch."""
     overlong: bool = False
     """Whether it had to be truncated or dropped."""
 
@@ -63,7 +63,7 @@ class Sequence:
 
     @property
     def version(self) -> int:
-        """Of the policy that sampled the whole completion; MIXED if several did."""
+        """The version of the policy that sampled the whole completion; MIXED if several did."""
         oldest, newest = int(self.versions_C[0]), int(self.versions_C[-1])
         return newest if oldest == newest else MIXED
 
@@ -130,14 +130,14 @@ def sequences_of(
 
 
 def reweighed(members: Many[Sequence], objective: ObjectiveConfig, longest: int) -> list[Sequence]:
-    """With the loss weights that they have as a batch of their own: the mini-batch of one update."""
+    """The sequences with the loss weights that they have as a batch of their own: the mini-batch of one update."""
     tokens = torch.tensor([member.counted for member in members])
     weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
     return [replace(member, weight=weight) for member, weight in zip(members, weights, strict=True)]
 
 
 def micro_batch(members: Many[Sequence]) -> MicroBatch:
-    """Sequences end to end. An empty one is a single token that nothing is predicted from."""
+    """Pack sequences end to end. An empty micro-batch is a single token that nothing is predicted from."""
     inputs = [member.tokens[:-1] for member in members] or [np.zeros(1, np.int32)]
     lengths = [len(tokens) for tokens in inputs]
     starts = np.cumsum([0, *lengths[:-1]])
@@ -155,7 +155,7 @@ def micro_batch(members: Many[Sequence]) -> MicroBatch:
 
 
 def targets_of(members: Many[Sequence]) -> Targets:
-    """Of the trained tokens of these sequences, in their order."""
+    """The targets of the trained tokens of these sequences, in their order."""
     return Targets(**_target_fields(members))
 
 
@@ -188,7 +188,10 @@ def _judged_tokens(sample: Sample) -> int:
 
 
 def _advantages(groups: Many[Group], rule: str) -> list[float]:
-    """Of all samples, group after group. Groups of unequal size are padded with samples that are not valid."""
+    """The advantages of all samples, group after group.
+
+    Groups of unequal size are padded with samples that are not valid.
+    """
     size = max(len(group.samples) for group in groups)
     rewards_BG = torch.full((len(groups), size), float("nan"), dtype=torch.float64)
     lengths_BG = torch.zeros(len(groups), size, dtype=torch.int64)
@@ -226,7 +229,7 @@ def _sequence(
 
 
 def _shortened(sequence: Sequence, room: int) -> Sequence:
-    """Only its first `room` positions; none of them means no gradient."""
+    """Keep only the first `room` positions of the sequence; 0 means no gradient."""
     kept = max(0, room + 1 - sequence.prompt_tokens)
     return replace(
         sequence,

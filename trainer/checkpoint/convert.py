@@ -29,8 +29,9 @@ Progress = Callable[[int, int], None]
 """(tensors done, tensors in all)."""
 
 _KINDS = {"F32": "float32", "BF16": "bfloat16"}
+
 _WRITTEN_TIMEOUT_S = 60.0
-"""For a file that has been written already."""
+"""Seconds to wait for a file that has been written already."""
 
 
 def is_megatron(folder: Path) -> bool:
@@ -93,7 +94,7 @@ def _check_free(target: Path) -> None:
 
 @contextmanager
 def _alone() -> Iterator[Platform]:
-    """A world of one rank on the CPU. This process does nothing else afterwards."""
+    """Start a world of one rank on the CPU. This process can do nothing else afterwards."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     platform = select_platform("cpu")
     platform.activate(os.cpu_count() or 1)

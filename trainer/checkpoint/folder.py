@@ -47,9 +47,15 @@ from trainer.model.hf_folder import write_folder
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 
+_LATEST, _BEST = "latest", "best"
+_REFERENCE = "reference"
+
+_SLACK_S = 10.0
+"""Seconds to wait for a thread beyond what the thread itself may wait."""
+
 
 def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Collection[int] = ()) -> list[int]:
-    """All but `saved`, the newest `keep` - 1 below it and the `protected`, in order; `saved` itself never.
+    """The versions to delete, in order: all but `saved`, the newest `keep` - 1 below it and the `protected` ones.
 
     Versions above `saved` were renamed but never named by `latest`: their trainer was killed in
     between, and the one that followed resumed below them. They go even if protected.
@@ -66,7 +72,7 @@ def to_delete(versions: Collection[int], *, saved: int, keep: int, protected: Co
 
 
 def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: int) -> list[int]:
-    """The versions that have an evaluation, best first; of equals the newer.
+    """The versions that have an evaluation, best first; of equals the newer first.
 
     A server that was busy evaluates a later version than it was to: an evaluation counts for the
     newest checkpoint at or before it that is less than `span` versions older, the first one first.
@@ -85,7 +91,7 @@ def ranked(versions: Collection[int], accuracies: Mapping[int, float], *, span: 
 def protected(
     versions: Collection[int], accuracies: Mapping[int, float], *, span: int, keep: int, keep_best: int
 ) -> list[int]:
-    """The `keep_best` best; and beyond the newest `keep`, as many whose evaluation may still come, newest first.
+    """The `keep_best` best versions, and as many older than the newest `keep` whose evaluation may still come.
 
     >>> protected([10, 20, 30, 40, 50], {10: 0.9, 20: 0.1}, span=10, keep=1, keep_best=1)
     [10, 40]
@@ -98,16 +104,6 @@ def protected(
     return ranked(versions, accuracies, span=span)[:keep_best] + waiting[:keep_best]
 
 
-_LATEST, _BEST = "latest", "best"
-
-
-_REFERENCE = "reference"
-
-
-_SLACK_S = 10.0
-"""Waiting for a thread, beyond what the thread itself may wait."""
-
-
 @dataclass(slots=True)
 class CheckpointFolder:
     """The checkpoints of one run. All calls are collective: every rank makes them, in the same order."""
@@ -115,7 +111,7 @@ class CheckpointFolder:
     path: Path
     config: CheckpointConfig
     reference: Reference | None = None
-    """Saved and loaded with the policy."""
+    """Reference model that is saved and loaded with the policy."""
     _saving: tuple[int, BackgroundJob] | None = field(default=None, init=False)
     _exporting: tuple[int, BackgroundJob] | None = field(default=None, init=False)
 
@@ -126,12 +122,12 @@ class CheckpointFolder:
         return version if version >= 0 else None
 
     def save(self, policy: Policy, version: int, epoch: int, evaluations: Sequence[Evaluation] = ()) -> None:
-        """Begin to write `version`; `poll_saved` says when it is safe, and raises what went wrong.
+        """Begin to write `version`; `poll_saved` tells when it is on disk, and raises if it failed.
 
-        The one before it must have been settled. Once it is safe, checkpoints that neither their age
+        The one before it must be on disk. Once this one is, checkpoints that neither their age
         nor (on rank 0) their evaluation keeps are deleted.
         """
-        assert self._saving is None, "settle the checkpoint in flight before the next one"
+        assert self._saving is None, "a checkpoint is still being written: poll_saved(wait=True) first"
         draft = draft_of(self.path, epoch, version)
         if is_leader():
             for left_over, writer in drafts(self.path):
@@ -157,7 +153,8 @@ class CheckpointFolder:
         self._saving = version, BackgroundJob(f"checkpoint-{version}", write)
 
     def poll_saved(self, *, wait: bool) -> int | None:
-        """The version whose checkpoint has become safe since the last call, if any; with `wait`, the one in flight.
+        """The version whose checkpoint has come to disk since the last call, if any; with `wait`, wait for the one in
+        progress.
 
         Raises CheckpointError on all ranks if writing it failed; `latest` then names the one before it.
         """
@@ -172,7 +169,7 @@ class CheckpointFolder:
         return version
 
     def load(self, policy: Policy, version: int) -> None:
-        """Bring back weights, optimizer and random state of `version`.
+        """Load weights, optimizer and random state of `version`.
 
         Raises CheckpointError for a damaged one, or one of another model, before anything is loaded.
         """
@@ -190,12 +187,12 @@ class CheckpointFolder:
             self.reference.load_state_dict(loaded[_REFERENCE])
 
     def _reference_state(self) -> dict[str, Any]:
-        """Nothing for one that never changes."""
+        """The state of a reference model that changes; {} for one that never does."""
         state = {} if self.reference is None else self.reference.state_dict(metadata())
         return {_REFERENCE: state} if state else {}
 
     def mark_best(self, evaluations: Sequence[Evaluation]) -> None:
-        """Name the best checkpoint by what is known now, and delete what nothing keeps any more."""
+        """Mark the best checkpoint by the present evaluations, and delete those that nothing protects any more."""
         if not is_leader() or self.config.keep_best == 0:
             return
         saved = self._marked(_LATEST)
@@ -203,7 +200,8 @@ class CheckpointFolder:
             self._prune(saved, {found.version: found.sampled_accuracy for found in evaluations})
 
     def export(self, policy: Policy, source: Path) -> Path:
-        """The present weights as checkpoints/hf, with configuration and tokenizer from `source`; whole on return."""
+        """Write the present weights as checkpoints/hf, with configuration and tokenizer from `source`, and return the
+        folder."""
         tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
         target = self.path / "hf"
         if is_leader():
@@ -211,7 +209,7 @@ class CheckpointFolder:
         return target
 
     def begin_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
-        """Begin to write the present weights as an export of `version`; waits for the one before it."""
+        """Begin to write the present weights as an export of `version`; waits for the export before it."""
         self.wait_for_export()
         tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
         accuracies = {found.version: found.sampled_accuracy for found in evaluations}
@@ -227,14 +225,17 @@ class CheckpointFolder:
             self.wait_for_export()
 
     def wait_for_export(self) -> None:
-        """Wait for the export in flight. Raises CheckpointError on all ranks if it failed."""
+        """Wait for the export in progress. Raises CheckpointError on all ranks if it failed."""
         exporting, self._exporting = self._exporting, None
         if exporting is not None:
             version, job = exporting
             self._outcome(job, f"the export of version {version}", wait=True)
 
     def _outcome(self, job: BackgroundJob, what: str, *, wait: bool) -> JobState:
-        """What rank 0's job has come to, on all ranks."""
+        """The state of rank 0's job, on all ranks.
+
+        Raises CheckpointError if it failed, or with `wait` if it is late.
+        """
         if wait:
             job.wait(self.config.timeout_s + _SLACK_S)
         (number,) = broadcast_ints([job.state] if is_leader() else None, 1)
@@ -256,7 +257,7 @@ class CheckpointFolder:
         ranks: int,
         accuracies: dict[int, float],
     ) -> None:
-        """From the files of all ranks to a checkpoint that `latest` names. On rank 0's thread."""
+        """Turn the files of all ranks into a checkpoint that `latest` names. Runs on rank 0's thread."""
         parts = [read_part(draft, rank, self.config.timeout_s) for rank in range(ranks)]
         snapshot.finish(parts)
         seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
@@ -287,7 +288,7 @@ class CheckpointFolder:
         write_atomic(self.path / _LATEST, f"{version}\n", synced=True)
 
     def _check_not_overtaken(self, epoch: int) -> None:
-        """A trainer that was thought dead must not put its checkpoint before that of the one that took over."""
+        """Raise CheckpointError if a newer trainer has taken over: its checkpoint comes first."""
         saved = [_epoch_of(self._folder(version)) for version in self._versions()]
         newest = max([*saved, *(writer for _, writer in drafts(self.path))], default=0)
         if newest > epoch:
@@ -330,7 +331,7 @@ class CheckpointFolder:
 
 
 def _epoch_of(folder: Path) -> int:
-    """Of a whole checkpoint; 0 for anything else."""
+    """The epoch of a complete checkpoint; 0 for anything else."""
     try:
         return read_manifest(folder).epoch
     except CheckpointError:
@@ -338,7 +339,7 @@ def _epoch_of(folder: Path) -> int:
 
 
 def _check_bytes(folder: Path, manifest: CheckpointManifest) -> None:
-    """Every file is read by one rank. Raises CheckpointError on all of them."""
+    """Compare every file with the manifest, each on one rank. Raises CheckpointError on all ranks if one differs."""
     wrong = changed(folder, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
     if max_over_ranks(torch.tensor([len(wrong)])).item():
         names = ", ".join(wrong) or "a file that another rank has read"

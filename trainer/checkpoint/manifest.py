@@ -17,10 +17,9 @@ from async_grpo.errors import CheckpointError
 from async_grpo.utils.files import sync, write_atomic
 
 FORMAT = 1
-"""Raised when an older trainer could no longer read what is written."""
+"""Increased when an older trainer could no longer read what is written."""
 
 FILE = "manifest.json"
-
 _PIECE_BYTES = 1 << 22
 
 Traits = Mapping[str, str | int | bool | None]
@@ -28,7 +27,7 @@ Traits = Mapping[str, str | int | bool | None]
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How many ranks of each kind wrote it; any other layout may read it."""
+    """Number of ranks of each kind that wrote a checkpoint; any other layout can read it."""
 
     tensor: int
     pipeline: int
@@ -38,17 +37,17 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class File(msgspec.Struct, frozen=True):
-    """What was written."""
+    """Size and hash of a file when it was written."""
 
     bytes: int
     xxh3: str
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole checkpoint."""
+    """Description of a complete checkpoint."""
 
     version: int
-    """Of the policy, which is the position in the buffer and in the schedule of the learning rate too."""
+    """Version of the policy, which is also the position in the buffer and in the learning rate's schedule."""
     epoch: int
     model: dict[str, str | int | bool | None]
     layout: RankLayout
@@ -58,7 +57,10 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seal(folder: Path, manifest: CheckpointManifest, known: Mapping[str, File]) -> None:
-    """Put everything in `folder` on disk, then its manifest: from here on it is whole. `known` files are described."""
+    """Sync everything in `folder`, then write its manifest, which completes it.
+
+    `known` files need not be hashed again.
+    """
     paths = sorted(path for path in folder.iterdir() if path.name != FILE)
     for path in paths:
         sync(path)
@@ -68,7 +70,7 @@ def seal(folder: Path, manifest: CheckpointManifest, known: Mapping[str, File]) 
 
 
 def describe(path: Path) -> File:
-    """Reads all of it."""
+    """The size and hash of a file; reads all of it."""
     digest, size = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -78,12 +80,12 @@ def describe(path: Path) -> File:
 
 
 def changed(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
-    """Those of the named files that do not hold what was written."""
+    """The named files whose content is not what was written."""
     return [name for name in names if describe(folder / name) != manifest.files[name]]
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a folder that has all its files. Raises CheckpointError for a torn or newer one."""
+    """The manifest of a folder that has all its files. Raises CheckpointError for a damaged one or a newer format."""
     try:
         raw = (folder / FILE).read_bytes()
         found = msgspec.json.decode(raw, type=dict)
@@ -120,7 +122,7 @@ def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, mode
 
 
 def unreadable(folder: Path, reason: object) -> CheckpointError:
-    """Its files are there, but what they hold is not what was written, or not what is needed."""
+    """The error for a checkpoint whose files exist but do not hold what was written, or what is needed."""
     return _torn(folder, str(reason))
 
 

@@ -43,6 +43,8 @@ from async_grpo.errors import WaitTimeout
 from async_grpo.utils.files import write_atomic
 from trainer.checkpoint.manifest import File, describe
 
+_LOOK_EVERY_S = 0.02
+
 
 class JobState(IntEnum):
     """How far a job is."""
@@ -63,18 +65,18 @@ class BackgroundJob:
 
     @property
     def state(self) -> JobState:
-        """Does not wait."""
+        """The present state; does not wait."""
         if self._thread.is_alive():
             return JobState.RUNNING
         return JobState.DONE if self._failure is None else JobState.FAILED
 
     @property
     def failure(self) -> str:
-        """Why it failed; "" if it did not (yet)."""
+        """Why the job failed; "" if it did not (yet)."""
         return f"{type(self._failure).__name__}: {self._failure}" if self._failure is not None else ""
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended, or the time is over."""
+        """Wait until the job has ended, or `timeout_s` is over."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -97,14 +99,14 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class RankShards(msgspec.Struct, frozen=True):
-    """What one rank has written."""
+    """The shards and files that one rank has written."""
 
     shards: list[Written]
     files: dict[str, File]
 
 
 class RankSnapshot:
-    """What is to be written into `folder`, which exists. Making one is collective."""
+    """This rank's part of a checkpoint in `folder`, which exists. All ranks construct it together."""
 
     def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], live: Collection[Tensor]) -> None:
         """`live` are the tensors that the next step changes: what shares memory with them is copied."""
@@ -113,18 +115,18 @@ class RankSnapshot:
         dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata)
 
     def write(self) -> RankShards:
-        """This rank's file (none, if other ranks have all of its state too)."""
+        """Write this rank's file (none, if other ranks have all of its state too)."""
         shards = [_written(result) for result in self._strategy.write()]
         return RankShards(shards, {name: describe(self._folder / name) for name in {shard.file for shard in shards}})
 
     def finish(self, parts: list[RankShards]) -> None:
-        """The index. Rank 0 only."""
+        """Write the index over the parts of all ranks. Rank 0 only."""
         results = [[_result(shard) for shard in part.shards] for part in parts]
         self._strategy.writer.finish(self._strategy.index, results)
 
 
 class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
-    """Does what torch's `save` does before it writes; writes when told."""
+    """Does what torch's `save` does before it writes; `write` then writes."""
 
     writer: torch_checkpoint.FileSystemWriter
     index: Metadata
@@ -162,7 +164,7 @@ class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
 
 
 class SavePlanner(megatron_strategies.MCoreSavePlanner):
-    """Hands out what was copied, once."""
+    """Hands out each copied tensor once."""
 
     def __init__(self, live: set[int]) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -170,7 +172,7 @@ class SavePlanner(megatron_strategies.MCoreSavePlanner):
         self._held: dict[MetadataIndex, Any] = {}
 
     def copy(self, plan: SavePlan) -> None:
-        """After this, training may go on."""
+        """Copy the tensors of the plan; afterwards training may go on."""
         self._held = {item.index: self._own(super(SavePlanner, self).resolve_data(item)) for item in plan.items}
         self.state_dict: dict[str, Any] = {}
 
@@ -203,16 +205,13 @@ def _result(one: Written) -> WriteResult:
     return WriteResult(MetadataIndex(one.name, offsets, one.index), one.bytes, place)
 
 
-_LOOK_EVERY_S = 0.02
-
-
 def draft_of(folder: Path, epoch: int, version: int) -> Path:
-    """Every trainer has drafts of its own: one that was thought dead may still be writing."""
+    """The draft of one trainer: each has its own, because an earlier one that seemed dead may still be writing."""
     return folder / f"draft-{epoch:08d}-{version:08d}"
 
 
 def drafts(folder: Path) -> list[tuple[Path, int]]:
-    """Those in the folder, with the epochs of their writers; 0 for a name without one."""
+    """The drafts in the folder with the epochs of their writers; 0 for a name without an epoch."""
     found = []
     for path in folder.glob("draft-*"):
         _, epoch, *version = path.name.split("-")
@@ -221,7 +220,7 @@ def drafts(folder: Path) -> list[tuple[Path, int]]:
 
 
 def write_part(snapshot: RankSnapshot, draft: Path, rank: int) -> None:
-    """This rank's file and its part; or, before the error is raised, why not."""
+    """Write this rank's file and its part, or the reason for the failure before the error is raised."""
     try:
         write_atomic(_part(draft, rank), msgspec.json.encode(snapshot.write()), synced=True)
     except Exception as error:
@@ -230,7 +229,10 @@ def write_part(snapshot: RankSnapshot, draft: Path, rank: int) -> None:
 
 
 def read_part(draft: Path, rank: int, timeout_s: float) -> RankShards:
-    """Wait for it, and remove it. Raises OSError if the rank failed or the draft was removed, WaitTimeout."""
+    """Wait for the part of `rank`, remove its file and return it.
+
+    Raises OSError if the rank failed or the draft was removed, WaitTimeout.
+    """
     path, deadline_s = _part(draft, rank), time.monotonic() + timeout_s
     while not path.exists():
         if _failed(draft, rank).exists():

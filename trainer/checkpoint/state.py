@@ -21,7 +21,7 @@ _TRAITS = (
 
 
 def metadata() -> dict[str, Any]:
-    """The form of what is stored. A new one for every call: Megatron notes its process groups in it."""
+    """The format of the stored state. New for every call, because Megatron adds its process groups to it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         # Gathered by the first data-parallel rank alone, in its host's memory, in place of by all.
@@ -30,7 +30,8 @@ def metadata() -> dict[str, Any]:
 
 
 def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[str, Any]:
-    """As Megatron's sharded tensors of this rank: to be saved, or to be filled from a checkpoint of that layout.
+    """The state as Megatron's sharded tensors of this rank: to save it, or to fill it from a checkpoint of
+    `written_by`.
 
     The random state belongs to a (pipeline, tensor) rank: where these were others, it stays as it
     was seeded. No step draws from it, so the steps are the same.
@@ -48,7 +49,7 @@ def state_of(policy: Policy, *, written_by: RankLayout | None = None) -> dict[st
 
 
 def fill(policy: Policy, loaded: dict[str, Any]) -> None:
-    """Put what was loaded in its place."""
+    """Put the loaded state into the policy."""
     policy.model.load_state_dict(loaded["model"])
     load_state(policy.optimizer, loaded["optimizer"])
     if policy.offload is not None:
@@ -58,7 +59,7 @@ def fill(policy: Policy, loaded: dict[str, Any]) -> None:
 
 
 def live_tensors(policy: Policy) -> list[Tensor]:
-    """All that a step changes in place."""
+    """All tensors that a step changes in place."""
     weights = [*policy.model.parameters(), *policy.model.buffers()]
     states = [
         tensor
@@ -69,18 +70,18 @@ def live_tensors(policy: Policy) -> list[Tensor]:
 
 
 def traits_of(policy: Policy) -> dict[str, str | int | bool | None]:
-    """What another model would differ in."""
+    """The values in which another model would differ."""
     return traits_of_model(policy.hf, policy.dtype)
 
 
 def traits_of_model(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, str | int | bool | None]:
-    """Likewise, of a model without an optimizer."""
+    """The values in which another model would differ, for a model without an optimizer."""
     traits = {name: getattr(hf, name) for name in _TRAITS if hasattr(hf, name)}
     return {**traits, "precision": str(dtype).removeprefix("torch.")}
 
 
 def layout_of_ranks() -> RankLayout:
-    """How many ranks of each kind there are now."""
+    """The present number of ranks of each kind."""
     return RankLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -99,7 +100,7 @@ def _forget_gathered_elsewhere(state: dict[Any, Any]) -> None:
 
 
 def _random_state() -> ShardedObject:
-    """Of each (pipeline, tensor) rank; data- and context-parallel ranks have the same."""
+    """The random state of a (pipeline, tensor) rank; data- and context-parallel ranks have the same."""
     return ShardedObject(
         "random",
         {

@@ -23,9 +23,18 @@ from trainer.model.families import family_of, head_dim, rope_of
 from trainer.model.layers import block_spec
 from trainer.platform import Platform
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
 
 class TrainedPositionsModel(GPTModel):
-    """On the last pipeline stage: logits [1, M, V] of the M positions `packed_seq_params.trained`."""
+    """A GPTModel that returns, on the last pipeline stage, logits [1, M, V] of the M `packed_seq_params.trained`
+    positions."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> Any:
         """hidden_states [T, 1, H]; with sequence parallelism T is cut over the ranks, and the output layer joins it."""
@@ -34,16 +43,6 @@ class TrainedPositionsModel(GPTModel):
             hidden_states = hidden_states.index_select(0, trained_M)
         output = super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
         return output.index_select(1, trained_M) if self.post_process and scattered else output
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: TrainerConfig) -> TransformerConfig:
@@ -75,24 +74,31 @@ def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: Trainer
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=layout.tensor_parallel,
-        pipeline_model_parallel_size=layout.pipeline_parallel,
-        context_parallel_size=layout.context_parallel,
-        expert_model_parallel_size=layout.expert_parallel,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=layout.sequence_parallel,
         # The token weights of a batch are set before the step, so gradients are summed as they are.
         calculate_per_token_loss=True,
         # Micro-batches differ in length; Megatron then insists on this dispatcher, for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        **_parallel_options(layout),
         **(_expert_options(hf) if family.experts else {}),
         **_RECOMPUTE[layout.recompute],
     )
 
 
+def _parallel_options(layout: TrainerConfig) -> dict[str, Any]:
+    """Numbers of ranks over which the model is cut; an expert is never cut."""
+    return {
+        "tensor_model_parallel_size": layout.tensor_parallel,
+        "pipeline_model_parallel_size": layout.pipeline_parallel,
+        "context_parallel_size": layout.context_parallel,
+        "expert_model_parallel_size": layout.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+
+
 def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
-    """Every token reaches all its experts: none is dropped, and no auxiliary loss bends the policy's gradient."""
+    """Options of a mixture of experts: no token is dropped, and no auxiliary loss changes the policy's gradient."""
     return {
         "num_moe_experts": hf.num_experts,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,

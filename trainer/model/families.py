@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _ALWAYS: Mapping[str, Any] = {"hidden_act": "silu", "use_sliding_window": False}
 _NO_BIAS: Mapping[str, Any] = {"attention_bias": False}
+
 _LLAMA3: Mapping[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -29,7 +30,7 @@ class Family:
     """What all models of one `model_type` have in common."""
 
     models: str
-    """As people call them."""
+    """The common names of the models."""
     qkv_bias: bool = False
     qk_norm: bool = False
     """Queries and keys are normalised by head."""
@@ -64,7 +65,7 @@ class Rope:
 
 
 def known_families() -> str:
-    """For messages: every `model_type` with what people call it."""
+    """Every `model_type` with the names of its models, for error messages."""
     return ", ".join(f"{kind} ({family.models})" for kind, family in FAMILIES.items())
 
 
@@ -101,7 +102,7 @@ def head_dim(hf: PretrainedConfig) -> int:
 
 
 def rope_of(hf: PretrainedConfig) -> Rope:
-    """The position embeddings of a configuration that `check_options` let pass."""
+    """The position embeddings of a configuration that `check_options` accepts."""
     found = _rope_fields(hf)
     return Rope(float(found.get("rope_theta") or hf.rope_theta), _llama3_factor(found))
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from async_grpo.errors import DataError
 
 SHARD_BYTES = 4 << 30
-"""Of one safetensors file, at most (a larger tensor has one of its own)."""
+"""Largest size of one safetensors file in bytes (a larger tensor has a file of its own)."""
 
 _COPIED = (
     "config.json",
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder by name; a tensor is read when it is asked for, which `was_read` is told.
+    """The tensors of a folder by name. A tensor is read when it is asked for; `was_read` is called after each.
 
     Raises DataError if the folder has no safetensors files, or one that is not whole.
     """
@@ -84,14 +84,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def write_folder(target: Path, source: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A folder that transformers and vLLM load: `tensors`, with configuration and tokenizer from `source`."""
+    """Write a folder that transformers and vLLM load: `tensors`, with configuration and tokenizer from `source`."""
     stream_folder(target, source, tensors.items())
 
 
 def stream_folder(
     target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Likewise, holding no more tensors at a time than one file of `shard_bytes` has."""
+    """Write such a folder from a stream of tensors, holding only those of one file of `shard_bytes` at a time."""
     draft = target.with_name(target.name + ".part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -111,7 +111,7 @@ def stream_folder(
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Configuration and tokenizer: all that is not a tensor."""
+    """Copy configuration and tokenizer: everything that is not a tensor."""
     for name in _COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -128,7 +128,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
 
 
 def _name_shards(folder: Path, files: list[tuple[Path, list[str]]], total_bytes: int) -> None:
-    """As transformers names them; several need an index."""
+    """Name the files as transformers does; several need an index."""
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return

@@ -24,7 +24,10 @@ from trainer.model.weight_map import ShardRule, WeightRule, parameter_of, stage_
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Of a rank in the layout. Replicas of a tensor are counted apart for experts, which other ranks share."""
+    """The position of a rank in the layout.
+
+    Replicas of a tensor are counted apart for experts, which other ranks share.
+    """
 
     stage: int
     tensor: int
@@ -60,7 +63,7 @@ class ShardOwners:
 
 
 def find_owners() -> ShardOwners:
-    """All ranks ask together."""
+    """Gather the positions of all ranks; all ranks call this together."""
     position = [
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -114,7 +117,7 @@ def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tens
 
 
 def shard(rule: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
-    """Rank `rank`'s part of a parameter, from the full Hugging Face tensors."""
+    """Cut rank `rank`'s part of a parameter out of the full Hugging Face tensors."""
     if rule is ShardRule.WHOLE:
         return full[0]
     if rule is ShardRule.ROWS:
@@ -127,7 +130,7 @@ def shard(rule: ShardRule, full: Sequence[Tensor], groups: int, rank: int, ranks
 
 
 def unshard(rule: ShardRule, parts: Sequence[Tensor], groups: int, head_dim: int) -> list[Tensor]:
-    """The full Hugging Face tensors, from the parts of all ranks: the inverse of `shard`."""
+    """Join the parts of all ranks to the full Hugging Face tensors: the inverse of `shard`."""
     if rule is ShardRule.WHOLE:
         return [parts[0]]
     if rule is ShardRule.ROWS:

@@ -136,7 +136,7 @@ def _rectangles(packed: Tensor, cells: PaddedCells, buckets: Sequence[LengthBuck
 
 
 def _gathered(packed: Tensor, keys: KeyRanges | None) -> Tensor:
-    """Of the tokens of all ranks those that a bucket's queries may see: [rows, heads, width, d]."""
+    """Select the tokens that a bucket's queries may see from those of all ranks: [rows, heads, width, d]."""
     assert keys is not None
     return _rectangle(packed.index_select(0, keys.gather), keys.width)
 

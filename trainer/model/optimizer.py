@@ -24,7 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """For `get_megatron_optimizer`; `dtype` is that of the weights."""
+    """The settings for `get_megatron_optimizer`; `dtype` is that of the weights."""
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -90,7 +90,7 @@ class StateOffload:
         self.store()
 
     def fetch(self) -> None:
-        """To the device, before the gradients come."""
+        """Copy masters and moments to the device, before an update."""
         for master in self._masters:
             master.data = self._on_device(master.data)
         for _, state in parameter_states(self._optimizer):
@@ -99,7 +99,7 @@ class StateOffload:
                     state[name] = self._on_device(state[name])
 
     def store(self) -> None:
-        """To the host, with the gradients of the masters dropped."""
+        """Copy masters and moments to the host, and drop the gradients of the masters."""
         for master in self._masters:
             master.grad = None
             master.data = self._at_home(master, "master", master.data)
@@ -128,7 +128,7 @@ def distributed_parts(optimizer: Any) -> list[Any]:
 
 
 def parameter_states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(parameter shard, its AdamW state) of this rank."""
+    """Yield (parameter shard, its AdamW state) of this rank."""
     for part in distributed_parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -136,7 +136,7 @@ def parameter_states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]
 
 
 def make_storable(optimizer: Any) -> None:
-    """Before Megatron's `sharded_state_dict` is called, to store or to load.
+    """Prepare the optimizer for Megatron's `sharded_state_dict`, to store or to load.
 
     torch's AdamW makes its state in the first step, and it is needed before; and Megatron reads the
     state by the places that parameters have in its buffer, having left out the padding of the buffer.
@@ -154,7 +154,7 @@ def make_storable(optimizer: Any) -> None:
 
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """What Megatron's `sharded_state_dict` was filled with, without what torch's AdamW would trip over."""
+    """Load what Megatron's `sharded_state_dict` was filled with, adapted to torch's AdamW."""
     torch_parts = [part for part in distributed_parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW)]
     for part in torch_parts:
         part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
@@ -201,7 +201,7 @@ def _set_states(part: Any, model_parameter: Tensor, tensors: dict[str, Tensor]) 
 
 
 def learning_rate(config: OptimizerConfig, version: int, steps: int) -> float:
-    """Of the step `version` -> `version + 1` in a run of `steps` steps.
+    """The learning rate of the step `version` -> `version + 1` in a run of `steps` steps.
 
     Linear warm-up from lr / warmup_steps to lr in the first `warmup_steps` steps; then constant, or
     down to min_lr (never below) at the last step, as a cosine or a line.

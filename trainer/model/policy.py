@@ -45,9 +45,17 @@ from trainer.model.hf_weights import export_hf, load_hf
 from trainer.model.optimizer import StateOffload, optimizer_settings, update
 from trainer.platform import Platform
 
+T = TypeVar("T")
+
+LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
+"""(logprobs_N, entropy_N if asked for, micro-batch) -> (loss to differentiate, anything to hand back)."""
+
 
 def vocab_parallel_entropy(logits_NV: Tensor) -> Tensor:
-    """[N], in nats, with gradient. `logits_NV` may be overwritten afterwards: nothing of it is kept."""
+    """The entropy of each row: [N], in nats, with gradient.
+
+    `logits_NV` may be overwritten afterwards: nothing of it is kept.
+    """
     entropy_N: Tensor = _VocabParallelEntropy.apply(logits_NV)
     return entropy_N
 
@@ -74,9 +82,6 @@ class _VocabParallelEntropy(torch.autograd.Function):
         return gradient_NV * gradients[0][:, None]
 
 
-T = TypeVar("T")
-
-
 def to_device(value: T, device: torch.device | str) -> T:
     """`value` with its tensors on `device`: a tensor, or dataclasses, tuples and lists of them, at any depth.
 
@@ -93,13 +98,9 @@ def to_device(value: T, device: torch.device | str) -> T:
     return placed
 
 
-LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Any]]
-"""(logprobs_N, entropy_N if asked for, micro-batch) -> (loss to differentiate, anything to hand back)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """This rank's part. `wrapped` is what is called; `model` is the GPTModel inside."""
+    """This rank's part of the policy. `wrapped` is what is called; `model` is the GPTModel inside."""
 
     hf: PretrainedConfig
     model: GPTModel
@@ -149,21 +150,21 @@ class Policy:
         return results
 
     def total_gradients(self, scale: float) -> None:
-        """Sum what the ranks have added up, and multiply it. Once, after the last pass."""
+        """Sum the gradients over the ranks and multiply them by `scale`. To be called once, after the last pass."""
         _finalize([self.wrapped])
         self.wrapped.scale_gradients(scale)
 
     def zero_grad(self) -> None:
-        """Before the backward passes of a step."""
+        """Clear the gradients, before the backward passes of a step."""
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def update(self, lr: float) -> float:
-        """See `trainer.model.optimizer.update`."""
+        """Make one optimizer update; see `trainer.model.optimizer.update`."""
         return update(self.optimizer, lr, self.weight_decay, self.offload)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `export_hf`; on the CPU, one tensor at a time."""
+        """Yield the full tensors on rank 0, on the CPU, one at a time; see `export_hf`."""
         for name, tensor in export_hf(self.model, self.hf):
             yield name, tensor.cpu()
 
@@ -222,7 +223,10 @@ def _finalize(chunks: list[Any], _num_tokens: Tensor | None = None, **kwargs: An
 
 
 def load_policy(config: RunConfig, folder: Path, platform: Platform) -> Policy:
-    """Build and fill it. Raises ConfigError for an unsupported architecture, DataError for bad files."""
+    """Build the policy and load a Hugging Face folder into it.
+
+    Raises ConfigError for an unsupported architecture, DataError for bad files.
+    """
     hf = read_config(folder)
     check_architecture(hf, config.trainer)
     dtype = DTYPES[config.model.precision]

@@ -38,7 +38,7 @@ from trainer.model.policy import Policy
 from trainer.platform import Platform
 
 PREFIX = "reference."
-"""Of the names in a checkpoint."""
+"""Prefix of the reference's names in a checkpoint."""
 
 SHAPES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -59,13 +59,13 @@ class Placement(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring them back from what `state_dict` was filled with."""
+        """Load them from what `state_dict` was filled with."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Weights, and when they change. All calls are collective."""
+    """The reference's weights, and when they change. All calls are collective."""
 
     weights: Placement
     sync_every: int | None = None
@@ -75,7 +75,7 @@ class Reference:
         return self.weights.active()
 
     def after_step(self, policy: Policy, version: int) -> None:
-        """The policy has become `version`."""
+        """Follow the policy, which has become `version`, if it is due."""
         if self.sync_every is not None and version % self.sync_every == 0:
             self.weights.follow(policy)
 
@@ -84,13 +84,16 @@ class Reference:
         return {} if self.sync_every is None else self.weights.state_dict(metadata)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring back what `state_dict` gave."""
+        """Load what `state_dict` gave."""
         if self.sync_every is not None:
             self.weights.load_state_dict(state)
 
 
 def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Platform) -> Reference | None:
-    """To be called while `policy` has the weights of `first`. Raises ConfigError for another architecture."""
+    """Load the reference model, None without one; call it while `policy` has the weights of `first`.
+
+    Raises ConfigError.
+    """
     wanted = config.trainer.reference
     if wanted.source == "none":
         return None
@@ -109,7 +112,7 @@ def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Pla
 
 
 class SwappedWeights:
-    """In CPU memory, between passes."""
+    """The reference's weights in CPU memory, exchanged with the policy's for each pass."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -146,7 +149,7 @@ class SwappedWeights:
 
 
 class SecondModel:
-    """In a model of its own; `policy` has no optimizer."""
+    """The reference's weights in a second model; its `policy` has no optimizer."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

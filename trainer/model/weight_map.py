@@ -22,6 +22,8 @@ _FUSED = (
     (r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight$", r"experts.\2.weight\1"),
 )
 
+Shape = tuple[int, ...]
+
 
 def parameter_of(name: str, parameters: Container[str]) -> str:
     """`name` as it is among `parameters`, whichever spec they were built from. Raises KeyError.
@@ -37,9 +39,6 @@ def parameter_of(name: str, parameters: Container[str]) -> str:
         if found and other in parameters:
             return other
     raise KeyError(name)
-
-
-Shape = tuple[int, ...]
 
 
 class ShardRule(Enum):
@@ -59,7 +58,7 @@ class ShardRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One parameter of a stage."""
+    """One parameter of a pipeline stage: its tensors, and how it is split."""
 
     megatron: str
     """Its name on the ranks that have it, as the spec of this project names it."""
@@ -162,7 +161,7 @@ def _expert_weights(hf: PretrainedConfig, ours: str, theirs: str, ranks: int) ->
 
 
 def _gated(hidden: int, inner: int, ours: str, theirs: str, holder: int | None = None) -> Iterator[WeightRule]:
-    """down(silu(gate(x)) * up(x))"""
+    """The two parameters of a gated MLP: down(silu(gate(x)) * up(x))."""
     gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
     shapes = ((inner, hidden), (inner, hidden))
     yield WeightRule(f"{ours}linear_fc1.weight", ShardRule.GATE_UP, gate_up, shapes, holder=holder)

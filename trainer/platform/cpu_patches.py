@@ -24,13 +24,11 @@ from async_grpo.utils.private_names import check_private_names
 
 CPU = torch.device("cpu")
 
-
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye", "empty_strided"),
     *("rand", "randn", "randint", "randperm"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
 )
-
 
 _CPUINFO = Path("/proc/cpuinfo")
 

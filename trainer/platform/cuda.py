@@ -56,7 +56,6 @@ ENVIRONMENT = {
 """Set only where the user's environment does not."""
 
 DRIVER_FIX = "install the NVIDIA driver; in a container: docker run --gpus all"
-
 TERA = 1e12
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {

@@ -32,15 +32,17 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 COPY_BYTES = 4
+
 RESERVED_BYTES = 3 * GIB
-"""Context of the device, workspaces of its libraries, buffers of the collectives."""
+"""Bytes for the device's context, workspaces of its libraries and buffers of the collectives."""
+
 SLACK = 1.05
-"""Of everything else: what an allocator cannot use."""
+"""Factor on everything else, for what an allocator cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes of one device, of the stage that needs most."""
+    """The memory of one device in bytes, on the pipeline stage that needs most."""
 
     stage: str
     parameters: int
@@ -53,7 +55,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """What the device must have."""
+        """Bytes that the device must have."""
         tensors = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.reference
         return int(SLACK * tensors) + RESERVED_BYTES
 
@@ -71,7 +73,7 @@ class TrainerMemory:
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
-    """Of the device that needs most."""
+    """The memory of the device that needs most."""
     stages = ("first", "last") if config.trainer.pipeline_parallel > 1 else ("only",)
     return max((_stage_memory(config, shape, stage) for stage in stages), key=lambda memory: memory.total)
 
@@ -118,7 +120,7 @@ def stage_parameters(shape: ModelShape, layout: TrainerConfig, stage: str) -> tu
 
 
 def activation_bytes(shape: ModelShape, layout: TrainerConfig, element: int, in_flight: int) -> int:
-    """Of one token, over the layers of a stage and the micro-batches in flight."""
+    """Bytes of one token's activations, over the layers of a stage and the micro-batches in flight."""
     layers = shape.layers // layout.pipeline_parallel
     whole = layer_bytes(shape, layout, element, recompute="none")
     kept = layer_bytes(shape, layout, element, recompute=layout.recompute)
@@ -145,7 +147,8 @@ def _mlp_bytes(shape: ModelShape, layout: TrainerConfig, element: int, between: 
 
 
 def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int, config: RunConfig) -> int:
-    """Of one token: logits, two float32 tensors of them in either pass, the gradient in the weights' precision."""
+    """Bytes of one token: logits, two float32 tensors of them in either pass, the gradient in the weights'
+    precision."""
     entropy = 8 if config.trainer.objective.entropy_coef > 0 else 0
     return (2 * element + 8 + entropy) * shape.vocab // layout.tensor_parallel
 

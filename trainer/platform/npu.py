@@ -76,6 +76,7 @@ DRIVER_FIX = (
     "--device /dev/davinci_manager --device /dev/hisi_hdc -v /usr/local/dcmi:/usr/local/dcmi "
     "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
 )
+
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
 
 _CANN_VERSION_FILES = (
@@ -85,9 +86,9 @@ _CANN_VERSION_FILES = (
     "version.info",
     "share/info/*/version.info",
 )
+
 _CANN_VERSION = re.compile(r"^\s*(?:version|Version|package_version)\s*=\s*[\"']?([0-9][0-9A-Za-z.]*)", re.MULTILINE)
 _TORCH_FIX = f"python -c 'import torch, torch_npu' says why; {SOURCE_CANN}"
-
 _NPU = re.compile(r"^\|\s*\d+\s+(?P<name>\S+)\s*\|\s*(?P<health>\w+)\s*\|.*$")
 _CHIP = re.compile(r"^\|[\s\d]+\|\s*[0-9A-Fa-f]{4}:\S+\s*\|.*?\d+\s*/\s*(?P<total>\d+)\s*\|\s*$")
 _DRIVER = re.compile(r"Version:\s*(\S+)")
@@ -188,7 +189,8 @@ class NpuPlatform:
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
-    """What MindSpeed's features look at, under Megatron's names (`get_mindspeed_args` has them afterwards)."""
+    """The arguments that MindSpeed's features read, under Megatron's names (`get_mindspeed_args` has them
+    afterwards)."""
     return {
         "tensor_model_parallel_size": config.tensor_parallel,
         "pipeline_model_parallel_size": config.pipeline_parallel,

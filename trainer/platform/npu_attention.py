@@ -20,12 +20,15 @@ from trainer.batch.packed import PackedSequences
 
 CAUSAL = 3
 """`sparse_mode`: position i of a query sees positions up to i of its sequence."""
+
 TRIANGLE = 2048
 """Side of the mask that this mode wants."""
 
+_TRIANGLES: dict[torch.device, Tensor] = {}
+
 
 class FusedAttention(MegatronModule):
-    """Signature: Megatron's core attention."""
+    """Causal attention within each packed sequence, in one kernel. Signature: Megatron's core attention."""
 
     def __init__(
         self,
@@ -71,11 +74,8 @@ class FusedAttention(MegatronModule):
         return out.reshape(out.shape[0], -1)
 
 
-_TRIANGLES: dict[torch.device, Tensor] = {}
-
-
 def _triangle(device: torch.device) -> Tensor:
-    """True where nothing is seen; one for all layers."""
+    """The mask, True where a query sees nothing; one tensor for all layers."""
     if device not in _TRIANGLES:
         ones = torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device)
         _TRIANGLES[device] = ones.triu(1)

@@ -31,16 +31,16 @@ from trainer.model.reference import Reference
 
 @dataclass(frozen=True, slots=True)
 class PrecomputedTokens:
-    """Of all trained tokens of the batch; None where nobody asks."""
+    """Values of all trained tokens of the batch; None where nothing needs them."""
 
     prox_N: Tensor | None = None
     multiplier_N: Tensor | None = None
-    """Of all corrections."""
+    """Product of all corrections."""
     reference_N: Tensor | None = None
     lr_scale: float | None = None
 
     def attach_to(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with its part."""
+        """The micro-batch with the values of its tokens."""
 
         def part(values_N: Tensor | None) -> Tensor | None:
             return None if values_N is None else values_N[batch.index_N]
@@ -60,7 +60,7 @@ def precompute(
     reference: Reference | None,
     phases: PhaseTimer,
 ) -> PrecomputedTokens:
-    """The passes that a step of so many updates needs. `version`: of the present weights."""
+    """Make the passes that a step of `updates` updates needs. `version`: that of the present weights."""
     precomputed = PrecomputedTokens()
     if reference is not None:
         with phases.span("reference"), reference.active() as weights:
@@ -91,7 +91,7 @@ def whole_logprobs(policy: Policy, packed: Packed) -> Tensor:
 
 
 def theta_version(version: int, updates: int) -> int:
-    """Of the policy that is trained, for `prox: loglinear`, whose pi_prox is one version behind it.
+    """The version of the policy that is trained, for `prox: loglinear`, whose pi_prox is one version behind it.
 
     In a step of several updates that is the policy before it, of `version`, and the one in the making is the next.
     """
@@ -101,7 +101,7 @@ def theta_version(version: int, updates: int) -> int:
 def tokens_of(
     logprobs_N: Tensor, targets: Targets, objective: ObjectiveConfig, theta: int, entropy_N: Tensor | None = None
 ) -> Tokens:
-    """What the objective sees, evaluated by the weights of version `theta`."""
+    """The tokens as the objective sees them, evaluated by the weights of version `theta`."""
     age_N = theta - targets.versions_N
     return Tokens(
         logprobs_N=logprobs_N,
@@ -115,5 +115,5 @@ def tokens_of(
 
 
 def attach_precomputed(batches: Many[MicroBatch], precomputed: PrecomputedTokens) -> list[MicroBatch]:
-    """Micro-batches with what is precomputed of their tokens."""
+    """Attach the precomputed values of their tokens to micro-batches."""
     return [precomputed.attach_to(batch) for batch in batches]

@@ -30,7 +30,7 @@ from async_grpo.telemetry.timeline import START
 from async_grpo.wire import Batch, Group
 
 TRAINING = 3
-"""Forward and backward, in forward passes."""
+"""Cost of a forward and a backward pass, in forward passes."""
 
 StepValues = dict[str, Any]
 """Key -> value of the metrics that are made of a step's totals (`StepTotals.values`)."""
@@ -54,7 +54,7 @@ class ModelCost:
 
 
 def model_cost(hf: Any) -> ModelCost:
-    """Of Qwen2, Qwen3, Llama, and of Qwen3-MoE, whose layers may be dense or mixed."""
+    """The cost of Qwen2, Qwen3, Llama, and of Qwen3-MoE, whose layers may be dense or mixed."""
     hidden, layers = hf.hidden_size, hf.num_hidden_layers
     head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
     queries, keys = hf.num_attention_heads * head, hf.num_key_value_heads * head
@@ -75,7 +75,7 @@ def _mixed(hf: Any) -> int:
 
 
 def refuse_non_finite(loss: float, version: int) -> None:
-    """Raise NonFiniteStep for such a loss, of the step from `version`."""
+    """Raise NonFiniteStep if the loss of the step from `version` is not finite."""
     if not math.isfinite(loss):
         raise NonFiniteStep(
             f"the loss of the step {version} -> {version + 1} is {loss}. The weights before it are intact. "

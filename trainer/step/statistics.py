@@ -19,7 +19,6 @@ NO_VERSION = -2
 StepSums = tuple[Tensor, Tensor]
 """(SUMS, MAXIMA), float64."""
 
-
 SEQUENCE_RATIO = ("gspo", "topr")
 """Losses whose trust region is around the ratio of a sequence."""
 
@@ -27,7 +26,10 @@ SEQUENCE_RATIO = ("gspo", "topr")
 def micro_batch_sums(
     tokens: Tokens, targets: Targets, found: Objective, loss: Tensor, objective: ObjectiveConfig, version: int | None
 ) -> StepSums:
-    """Of one micro-batch. `version`: of the weights that evaluated it; None between the updates of a step."""
+    """The statistics of one micro-batch.
+
+    `version`: that of the weights that evaluated it; None between the updates of a step.
+    """
     logprobs_N = tokens.logprobs_N.detach().double()
     weight_N = tokens.log_rho_N.exp().double()
     gap_N, gap_tokens = _gap(logprobs_N, targets, version)
@@ -56,7 +58,7 @@ def micro_batch_sums(
 
 
 def gap_sums(logprobs_N: Tensor, targets: Targets, version: int) -> StepSums:
-    """The gap alone: all other statistics are 0."""
+    """The statistics of the gap alone: all others are 0."""
     gap_N, gap_tokens = _gap(logprobs_N.detach().double(), targets, version)
     sums = {"gap": gap_N.sum(), "gap_tokens": gap_tokens}
     maxima = {"gap": _largest(gap_N)}
@@ -67,7 +69,7 @@ def gap_sums(logprobs_N: Tensor, targets: Targets, version: int) -> StepSums:
 
 
 def reduce_sums(found: Many[StepSums]) -> tuple[dict[str, float], dict[str, float]]:
-    """Over micro-batches and ranks."""
+    """Reduce the statistics over micro-batches and ranks: (sums, maxima) by name."""
     sums, maxima = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
     if found and is_counting_rank():
         sums = torch.stack([part for part, _ in found]).sum(0)

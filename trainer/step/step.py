@@ -36,7 +36,7 @@ from trainer.step.statistics import StepSums, gap_sums, micro_batch_sums, reduce
 
 
 class PreparedBatch(NamedTuple):
-    """A batch, or a part of one, of which all is precomputed that must be."""
+    """A batch, or a part of one, with what had to be precomputed."""
 
     members: list[Sequence]
     packed: Packed
@@ -81,7 +81,7 @@ def new_totals(config: RunConfig, reference: Reference | None) -> StepTotals:
 
 
 def count_members(totals: StepTotals, members: list[Sequence]) -> None:
-    """Add what is precomputed of the sequences of a batch, each counted once."""
+    """Add what is known about the sequences of a batch, each counted once."""
     totals.advantages += [member.advantage for member in members if member.counted]
     totals.overlong += sum(member.overlong for member in members)
 
@@ -98,7 +98,7 @@ def count_read(totals: StepTotals, packed: Packed, policy: Policy) -> None:
 def prepare_batch(
     policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: PhaseTimer
 ) -> PreparedBatch:
-    """Sequences and packing, and the passes that must come before the first update."""
+    """Make and pack the sequences, and make the passes that must come before the first update."""
     objective, quadratic = config.trainer.objective, model_cost(policy.hf).quadratic
     with phases.span("pack"):
         members = sequences_in(batch, config)
@@ -137,7 +137,8 @@ def take_update(
 
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:
-    """|behaviour - trainer| of tokens that `batch.version`, the present weights, sampled; rewards do not matter."""
+    """Measure |behaviour - trainer| of tokens that `batch.version`, the present weights, sampled; rewards do not
+    matter."""
     groups = [
         structs.replace(group, samples=[structs.replace(one, reward=0.0) for one in group.samples])
         for group in batch.groups
@@ -157,17 +158,17 @@ def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, fl
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
-    """The loss function of a micro-batch; hands back its tally."""
+    """The loss function of a micro-batch; hands back its statistics."""
 
     objective: ObjectiveConfig
     version: int
-    """Of the weights before the step."""
+    """Version of the weights before the step."""
     updates: int = 1
-    """Of the whole step."""
+    """Updates of the whole step."""
     first: bool = True
     """Whether the weights are still those before the step."""
     scale: float = 1.0
-    """What the weights of the tokens are multiplied by."""
+    """Factor on the weights of the tokens."""
 
     def __call__(self, logprobs_N: Tensor, entropy_N: Tensor | None, batch: MicroBatch) -> tuple[Tensor, StepSums]:
         objective, theta = self.objective, theta_version(self.version, self.updates)
@@ -185,7 +186,7 @@ class MicroBatchLoss:
 def _mini_batches(
     policy: Policy, prepared: PreparedBatch, batch: Batch, config: RunConfig, phases: PhaseTimer
 ) -> Iterator[Packed]:
-    """What each update is made from, in order."""
+    """The packed mini-batch of each update, in order."""
     trainer = config.trainer
     if trainer.updates == 1:
         yield prepared.packed

@@ -35,7 +35,7 @@ from trainer.step.step import train_step
 from trainer.step.streaming import StreamedStep
 
 KEPT = 8
-"""Dumps of a run; the oldest steps go first."""
+"""Number of dumps of a run; those of the oldest steps are deleted first."""
 
 
 class SkippedBatch(Record, frozen=True, kw_only=True, tag="dump"):
@@ -49,7 +49,7 @@ class SkippedBatch(Record, frozen=True, kw_only=True, tag="dump"):
 
 @dataclass(slots=True)
 class SkippedSteps:
-    """Of one trainer process."""
+    """Counts the skipped steps of one trainer process, and dumps their batches."""
 
     folder: Path
     limit: int
@@ -58,11 +58,14 @@ class SkippedSteps:
     in_a_row: int = 0
 
     def reset(self) -> None:
-        """A step was trained."""
+        """Begin to count anew: a step was trained."""
         self.in_a_row = 0
 
     def record(self, batch: Batch, fault: NonFiniteStep) -> Path:
-        """A step was not, because of `fault`; returns its dump. Raises TrainingError if that was one too many."""
+        """Count a step that was skipped because of `fault`; returns its dump.
+
+        Raises TrainingError if it is one too many.
+        """
         self.in_a_row += 1
         path = self.folder / f"step-{batch.version + 1}.msgpack"
         if self.writes:
@@ -88,7 +91,7 @@ def _step(path: Path) -> int:
 
 
 class StepOutcome(NamedTuple):
-    """A step of the policy."""
+    """What a step was made of, and its result."""
 
     batch: Batch
     result: StepValues | None
@@ -108,7 +111,7 @@ class StepRunner:
     skipped_steps: SkippedSteps
 
     def make(self, version: int, *, waiting: str) -> StepOutcome | None:
-        """The step `version` -> `version + 1`; None if the run is to stop now, and then nothing has changed.
+        """Make the step `version` -> `version + 1`; None if the run must stop now, and then nothing has changed.
 
         `waiting`: what the time spent waiting for groups is called. Raises TrainingError after too many skipped steps.
         """
@@ -154,5 +157,5 @@ class StepRunner:
         return StepOutcome(batch, None, lr)
 
     def _lr(self, version: int) -> float:
-        """Of every update of the step: the schedule counts steps, not updates."""
+        """The learning rate of every update of the step: the schedule counts steps, not updates."""
         return learning_rate(self.config.trainer.optimizer, version, self.config.steps)

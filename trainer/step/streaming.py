@@ -36,7 +36,7 @@ from trainer.step.step import MicroBatchLoss, count_members, count_read, new_tot
 
 @dataclass(slots=True)
 class StreamedStep:
-    """The step `version` -> `version + 1`, in the making. All calls are collective."""
+    """The step `version` -> `version + 1`, made part by part. All calls are collective."""
 
     policy: Policy
     config: RunConfig
@@ -64,11 +64,11 @@ class StreamedStep:
 
     @property
     def batch(self) -> Batch:
-        """All of them as one."""
+        """All parts as one batch."""
         return structs.replace(self.parts[-1], groups=[group for part in self.parts for group in part.groups])
 
     def add(self, part: Batch) -> None:
-        """Further groups of the batch: accumulate their gradient."""
+        """Accumulate the gradient of further groups of the batch."""
         self.parts.append(part)
         objective = self.config.trainer.objective
         prepared = prepare_batch(self.policy, part, self.config, self.reference, self.phases)
@@ -82,7 +82,7 @@ class StreamedStep:
         count_read(self.totals, prepared.packed, self.policy)
 
     def close(self, lr: float) -> StepValues:
-        """Change the weights. Raises NonFiniteStep before it does."""
+        """Update the weights by the accumulated gradient. Raises NonFiniteStep before it does."""
         total = self._denominator(self.members)
         with self.phases.span("train"):
             self.policy.total_gradients(scale=1.0 / total)
