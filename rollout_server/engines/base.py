@@ -162,6 +162,22 @@ class SpanLog:
         ]
 
 
+def join_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan], *, offset: int) -> list[VersionSpan]:
+    """`first`, then `second` moved by `offset` tokens. Adjacent spans of the same version become one.
+
+    >>> join_spans([VersionSpan(1, 0, 2)], [VersionSpan(1, 0, 1), VersionSpan(2, 1, 3)], offset=2)
+    [VersionSpan(version=1, start=0, end=3), VersionSpan(version=2, start=3, end=5)]
+    """
+    spans = list(first)
+    for span in second:
+        moved = VersionSpan(span.version, span.start + offset, span.end + offset)
+        if spans and spans[-1].version == moved.version:
+            spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
+        else:
+            spans.append(moved)
+    return spans
+
+
 def _version(label: str) -> int:
     return int(label) if label.lstrip("-").isdigit() else CHECKPOINT_VERSION
 

@@ -1,10 +1,10 @@
 """The HTTP application: all routes behind the host check, with the probes and the administration.
 
-request --> HostCheck (known host? counted) --> route --> answer, or {"error": ...} with a status
+    request --> HostCheck (known host? counted) --> route --> answer, or {"error": ...} with a status
 
-/healthz, /readyz   for supervisors and load balancers
-/admin/*            pause and resume the admission of groups, or drain the server
-/metrics, /v1/*     see `metrics` and `completions`
+- /healthz, /readyz: for supervisors and load balancers
+- /admin/*: pause and resume the admission of groups, or drain the server
+- /metrics, /v1/*: see `metrics` and `completions`
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.wire import VersionSpan
+from rollout_server.engines.base import join_spans
 from rollout_server.http.jobs import CompletionChunk
 
 LOWEST_LOGPROB = -9999.0
@@ -31,12 +32,7 @@ class CompletionChoice:
 
     def add(self, chunk: CompletionChunk) -> None:
         """Append the next chunk."""
-        offset = len(self.tokens)
-        for span in chunk.spans:
-            if self.spans and self.spans[-1].version == span.version:
-                self.spans[-1] = VersionSpan(span.version, self.spans[-1].start, offset + span.end)
-            else:
-                self.spans.append(VersionSpan(span.version, offset + span.start, offset + span.end))
+        self.spans = join_spans(self.spans, chunk.spans, offset=len(self.tokens))
         self.text += chunk.text
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs

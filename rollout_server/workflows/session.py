@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.wire import Sample, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
-from rollout_server.engines.base import Generation, GenerationRequest, Sampler
+from rollout_server.engines.base import Generation, GenerationRequest, Sampler, join_spans
 
 ABORTED = "abort"
 """Finish reason of a generation that the engine cut short; its sample is unfinished."""
@@ -175,18 +175,10 @@ class SampleSession:
 
 def join(first: Generation, second: Generation) -> Generation:
     """`first` followed by `second`. Adjacent spans of the same version become one."""
-    offset = len(first.tokens)
-    spans = list(first.spans)
-    for span in second.spans:
-        moved = VersionSpan(span.version, span.start + offset, span.end + offset)
-        if spans and spans[-1].version == moved.version:
-            spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
-        else:
-            spans.append(moved)
     return Generation(
         tokens=np.concatenate([first.tokens, second.tokens]),
         logprobs=np.concatenate([first.logprobs, second.logprobs]),
-        spans=spans,
+        spans=join_spans(first.spans, second.spans, offset=len(first.tokens)),
         finish_reason=second.finish_reason,
     )
 

@@ -138,7 +138,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "versions_go_back: if newest.version >= self._engine.version: --> if newest.version >= 0:",
     ("rollout_server/dispatch/group_rollout.py", "tests/unit/test_dispatcher.py"),
     "resumed_on_older_weights: return max([self.ticket.version, *versions]) --> return self.ticket.version",
-    ("rollout_server/workflows/session.py", "tests/unit/test_session.py"),
+    ("rollout_server/engines/base.py", "tests/unit/test_session.py"),
     "spans_not_moved: span.start + offset, span.end + offset --> span.start, span.end + offset",
     ("rollout_server/http/auth.py", "tests/unit/test_http_routes.py"),
     'any_key_admits: return same and scheme.lower() == "bearer" --> return scheme.lower() == "bearer"',

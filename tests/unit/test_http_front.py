@@ -226,7 +226,7 @@ def test_addresses_that_others_can_use() -> None:
     assert address_of("0.0.0.0", 80) == f"http://{socket.gethostname()}:80"
 
 
-async def test_a_closed_front_leaves_its_port() -> None:
+async def test_a_closed_server_frees_its_port() -> None:
     async with opened() as api:
         host, _, port = api.address.removeprefix("http://").partition(":")
     with socket.create_server((host, int(port))):
