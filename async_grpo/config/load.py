@@ -45,18 +45,10 @@ def _differences(before: Any, after: Any, prefix: str = "") -> set[str]:
 
 
 _MAX_LAYERS = 8
-
-
 _MAX_BYTES = 1 << 20
-
-
 _MAX_SHOWN = 20
-
-
 _repr = reprlib.Repr()
 """A value in a message: aliases of YAML can make a short file a value of gigabytes."""
-
-
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 200, 200
 
 

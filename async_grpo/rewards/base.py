@@ -50,8 +50,6 @@ class RewardInput(NamedTuple):
 
 DRY_ITEM = RewardInput("<think>0 + 1 = 1</think><answer>1</answer>", "1", "0 + 1 = ?")
 """The item that every reward function of a user is tried on before a run starts."""
-
-
 FailureKind = Literal[
     "timeout",
     "raised",

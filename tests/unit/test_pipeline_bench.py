@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from async_grpo.app.bench.measure import Machine
-from async_grpo.app.bench.pipeline.bench import PROBED, _folder, asked, probes_of, probing_work
+from async_grpo.app.bench.pipeline.bench import PROBED, _folder, checked_options, probes_of, probing_work
 from async_grpo.app.bench.pipeline.fixed_lengths import lengths_in
 from async_grpo.app.bench.pipeline.observe import (
     Generated,
@@ -38,7 +38,7 @@ from async_grpo.app.bench.pipeline.results import (
     view,
 )
 from async_grpo.app.bench.pipeline.setup import POLICY, CoreSplit, PipelineSetup, speed_beside, split_cores
-from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, Course, FixedWork, draw, read_lengths
+from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, FixedWork, StepPlan, draw, read_lengths
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
@@ -60,11 +60,11 @@ class NumberWords:
         return " ".join(map(str, token_ids))
 
 
-def sync_record(work: FixedWork, course: Course) -> RunRecord:
+def sync_record(work: FixedWork, plan: StepPlan) -> RunRecord:
     """A loop in which nothing overlaps: GEN_S of generation after UPDATE_S of new weights, then TRAIN_S of training."""
     step_s = GEN_S + UPDATE_S + TRAIN_S
     rows, groups, updates = [], [], [Update(0, (-UPDATE_S, 0.0))]
-    for version in range(course.steps):
+    for version in range(plan.steps):
         begin_s = version * step_s
         updates.append(Update(version, (begin_s, begin_s + UPDATE_S)))
         for place in range(work.groups_per_step):
@@ -138,13 +138,13 @@ def test_the_calibration_trains_every_length_once_with_each_prompt() -> None:
 
 def test_the_probes_are_the_means_over_the_steps_with_their_prompt() -> None:
     probing = probing_work(WORK)
-    course = Course(0, probing.steps)
+    plan = StepPlan(0, probing.steps)
     rows, now_s = [], 0.0
-    for version in range(course.steps):
+    for version in range(plan.steps):
         wait_s, rest_s = (5.0, 1.0) if probing.prompt_tokens[version % probing.steps] == PROBED[0] else (6.0, 4.0)
         now_s += wait_s + rest_s
         rows.append(row(probing, version, now_s, wait_s=wait_s))
-    short, long = probes_of(RunRecord(rows, []), probing, course)
+    short, long = probes_of(RunRecord(rows, []), probing, plan)
     assert short == PromptProbe(PROBED[0], Sides(pytest.approx(5.0), pytest.approx(1.0)))
     assert long == PromptProbe(PROBED[1], Sides(pytest.approx(6.0), pytest.approx(4.0)))
 
@@ -197,14 +197,14 @@ def test_any_period_of_steps_is_the_same_work(start: int) -> None:
 def test_the_timed_part_begins_behind_the_head_start_and_ends_before_admission_does(
     staleness: int, head: int, steps: int
 ) -> None:
-    course = Course(staleness, timed=12)
-    assert (course.head, course.steps) == (head, steps)
-    assert course.head + course.timed + staleness == course.steps
+    plan = StepPlan(staleness, timed=12)
+    assert (plan.head, plan.steps) == (head, steps)
+    assert plan.head + plan.timed + staleness == plan.steps
 
 
 def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
-    stage = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((0,), (1,)))
-    config = stage.config("s2-r1", WORK, Course(2, timed=WORK.steps))
+    setup = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((0,), (1,)))
+    config = setup.config("s2-r1", WORK, StepPlan(2, timed=WORK.steps))
     assert (config.steps, config.max_staleness, config.rollout.max_concurrency) == (11, 2, WORK.samples_per_step)
     assert (config.launch.cores.rollout, config.launch.cores.trainer) == ([0], [1])
     source = JsonlSource(config, NumberWords())
@@ -217,16 +217,16 @@ def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
 
 
 def test_no_sample_is_ever_pushed_out_of_the_engine_and_none_is_longer_than_the_model(tmp_path: Path) -> None:
-    stage = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((), ()))
+    setup = PipelineSetup(tmp_path, tmp_path / "model", POLICY, CoreSplit((), ()))
     long = replace(WORK, lengths=(6000,) * 16, groups_per_step=1, group_size=16, prompt_tokens=(100,))
-    assert stage.config("long", long, Course(0, 1)).rollout.vllm.kv_cache_bytes > 16 * 6100 * 2 * 4 * 2 * 64 * 4
+    assert setup.config("long", long, StepPlan(0, 1)).rollout.vllm.kv_cache_bytes > 16 * 6100 * 2 * 4 * 2 * 64 * 4
     with pytest.raises(ConfigError, match="8208 tokens, prompt included"):
-        stage.config("longer", replace(long, lengths=(8108,) * 16), Course(0, 1))
+        setup.config("longer", replace(long, lengths=(8108,) * 16), StepPlan(0, 1))
 
 
 def test_a_loop_that_overlaps_nothing_takes_the_sum_of_its_sides() -> None:
-    course = Course(0, WORK.steps)
-    seen = observe(sync_record(WORK, course), WORK, course)
+    plan = StepPlan(0, WORK.steps)
+    seen = observe(sync_record(WORK, plan), WORK, plan)
     step_s = GEN_S + UPDATE_S + TRAIN_S
     assert seen.step_s == pytest.approx(step_s)
     assert seen.wait_s == pytest.approx(GEN_S + UPDATE_S)
@@ -239,23 +239,23 @@ def test_a_loop_that_overlaps_nothing_takes_the_sum_of_its_sides() -> None:
 
 
 def test_an_engine_that_waits_for_the_weights_of_its_tickets_is_idle() -> None:
-    record = sync_record(WORK, Course(0, WORK.steps))
+    record = sync_record(WORK, StepPlan(0, WORK.steps))
     late = [Update(one.version, (one.span[0] + 1.0, one.span[1] + 1.0)) for one in record.servers[0].updates]
     seen = observe(
-        RunRecord(record.steps, [replace(record.servers[0], updates=tuple(late))]), WORK, Course(0, WORK.steps)
+        RunRecord(record.steps, [replace(record.servers[0], updates=tuple(late))]), WORK, StepPlan(0, WORK.steps)
     )
     assert seen.rollout_idle == pytest.approx((1.0 + UPDATE_S + TRAIN_S) / (GEN_S + UPDATE_S + TRAIN_S))
 
 
 def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
-    course = Course(2, WORK.steps)
-    rows = [row(WORK, version, 10.0 + version, wait_s=0.0, age=1) for version in range(course.steps)]
+    plan = StepPlan(2, WORK.steps)
+    rows = [row(WORK, version, 10.0 + version, wait_s=0.0, age=1) for version in range(plan.steps)]
     before, during = (0.0, 13.0), (14.0, 18.0)  # the clock runs from 14 to 18
     groups = [
         Generated(seq, 0, sum(WORK.of_group(seq)), before if seq < 16 else during)
-        for seq in range(course.steps * WORK.groups_per_step)
+        for seq in range(plan.steps * WORK.groups_per_step)
     ]
-    seen = observe(RunRecord(rows, [Server(tuple(groups), ())]), WORK, course)
+    seen = observe(RunRecord(rows, [Server(tuple(groups), ())]), WORK, plan)
     made = sum(sum(WORK.of_group(seq)) for seq in range(16, 22))
     assert seen.generated == pytest.approx(made / WORK.tokens) and seen.generated < 1
     assert seen.tokens_per_s == pytest.approx(made / 4.0)
@@ -263,46 +263,46 @@ def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
 
 
 def test_generating_ahead_is_no_gain_either() -> None:
-    course = Course(1, WORK.steps)
-    rows = [row(WORK, version, 10.0 + version, wait_s=0.0) for version in range(course.steps)]
+    plan = StepPlan(1, WORK.steps)
+    rows = [row(WORK, version, 10.0 + version, wait_s=0.0) for version in range(plan.steps)]
     groups = [Generated(seq, 0, sum(WORK.of_group(seq)), (13.0, 17.0)) for seq in range(12)]
-    seen = observe(RunRecord(rows, [Server(tuple(groups), ())]), WORK, course)
+    seen = observe(RunRecord(rows, [Server(tuple(groups), ())]), WORK, plan)
     assert seen.generated > 1 and seen.tokens_per_s == pytest.approx(WORK.tokens / 4.0)
 
 
 def test_a_run_that_did_its_work_passes() -> None:
-    course = Course(0, WORK.steps)
-    check(sync_record(WORK, course), WORK, course, "s0-r1")
+    plan = StepPlan(0, WORK.steps)
+    check(sync_record(WORK, plan), WORK, plan, "s0-r1")
 
 
 def test_a_completion_of_another_length_ends_the_bench() -> None:
-    course = Course(0, WORK.steps)
-    record = sync_record(WORK, course)
+    plan = StepPlan(0, WORK.steps)
+    record = sync_record(WORK, plan)
     groups = list(record.servers[0].groups)
     groups[3] = replace(groups[3], tokens=groups[3].tokens - 1)
     with pytest.raises(EngineError, match=r"s0-r1 generated .* first group 3 with 14 in place of 15"):
-        check(RunRecord(record.steps, [Server(tuple(groups), ())]), WORK, course, "s0-r1")
+        check(RunRecord(record.steps, [Server(tuple(groups), ())]), WORK, plan, "s0-r1")
 
 
 def test_a_step_that_trained_fewer_tokens_ends_the_bench() -> None:
-    course = Course(0, WORK.steps)
-    record = sync_record(WORK, course)
+    plan = StepPlan(0, WORK.steps)
+    record = sync_record(WORK, plan)
     rows = [*record.steps[:-1], {**record.steps[-1], "trained_tokens": 0}]
     with pytest.raises(EngineError, match="1 of 7 steps differ, first step 6 with 0"):
-        check(RunRecord(rows, record.servers), WORK, course, "s0-r1")
+        check(RunRecord(rows, record.servers), WORK, plan, "s0-r1")
     rows = [*record.steps[:-1], {**record.steps[-1], "read_tokens": 7}]
     with pytest.raises(EngineError, match=r"s0-r1 read .* first step 6 with 7 in place of 54"):
-        check(RunRecord(rows, record.servers), WORK, course, "s0-r1")
+        check(RunRecord(rows, record.servers), WORK, plan, "s0-r1")
     with pytest.raises(EngineError, match="first step 6 with none"):
-        check(RunRecord(record.steps[:-1], record.servers), WORK, course, "s0-r1")
+        check(RunRecord(record.steps[:-1], record.servers), WORK, plan, "s0-r1")
 
 
 def test_a_trainer_that_was_started_again_ends_the_bench() -> None:
-    course = Course(0, WORK.steps)
-    record = sync_record(WORK, course)
+    plan = StepPlan(0, WORK.steps)
+    record = sync_record(WORK, plan)
     rows = [*record.steps[:-1], {**record.steps[-1], "epoch": 2}]
     with pytest.raises(EngineError, match="started again"):
-        check(RunRecord(rows, record.servers), WORK, course, "s0-r1")
+        check(RunRecord(rows, record.servers), WORK, plan, "s0-r1")
 
 
 def test_the_files_of_a_run_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -366,16 +366,16 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_options_that_are_not_given_have_defaults() -> None:
-    ask, quick = asked(quick=False), asked(quick=True)
-    assert (ask.staleness, ask.repetitions, ask.cores) == ((0, 1, 2, 4, 8), 3, 1)
-    assert 0 in quick.staleness and quick.steps < ask.steps
-    assert asked(quick=True, staleness="4, 0", steps=7).staleness == (4, 0)
+    chosen, quick = checked_options(quick=False), checked_options(quick=True)
+    assert (chosen.staleness, chosen.repetitions, chosen.cores) == ((0, 1, 2, 4, 8), 3, 1)
+    assert 0 in quick.staleness and quick.steps < chosen.steps
+    assert checked_options(quick=True, staleness="4, 0", steps=7).staleness == (4, 0)
 
 
 @pytest.mark.parametrize("staleness", ["1,2", "0,0,1", "0,x", "0,-1", "0,1.5"])
 def test_a_list_of_staleness_without_the_baseline_or_with_nonsense_is_refused(staleness: str) -> None:
     with pytest.raises(ConfigError, match="--staleness"):
-        asked(quick=False, staleness=staleness)
+        checked_options(quick=False, staleness=staleness)
 
 
 def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.app.bench.paired import Pairs, Round, in_pairs
+from async_grpo.app.bench.paired import Pairs, RolloutRound, in_pairs
 from async_grpo.app.bench.rollout.bench import dispatch, overhead
 from async_grpo.app.bench.rollout.workload import LogNormal, RolloutWork, Uniform
 from async_grpo.errors import EngineError
@@ -50,9 +50,9 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
     turns: list[tuple[str, int]] = []
 
     def feeder(name: str, tokens_per_s: float) -> Any:
-        async def feed(work: RolloutWork) -> Round:
+        async def feed(work: RolloutWork) -> RolloutRound:
             turns.append((name, work.groups))
-            return Round(drawn(work), sum(drawn(work)) / tokens_per_s, cpu_s=0.0)
+            return RolloutRound(drawn(work), sum(drawn(work)) / tokens_per_s, cpu_s=0.0)
 
         return feed
 
@@ -65,16 +65,16 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
 
 
 async def test_a_feeder_that_makes_too_little_ends_the_bench() -> None:
-    async def lazy(work: RolloutWork) -> Round:
-        return Round([1] * len(drawn(work)), 1.0, 1.0)
+    async def lazy(work: RolloutWork) -> RolloutRound:
+        return RolloutRound([1] * len(drawn(work)), 1.0, 1.0)
 
     with pytest.raises(EngineError, match="different work"):
         await in_pairs(lazy, lazy, WORK, 1, lambda: None)
 
 
 def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
-    whole = [Round([600], seconds, cpu_s=0.06) for seconds in (1.0, 2.0, 4.0)]
-    pairs = Pairs(whole, [Round([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)])
+    whole = [RolloutRound([600], seconds, cpu_s=0.06) for seconds in (1.0, 2.0, 4.0)]
+    pairs = Pairs(whole, [RolloutRound([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)])
     speed, lowest, highest, tokens, cpu = overhead("a model", WORK, pairs)
     assert (speed.value, speed.baseline, speed.ratio) == (300.0, 600.0, 0.75)
     assert (lowest.value, highest.value) == (0.5, 1.0)

@@ -18,11 +18,11 @@ BENCH = UpdateBench(concurrency=4, max_tokens=(5, 10))
 
 
 def judged(spans: list[tuple[int, int, int]], *, tokens: int = 10, finish_reason: str = "length") -> UpdateTotals:
-    tally = UpdateTotals()
+    totals = UpdateTotals()
     arrays = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
     generation = Generation(*arrays, [VersionSpan(*span) for span in spans], finish_reason)
-    tally.add(GenerationRequest("r", [1], max_tokens=10), generation)
-    return tally
+    totals.add(GenerationRequest("r", [1], max_tokens=10), generation)
+    return totals
 
 
 def test_a_whole_request_is_counted_and_nothing_is_held_against_it() -> None:
@@ -43,12 +43,12 @@ def test_spans_with_gaps_or_out_of_order_are_inexact(spans: list[tuple[int, int,
 
 
 async def test_streams_go_on_until_the_block_ends_and_then_finish_what_they_have() -> None:
-    engine, tally = ScriptedEngine(hashed_script(20)), UpdateTotals()
+    engine, totals = ScriptedEngine(hashed_script(20)), UpdateTotals()
     await engine.start()
-    async with _traffic(BENCH, engine, tally):
-        while tally.requests < 10:
+    async with _traffic(BENCH, engine, totals):
+        while totals.requests < 10:
             await asyncio.sleep(0.005)
-    assert engine.load().running == tally.cut == tally.wrong_spans == 0
+    assert engine.load().running == totals.cut == totals.wrong_spans == 0
 
 
 async def test_an_engine_that_dies_ends_the_bench() -> None:

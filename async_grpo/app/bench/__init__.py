@@ -2,8 +2,8 @@
 
 A bench is a module (or package) here with
 
-    async def measure(progress: Progress, *, quick: bool, ...) -> list[Figure]
+    async def measure(progress: Progress, *, quick: bool, ...) -> list[Measurement]
 
-and a command of two lines in `async_grpo/app/cli/bench.py`. One that has a picture to draw takes `picture`, and calls
-it with what draws it into a file: that is done when the figures have been shown and written.
+and a command of two lines in `async_grpo/app/cli/bench.py`. A bench with a picture takes `picture` and calls it with
+a function that draws into a file; that happens after the figures have been shown and written.
 """

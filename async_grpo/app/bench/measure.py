@@ -1,6 +1,6 @@
-"""Measured figures: as a table for people, as JSON for machines, with the machine they were measured on.
+"""Measurements: as a table for people, as JSON for machines, with the machine they were made on.
 
-The server that a bench of the state plane works on: a private one of its own, or a given one.
+`bench_server` is the Redis server of a bench of the state plane: a private one, or a given one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from buffer import PASSWORD_VARIABLE, EmbeddedServer
 
 Picture = Callable[[Path], None]
 """Draws into a file."""
-
-
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -120,8 +118,6 @@ def _cpu_model() -> str:
 
 
 Fsync = Literal["everysec", "always"]
-
-
 PATIENCE_S = 5.0
 """For a given server that does not answer."""
 

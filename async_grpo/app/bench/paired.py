@@ -1,11 +1,9 @@
-"""Rounds of two feeders in turn, so that the noise of the machine cancels.
+"""Rounds of several contestants in turn, so that the noise of the machine cancels.
 
-    whole, baseline | baseline, whole | whole, baseline | ...     ratio of each pair, and of these the median
+    whole, baseline | baseline, whole | whole, baseline | ...     the ratio of each pair, and their median
 
-What slows the machine down for a while slows down both rounds of a pair; the order alternates, so that
-being second favours neither.
-
-Rounds of several contestants in turn, so that what slows the machine down for a while slows down all of them.
+What slows the machine down for a while slows down all rounds of a turn. The order alternates, so that being second
+favours none.
 """
 
 from __future__ import annotations
@@ -20,9 +18,12 @@ from async_grpo.errors import TrainingError
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What one round made and took: the tokens of every completion, in the order of the requests; seconds on the
-    clock; seconds of this process's CPU time."""
+class RolloutRound:
+    """What one round made and took.
+
+    tokens: tokens of every completion, in the order of the requests. seconds: on the clock. cpu_s: CPU seconds of this
+    process.
+    """
 
     tokens: list[int]
     seconds: float
@@ -30,21 +31,21 @@ class Round:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole round, in which the engine fills up and runs empty."""
+        """Speed over the whole round, in which the engine fills up and runs empty."""
         return sum(self.tokens) / self.seconds
 
     @property
     def cpu_us_per_token(self) -> float:
-        """Of the feeding process; the engine has its own."""
+        """CPU time of the feeding process, without that of the engine's processes."""
         return 1e6 * self.cpu_s / sum(self.tokens)
 
 
-Feeder = Callable[[RolloutWork], Awaitable[Round]]
-"""Has a round's work done."""
+Feeder = Callable[[RolloutWork], Awaitable[RolloutRound]]
+"""Does the work of one round."""
 
 
 class Clock:
-    """Runs from its making."""
+    """A stopwatch that starts when it is made."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
@@ -57,10 +58,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rounds of the whole server and of its baseline, pair by pair; each did the same work."""
+    """Rounds of the whole server and of its baseline, pair by pair; all did the same work."""
 
-    whole: list[Round]
-    baseline: list[Round]
+    whole: list[RolloutRound]
+    baseline: list[RolloutRound]
 
     @property
     def ratios(self) -> list[float]:
@@ -89,20 +90,20 @@ async def in_pairs(whole: Feeder, baseline: Feeder, work: RolloutWork, count: in
     return pairs
 
 
-async def one_round(feeder: Feeder, work: RolloutWork) -> Round:
-    """The work, done and checked."""
+async def one_round(feeder: Feeder, work: RolloutWork) -> RolloutRound:
+    """Do the work once and check it. Raises EngineError if the round did other work."""
     done = await feeder(work)
     work.check(done.tokens)
     return done
 
 
 TOLERANCE = 1e-4
-"""Of losses, absolute, and of gradient norms, relative."""
+"""Largest difference of losses (absolute) and of gradient norms (relative)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchStep:
-    """What a step of a contestant came to."""
+    """The result of one step of a contestant."""
 
     loss: float
     grad_norm: float
@@ -111,23 +112,23 @@ class BenchStep:
 
 
 Contestant = Callable[[], BenchStep]
-"""Makes one step over the batch, from the same weights as everybody."""
+"""Makes one step over the batch, from the same weights as all contestants."""
 
 
 @dataclass(slots=True)
 class Timed:
-    """Rounds of one contestant: seconds on the clock, seconds of processor time; `done` is of the last."""
+    """The rounds of one contestant: seconds on the clock, CPU seconds; `done` is the last step."""
 
     seconds: list[float]
     cpu_s: list[float]
-    """Of all threads. On a busy machine it says more than the clock."""
+    """CPU seconds of all threads. On a busy machine they say more than the clock."""
     done: BenchStep
 
 
 def in_turns(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[str], None]) -> dict[str, Timed]:
-    """All of them `rounds` times, in alternating order; `say` gets the name of each when its turn is done.
+    """Run all contestants `rounds` times, in alternating order; `say` gets the name of each when its turn is done.
 
-    Raises TrainingError if they do not come to the same loss and gradient.
+    Raises TrainingError if their losses or gradient norms differ.
     """
     found: dict[str, Timed] = {}
     for number in range(rounds):

@@ -1,1 +1,1 @@
-"""async_grpo/app/bench/buffer"""
+"""The bench of the replay buffer, beside a plain loop on the same server."""

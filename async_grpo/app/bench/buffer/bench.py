@@ -1,24 +1,18 @@
-"""One loop of a system over so many groups, and pairs of loops whose noise cancels.
+"""The bench of the replay buffer on a real server, beside a plain loop on the same server.
 
-    buffer, plain | plain, buffer | buffer, plain | ...     ratio of each pair, and of these the median
-
-What slows the machine down for seconds slows down both loops of a pair; the order alternates, so that
-being second favours neither.
-
-How long after its insert a group is with the trainer, at a load that leaves the server idle most of the time.
-
-How many groups a second go through the buffer, beside the plain loop on the same server.
-
-The bench of the replay buffer on a real server.
-
-- throughput  one and eight producer processes, one consumer, against a plain loop (`loops.py`)
-- latency     from insert to take at a paced load
+- throughput  groups a second, with one and eight producer processes and one consumer
+- latency     from insert to take, at a paced load that leaves the server idle most of the time
 - scaling     what each transition costs when the run is full
 
-On a server of its own, or on `url`. With fsync `everysec` the processor is the limit, and the figures say
-what the buffer costs; with `always`, the default of a run, it is the disk: every answer waits for a sync,
-and the buffer has two answers a group where the list has one. Figures of one invocation compare; those
-of two machines, or of a busy one, do not.
+    buffer, plain | plain, buffer | buffer, plain | ...     the ratio of each pair, and their median
+
+What slows the machine down for seconds slows down both loops of a pair. The order alternates, so that being second
+favours neither.
+
+It uses a server of its own, or the one at `url`. With fsync `everysec` the processor is the limit, and the figures say
+what the buffer costs. With `always`, the default of a run, the disk is the limit: every answer waits for a sync, and
+the buffer has two answers a group where the list has one. Figures of one invocation can be compared; figures of two
+machines, or of a busy one, cannot.
 """
 
 from __future__ import annotations
@@ -63,14 +57,14 @@ class BufferRound:
     latencies_s: list[float]
 
 
-async def one_round(redis: RedisConfig, crew: BenchWorkers, shape: Shape, system: System) -> BufferRound:
+async def one_round(redis: RedisConfig, workers: BenchWorkers, shape: Shape, system: System) -> BufferRound:
     """Run a loop on a fresh run, check that every group went through, and leave nothing on the server."""
     run = f"bench-{uuid.uuid4().hex}"
     try:
         if system == "plain":
-            done = await crew.run(_jobs(redis, run, shape, system))
+            done = await workers.run(_jobs(redis, run, shape, system))
         else:
-            done = await _through_the_buffer(redis, crew, shape, run)
+            done = await _through_the_buffer(redis, workers, shape, run)
     finally:
         await wipe_run(redis, run)
     consumer = done[-1]
@@ -79,16 +73,16 @@ async def one_round(redis: RedisConfig, crew: BenchWorkers, shape: Shape, system
 
 
 async def pairs(
-    redis: RedisConfig, crew: BenchWorkers, shape: Shape, count: int
+    redis: RedisConfig, workers: BenchWorkers, shape: Shape, count: int
 ) -> AsyncIterator[tuple[BufferRound, BufferRound]]:
     """(buffer, plain), `count` times."""
     for number in range(count):
         order: list[System] = ["buffer", "plain"] if number % 2 == 0 else ["plain", "buffer"]
-        rounds = {system: await one_round(redis, crew, shape, system) for system in order}
+        rounds = {system: await one_round(redis, workers, shape, system) for system in order}
         yield rounds["buffer"], rounds["plain"]
 
 
-async def _through_the_buffer(redis: RedisConfig, crew: BenchWorkers, shape: Shape, run: str) -> list[WorkerReport]:
+async def _through_the_buffer(redis: RedisConfig, workers: BenchWorkers, shape: Shape, run: str) -> list[WorkerReport]:
     """The tasks are there before the clock starts: feeding them is no part of the loop."""
     buffer = await attach(
         redis,
@@ -101,7 +95,7 @@ async def _through_the_buffer(redis: RedisConfig, crew: BenchWorkers, shape: Sha
         for first in range(0, shape.groups, TASKS_AT_ONCE):
             count = min(TASKS_AT_ONCE, shape.groups - first)
             await buffer.put_tasks([task(index) for index in range(first, first + count)])
-        done = await crew.run(_jobs(redis, run, shape, "buffer"))
+        done = await workers.run(_jobs(redis, run, shape, "buffer"))
         await _check(buffer, shape)
     finally:
         await buffer.aclose()
@@ -140,11 +134,7 @@ def _jobs(redis: RedisConfig, run: str, shape: Shape, system: System) -> list[Be
 
 
 RATE_PER_S = 20.0
-
-
 BLOCKING_LIST = "SET + RPUSH -> BLMPOP + MGET"
-
-
 PERCENTILES = (50, 99)
 
 
@@ -154,12 +144,12 @@ def paced(groups: int) -> Shape:
 
 
 async def latency(
-    redis: RedisConfig, crew: BenchWorkers, groups: int, count: int, step: Callable[[], None]
+    redis: RedisConfig, workers: BenchWorkers, groups: int, count: int, step: Callable[[], None]
 ) -> list[Measurement]:
     """Percentiles over all groups of `count` pairs of loops, in milliseconds; encoding and decoding are in it."""
     buffer_ms: list[float] = []
     plain_ms: list[float] = []
-    async for buffer, plain in pairs(redis, crew, paced(groups), count):
+    async for buffer, plain in pairs(redis, workers, paced(groups), count):
         buffer_ms += [1000 * each for each in buffer.latencies_s]
         plain_ms += [1000 * each for each in plain.latencies_s]
         step()
@@ -187,14 +177,14 @@ PLAIN_LIST = "SET/GET/DEL + list, same bytes"
 
 
 async def throughput(
-    redis: RedisConfig, crew: BenchWorkers, shape: Shape, count: int, step: Callable[[], None]
+    redis: RedisConfig, workers: BenchWorkers, shape: Shape, count: int, step: Callable[[], None]
 ) -> Measurement:
     """Groups a second from admission to release, medians of `count` pairs of loops after one of each that
     warms up. `step` is called after every pair."""
     for system in ("buffer", "plain"):
-        await one_round(redis, crew, shape, system)
+        await one_round(redis, workers, shape, system)
     rates: list[tuple[float, float]] = []
-    async for buffer, plain in pairs(redis, crew, shape, count):
+    async for buffer, plain in pairs(redis, workers, shape, count):
         rates.append((shape.groups / buffer.seconds, shape.groups / plain.seconds))
         step()
     producers = "1 producer" if shape.producers == 1 else f"{shape.producers} producers"
@@ -224,8 +214,6 @@ class BufferBenchSize:
 
 
 FULL = BufferBenchSize(1280, 7, 200, 3, Size(100_000, 10_000), 400)
-
-
 QUICK = BufferBenchSize(128, 1, 10, 1, Size(400, 200), 10)
 
 
@@ -233,7 +221,7 @@ async def measure(
     progress: Progress, *, quick: bool, url: str | None = None, fsync: Fsync = "everysec"
 ) -> list[Measurement]:
     """All figures; `quick` only shows that the bench works."""
-    effort = QUICK if quick else FULL
+    size = QUICK if quick else FULL
     figures: list[Measurement] = []
 
     def steps(what: str, total: int) -> Callable[[], None]:
@@ -241,13 +229,13 @@ async def measure(
         return lambda: progress.advance(task)
 
     with bench_server(url, fsync) as redis:
-        async with BenchWorkers(1 + MANY_PRODUCERS) as crew:
+        async with BenchWorkers(1 + MANY_PRODUCERS) as workers:
             for producers in (1, MANY_PRODUCERS):
-                step = steps(f"throughput, producers: {producers}", effort.pairs)
-                shape = Shape(producers=producers, groups=effort.groups)
-                figures.append(await throughput(redis, crew, shape, effort.pairs, step))
-            step = steps("latency", effort.paced_pairs)
-            figures += await latency(redis, crew, effort.paced_groups, effort.paced_pairs, step)
-        step = steps("cost of a transition", WARM_UP_CYCLES + effort.cycles + 2)
-        figures += await scaling(redis, effort.large, effort.cycles, step)
+                step = steps(f"throughput, producers: {producers}", size.pairs)
+                shape = Shape(producers=producers, groups=size.groups)
+                figures.append(await throughput(redis, workers, shape, size.pairs, step))
+            step = steps("latency", size.paced_pairs)
+            figures += await latency(redis, workers, size.paced_groups, size.paced_pairs, step)
+        step = steps("cost of a transition", WARM_UP_CYCLES + size.cycles + 2)
+        figures += await scaling(redis, size.large, size.cycles, step)
     return figures

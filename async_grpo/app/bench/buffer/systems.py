@@ -42,8 +42,6 @@ from buffer.redis.connection import exchange, one_connection
 from buffer.redis.scripts import RunKeys
 
 LEASE_S = 60.0
-
-
 MAX_ATTEMPTS = 3
 
 
@@ -57,15 +55,9 @@ async def attach(
 
 
 READY, GO = b"ready\n", b"go\n"
-
-
 WAIT_S = 120.0
 """For whatever a worker waits for: a bench that takes longer is broken."""
-
-
 System = Literal["buffer", "plain"]
-
-
 Role = Literal["producer", "consumer"]
 
 

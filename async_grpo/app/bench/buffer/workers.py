@@ -1,9 +1,7 @@
-"""The worker processes of the bench: started once, given one job after the other.
+"""Producer and consumer processes of the bench: `python -m async_grpo.app.bench.buffer.workers`, and their starter.
 
-A producer or consumer process of the bench: `python -m async_grpo.app.bench.buffer.workers`.
-
-It waits for jobs on its standard input, one after the other, and ends when that closes. Nothing else
-runs while a job does: the next line is only read after the answer.
+A worker process is started once. It waits for jobs on its standard input, one after the other, and ends when that
+closes. Nothing else runs during a job: the next line is only read after the answer.
 """
 
 from __future__ import annotations
@@ -33,13 +31,11 @@ from async_grpo.errors import AsyncGrpoError, RoleFailed, WaitTimeout
 from async_grpo.utils.child_process import child_argv
 
 LONGEST_ANSWER_BYTES = 16 << 20
-
-
 STOP_S = 5.0
 
 
 class BenchWorkers:
-    """`async with BenchWorkers(9) as crew`: nine processes, which end with the block, and with this process."""
+    """`async with BenchWorkers(9) as workers`: nine processes, which end with the block, and with this process."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,1 +1,1 @@
-"""async_grpo/app/bench/pipeline"""
+"""The bench of the whole loop: what asynchrony gains."""

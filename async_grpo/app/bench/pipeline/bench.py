@@ -9,7 +9,7 @@
 
 Every run is a real one (supervisor, embedded Valkey, real engine, real trainer), on work that is
 prescribed to the token (`work`) and checked afterwards (`observe.check`). Only the timed part of a run counts
-(`work.Course`). What is compared, and with what, is in `balance` and `results`.
+(`work.StepPlan`). What is compared, and with what, is in `balance` and `results`.
 
 What is to be measured, from what was typed.
 """
@@ -49,14 +49,12 @@ from async_grpo.app.bench.pipeline.setup import (
     speed_beside,
     split_cores,
 )
-from async_grpo.app.bench.pipeline.workload import Course, FixedWork, Kind, describe, draw
+from async_grpo.app.bench.pipeline.workload import FixedWork, Kind, StepPlan, describe, draw
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import configure_logging
 
 STALENESS, REPETITIONS, STEPS = "0,1,2,4,8", 3, 12
-
-
 QUICK_STALENESS, QUICK_REPETITIONS, QUICK_STEPS = "0,2", 1, 2
 
 
@@ -77,7 +75,7 @@ class PipelineOptions:
     quick: bool
 
 
-def asked(
+def checked_options(
     *,
     quick: bool,
     staleness: str = "",
@@ -90,7 +88,7 @@ def asked(
 ) -> PipelineOptions:
     """Defaults where nothing was said. Raises ConfigError for a list of S without the baseline.
 
-    >>> asked(quick=False, staleness="0,2").staleness
+    >>> checked_options(quick=False, staleness="0,2").staleness
     (0, 2)
     """
     return PipelineOptions(
@@ -117,8 +115,6 @@ def _parse(text: str) -> tuple[int, ...]:
 
 
 GROUPS_PER_STEP, GROUP_SIZE = 4, 8
-
-
 PROBED = (16, 128)
 """Tokens of the prompts of the calibration."""
 
@@ -131,23 +127,25 @@ async def measure(
     picture: Callable[[Picture], None] = lambda _: None,
     **options: Any,
 ) -> list[Measurement]:
-    """All figures; the options are those of `ask.asked`. Runs stay in `out`, if it is given, and where one failed.
-    `picture` is called with what draws the plot.
+    """All figures. The options are those of `checked_options`.
+
+    The runs stay in `out` if it is given, and also if one of them failed. `picture` is called with a function that
+    draws the plot into a file.
 
     Raises ConfigError, DataError, RoleFailed (a run failed), EngineError (a run did other work).
     """
     configure_logging("bench")
-    ask = asked(quick=quick, **options)
-    split = split_cores(cores_here(), ask.cores)
+    chosen = checked_options(quick=quick, **options)
+    split = split_cores(cores_here(), chosen.cores)
     beside = speed_beside(split)
     with _folder(out, lambda line: progress.console.print(line, markup=False, soft_wrap=True)) as folder:
-        shape = TINY if ask.quick else POLICY
-        stage = PipelineSetup(folder, make_model(folder / "model", shape), shape, split)
-        work = _work(ask)
-        if ask.prompt_tokens is None:
-            work = await _calibrated(stage, work, progress)
-        results = await _compare(stage, work, ask, progress)
-    subtitle = f"{describe(ask.lengths)}; {ask.cores} core(s) a side; {ask.repetitions} repetitions"
+        shape = TINY if chosen.quick else POLICY
+        setup = PipelineSetup(folder, make_model(folder / "model", shape), shape, split)
+        work = _work(chosen)
+        if chosen.prompt_tokens is None:
+            work = await _calibrated(setup, work, progress)
+        results = await _compare(setup, work, chosen, progress)
+    subtitle = f"{describe(chosen.lengths)}; {chosen.cores} core(s) a side; {chosen.repetitions} repetitions"
     picture(lambda path: write_plot(path, results, subtitle))
     return [
         *figures_of(results),
@@ -158,18 +156,18 @@ async def measure(
     ]
 
 
-def _work(ask: PipelineOptions) -> FixedWork:
-    groups, size = (2, 4) if ask.quick else (GROUPS_PER_STEP, GROUP_SIZE)
-    lengths = draw(ask.lengths, ask.steps * groups * size, seed=1, recorded=ask.lengths_from)
-    return FixedWork(groups, size, lengths, (ask.prompt_tokens or PROBED[0],) * ask.steps)
+def _work(chosen: PipelineOptions) -> FixedWork:
+    groups, size = (2, 4) if chosen.quick else (GROUPS_PER_STEP, GROUP_SIZE)
+    lengths = draw(chosen.lengths, chosen.steps * groups * size, seed=1, recorded=chosen.lengths_from)
+    return FixedWork(groups, size, lengths, (chosen.prompt_tokens or PROBED[0],) * chosen.steps)
 
 
-async def _calibrated(stage: PipelineSetup, work: FixedWork, progress: Progress) -> FixedWork:
+async def _calibrated(setup: PipelineSetup, work: FixedWork, progress: Progress) -> FixedWork:
     """The work with prompts of the length at which both sides take as long, by one run that tries two."""
     probing = probing_work(work)
-    course = Course(0, probing.steps)
-    (record,) = await _run(stage, [("calibration", probing, course)], progress)
-    return replace(work, prompt_tokens=(balanced_prompt(*probes_of(record, probing, course)),) * work.steps)
+    plan = StepPlan(0, probing.steps)
+    (record,) = await _run(setup, [("calibration", probing, plan)], progress)
+    return replace(work, prompt_tokens=(balanced_prompt(*probes_of(record, probing, plan)),) * work.steps)
 
 
 def probing_work(work: FixedWork) -> FixedWork:
@@ -180,11 +178,11 @@ def probing_work(work: FixedWork) -> FixedWork:
     return replace(work, lengths=work.lengths * 2, prompt_tokens=(*turns, *swapped))
 
 
-def probes_of(record: RunRecord, probing: FixedWork, course: Course) -> tuple[PromptProbe, PromptProbe]:
+def probes_of(record: RunRecord, probing: FixedWork, plan: StepPlan) -> tuple[PromptProbe, PromptProbe]:
     """What the two lengths have shown."""
     timed = [
         (probing.prompt_tokens[int(row["version"]) % probing.steps], times)
-        for row, times in zip(timed_rows(record, course), step_times(record, course), strict=True)
+        for row, times in zip(timed_rows(record, plan), step_times(record, plan), strict=True)
     ]
     return _probe(PROBED[0], timed), _probe(PROBED[1], timed)
 
@@ -194,29 +192,31 @@ def _probe(tokens: int, timed: Sequence[tuple[int, tuple[float, float]]]) -> Pro
     return PromptProbe(tokens, Sides(fmean(waits), fmean(rests)))
 
 
-async def _compare(stage: PipelineSetup, work: FixedWork, ask: PipelineOptions, progress: Progress) -> Results:
-    turns = in_turns(ask.staleness, ask.repetitions)
-    asked = [(f"s{one}-r{repetition + 1}", work, Course(one, work.steps)) for repetition, one in turns]
-    records = await _run(stage, asked, progress)
+async def _compare(setup: PipelineSetup, work: FixedWork, chosen: PipelineOptions, progress: Progress) -> Results:
+    turns = in_turns(chosen.staleness, chosen.repetitions)
+    planned = [(f"s{one}-r{repetition + 1}", work, StepPlan(one, work.steps)) for repetition, one in turns]
+    records = await _run(setup, planned, progress)
     found: dict[tuple[int, int], Observed] = {
-        turn: observe(record, work, course) for turn, record, (_, _, course) in zip(turns, records, asked, strict=True)
+        turn: observe(record, work, plan) for turn, record, (_, _, plan) in zip(turns, records, planned, strict=True)
     }
-    return Results({one: [found[repetition, one] for repetition in range(ask.repetitions)] for one in ask.staleness})
+    return Results(
+        {one: [found[repetition, one] for repetition in range(chosen.repetitions)] for one in chosen.staleness}
+    )
 
 
 async def _run(
-    stage: PipelineSetup, asked: Sequence[tuple[str, FixedWork, Course]], progress: Progress
+    setup: PipelineSetup, planned: Sequence[tuple[str, FixedWork, StepPlan]], progress: Progress
 ) -> list[RunRecord]:
     """One run after another, each checked for its work."""
-    configs = [stage.config(*one) for one in asked]
-    task = progress.add_task(asked[0][0], total=len(configs))
+    configs = [setup.config(*one) for one in planned]
+    task = progress.add_task(planned[0][0], total=len(configs))
     await run_all(
-        stage.folder, configs, lambda what, finished: progress.update(task, description=what, completed=finished)
+        setup.folder, configs, lambda what, finished: progress.update(task, description=what, completed=finished)
     )
-    progress.update(task, description=asked[0][0] if len(asked) == 1 else "runs", completed=len(configs))
+    progress.update(task, description=planned[0][0] if len(planned) == 1 else "runs", completed=len(configs))
     records = [read_record(config.run_dir) for config in configs]
-    for record, (name, work, course) in zip(records, asked, strict=True):
-        check(record, work, course, name)
+    for record, (name, work, plan) in zip(records, planned, strict=True):
+        check(record, work, plan, name)
     return records
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.app.bench.pipeline.workload import Course, FixedWork
+from async_grpo.app.bench.pipeline.workload import FixedWork, StepPlan
 from async_grpo.app.sweep.results import Span, length, merged, overlap
 from async_grpo.errors import EngineError
 from async_grpo.telemetry.jsonl import read_rows
@@ -87,16 +87,16 @@ def read_record(run_dir: Path) -> RunRecord:
     return RunRecord(steps, [_server(read_rows(path)) for path in timelines])
 
 
-def check(record: RunRecord, work: FixedWork, course: Course, run: str) -> None:
+def check(record: RunRecord, work: FixedWork, plan: StepPlan, run: str) -> None:
     """Raise EngineError unless the run generated and trained exactly the work, in one go: less would look faster."""
     made = {group.seq: group.tokens for server in record.servers for group in server.groups}
-    wanted = {seq: sum(work.of_group(seq)) for seq in range(course.steps * work.groups_per_step)}
+    wanted = {seq: sum(work.of_group(seq)) for seq in range(plan.steps * work.groups_per_step)}
     _compare(run, "generated", "group", made, wanted)
     trained = {int(row["version"]): int(number(row, "trained_tokens") or 0) for row in record.steps}
-    wanted = {version: work.tokens_of_step(version) for version in range(course.steps)}
+    wanted = {version: work.tokens_of_step(version) for version in range(plan.steps)}
     _compare(run, "trained", "step", trained, wanted)
     read = {int(row["version"]): int(number(row, "read_tokens") or 0) for row in record.steps}
-    _compare(run, "read", "step", read, {version: work.read_in_step(version) for version in range(course.steps)})
+    _compare(run, "read", "step", read, {version: work.read_in_step(version) for version in range(plan.steps)})
     if len({row["epoch"] for row in record.steps}) > 1:
         raise EngineError(
             f"the trainer of the run {run} was started again on the way: its times are not those of the others. Its "
@@ -104,38 +104,38 @@ def check(record: RunRecord, work: FixedWork, course: Course, run: str) -> None:
         )
 
 
-def observe(record: RunRecord, work: FixedWork, course: Course) -> Observed:
+def observe(record: RunRecord, work: FixedWork, plan: StepPlan) -> Observed:
     """The figures of a run that `check` has found to be whole."""
-    timed = timed_rows(record, course)
-    start_s, end_s = _time(record.steps[course.head - 1]), _time(timed[-1])
+    timed = timed_rows(record, plan)
+    start_s, end_s = _time(record.steps[plan.head - 1]), _time(timed[-1])
     seconds, waited_s = end_s - start_s, sum(numbers(timed, "wait_s"))
     window = [(start_s, end_s)]
     trained = sum(work.tokens_of_step(int(row["version"])) for row in timed)
     generated = sum(_tokens_within(group, window) for server in record.servers for group in server.groups) / trained
     credited = min(1.0, generated)
     return Observed(
-        step_s=seconds / course.timed,
-        wait_s=waited_s / course.timed,
+        step_s=seconds / plan.timed,
+        wait_s=waited_s / plan.timed,
         tokens_per_s=credited * trained / seconds,
-        samples_per_s=credited * course.timed * work.samples_per_step / seconds,
+        samples_per_s=credited * plan.timed * work.samples_per_step / seconds,
         generated=generated,
         trainer_idle=waited_s / seconds,
         rollout_idle=_mean([1.0 - length(overlap(busy(server), window)) / seconds for server in record.servers]),
-        update_s=_mean([_loading_s(server, window) for server in record.servers]) / course.timed,
+        update_s=_mean([_loading_s(server, window) for server in record.servers]) / plan.timed,
         age_mean=sum((number(row, "age_mean") or 0.0) * row["trained_tokens"] for row in timed) / trained,
         age_max=max(int(row["age_max"]) for row in timed),
     )
 
 
-def timed_rows(record: RunRecord, course: Course) -> Sequence[Row]:
+def timed_rows(record: RunRecord, plan: StepPlan) -> Sequence[Row]:
     """The steps between t0 and t1."""
-    return record.steps[course.head : course.head + course.timed]
+    return record.steps[plan.head : plan.head + plan.timed]
 
 
-def step_times(record: RunRecord, course: Course) -> list[tuple[float, float]]:
+def step_times(record: RunRecord, plan: StepPlan) -> list[tuple[float, float]]:
     """(wait, rest) of each timed step, in seconds."""
-    ends = [_time(row) for row in record.steps[course.head - 1 : course.head + course.timed]]
-    waits = numbers(timed_rows(record, course), "wait_s")
+    ends = [_time(row) for row in record.steps[plan.head - 1 : plan.head + plan.timed]]
+    waits = numbers(timed_rows(record, plan), "wait_s")
     return [(wait_s, end_s - start_s - wait_s) for start_s, end_s, wait_s in zip(ends, ends[1:], waits, strict=False)]
 
 

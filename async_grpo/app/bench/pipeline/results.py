@@ -148,14 +148,8 @@ def in_turns(staleness: Sequence[int], repetitions: int) -> list[tuple[int, int]
 
 
 TOKENS, SHARE = "tokens/s", "share of the overlap bound"
-
-
 LOWEST, HIGHEST = "lowest", "highest"
-
-
 _SYNC = "S=0 of the same repetition"
-
-
 _MEASURES: tuple[tuple[str, str, Callable[[Observed], float]], ...] = (
     ("samples/s", "samples/s", lambda one: one.samples_per_s),
     ("step", "s", lambda one: one.step_s),
@@ -166,8 +160,6 @@ _MEASURES: tuple[tuple[str, str, Callable[[Observed], float]], ...] = (
     ("age, mean", "steps", lambda one: one.age_mean),
     ("age, largest", "steps", lambda one: one.age_max),
 )
-
-
 _COLUMNS = (TOKENS, "samples/s", "step", "trainer idle", "rollout idle", "age, mean", "age, largest")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from async_grpo.app.bench.pipeline.workload import VOCABULARY, Course, FixedWork
+from async_grpo.app.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
 from async_grpo.app.bench.rollout.workload import number_words
 from async_grpo.app.launch.role_process import pin
 from async_grpo.app.sweep.folder import SweepFolder
@@ -33,8 +33,6 @@ from async_grpo.errors import ConfigError, RoleFailed
 from async_grpo.models.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-
-
 _TIMED_S = 1.0
 
 
@@ -165,27 +163,13 @@ def _in_words(state: SweepState) -> str:
 
 POLICY = TinyQwen2Config(hidden_size=256, layers=4, heads=4, kv_heads=2, intermediate_size=704, max_positions=8192)
 """3 million parameters: large enough that a step of either side is mostly arithmetic."""
-
-
 TINY = TinyQwen2Config(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=128)
-
-
 _FLOAT32_BYTES = 4
-
-
 LEARNING_RATE = 1e-5
 """Weights change, and all of them are loaded anew at every step, but the policy stays the random one that it was."""
-
-
 NEVER = 1_000_000
-
-
 MICRO_BATCH_TOKENS = 8192
-
-
 KV_BLOCK, LEAST_KV_BYTES = 128, 256 << 20
-
-
 READY_TIMEOUT_S = 900.0
 """All processes of a side start on its one core."""
 
@@ -199,7 +183,7 @@ class PipelineSetup:
     shape: TinyQwen2Config
     cores: CoreSplit
 
-    def config(self, name: str, work: FixedWork, course: Course) -> RunConfig:
+    def config(self, name: str, work: FixedWork, plan: StepPlan) -> RunConfig:
         """A run of the work with the default objective, selector and interruption. It is evaluated on one short
         completion before and after, and saved once, at the end. Raises ConfigError."""
         self._check_fits(work)
@@ -213,8 +197,8 @@ class PipelineSetup:
                 "name": name,
                 "runs_dir": self.folder / "runs",
                 "seed": work.seed,
-                "steps": course.steps,
-                "max_staleness": course.max_staleness,
+                "steps": plan.steps,
+                "max_staleness": plan.max_staleness,
                 "group_size": work.group_size,
                 "groups_per_step": work.groups_per_step,
                 "model": {"path": self.model},

@@ -27,16 +27,10 @@ from async_grpo.telemetry.jsonl import read_rows
 from rollout_server.engines.base import sample_seed
 
 Kind = Literal["constant", "lognormal", "recorded"]
-
-
 CONSTANT = 36
 """About the mean of the other."""
-
-
 HEAVY_TAILED = LogNormal(median=24, sigma=1.0, longest=256)
 """The longest of 32 completions has some eight times the tokens of a typical one."""
-
-
 _KEYS = ("length", "tokens", "completion_tokens")
 
 
@@ -89,12 +83,8 @@ def _lengths_of(row: Mapping[str, Any]) -> Iterable[int]:
 
 
 VOCABULARY = 1024
-
-
 WARM_STEPS = 2
 """Of every S alike: by then both sides have done everything once, the engine's update on the fly included."""
-
-
 HELD_OUT_TOKENS = 8
 """Of the one completion that a run is evaluated on, because every run evaluates; before and after the timed part."""
 
@@ -164,7 +154,7 @@ class FixedWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class StepPlan:
     """How the steps of a run with `max_staleness` S are used.
 
     The first S + 1 steps train what was generated while the trainer was starting, the next two are slow here and

@@ -1,1 +1,1 @@
-"""async_grpo/app/bench/rollout"""
+"""The bench of a rollout server, beside bare vLLM."""

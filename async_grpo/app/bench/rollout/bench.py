@@ -8,9 +8,7 @@
 - dispatch   where lengths differ much: completions that start as slots become free, beside waves
 
 The weights stand still and nothing is evaluated; what updates cost is a figure of its own. Figures of one
-invocation compare; those of two machines, or of a busy one, do not.
-
-Figures of pairs of rounds.
+invocation can be compared; figures of two machines, or of a busy one, cannot.
 """
 
 from __future__ import annotations
@@ -23,21 +21,19 @@ from statistics import median
 from rich.progress import Progress
 
 from async_grpo.app.bench.measure import Measurement, bench_server
-from async_grpo.app.bench.paired import Pairs, Round, in_pairs
-from async_grpo.app.bench.rollout.server_round import open_stage
+from async_grpo.app.bench.paired import Pairs, RolloutRound, in_pairs
+from async_grpo.app.bench.rollout.server_round import open_setup
 from async_grpo.app.bench.rollout.updates import BenchModelSize
 from async_grpo.app.bench.rollout.workload import LogNormal, RolloutWork, Uniform
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.logging import configure_logging
 
 BARE = "bare AsyncLLM, same requests"
-
-
 WAVES = "bare AsyncLLM in waves, same requests"
 
 
 def overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
-    """Of the whole server: its speed beside that of bare vLLM, and what it costs in Python."""
+    """Figures of the whole server: its speed beside bare vLLM, and its CPU time in Python."""
     name = f"whole server, {policy}"
     used, used_by_bare = _cpu_us(pairs.whole), _cpu_us(pairs.baseline)
     cpu = Measurement(f"{name}: CPU time of its process", used, "us/token", used_by_bare, BARE, used / used_by_bare)
@@ -45,7 +41,7 @@ def overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
 
 
 def dispatch(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
-    """What it is worth to start a completion whenever a slot is free."""
+    """Figures of continuous dispatch: what it gains to start a completion whenever a slot is free."""
     return _speed(f"continuous dispatch, {policy}", work, WAVES, pairs)
 
 
@@ -61,33 +57,23 @@ def _speed(name: str, work: RolloutWork, baseline: str, pairs: Pairs) -> list[Me
     ]
 
 
-def _tokens_per_s(rounds: list[Round]) -> float:
+def _tokens_per_s(rounds: list[RolloutRound]) -> float:
     return median(one.tokens_per_s for one in rounds)
 
 
-def _cpu_us(rounds: list[Round]) -> float:
+def _cpu_us(rounds: list[RolloutRound]) -> float:
     return median(one.cpu_us_per_token for one in rounds)
 
 
 LARGE = BenchModelSize(hidden_size=640, layers=12, heads=10, kv_heads=2, intermediate_size=1792, vocab_size=4096)
 """56 million parameters."""
-
-
 TINY = BenchModelSize(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=384, vocab_size=32)
 """As the quickstart's."""
-
-
 PAIRS = 3
-
-
 STEADY = RolloutWork(groups=20, group_size=8, groups_per_step=4, concurrency=32, lengths=Uniform(32, 96))
 """Some 20 s on two cores."""
-
-
 UNEVEN = RolloutWork(groups=24, group_size=8, groups_per_step=4, concurrency=32, lengths=LogNormal(24, 1.2, 384))
 """Half of the completions have at most 24 tokens, the longest of 32 some nine times as many."""
-
-
 SHORT = RolloutWork(
     groups=128, group_size=16, groups_per_step=16, concurrency=96, lengths=Uniform(20, 40), prompt_tokens=8
 )
@@ -96,16 +82,14 @@ SHORT = RolloutWork(
 
 @dataclass(frozen=True, slots=True)
 class RolloutBenchSize:
-    """A model, and the work that is measured with it; `uneven` is for dispatch beside waves."""
+    """A model and the work that is measured with it. `uneven`: the work of dispatch beside waves."""
 
-    size: BenchModelSize
+    model: BenchModelSize
     even: RolloutWork
     uneven: RolloutWork | None = None
 
 
 FULL = (RolloutBenchSize(LARGE, STEADY, UNEVEN), RolloutBenchSize(TINY, SHORT))
-
-
 QUICK = (
     RolloutBenchSize(
         TINY, replace(SHORT, groups=16, lengths=Uniform(4, 8)), replace(UNEVEN, groups=8, lengths=LogNormal(8, 1.0, 64))
@@ -114,25 +98,25 @@ QUICK = (
 
 
 async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
-    """All figures; `quick` only shows that the bench works, and has the tiny model only."""
+    """All figures. `quick` only shows that the bench works, with the tiny model alone."""
     configure_logging("bench")
     figures: list[Measurement] = []
     with bench_server(None) as redis:
-        for scene in QUICK if quick else FULL:
-            figures += await _measure(scene, redis, 1 if quick else PAIRS, progress)
+        for size in QUICK if quick else FULL:
+            figures += await _measure(size, redis, 1 if quick else PAIRS, progress)
     return [*figures, Measurement("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes")]
 
 
-async def _measure(scene: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
+async def _measure(size: RolloutBenchSize, redis: RedisConfig, count: int, progress: Progress) -> list[Measurement]:
     def steps(what: str) -> Callable[[], None]:
         task = progress.add_task(what, total=count)
         return lambda: progress.advance(task)
 
-    works = [work for work in (scene.even, scene.uneven) if work is not None]
-    async with open_stage(scene.size, redis, longest=max(work.longest for work in works)) as stage:
-        pairs = await in_pairs(stage.whole, stage.bare, scene.even, count, steps(f"whole server, {stage.policy}"))
-        figures = overhead(stage.policy, scene.even, pairs)
-        if scene.uneven is not None:
-            pairs = await in_pairs(stage.whole, stage.waves, scene.uneven, count, steps(f"dispatch, {stage.policy}"))
-            figures += dispatch(stage.policy, scene.uneven, pairs)
+    works = [work for work in (size.even, size.uneven) if work is not None]
+    async with open_setup(size.model, redis, longest=max(work.longest for work in works)) as setup:
+        pairs = await in_pairs(setup.whole, setup.bare, size.even, count, steps(f"whole server, {setup.policy}"))
+        figures = overhead(setup.policy, size.even, pairs)
+        if size.uneven is not None:
+            pairs = await in_pairs(setup.whole, setup.waves, size.uneven, count, steps(f"dispatch, {setup.policy}"))
+            figures += dispatch(setup.policy, size.uneven, pairs)
     return figures

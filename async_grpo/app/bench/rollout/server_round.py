@@ -1,18 +1,17 @@
-"""One round through the whole rollout server.
+"""One round through the whole rollout server, and the setup that all rounds share.
 
     Feeder --tasks--> server --tickets--> RolloutServer --groups--> server --batches--> consumer
 
 The context is the real one: Redis buffer and board, reward processes, engine, heartbeat, partials, logger. The weights
-stand still (`NoNews`) and the run's evaluations are on the board already, so that nothing is evaluated. The
-staleness window holds the whole round, so that it never blocks.
+stand still (`NoNews`), and the run's evaluations are on the board already, so that nothing is evaluated. The staleness
+window holds the whole round, so that it never blocks. The round waits for the consumer, which the last inserted group
+unblocks.
 
-The round waits for the consumer; the last group that is inserted unblocks it.
+RolloutSetup holds what exists once: a model, its engine, a reward pool.
 
-What is there once and used by all rounds: a model, its engine, a reward pool.
-
-Stage.whole   rounds through the whole server   --+
-Stage.bare    rounds of the plain loop          --+--> one engine
-Stage.waves   rounds of waves                   --+
+    RolloutSetup.whole   rounds through the whole server   --+
+    RolloutSetup.bare    rounds of the plain loop          --+--> one engine
+    RolloutSetup.waves   rounds of waves                   --+
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import buffer
-from async_grpo.app.bench.paired import Clock, Round
+from async_grpo.app.bench.paired import Clock, RolloutRound
 from async_grpo.app.bench.rollout.updates import BenchModelSize, MovingWeights
 from async_grpo.app.bench.rollout.workload import Lengths, RolloutWork, number_words
 from async_grpo.config import RunConfig
@@ -53,11 +52,7 @@ from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import make_workflow
 
 NAME = "rollout-0"
-
-
 TAKE_TIMEOUT_S = 240.0
-
-
 END_TIMEOUT_S = 30.0
 
 
@@ -74,7 +69,7 @@ class Surroundings:
     redis: RedisConfig
 
 
-async def through_the_server(around: Surroundings, work: RolloutWork) -> Round:
+async def through_the_server(around: Surroundings, work: RolloutWork) -> RolloutRound:
     """From the start of the server's loops until the last batch is released. Raises BufferFault if groups are
     missing, WaitTimeout if they do not come."""
     config = config_of(around, work)
@@ -92,7 +87,7 @@ async def through_the_server(around: Surroundings, work: RolloutWork) -> Round:
         await board.aclose()
         await buffer.wipe_run(config.redis, config.name)
     ordered = sorted(groups, key=lambda group: group.task.index)
-    return Round([sample.length for group in ordered for sample in group.samples], *took)
+    return RolloutRound([sample.length for group in ordered for sample in group.samples], *took)
 
 
 def config_of(around: Surroundings, work: RolloutWork) -> RunConfig:
@@ -234,28 +229,28 @@ class RolloutSetup:
         """The model, in words."""
         return f"{self.parameters / 1e6:.3g}M parameters"
 
-    async def whole(self, work: RolloutWork) -> Round:
+    async def whole(self, work: RolloutWork) -> RolloutRound:
         """A round through the whole server."""
         self.engine.lengths = work.lengths
         return await through_the_server(self.around, work)
 
-    async def bare(self, work: RolloutWork) -> Round:
+    async def bare(self, work: RolloutWork) -> RolloutRound:
         """A round of bare vLLM, its slots always full."""
         return await self._plain(continuous, work)
 
-    async def waves(self, work: RolloutWork) -> Round:
+    async def waves(self, work: RolloutWork) -> RolloutRound:
         """A round of bare vLLM in waves."""
         return await self._plain(waves, work)
 
-    async def _plain(self, loop: Loop, work: RolloutWork) -> Round:
+    async def _plain(self, loop: Loop, work: RolloutWork) -> RolloutRound:
         requests = work.requests(self.around.vocabulary)
         clock = Clock()
         tokens = await loop(self.engine.async_llm, requests, work.concurrency)
-        return Round(tokens, *clock.stop())
+        return RolloutRound(tokens, *clock.stop())
 
 
 @asynccontextmanager
-async def open_stage(size: BenchModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[RolloutSetup]:
+async def open_setup(size: BenchModelSize, redis: RedisConfig, *, longest: int) -> AsyncIterator[RolloutSetup]:
     """A random model of that size, for sequences of up to `longest` tokens. Raises EngineError,
     DependencyError."""
     run = f"bench-rollout-{uuid.uuid4().hex}"

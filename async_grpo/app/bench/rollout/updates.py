@@ -1,16 +1,13 @@
-"""What weight updates cost an engine that goes on generating, and whether any request suffers.
+"""What weight updates cost an engine that keeps generating, and whether any request suffers.
 
     streams (as many as `concurrency`) --> engine.generate, one request after another
     in every other window, `interval_s` apart: next version into the store --> engine.update_weights
 
-Windows with a few updates and without alternate while the streams never stop; the ratio is the median
-of those of neighbours, so that a machine that gets slower or faster evens out. Every request must end
-at its own max_tokens, with version spans that cover it and that vLLM, where it reports spans, agrees
-with.
+Windows with a few updates and without alternate while the streams never stop. The ratio is the median of those of
+neighbouring windows, so that a machine that gets slower or faster evens out. Every request must end at its own
+max_tokens, with version spans that cover it and that agree with vLLM's own, where it reports them.
 
-Measurements of one rollout server's parts on this machine. `async-grpo bench` shows their figures.
-
-A policy that moves: a tiny random checkpoint, and a store whose weights change like those of a trainer.
+The weights come from MovingWeights: a tiny random checkpoint, and a store whose weights change like a trainer's.
 """
 
 from __future__ import annotations
@@ -22,10 +19,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from async_grpo.app.bench.measure import Measurement
 from async_grpo.config.rollout import VllmConfig
 from async_grpo.errors import EngineError
 from async_grpo.weights.base import HeldWeights
@@ -107,20 +105,7 @@ def _random_qwen2(size: BenchModelSize, seed: int) -> Qwen2ForCausalLM:
 
 
 _WARM_UP_S = 3.0
-
-
 _END_TIMEOUT_S = 120.0
-
-
-class Measured(NamedTuple):
-    """One figure with its baseline from the same run; `ratio` is the median of pairs."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: float | None = None
-    baseline_name: str = ""
-    ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +149,7 @@ class UpdateTotals:
         self.across_updates += len(generation.spans) > 1
 
 
-async def measure_updates(bench: UpdateBench, step: Callable[[], None] = lambda: None) -> list[Measured]:
+async def measure_updates(bench: UpdateBench, step: Callable[[], None] = lambda: None) -> list[Measurement]:
     """Figures of a real vLLM engine in processes of its own; `step` is called after each pair of windows.
 
     Starts those with the spawn method, see `VllmEngine.start`. Raises EngineError, also if a request was
@@ -189,33 +174,33 @@ async def measure_updates(bench: UpdateBench, step: Callable[[], None] = lambda:
 
 async def _measure(
     bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, step: Callable[[], None]
-) -> list[Measured]:
-    tally = UpdateTotals()
+) -> list[Measurement]:
+    totals = UpdateTotals()
     pairs: list[dict[bool, float]] = []
-    async with _traffic(bench, engine, tally):
+    async with _traffic(bench, engine, totals):
         await _update(bench, engine, weights)  # the first one maps the store
         await asyncio.sleep(_WARM_UP_S)
         for index in range(bench.pairs):
             order = (False, True) if index % 2 == 0 else (True, False)
-            pairs.append({updates: await _window(bench, engine, weights, tally, updates) for updates in order})
+            pairs.append({updates: await _window(bench, engine, weights, totals, updates) for updates in order})
             step()
-    return _figures(bench, engine, weights, tally, pairs)
+    return _figures(bench, engine, weights, totals, pairs)
 
 
 async def _window(
-    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: UpdateTotals, with_updates: bool
+    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, totals: UpdateTotals, with_updates: bool
 ) -> float:
     """Tokens a second. Every interval of the window begins with an update, if there are any."""
     started, before = time.monotonic(), engine.load().generated_tokens
     for index in range(bench.updates_a_window):
         if with_updates:
-            tally.pauses_s.append(await _update(bench, engine, weights))
+            totals.pauses_s.append(await _update(bench, engine, weights))
         await asyncio.sleep(max(0.0, started + (index + 1) * bench.interval_s - time.monotonic()))
     return (engine.load().generated_tokens - before) / (time.monotonic() - started)
 
 
 @contextlib.asynccontextmanager
-async def _traffic(bench: UpdateBench, engine: Engine, tally: UpdateTotals) -> AsyncIterator[None]:
+async def _traffic(bench: UpdateBench, engine: Engine, totals: UpdateTotals) -> AsyncIterator[None]:
     """`concurrency` requests in flight for the length of the block, and then until the last has ended."""
     ended = asyncio.Event()
 
@@ -229,7 +214,7 @@ async def _traffic(bench: UpdateBench, engine: Engine, tally: UpdateTotals) -> A
                 prompt=random.integers(0, bench.model.vocab_size, 16).tolist(),
                 max_tokens=int(random.integers(bench.max_tokens[0], bench.max_tokens[1] + 1)),
             )
-            tally.add(request, await engine.generate(request))
+            totals.add(request, await engine.generate(request))
 
     async with asyncio.TaskGroup() as group:
         streams = [group.create_task(stream(index)) for index in range(bench.concurrency)]
@@ -254,11 +239,11 @@ def _spans_are_exact(generation: Generation) -> bool:
 
 
 def _figures(
-    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, tally: UpdateTotals, pairs: list[dict[bool, float]]
-) -> list[Measured]:
-    pauses_ms = 1e3 * np.asarray(tally.pauses_s)
+    bench: UpdateBench, engine: VllmEngine, weights: MovingWeights, totals: UpdateTotals, pairs: list[dict[bool, float]]
+) -> list[Measurement]:
+    pauses_ms = 1e3 * np.asarray(totals.pauses_s)
     return [
-        Measured(
+        Measurement(
             f"generation, {bench.concurrency} in flight, an update every {bench.interval_s:g} s ({bench.interruption})",
             float(np.median([pair[True] for pair in pairs])),
             "tokens/s",
@@ -266,13 +251,13 @@ def _figures(
             "without updates",
             float(np.median([pair[True] / pair[False] for pair in pairs])),
         ),
-        Measured("pause of an update, median", float(np.median(pauses_ms)), "ms"),
-        Measured("pause of an update, longest", float(pauses_ms.max()), "ms"),
-        Measured("updates", len(pauses_ms), "updates"),
-        Measured("parameters", weights.parameters, "parameters"),
-        Measured("requests", tally.requests, "requests"),
-        Measured("requests across updates", tally.across_updates, "requests"),
-        Measured("requests cut short", tally.cut, "requests"),
-        Measured("requests with inexact spans", tally.wrong_spans, "requests"),
-        Measured("requests whose spans vLLM disputes", engine.disputed_spans, "requests"),
+        Measurement("pause of an update, median", float(np.median(pauses_ms)), "ms"),
+        Measurement("pause of an update, longest", float(pauses_ms.max()), "ms"),
+        Measurement("updates", len(pauses_ms), "updates"),
+        Measurement("parameters", weights.parameters, "parameters"),
+        Measurement("requests", totals.requests, "requests"),
+        Measurement("requests across updates", totals.across_updates, "requests"),
+        Measurement("requests cut short", totals.cut, "requests"),
+        Measurement("requests with inexact spans", totals.wrong_spans, "requests"),
+        Measurement("requests whose spans vLLM disputes", engine.disputed_spans, "requests"),
     ]

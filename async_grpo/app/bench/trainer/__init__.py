@@ -1,1 +1,1 @@
-"""async_grpo/app/bench/trainer"""
+"""The bench of a training step, beside plain PyTorch."""

@@ -1,10 +1,10 @@
-"""The bench of the training step: `async_grpo.app.bench.trainer.main` in a process of its own, whose platform replaces
-functions of torch.
+"""The bench of the training step. It runs `async_grpo.app.bench.trainer.main` in a process of its own, because the
+platform there replaces functions of torch.
 
-    this process --start--> async_grpo.app.bench.trainer.main --lines: how far it is--> progress bar
-                                               --file: figures---------> list[Figure]
+    this process --start--> async_grpo.app.bench.trainer.main --lines: rounds that are done--> progress bar
+                                                              --file: figures--> list[Measurement]
 
-It waits for the other one's lines, and, if there is none for too long, ends it.
+It waits for lines of that process, and kills it if none comes for too long.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The trainer's bench in a process of its own.
+"""The process of the trainer's bench.
 
     python -m async_grpo.app.bench.trainer.main --out FIGURES.json [--quick] [--data FILE]
 
-The platform of the CPU replaces functions of torch, which no other process is to see. On standard output: a line
-`total N`, then a line for every round that is done. FILE gets a list of figures.
-
-Measurements of one training step on this machine. `async-grpo bench trainer` shows their figures.
+It is a process of its own because the platform of the CPU replaces functions of torch. On standard output it writes a
+line `total N`, then a line for every round that is done. The file of `--out` gets a list of figures.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ def main() -> None:
     platform.activate(threads)
 
     from async_grpo.app.bench.trainer.measure import FULL, QUICK, measure
-    from async_grpo.app.bench.trainer.setup import open_stage
+    from async_grpo.app.bench.trainer.setup import open_setup
     from trainer.distributed import stop_ranks
 
-    course = QUICK if arguments.quick else FULL
+    plan = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
-        stage = open_stage(
-            platform, Path(folder), course.model, course.mix, room=course.room, threads=threads, data=arguments.data
+        setup = open_setup(
+            platform, Path(folder), plan.model, plan.mix, room=plan.room, threads=threads, data=arguments.data
         )
-        figures = measure(stage, course, _say)
+        figures = measure(setup, plan, _say)
     arguments.out.write_text(json.dumps([asdict(figure) for figure in figures]))
     stop_ranks()
 

@@ -1,4 +1,4 @@
-"""What is measured, in which order, and what it comes to.
+"""What is measured, in which order, and the figures that follow.
 
 1. heats    every setting of the padded baseline once
 2. final    the trainer's step, the fastest padded settings and the ceilings in turns, several rounds
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from async_grpo.app.bench.measure import Measurement
 from async_grpo.app.bench.paired import Timed, cpu_ratio, in_turns, ratio
 from async_grpo.app.bench.trainer.baselines import ROWS, Attention, PaddedSetting
 from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, BatchShape, TrainerSetup, lengths_of
@@ -23,18 +24,6 @@ TRAINER, ONE_BY_ONE, BY_HAND = "trainer", "one by one", "packed by hand"
 USUAL = f"padded as in TRL: {ROWS} rows, prompts at the left, logits of all completion positions, sdpa"
 FULL_ROWS, BEST, SORTED = "padded, as many rows as fit the same room", "padded, the best", "padded, sorted by length"
 ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerMeasurement:
-    """One figure with its baseline from the same run; `ratio` is the median over the rounds."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: float | None = None
-    baseline_name: str = ""
-    ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,63 +73,63 @@ QUICK = TrainerBenchPlan(
 )
 
 
-def measure(stage: TrainerSetup, course: TrainerBenchPlan, say: Say) -> list[TrainerMeasurement]:
+def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measurement]:
     """All figures; `say` gets `total N`, and then a line a round. Raises TrainingError if two steps do not come to the
     same loss and gradient."""
-    counts = course.row_counts
-    say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + course.rounds * (7 + 2)}")
-    finalists = _heats(stage, course, say)
-    stage.phases.reset()
+    counts = plan.row_counts
+    say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * (7 + 2)}")
+    finalists = _heats(setup, plan, say)
+    setup.phases.reset()
     final = in_turns(
         {
-            TRAINER: stage.trainer,
-            USUAL: stage.usual,
-            **{name: stage.padded(setting) for name, setting in finalists.items()},
-            ONE_BY_ONE: stage.one_by_one,
-            BY_HAND: stage.packed_by_hand,
+            TRAINER: setup.trainer,
+            USUAL: setup.usual,
+            **{name: setup.padded(setting) for name, setting in finalists.items()},
+            ONE_BY_ONE: setup.one_by_one,
+            BY_HAND: setup.packed_by_hand,
         },
-        course.rounds,
+        plan.rounds,
         say,
     )
     compute_s = median(final[TRAINER].seconds)
-    stream = in_turns(stage.streaming(compute_s), course.rounds, say)
+    stream = in_turns(setup.streaming(compute_s), plan.rounds, say)
     return [
-        *_speeds(stage, course, final, finalists),
-        *_packing(course, final),
-        *_phases(stage, final[TRAINER]),
+        *_speeds(setup, plan, final, finalists),
+        *_packing(plan, final),
+        *_phases(setup, final[TRAINER]),
         _streaming(stream, compute_s),
     ]
 
 
-def _heats(stage: TrainerSetup, course: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
+def _heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
     """The settings of least processor time: of all, of those with the most rows, of those sorted by length.
 
     A busy machine disturbs it less than the clock.
     """
-    counts = course.row_counts
+    counts = plan.row_counts
     tried = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
-    found = in_turns({TRAINER: stage.trainer, **{str(s): stage.padded(s) for s in tried}}, 1, say)
+    found = in_turns({TRAINER: setup.trainer, **{str(s): setup.padded(s) for s in tried}}, 1, say)
     best = min(tried, key=lambda setting: found[str(setting)].cpu_s)
     full = min((s for s in tried if s.rows == counts[-1]), key=lambda setting: found[str(setting)].cpu_s)
     by_length = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
-    found = in_turns({str(s): stage.padded(s) for s in by_length}, 1, say)
+    found = in_turns({str(s): setup.padded(s) for s in by_length}, 1, say)
     return {FULL_ROWS: full, BEST: best, SORTED: min(by_length, key=lambda setting: found[str(setting)].cpu_s)}
 
 
 def _speeds(
-    stage: TrainerSetup, course: TrainerBenchPlan, final: Mapping[str, Timed], finalists: Mapping[str, PaddedSetting]
-) -> list[TrainerMeasurement]:
+    setup: TrainerSetup, plan: TrainerBenchPlan, final: Mapping[str, Timed], finalists: Mapping[str, PaddedSetting]
+) -> list[Measurement]:
     """Tokens of sequences a second, padding not counted."""
-    tokens = sum(member.length for member in stage.members())
+    tokens = sum(member.length for member in setup.members())
     mine = final[TRAINER]
 
-    def beside(name: str, what: str) -> TrainerMeasurement:
+    def beside(name: str, what: str) -> Measurement:
         speed, other = tokens / median(mine.seconds), tokens / median(final[name].seconds)
-        return TrainerMeasurement("training step", speed, "tokens/s", other, what, ratio(mine, final[name]))
+        return Measurement("training step", speed, "tokens/s", other, what, ratio(mine, final[name]))
 
-    def work_beside(name: str, what: str) -> TrainerMeasurement:
+    def work_beside(name: str, what: str) -> Measurement:
         mean, other = 1e6 * median(mine.cpu_s) / tokens, 1e6 * median(final[name].cpu_s) / tokens
-        return TrainerMeasurement("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
+        return Measurement("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
 
     named = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
     return [
@@ -149,41 +138,40 @@ def _speeds(
         beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
         *(work_beside(name, what) for name, what in named.items()),
         work_beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
-        TrainerMeasurement("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
-        TrainerMeasurement("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
-        TrainerMeasurement("tokens of the batch", tokens, "tokens"),
-        TrainerMeasurement("parameters", stage.plain.parameters, "parameters"),
+        Measurement("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
+        Measurement("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
+        Measurement("tokens of the batch", tokens, "tokens"),
+        Measurement("parameters", setup.plain.parameters, "parameters"),
     ]
 
 
-def _packing(course: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[TrainerMeasurement]:
+def _packing(plan: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[Measurement]:
     """Of the batch that was trained, and of one of the usual size."""
-    name = f"padded to the longest of {course.most_rows} rows"
+    name = f"padded to the longest of {plan.most_rows} rows"
     found = [("the batch", final[TRAINER].done.efficiency, final[FULL_ROWS].done.efficiency)]
-    lengths = lengths_of(course.usual, course.model.vocab_size)
-    (packing,) = pack_batch(lengths, ranks=1, max_tokens=course.room)
-    rows = course.most_rows
+    lengths = lengths_of(plan.usual, plan.model.vocab_size)
+    (packing,) = pack_batch(lengths, ranks=1, max_tokens=plan.room)
+    rows = plan.most_rows
     cells = sum(len(part) * max(part) for part in (lengths[i : i + rows] for i in range(0, len(lengths), rows)))
-    usual = f"{course.usual.groups} groups of {course.usual.group_size}"
-    found.append((usual, sum(lengths) / (len(packing) * course.room), sum(lengths) / cells))
+    usual = f"{plan.usual.groups} groups of {plan.usual.group_size}"
+    found.append((usual, sum(lengths) / (len(packing) * plan.room), sum(lengths) / cells))
     return [
-        TrainerMeasurement(f"packing efficiency, {what}", mine, "", other, name, mine / other)
-        for what, mine, other in found
+        Measurement(f"packing efficiency, {what}", mine, "", other, name, mine / other) for what, mine, other in found
     ]
 
 
-def _phases(stage: TrainerSetup, mine: Timed) -> list[TrainerMeasurement]:
+def _phases(setup: TrainerSetup, mine: Timed) -> list[Measurement]:
     """Mean seconds of a step."""
     return [
-        TrainerMeasurement(f"of a step: {name}", seconds / len(mine.seconds), "s")
-        for name, seconds in stage.phases.seconds.items()
+        Measurement(f"of a step: {name}", seconds / len(mine.seconds), "s")
+        for name, seconds in setup.phases.seconds.items()
     ]
 
 
-def _streaming(stream: Mapping[str, Timed], compute_s: float) -> TrainerMeasurement:
+def _streaming(stream: Mapping[str, Timed], compute_s: float) -> Measurement:
     """Time until the new weights are there, from the moment at which generation began."""
     early, late = stream[STREAMED], stream[WAITED]
-    return TrainerMeasurement(
+    return Measurement(
         f"step with a producer that takes {compute_s:.2g} s: streamed",
         median(early.seconds),
         "s",

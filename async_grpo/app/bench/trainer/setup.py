@@ -1,17 +1,19 @@
-"""One policy twice, with the same weights: in the trainer, and as the Hugging Face model of the baselines.
+"""What the bench of a training step works on: a policy, a batch, and a slow producer.
 
-A step that begins with the groups that are there, beside one that waits for all of them.
+The policy exists twice with the same weights: in the trainer, and as the Hugging Face model of the baselines.
+
+The batch has lengths as GSM8K has them, drawn by seed. A prompt has 50 to 200 tokens and G completions, whose lengths
+are log-normal: most are short, a few very long, and a micro-batch that is padded to its longest pays for them. The
+tokens are random, because speed does not depend on them. None is special: the Hugging Face model gives the embedding
+of its padding token no gradient.
+
+The slow producer shows what streaming gains: a step that begins with the groups that are there, beside one that waits
+for all of them.
 
     producer: a group every `seconds` / P --> groups --> add as soon as there are any  --> close
                                                      --> sleep until all are there     --> step
 
-The producer is a clock: it costs no computing time, as rollout servers on machines of their own do not.
-
-The batch of every round: lengths as GSM8K has them, drawn by seed, and a model to train on them.
-
-A prompt has 50 to 200 tokens and G completions, whose lengths are log-normal: most are short, a few very long, and a
-micro-batch that is padded to its longest pays for them. The tokens are random, for speed does not depend on them.
-None is special: the Hugging Face model gives the embedding of its padding token no gradient.
+The producer is a clock: it costs no computing time, like rollout servers on machines of their own.
 """
 
 from __future__ import annotations
@@ -219,7 +221,7 @@ class TrainerSetup:
         return sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
 
 
-def open_stage(
+def open_setup(
     platform: Platform,
     folder: Path,
     shape: RandomModelConfig,

@@ -1,1 +1,1 @@
-"""async_grpo/app/bench/weights"""
+"""The bench of weight updates: transfer, fan-out, deltas."""

@@ -1,17 +1,12 @@
-"""Other ways to bring the same bytes into the shared memory of another process.
+"""Other ways to bring the same bytes into the shared memory of another process, to compare with.
 
     tcp      one socket: sendall of the whole block, recv_into where it belongs
     gloo     torch.distributed.broadcast of one flat tensor to one other rank
     disk     safetensors: save, then load and copy to where it belongs; nothing waits for the disk itself
 
-Each has a process of its own at the far end (`peer.py`), which is told to go once for every block.
-
-What a rival and its far end say to each other, one line each.
-
-The far end of a rival: `python -m async_grpo.app.bench.weights.baselines tcp|gloo|disk WHERE TARGET`.
-
-It takes one block after the other into TARGET, which lies in shared memory: a line on its standard input
-announces each, a line on its standard output says that it is whole. It ends when its input closes.
+Each baseline has a worker process at its other end, `python -m async_grpo.app.bench.weights.baselines tcp|gloo|disk
+WHERE TARGET`. It takes one block after the other into TARGET, which lies in shared memory: a line GO on its standard
+input announces each, a line DONE on its standard output says that it is complete. It ends when its input closes.
 """
 
 from __future__ import annotations
@@ -39,21 +34,15 @@ from async_grpo.weights.manifest import TensorLayout
 
 GO = b"go\n"
 """The next block is on its way."""
-
-
 DONE = b"done\n"
 """All of it is here."""
-
-
 WAIT_S = 120.0
-"""For whatever one end waits for: a bench that takes longer is broken."""
-
-
+"""Longest wait of either end: a bench that takes longer is broken."""
 Take = Callable[[], None]
 
 
 def take_tcp(where: str, target: memoryview) -> Take:
-    """From the one socket at this port."""
+    """Take blocks from the socket at this port."""
     connection = socket.create_connection(("127.0.0.1", int(where)), WAIT_S)
 
     def take() -> None:
@@ -68,7 +57,7 @@ def take_tcp(where: str, target: memoryview) -> Take:
 
 
 def take_gloo(where: str, target: memoryview) -> Take:
-    """As rank 1 of the group that meets in this file."""
+    """Take blocks as rank 1 of the group that meets in this file."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +67,7 @@ def take_gloo(where: str, target: memoryview) -> Take:
 
 
 def take_disk(where: str, target: memoryview) -> Take:
-    """From this safetensors file."""
+    """Take blocks from this safetensors file."""
     import numpy as np
     from safetensors import safe_open
 
@@ -99,11 +88,11 @@ TAKES: dict[str, Callable[[str, memoryview], Take]] = {"tcp": take_tcp, "gloo": 
 
 
 def main() -> None:
-    """Until the input closes."""
-    rival, where, path = sys.argv[1:]
+    """Entry point of the worker process: take blocks until the input closes."""
+    baseline, where, path = sys.argv[1:]
     with Path(path).open("r+b") as file:
         target = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-    take = TAKES[rival](where, target)
+    take = TAKES[baseline](where, target)
     while sys.stdin.buffer.readline() == GO:
         take()
         sys.stdout.buffer.write(DONE)
@@ -116,9 +105,9 @@ STOP_S = 5.0
 class BaselineProcess:
     """The process that takes blocks; it ends with the `async with` block, and with this process."""
 
-    def __init__(self, rival: str, where: str, target: Path) -> None:
-        self._rival = rival
-        self._arguments = (rival, where, str(target))
+    def __init__(self, baseline: str, where: str, target: Path) -> None:
+        self._baseline = baseline
+        self._arguments = (baseline, where, str(target))
         self._process: asyncio.subprocess.Process
 
     async def __aenter__(self) -> BaselineProcess:
@@ -159,9 +148,9 @@ class BaselineProcess:
             async with asyncio.timeout(WAIT_S):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise WaitTimeout(f"the far end of the bench's {self._rival} loop", WAIT_S) from None
+            raise WaitTimeout(f"the other end of the bench's {self._baseline} loop", WAIT_S) from None
         if line != DONE:
-            raise RoleFailed(f"the far end of the bench's {self._rival} loop ended. Its error stands above")
+            raise RoleFailed(f"the other end of the bench's {self._baseline} loop ended. Its error stands above")
 
 
 class TransferBaseline(ABC):

@@ -7,7 +7,7 @@ Both planes are up at once and publish in turn, so that a busy moment of the mac
 
 The bench of the weight plane: real publisher and receiver processes, shared memory, loopback.
 
-- transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`rivals.py`)
+- transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines.py`)
 - stall      how long the trainer stands still, beside one memcpy of the weights
 - patches    what Adam leaves to send, and what encoding and decoding it takes
 - fanout     four and eight receivers, through relays and straight from the trainer
@@ -31,14 +31,8 @@ from async_grpo.app.bench.weights.transfer import transfer
 from async_grpo.config.weights import WeightsConfig
 
 FANOUT = 2
-
-
 RELAYS = WeightsConfig(encoding="dense", fanout=FANOUT)
-
-
 DIRECT = WeightsConfig(encoding="dense", fanout=0)
-
-
 DIRECT_NAME = "the trainer sends to each"
 
 
@@ -108,8 +102,6 @@ class WeightsBenchSize:
 
 FULL = WeightsBenchSize(TinyModelSize(layers=27, vocab=151_936), 7, TinyModelSize(layers=4, vocab=8192), 5)
 """1.08 GB, the shapes of Qwen2.5-0.5B with three layers more; and 134 MB."""
-
-
 QUICK = WeightsBenchSize(
     TinyModelSize(layers=1, vocab=512, hidden=448), 1, TinyModelSize(layers=1, vocab=512, hidden=448), 1
 )

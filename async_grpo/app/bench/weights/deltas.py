@@ -66,15 +66,9 @@ class Training:
 
 
 WARM_UP_STEPS = 10
-
-
 LEARNING_RATES = (1e-6, 3e-6, 1e-5)
 """The first, which is the default of `trainer.optimizer.lr`, is the one whose steps are timed."""
-
-
 DELTA = WeightsConfig(encoding="delta")
-
-
 DENSE = WeightsConfig(encoding="dense")
 
 

@@ -84,8 +84,6 @@ def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 WARM_UPS = 2
 """Versions before the first that is timed: one for each slot."""
-
-
 _LOOK_EVERY_S = 0.02
 
 

@@ -1,7 +1,7 @@
 """A whole model to one receiver, and how long the trainer stands still for it.
 
     ours    publish: copy into the store | hash, announce, fetch, verify, commit: the receiver holds it
-    rivals                               | the bytes of that store into another shared memory
+    baselines                               | the bytes of that store into another shared memory
 
 The model is changed in every chunk before every round, and a round has each of them, and the memcpy, once.
 """
@@ -31,7 +31,7 @@ from async_grpo.weights.store import WeightStore
 Bytes = npt.NDArray[np.uint8]
 
 CONFIG = WeightsConfig(encoding="dense")
-RIVALS = {
+BASELINES = {
     "tcp": "TCP loop, sendall to recv_into",
     "gloo": "gloo broadcast, one flat tensor",
     "disk": "safetensors, save and load",
@@ -47,19 +47,19 @@ class TransferRound:
     """Of the move, from the manifest to the commit."""
     cpu_s: float
     memcpy_s: float
-    rivals_s: dict[str, float]
+    baselines_s: dict[str, float]
     tcp_cpu_s: float
 
 
 async def transfer(size: TinyModelSize, rounds: int, step: Callable[[], None]) -> list[Measurement]:
-    """Throughput beside each rival, and the stall beside a memcpy; medians of `rounds` rounds."""
+    """Throughput beside each baseline, and the stall beside a memcpy; medians of `rounds` rounds."""
     weights = Weights(size.layout())
     async with AsyncExitStack() as stack:
         plane = await stack.enter_async_context(bench_plane("transfer", weights.layout, CONFIG, 1))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-bench-")))
-        target = plane.publisher.store.with_name("rival")
+        target = plane.publisher.store.with_name("baseline")
         _, memory = allocate(target, weights.layout.total_bytes)
-        rivals = {
+        baselines = {
             "tcp": await stack.enter_async_context(tcp(target)),
             "gloo": await stack.enter_async_context(gloo(target, folder)),
             "disk": await stack.enter_async_context(disk(target, folder, weights.layout)),
@@ -67,14 +67,14 @@ async def transfer(size: TinyModelSize, rounds: int, step: Callable[[], None]) -
         copy = np.frombuffer(memory, np.uint8, weights.layout.total_bytes)
         measured = []
         for _ in range(WARM_UPS + rounds):
-            measured.append(await _round(plane, weights, rivals, copy))
+            measured.append(await _round(plane, weights, baselines, copy))
             step()
         waits_s = [await _wait_for_the_encoder(plane, weights) for _ in range(rounds)]
     return _figures(weights.layout.total_bytes, measured[WARM_UPS:], waits_s)
 
 
 async def _round(
-    plane: BenchPlane, weights: Weights, rivals: dict[str, TransferBaseline], copy: Bytes
+    plane: BenchPlane, weights: Weights, baselines: dict[str, TransferBaseline], copy: Bytes
 ) -> TransferRound:
     weights.touch(CONFIG.chunk_bytes)
     memcpy_s = _memcpy(copy, weights.flat)
@@ -82,10 +82,10 @@ async def _round(
         moved = await plane.move(weights)
     memcpy_s = (memcpy_s + _memcpy(copy, weights.flat)) / 2
     block = WeightStore.adopt(plane.publisher.store).snapshot(WeightVersion(0, plane.version)).block
-    with _Processor(rivals["tcp"].process_ids) as theirs:
-        took_s = {"tcp": await rivals["tcp"].seconds(block)}
+    with _Processor(baselines["tcp"].process_ids) as theirs:
+        took_s = {"tcp": await baselines["tcp"].seconds(block)}
     for name in ("gloo", "disk"):
-        took_s[name] = await rivals[name].seconds(block)
+        took_s[name] = await baselines[name].seconds(block)
     return TransferRound(
         moved, plane.receivers[0].stats.last_transfer_s, ours.seconds, memcpy_s, took_s, theirs.seconds
     )
@@ -134,21 +134,21 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
     gigabytes = total_bytes / 1e9
     name = f"dense, {gigabytes:.2f} GB to one receiver"
     return [
-        *(_against(name, rival, gigabytes, rounds) for rival in RIVALS),
+        *(_against(name, other, gigabytes, rounds) for other in BASELINES),
         Measurement(
             name=f"{name}, from manifest to commit",
             value=median(gigabytes / each.fetch_s for each in rounds),
             unit="GB/s",
-            baseline=median(gigabytes / each.rivals_s["tcp"] for each in rounds),
-            baseline_name=RIVALS["tcp"],
-            ratio=median(each.rivals_s["tcp"] / each.fetch_s for each in rounds),
+            baseline=median(gigabytes / each.baselines_s["tcp"] for each in rounds),
+            baseline_name=BASELINES["tcp"],
+            ratio=median(each.baselines_s["tcp"] / each.fetch_s for each in rounds),
         ),
         Measurement(
             name=f"{name}, processor time, both ends",
             value=median(each.cpu_s / gigabytes for each in rounds),
             unit="s/GB",
             baseline=median(each.tcp_cpu_s / gigabytes for each in rounds),
-            baseline_name=RIVALS["tcp"],
+            baseline_name=BASELINES["tcp"],
             ratio=median(each.cpu_s / each.tcp_cpu_s for each in rounds),
         ),
         Measurement(
@@ -172,12 +172,12 @@ def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequenc
     ]
 
 
-def _against(name: str, rival: str, gigabytes: float, rounds: Sequence[TransferRound]) -> Measurement:
+def _against(name: str, other: str, gigabytes: float, rounds: Sequence[TransferRound]) -> Measurement:
     return Measurement(
-        name=f"{name}, beside {rival}",
+        name=f"{name}, beside {other}",
         value=median(gigabytes / each.moved.seconds for each in rounds),
         unit="GB/s",
-        baseline=median(gigabytes / each.rivals_s[rival] for each in rounds),
-        baseline_name=RIVALS[rival],
-        ratio=median(each.rivals_s[rival] / each.moved.seconds for each in rounds),
+        baseline=median(gigabytes / each.baselines_s[other] for each in rounds),
+        baseline_name=BASELINES[other],
+        ratio=median(each.baselines_s[other] / each.moved.seconds for each in rounds),
     )
