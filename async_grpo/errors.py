@@ -30,7 +30,7 @@ AsyncGrpoError
 │   └── Terminated         SIGTERM has ended a rank of the trainer before it joined the run
 └── RoleFailed             a supervised process ended when it should not have
 
-Signals, caught by the package that raises them: Interrupted (async_grpo.app.launch), StoppedEarly (trainer.nodes),
+Signals, caught by the package that raises them: Interrupted (async_grpo.app.launch), StoppedEarly (trainer.peers),
 RejectedRow (async_grpo.data), HttpError (rollout_server.http).
 """
 

@@ -58,7 +58,7 @@ class NodeSetup:
     host: Host | None = None
     """Server of the rendezvous, on node 0 of several."""
     store_at: tuple[str, int] | None = None
-    """Where the ranks find each other; None for a single rank, which finds nobody."""
+    """Where the ranks find each other; None for a single rank."""
     store: RankStore | None = None
     """The store itself, on node 0."""
 

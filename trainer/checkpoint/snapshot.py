@@ -82,7 +82,7 @@ class BackgroundJob:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # kept, and raised by whoever settles the job: torch's are no Exceptions
+        except BaseException as error:  # kept for `failure`; errors of torch's checkpoints are no Exceptions
             self._failure = error
 
 

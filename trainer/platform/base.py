@@ -146,6 +146,33 @@ class Platform(Protocol):
         ...
 
 
+class Accelerator:
+    """What CUDA and NPU have in common: torch has a module of the same functions for each, `torch.DEVICE`."""
+
+    device: str
+    _peak_tflops: float | None = None
+    """`trainer.device_peak_tflops`."""
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        self._torch().synchronize()
+
+    def memory(self) -> MemoryUse:
+        """What torch's allocator counts; the context and the buffers of the collectives are not included."""
+        torch_device = self._torch()
+        total_bytes = torch_device.get_device_properties(torch_device.current_device()).total_memory
+        return MemoryUse(torch_device.memory_allocated(), torch_device.max_memory_allocated(), total_bytes)
+
+    def reset_peak_memory(self) -> None:
+        """Begin a new peak of torch's allocator."""
+        self._torch().reset_peak_memory_stats()
+
+    def _torch(self) -> Any:
+        import torch
+
+        return getattr(torch, self.device)
+
+
 def smallest_memory_gib(platform: Platform, run: Run = run_tool) -> float | None:
     """Memory of the smallest device of this machine; None if there are no devices."""
     return min((device.memory_gib for device in platform.devices(run)), default=None)

@@ -32,9 +32,9 @@ from async_grpo.utils.requirements import (
 )
 from trainer.platform.base import (
     COMMON_PROBES,
+    Accelerator,
     Device,
     LayerRole,
-    MemoryUse,
     Run,
     check_devices,
     check_driver,
@@ -82,7 +82,7 @@ _QUERY = ("--query-gpu=index,name,memory.total,driver_version", "--format=csv,no
 _TORCH_FIX = "python -c 'import torch; torch.cuda.init()' says why; check the driver against torch's CUDA version"
 
 
-class CudaPlatform:
+class CudaPlatform(Accelerator):
     """NCCL between devices and gloo between processes."""
 
     name = "cuda"
@@ -90,9 +90,6 @@ class CudaPlatform:
     backend = "cpu:gloo,cuda:nccl"
     visible_variable = "CUDA_VISIBLE_DEVICES"
     tool = "nvidia-smi"
-
-    def __init__(self) -> None:
-        self._peak_tflops: float | None = None
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """The GPUs that nvidia-smi lists."""
@@ -135,25 +132,6 @@ class CudaPlatform:
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
         """Transformer Engine's layers where it is installed, else none."""
         return transformer_engine_layers(config) if importlib.util.find_spec("transformer_engine") else {}
-
-    def synchronize(self) -> None:
-        """Wait for all streams."""
-        import torch
-
-        torch.cuda.synchronize()
-
-    def memory(self) -> MemoryUse:
-        """What torch's allocator counts; the context and NCCL's buffers are not included."""
-        import torch
-
-        total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return MemoryUse(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), total_bytes)
-
-    def reset_peak_memory(self) -> None:
-        """Begin a new peak of torch's allocator."""
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
 
     def peak_flops(self, precision: str) -> float | None:
         """`trainer.device_peak_tflops`, else what the vendor states for a device of this name."""

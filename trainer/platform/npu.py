@@ -40,9 +40,9 @@ from async_grpo.utils.requirements import (
 )
 from trainer.platform.base import (
     COMMON_PROBES,
+    Accelerator,
     Device,
     LayerRole,
-    MemoryUse,
     Run,
     check_devices,
     check_driver,
@@ -94,7 +94,7 @@ _CHIP = re.compile(r"^\|[\s\d]+\|\s*[0-9A-Fa-f]{4}:\S+\s*\|.*?\d+\s*/\s*(?P<tota
 _DRIVER = re.compile(r"Version:\s*(\S+)")
 
 
-class NpuPlatform:
+class NpuPlatform(Accelerator):
     """HCCL between devices and gloo between processes."""
 
     name = "npu"
@@ -102,9 +102,6 @@ class NpuPlatform:
     backend = "cpu:gloo,npu:hccl"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
     tool = "npu-smi"
-
-    def __init__(self) -> None:
-        self._peak_tflops: float | None = None
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """The NPUs that `npu-smi info` lists."""
@@ -163,25 +160,6 @@ class NpuPlatform:
         from trainer.platform.npu_attention import FusedAttention
 
         return {} if config.context_parallel_size > 1 else {LayerRole.attention: FusedAttention}
-
-    def synchronize(self) -> None:
-        """Wait for all streams."""
-        import torch
-
-        torch.npu.synchronize()
-
-    def memory(self) -> MemoryUse:
-        """What torch's allocator counts; the context and HCCL's buffers are not included."""
-        import torch
-
-        total_bytes = torch.npu.get_device_properties(torch.npu.current_device()).total_memory
-        return MemoryUse(torch.npu.memory_allocated(), torch.npu.max_memory_allocated(), total_bytes)
-
-    def reset_peak_memory(self) -> None:
-        """Begin a new peak of torch's allocator."""
-        import torch
-
-        torch.npu.reset_peak_memory_stats()
 
     def peak_flops(self, precision: str) -> float | None:
         """`trainer.device_peak_tflops`, else None: one device name stands for bins of different speed."""

@@ -58,7 +58,7 @@ class SkippedSteps:
     in_a_row: int = 0
 
     def reset(self) -> None:
-        """Begin to count anew: a step was trained."""
+        """Set the count to 0: a step was trained."""
         self.in_a_row = 0
 
     def record(self, batch: Batch, fault: NonFiniteStep) -> Path:
