@@ -1,4 +1,4 @@
-"""The server that holds the replay buffer, and how the buffer chooses."""
+"""The replay buffer: the server that holds it, and how it admits and selects groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class AdmissionConfig(StrictModel):
     min_size: NonNegativeInt = 0
     """Groups that must be ready before a batch is taken (at least groups_per_step are)."""
     samples_per_insert: Annotated[float, Field(gt=0)] = 1.0
-    """Of sample_to_insert_ratio: how often a group is trained, on average."""
+    """Average number of times a group is trained, for sample_to_insert_ratio."""
     error_buffer: Annotated[float, Field(gt=0)] | None = None
-    """Of sample_to_insert_ratio: how far the balance may stray, in samples. None: two batches."""
+    """Largest deviation from the ratio, in samples, for sample_to_insert_ratio. None: two batches."""
 
     @model_validator(mode="after")
     def _dials_of_the_kind(self) -> AdmissionConfig:
@@ -77,9 +77,9 @@ class RedisConfig(StrictModel):
     """Replicas that must have confirmed a change before it counts as made (WAIT). 0: the primary alone decides,
     and a failover may undo the changes of its last moments."""
     max_memory_bytes: PositiveInt = 1 << 30
-    """Of the embedded server."""
+    """Memory limit of the embedded server."""
     fsync: Literal["everysec", "always"] = "always"
-    """Of the embedded server's append-only file. always: the death of the server loses nothing that it has
+    """When the embedded server syncs its append-only file. always: the death of the server loses nothing that it has
     acknowledged. everysec: up to two seconds of it, for about a third more small groups per second."""
     durable: bool = True
     """The server of `url` must keep an append-only file. False: one without is warned of instead of refused, and its

@@ -22,7 +22,7 @@ class ListenConfig(StrictModel):
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody listens at all."""
+        """Whether the socket is opened at all."""
         return self.port is not None and self.port != PORT_OFF
 
 
@@ -36,11 +36,11 @@ class HttpConfig(ListenConfig):
     max_concurrency: PositiveInt = 8
     """Completions that are generated for HTTP at once, at most; training has its own `rollout.max_concurrency`."""
     max_tokens: PositiveInt = 4096
-    """Of one completion, at most."""
+    """Most tokens of one completion."""
     max_n: PositiveInt = 8
     """Completions of one request (prompts times `n`), at most; never more than max_concurrency."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
-    """Of a request."""
+    """Most bytes of a request body."""
     request_timeout_s: Seconds = 600.0
     """A request that is not answered by then is given up."""
     drain_timeout_s: Seconds = 600.0
@@ -58,5 +58,5 @@ class HttpConfig(ListenConfig):
 
     @property
     def most_completions(self) -> int:
-        """Of one request."""
+        """The most completions of one request: max_n, but never more than max_concurrency."""
         return min(self.max_n, self.max_concurrency)

@@ -58,4 +58,4 @@ class TelemetryConfig(StrictModel):
     samples_every: PositiveInt = 8
     """One finished group in so many is written to samples/*.jsonl."""
     http: ListenConfig = ListenConfig()
-    """The trainer's /metrics, /healthz and /readyz: figures alone, and nothing to be told, so that no key is needed."""
+    """The trainer's /metrics, /healthz and /readyz: read-only; it accepts no commands, so it needs no key."""

@@ -1,6 +1,6 @@
-"""From a YAML file and `-o key=value` overrides to a checked `RunConfig`, with errors that teach.
+"""From a YAML file and `-o key=value` overrides to a checked `RunConfig`, with errors that say how to fix them.
 
-Which values two resolved configurations do not share, and which may differ from machine to machine.
+`differing_keys` compares two resolved configurations.
 """
 
 from __future__ import annotations

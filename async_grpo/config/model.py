@@ -1,9 +1,4 @@
-"""The quickstart's task and the supervised stage that makes its first policy.
-
-The shape of the tiny Qwen2 models that a run can make for itself.
-
-Where the first policy comes from.
-"""
+"""Where the first policy comes from: a checkpoint, a supervised warm-up on the quickstart's task, or random weights."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from pydantic import Field, model_validator
 from async_grpo.config.base import PositiveInt, StrictModel
 
 HEAD_SIZES = (32, 64, 128)
-"""For which the CPU engine has an attention kernel."""
+"""Sizes of a head for which the CPU engine has an attention kernel."""
 
 
 class TinyQwen2Config(StrictModel):
@@ -30,7 +25,7 @@ class TinyQwen2Config(StrictModel):
     tie_embeddings: bool = True
     max_positions: PositiveInt = 2048
     init_std: Annotated[float, Field(gt=0)] = 0.05
-    """Of all matrices."""
+    """Standard deviation of the initial values of all matrices."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -54,7 +49,7 @@ class ArithmeticTaskConfig(StrictModel):
     """Addition of two numbers, worked out digit by digit with a carry."""
 
     digits: Annotated[int, Field(ge=2, le=9)] = 3
-    """Of each summand; the first digit is never 0, so there are (9 * 10 ** (digits - 1)) ** 2 problems."""
+    """Digits of each summand; the first digit is never 0, so there are (9 * 10 ** (digits - 1)) ** 2 problems."""
     held_out: Annotated[int, Field(ge=1, le=4096)] = 256
     """Problems kept for evaluation; no other stream of the same seed contains one of them."""
 
@@ -79,7 +74,8 @@ class WarmupConfig(TinyQwen2Config):
     intermediate_size: PositiveInt = 384
     max_positions: PositiveInt = 128
     init_std: Annotated[float, Field(gt=0)] = 0.05
-    """Of all matrices. At the customary 0.02 the same accuracy takes twice as many steps."""
+    """Standard deviation of the initial values of all matrices. At the customary 0.02 the same accuracy takes twice as
+    many steps."""
 
     reasoning_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """Share of the demonstrations that reason before they answer."""
@@ -144,7 +140,7 @@ class ModelConfig(StrictModel):
     random: RandomModelConfig | None = None
     """Make a tiny random policy (cached)."""
     precision: Precision = "float32"
-    """Of the weights, in the trainer and in the engine."""
+    """Data type of the weights, in the trainer and in the engine."""
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What the trainer minimises. docs/algorithms.md has the formulas."""
+"""What the trainer minimises: advantages, loss, corrections, aggregation. docs/algorithms.md has the formulas."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class CorrectionConfig(StrictModel):
     limit: Positive | None = None
     """m2po: bound of the mean (log rho)^2; opsm: largest mean KL of a sequence with A < 0."""
     whole_batch: bool = False
-    """Of your own: it needs all tokens of the batch at once (this costs a forward pass)."""
+    """For a correction of your own: it needs all tokens of the batch at once (this costs a forward pass)."""
     options: Options = {}
-    """For your own."""
+    """Settings of a correction of your own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,7 +110,7 @@ class ObjectiveConfig(StrictModel):
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     options: Options = {}
-    """For a loss of your own."""
+    """Settings of a loss of your own."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""What the objective's dials are if nobody sets them: by loss, by correction, and by preset.
+"""Defaults of the objective's dials, by loss, by correction, and by preset.
 
     explicit key  >  defaults of a loss that differs from the preset's  >  preset  >  defaults of its loss
 
@@ -13,7 +13,7 @@ from typing import Any
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "lite_ppo")
 WHOLE_BATCH_ADVANTAGES = ("reinforce_pp_baseline", "lite_ppo")
-"""Those that look beyond the group."""
+"""Advantages that look beyond the group."""
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum", "seq_mean_token_sum")
 
 DIALS = (
@@ -21,7 +21,7 @@ DIALS = (
     *("behaviour_cap", "behaviour_cap_mode"),
     *("sapo_tau_positive", "sapo_tau_negative"),
 )
-"""What only some losses know; None elsewhere."""
+"""Dials that only some losses know; None for the others."""
 
 CORRECTION_DIALS = ("cap", "low", "high", "limit")
 
@@ -75,7 +75,7 @@ CORRECTIONS: dict[str, dict[str, float]] = {
     "opsm": {"limit": 1e-4},
     "ess_lr": {},
 }
-"""Their dials and defaults."""
+"""Dials of each correction, with their defaults."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "loss": "ppo_clip", "clip_high": 0.2},

@@ -1,4 +1,4 @@
-"""What completions are worth, and the limits of whatever says so."""
+"""The reward functions, and the limits of the processes and requests that run them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HttpRewardConfig(StrictModel):
     url: str
     """http:// or https://, without a password in it."""
     timeout_s: Seconds = 30.0
-    """Of one attempt."""
+    """Seconds for one attempt."""
     retries: NonNegativeInt = 3
     """Attempts after the first, for connections that fail, time-outs and the statuses 408, 425, 429 and 5xx."""
     backoff_s: Seconds = 0.5
@@ -89,11 +89,11 @@ class RewardsConfig(StrictModel):
     workers: PositiveInt = 1
     """Verifier processes of one rollout server."""
     deadline_s: Seconds = 10.0
-    """Of one verifier on one completion; it is killed and its sample `unverifiable`, which is not 0."""
+    """Seconds for one verifier on one completion. Then it is killed, and its sample `unverifiable`, which is not 0."""
     start_timeout_s: Seconds = 60.0
-    """For a verifier process to import its verifiers."""
+    """Seconds for a verifier process to import its verifiers."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30
-    """Of one verifier process with everything that it started."""
+    """Memory limit of one verifier process with everything that it started."""
     items_per_worker: PositiveInt = 1000
     """A verifier process is replaced after so many completions, which bounds what leaks."""
     environment: list[EnvironmentName] = []

@@ -37,7 +37,7 @@ OURS = frozenset(
         *("kv_cache_memory_bytes", "gpu_memory_utilization"),
     }
 )
-"""Arguments of the engine that have a key of their own, or that its guarantees depend on."""
+"""Arguments of the engine that have a key of their own, or on which its guarantees depend."""
 
 
 class VllmConfig(StrictModel):
@@ -49,7 +49,7 @@ class VllmConfig(StrictModel):
     kv_cache_bytes: PositiveInt = 256 << 20
     """Memory for the KV cache on CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Of an accelerator; unused on CPU."""
+    """Share of an accelerator's memory for the engine; unused on CPU."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one accelerator, for the plan that is checked before a run starts. None: what the machine says of
     itself, and no check where it says nothing."""
@@ -62,7 +62,7 @@ class VllmConfig(StrictModel):
     additional_config: dict[str, Any] = {}
     """vllm-ascend's own settings; `rl_config: {enabled: true}`, which weight updates need, is added."""
     environment: dict[str, str] = {}
-    """Of the engine; the environment that the server is started with goes first."""
+    """Environment variables of the engine; those that the server was started with take precedence."""
     extra: dict[str, Any] = {}
     """Passed to AsyncEngineArgs unchanged."""
 
@@ -103,7 +103,7 @@ class ToolConfig(StrictModel):
     """Something that the policy may call in `multi_turn`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-    """As the policy calls it."""
+    """The name by which the policy calls it."""
     function: str = "calculator"
     """`calculator` (arithmetic), or `module:attribute`: a function of keyword arguments that returns text."""
     timeout_s: Seconds = 5.0
@@ -155,7 +155,7 @@ class RolloutConfig(StrictModel):
     their prefix is encoded again under the new weights. drain: they finish first. abort: what exists of them is
     stored, and whichever server has room goes on."""
     max_interruptions: PositiveInt = 3
-    """Of one group by `abort` (or by a server that stops): after that it is not interrupted any more."""
+    """Interruptions of one group by `abort` (or by a server that stops); after these it is not interrupted again."""
     progress_interval_s: Seconds = 5.0
     """How often unfinished samples are stored: a server that dies costs at most what it generated since."""
     sample_deadline_s: Seconds | None = None

@@ -1,9 +1,4 @@
-"""The Megatron-core trainer.
-
-Where the machines of a trainer meet.
-
-How a training step is made: its reference model, and what may be streamed.
-"""
+"""The Megatron-core trainer: how a step is made, its reference model, checkpoints, and where its machines meet."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ class RendezvousConfig(StrictModel):
     """With trainer.nodes above 1; the same on every node."""
 
     address: Annotated[str, Field(pattern=r"^[^\s:/]+$")] | None = None
-    """Of node 0, as all nodes reach it. Node 0 listens there and nowhere else."""
+    """Address of node 0, as all nodes reach it. Node 0 listens there and nowhere else."""
     port: Annotated[int, Field(gt=0, lt=65535)] = 29500
     """Here the nodes meet; on the next one the ranks do."""
     id: Annotated[str, Field(min_length=1, max_length=128)] | None = None

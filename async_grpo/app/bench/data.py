@@ -4,7 +4,7 @@
   on the disk) beside a plain loop in one process that only parses each line, fills the template and tokenizes
 - seconds until a run has its data from a prepared folder, beside tokenizing the JSON-lines file again
 
-Both sides of a figure take turns on the same rows with the same tokenizer; the median of the pairs' ratios is told.
+Both sides of a figure take turns on the same rows with the same tokenizer; the ratio is the median over the pairs.
 """
 
 from __future__ import annotations

@@ -1,26 +1,23 @@
-"""The two systems that are compared, each as a producer and a consumer.
+"""The two systems that are compared, each as a producer and a consumer, and the jobs that run them.
 
     BufferLoop   admit -> insert     |  take -> publish_version -> release -> commit_checkpoint
     PlainLoop    SET + RPUSH         |  BLMPOP -> MGET -> UNLINK
 
-Both producers work like a rollout server: one loop starts the groups, each group is finished by a
-task of its own, at most AT_ONCE at a time, and what they send are the same bytes. Both encode and
-decode the same records with the same codec, over clients made by the same function.
+Both producers work like a rollout server: one loop starts the groups, a task of its own finishes each group, at most
+AT_ONCE at a time, and they send the same bytes. Both encode and decode the same records with the same codec, over
+clients made by the same function.
 
-The plain loop is what one would write without a buffer, and as fast as this client can do it: SET of
-the payload and RPUSH of its key go out at once, in one round trip and no transaction, by the same
-functions that send a transition of the buffer; its consumer takes as many keys as a batch has with
-one BLMPOP, all payloads with one MGET, and deletes them with one UNLINK. It has no admission, no
-bound, no lease, no fencing, no order by ticket, no replay after a crash, and a consumer that dies
-between BLMPOP and UNLINK loses its groups.
+The plain loop is what one would write without a buffer, and as fast as this client can do it. SET of the payload and
+RPUSH of its key go out at once, in one round trip and no transaction, by the same functions that send a transition of
+the buffer. Its consumer takes as many keys as a batch has with one BLMPOP, all payloads with one MGET, and deletes them
+with one UNLINK. It has no admission, no bound, no lease, no fencing, no order by ticket, no replay after a crash, and a
+consumer that dies between BLMPOP and UNLINK loses its groups.
 
-The one place where the bench opens a run of the buffer.
+The bench and its worker processes exchange one JSON line a message:
 
-What the bench tells its worker processes, and what they answer: one JSON line each.
+    bench --BenchJob--> worker: connects, prepares --READY--> bench --GO--> worker: works --WorkerReport--> bench
 
-    bench --Job--> worker: connects, prepares --READY--> bench --GO--> worker: works --Done--> bench
-
-The clock is the machine's monotonic one, which all its processes share.
+The clock is the machine's monotonic one, which all processes share.
 """
 
 from __future__ import annotations

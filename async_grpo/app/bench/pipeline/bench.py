@@ -7,11 +7,9 @@
     calibration (S = 0, prompts of two lengths) --> length of the prompts at which T_gen = T_train
     repetitions x S: `async-grpo run`, in turns --> figures per S, overlap bound from the runs with S = 0
 
-Every run is a real one (supervisor, embedded Valkey, real engine, real trainer), on work that is
-prescribed to the token (`work`) and checked afterwards (`observe.check`). Only the timed part of a run counts
-(`work.StepPlan`). What is compared, and with what, is in `balance` and `results`.
-
-What is to be measured, from what was typed.
+Every run is a real one (supervisor, embedded Valkey, real engine, real trainer), on work that is prescribed to the
+token (`workload`) and checked afterwards (`observe.check`). Only the timed part of a run counts (`workload.StepPlan`).
+`results` says what is compared with what.
 """
 
 from __future__ import annotations

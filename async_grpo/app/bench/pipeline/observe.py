@@ -7,8 +7,8 @@
     |----------------|-------------------------------|--------|
                      t0: row of the last head step    t1: row of the last timed one
 
-What a large S has generated ahead before t0 would make it look faster than it is while that lasts. So the rate is that
-of the slower side: tokens are credited as far as they were also generated between t0 and t1.
+Groups that a large S has generated ahead before t0 would make it look faster than it is while they last. So the rate is
+that of the slower side: tokens only count as far as they were also generated between t0 and t1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""From results to figures for the file, and from figures to a table with a row a staleness.
+"""The runs of the bench compared, by staleness and repetition: figures for the file, and a table. Pure.
 
-The times of the two sides, what overlapping them is worth, and how they are made equal. Pure.
+Runs of one repetition follow each other, so what slows the machine down for a while slows down a value and its baseline
+alike: ratios are taken within a repetition, and the figure is their median.
+
+The times of the two sides, and what overlapping them gains:
 
 T_gen     what a step of S = 0 waits for its batch: from the release that frees its slots (admission, new weights
           into the engine, generation, verdicts, insert) until the batch has been taken
@@ -8,13 +11,8 @@ T_train   the rest of that step: from the batch until its weights are published 
 bound     (T_gen + T_train) / max(T_gen, T_train): sides that never wait for each other take the longer of the two
 
 The bound is that of overlap alone, with T_gen as it is at S = 0, where the engine runs empty at the end of every step
-while the longest completions end. At S > 0 the next groups take the places of those that have ended, so that T_gen
-itself shrinks: where lengths differ a run may pass the bound.
-
-All runs of the bench, by staleness and repetition, and what they say when they are compared. Pure.
-
-Runs of one repetition follow each other, so what slows the machine down for a while slows down a value and its
-baseline alike: ratios are taken within a repetition, and of these the median.
+while the longest completions end. At S > 0 the next groups take the places of those that have ended, so T_gen itself
+shrinks: where lengths differ, a run may exceed the bound.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""One part of the machine for each side, and what the two cost each other.
+"""What all runs of the bench share: a model, the configuration of a run, the cores of each side, and their execution.
 
-Real runs, one after another: each an `async-grpo run` in a process of its own, by the crew of a sweep.
+    points --> SweepRunner --> DIR/runs/NAME   the first that fails stops the rest, and is an error of the bench
 
-points --> SweepRunner --> DIR/runs/NAME   the first that fails stops the rest, and is an error of the bench
-
-What is there once for all runs of the bench: a model, and the configuration of a run.
+The runs are real ones, one after another: each an `async-grpo run` in a process of its own, started by the runner of
+sweeps. Each side has its own part of the machine; `speed_beside` measures what the two cost each other.
 """
 
 from __future__ import annotations

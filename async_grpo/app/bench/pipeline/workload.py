@@ -3,11 +3,11 @@
     period   steps 0 ... M-1 with P groups of G samples each, drawn once
     run      the period over and over, S + 1 + WARM_STEPS steps + M timed ones + S steps
 
-Batches are taken in the order of their tickets (`fifo`), so that step v trains the groups v P ... (v + 1) P - 1 at
-every staleness. The stream repeats every M steps, so that any M steps in a row are the same prompts and the same
-lengths, wherever a run's timed part begins.
+Batches are taken in the order of their tickets (`fifo`), so step v trains the groups v P ... (v + 1) P - 1 at every
+staleness. The stream repeats every M steps, so any M steps in a row have the same prompts and the same lengths,
+wherever the timed part of a run begins.
 
-How long the completions of the fixed work are: `constant`, `lognormal`, or `recorded` in a run of one's own.
+The lengths of the completions are `constant`, `lognormal`, or `recorded` in a run of the user.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The requests of a round, drawn by seed: every feeder gets the same ones, in the same order.
 
-The length of a completion is a function of its request's seed, so that a server that knows nothing of
-this bench comes to the same lengths as the loop that it is compared with.
+The length of a completion is a function of its request's seed. So a server that knows nothing of this bench comes to
+the same lengths as the loop that it is compared with.
 
-A tokenizer for benches: its tokens are numbers; a prompt of N digits with spaces between has exactly N tokens.
+The tokenizer of the benches has numbers as tokens: a prompt of N digits with spaces between has exactly N tokens.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Many receivers: what the trainer sends, and how long it takes until all of them have it.
+"""The bench of the weight plane: real publisher and receiver processes, shared memory, loopback.
+
+- transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines`)
+- stall      how long the trainer stands still, beside one memcpy of the weights
+- patches    what Adam leaves to send, and what encoding and decoding it costs
+- fanout     four and eight receivers, through relays and straight from the trainer: what the trainer sends, and how
+             long it takes until all of them have it. Both planes are up at once and publish in turn, so that a busy
+             moment of the machine hits both
 
     relays      trainer --> 2 receivers --> 2 each --> ...
     direct      trainer --> every receiver
 
-Both planes are up at once and publish in turn, so that a busy moment of the machine hits both.
-
-The bench of the weight plane: real publisher and receiver processes, shared memory, loopback.
-
-- transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines.py`)
-- stall      how long the trainer stands still, beside one memcpy of the weights
-- patches    what Adam leaves to send, and what encoding and decoding it takes
-- fanout     four and eight receivers, through relays and straight from the trainer
-
-The block has the shapes of a Qwen2.5 model (`model.py`). Everything shares one machine, so a relay
-saves the trainer's egress but no time: what it spares is the network card of a machine of its own.
+The block has the shapes of a Qwen2.5 model (`plane`). Everything shares one machine, so a relay saves the trainer's
+egress but no time: on several machines it would spare the trainer's network card.
 """
 
 from __future__ import annotations

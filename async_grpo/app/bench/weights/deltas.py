@@ -1,12 +1,10 @@
-"""What is left to send when weights move as Adam moves them, and what encoding and decoding it takes.
+"""What is left to send when weights move as Adam moves them, and what encoding and decoding it costs.
 
     step --> version --delta--> patches --> the version before becomes this one
 
-The moments come from steps before the measured ones. Gradients are noise, which is the hard case: real
-ones agree more from step to step, and many are zero. Rates are of one core, bytes of the whole chunks
-by processor time; a memcpy of the same chunks is timed in the same way.
-
-Weights that move as an optimizer moves them: an fp32 master under torch's AdamW, rounded to bfloat16.
+The weights are an fp32 master under torch's AdamW, rounded to bfloat16. The moments come from steps before the measured
+ones. Gradients are noise, which is the hard case: real ones agree more from step to step, and many are zero. Rates are
+of one core: bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way.
 """
 
 from __future__ import annotations

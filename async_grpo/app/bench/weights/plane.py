@@ -1,6 +1,6 @@
-"""A weight plane for the bench: one publisher, receivers of as many machines as are wanted, all on this one.
+"""What the bench of the weight plane works on: a publisher, receivers of several machines, a model to move.
 
-A model to move: the tensors of a Qwen2.5 in bfloat16, as raw bits.
+All receivers run on this machine. The model is the tensors of a Qwen2.5 in bfloat16, as raw bits.
 """
 
 from __future__ import annotations
