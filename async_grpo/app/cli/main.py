@@ -1,7 +1,4 @@
-"""The `async-grpo` command.
-
-`async-grpo doctor`: what is installed, what is missing, what to type.
-"""
+"""The `async-grpo` command: run, rollout, trainer and doctor, and the commands of the other modules here."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class PlatformChoice(StrEnum):
 
 
 def report(platform: PlatformChoice, *, as_json: bool) -> int:
-    """Print the findings; the exit code: 1 if something that is needed is missing."""
+    """Print the findings of the doctor; returns the exit code: 1 if something that is needed is missing."""
     findings = examine(platform.value)
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
@@ -71,26 +68,12 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
-
-
 app.add_typer(buffer.app, name="buffer")
-
-
 app.command()(prepare)
-
-
 app.command()(sweep)
-
-
 app.command()(checkpoints.convert)
-
-
 app.command()(checkpoints.export)
-
-
 app.command("eval")(evaluate)
-
-
 app.command()(chat)
 
 

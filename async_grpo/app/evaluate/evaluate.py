@@ -171,10 +171,10 @@ def _waited_too_long(progress: EvalProgress, runner: EvalRunner, patience_s: flo
     return WaitTimeout(awaited, patience_s, "Raise --patience, or lower rewards.deadline_s or raise rewards.workers")
 
 
-def _versions(papers: list[PromptResult]) -> dict[int, int]:
+def _versions(results: list[PromptResult]) -> dict[int, int]:
     tokens: Counter[int] = Counter()
-    for paper in papers:
-        for answer in (*paper.sampled, *paper.greedy):
+    for result in results:
+        for answer in (*result.sampled, *result.greedy):
             for span in answer.sample.spans:
                 tokens[span.version] += span.end - span.start
     return dict(sorted(tokens.items()))
@@ -230,17 +230,17 @@ def _policy_facts(report: EvalReport, policy: Checkpoint | LiveRun) -> dict[str,
 def rows(report: EvalReport) -> Iterator[dict[str, Any]]:
     """One object for each completion, as `--save` writes them."""
     right_at, first = report.config.eval.right_at, report.config.rewards.functions[0].name
-    for paper in report.grades.prompts:
-        for how, answers in (("sampled", paper.sampled), ("greedy", paper.greedy)):
+    for result in report.grades.prompts:
+        for how, answers in (("sampled", result.sampled), ("greedy", result.greedy)):
             for index, answer in enumerate(answers):
                 score = answer.grade.score
                 yield {
-                    "prompt_index": paper.task.index,
-                    "source": paper.source,
+                    "prompt_index": result.task.index,
+                    "source": result.source,
                     "how": how,
                     "sample": index,
-                    "prompt": paper.task.prompt,
-                    "answer": paper.task.answer,
+                    "prompt": result.task.prompt,
+                    "answer": result.task.answer,
                     "completion": answer.sample.text,
                     "extracted": answer.grade.answer,
                     "unextracted": _why(answer.extraction),

@@ -1,9 +1,5 @@
-"""What a person sees of a run's buffer: its counters, its groups, the records as they are stored.
+"""`async-grpo buffer`: what a person sees of a run's buffer.
 
-- `decode_untyped`   stored bytes -> plain values, without the schema
-- `visible`  text of a model, made harmless for a terminal
-- `views`    an overview, a list of groups or a record, as something to print
-- `to_jsonable`    the same as JSON
-- `drain`    stop admission and wait until nothing is in flight
-- `export`   stored groups to a file
+- `views`    overviews, lists of groups and records to print
+- `export`   the wait for a drained buffer, stored groups written to a file, records as JSON
 """

@@ -1,30 +1,19 @@
-"""Stored groups into a file, one after the other in the order of their sequence. The run is only read.
+"""What `async-grpo buffer` takes out of a run: stored groups into a file, records and overviews as JSON.
 
-Both formats hold one map a group:
+Both formats hold one map for each group, in the order of their sequence:
 
     seq      position of its ticket
     state    ready, taken or kept, at the first look
     step     the newest step that it was taken for, or null
     group    the record as it is stored: kind, format, seq, attempt, task, samples, server, ...
 
-`jsonl` is one JSON object a line, with arrays as lists of numbers. `msgpack` is a stream of maps in
-which `group` has the very bytes of the server, arrays as raw bytes; `msgpack.Unpacker` reads it.
+`jsonl` is one JSON object a line, with arrays as lists of numbers. `msgpack` is a stream of maps in which `group` has
+the very bytes of the server, arrays as raw bytes; `msgpack.Unpacker` reads it. Records are decoded by the `msgpack`
+package alone, so that a record of a newer format, with fields that this release does not know, can be read as well.
 
-Bringing a live run to rest: nothing new is admitted, and what is in flight comes to its end.
-
-    stop admission --> look twice a second --> nothing INFLIGHT
-
-An INFLIGHT group ends when its server inserts or discards it. If the server dies, its lease expires,
-and the next server that asks goes on with it: that is no admission, so it goes on while admission is
-stopped. Only if no server is left at all do groups stay INFLIGHT, and the wait ends by its timeout.
-
-Unpacked records and overviews as values that JSON knows.
-
-Stored records as plain values, read by the `msgpack` package alone, so that a record of a newer format, with
-fields that this release does not know, can be read all the same.
-
-Raw bytes are arrays where the name of their field says so: `...tokens` are little-endian int32,
-`...logprobs` float32. All other bytes stay bytes.
+`wait_until_drained` looks twice a second until nothing is INFLIGHT. A group stops being so when its server inserts
+or discards it. If the server dies, its lease expires, and the next server that asks goes on with it, also while
+admission is stopped. Only if no server is left do groups stay INFLIGHT, and the wait ends by its timeout.
 """
 
 from __future__ import annotations
@@ -51,8 +40,10 @@ LOOK_EVERY_S = 0.5
 
 
 async def wait_until_drained(inspector: Inspector, timeout_s: float, show: Callable[[Overview], None]) -> Overview:
-    """The first look at which nothing is INFLIGHT; every look is shown. Raises WaitTimeout, which says what
-    is left and why."""
+    """The first overview in which nothing is INFLIGHT; `show` gets every overview.
+
+    Raises WaitTimeout, which says what is left and why, after `timeout_s`.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while True:
@@ -92,7 +83,7 @@ def to_jsonable(value: object) -> object:
 
 
 def plain_overview(overview: Overview) -> object:
-    """All of an overview, with the counters that follow from others."""
+    """An overview as JSON values, with the counters that follow from others."""
     stats = overview.stats
     derived = {"active": stats.active, "released_total": stats.released_total, "balanced": stats.balanced}
     content = asdict(overview)
@@ -151,15 +142,16 @@ EXPORTABLE = (GroupState.READY, GroupState.TAKEN, GroupState.KEPT)
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`gone`: groups that ended between the first look and their turn."""
+    """What an export wrote."""
 
     groups: int
     gone: int
+    """Groups that ended between the first look and their turn."""
     size_bytes: int
 
 
 def format_of(file: Path) -> Format:
-    """By the ending of its name. Raises ConfigError."""
+    """The format by the ending of the file's name. Raises ConfigError for another ending."""
     formats: dict[str, Format] = {".jsonl": "jsonl", ".msgpack": "msgpack"}
     if file.suffix not in formats:
         raise ConfigError(f"{file} ends neither in .jsonl nor in .msgpack: which format is it to be? Rename it")

@@ -1,4 +1,4 @@
-"""Overviews, lists of groups and records as something to print. Pure.
+"""Overviews, lists of groups and records to print. Pure.
 
 All text from outside (prompts, completions, names) passes through `escape_controls` and is a `Text`, never
 markup: a model can neither colour the terminal nor move its cursor.
@@ -64,14 +64,14 @@ def groups_view(groups: Sequence[GroupFacts], head_version: int, limit: int) -> 
 
 
 def record_view(title: str, record: object, characters: int) -> Tree:
-    """A record as a tree; text is cut after so many characters, arrays show their ends."""
+    """A record as a tree; text is cut after `characters` characters, arrays show their ends."""
     tree = Tree(Text(escape_controls(title), style="bold"))
     _grow(tree, record, characters)
     return tree
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """A number of bytes with its unit: 1536 is "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

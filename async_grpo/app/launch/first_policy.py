@@ -1,4 +1,4 @@
-"""The folder of the first policy: given, or made once and cached."""
+"""The folder of the first policy: given by model.path, or made once and cached."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rollout_server.engines.model_files import read_settings, tensor_shapes
 from trainer.model.families import FAMILIES, known_families
 
 RECIPE = 1
-"""Raised when the code that makes a model changes its result, so that old cached ones are not used."""
+"""Version of the code that makes models. It goes up when the result changes, so that old cached ones are not used."""
 
 
 def cache_dir() -> Path:
-    """Where made models are kept: $ASYNC_GRPO_CACHE, else ~/.cache/async_grpo."""
+    """The folder of cached models: $ASYNC_GRPO_CACHE, or ~/.cache/async_grpo."""
     return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
 
 
 def missing_files(path: Path) -> list[str]:
-    """What a Hugging Face checkpoint folder needs, and this one has not."""
+    """Patterns of files that a Hugging Face checkpoint folder needs and this one lacks."""
     needed = ("config.json", "tokenizer_config.json", "*.safetensors")
     return [pattern for pattern in needed if not any(file.is_file() for file in path.glob(pattern))]
 
 
 def check_model(path: Path) -> Path:
-    """A Hugging Face checkpoint folder. Raises ConfigError naming what is missing or broken."""
+    """Return `path` if it is a Hugging Face checkpoint folder. Raises ConfigError naming what is missing or broken."""
     if missing := missing_files(path):
         raise ConfigError(
             f"model.path: {path} has no {' and no '.join(missing)}, so it is not a Hugging Face checkpoint with its "
@@ -53,7 +53,8 @@ def check_model(path: Path) -> Path:
 
 
 async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
-    """The folder of the first policy; making one reports through `say`. Raises ConfigError, RoleFailed."""
+    """The folder of the first policy; making one reports through `say`. Raises ConfigError for a folder that cannot be
+    used, RoleFailed if making one fails."""
     if config.model.path is not None:
         return check_first_policy(config.model.path.absolute(), config)
     source = "warmup" if config.model.warmup is not None else "random"
@@ -80,14 +81,14 @@ def check_first_policy(path: Path, config: RunConfig) -> Path:
         check_tensors(tensor_shapes(path), hf)
     except DataError as error:
         raise ConfigError(f"model.path: {error}") from None
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # of sizes that are none
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # from sizes that make no sense
         raise ConfigError(f"model.path: {path / 'config.json'} describes no model ({error}). Fetch it again") from None
     find_tokenizer(path, "model.path")
     return path
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """Of everything that the made model depends on."""
+    """A hash of everything that the made model depends on."""
     parts = {
         "recipe": RECIPE,
         "seed": config.seed,
@@ -108,7 +109,7 @@ def _command(config: RunConfig, target: Path) -> list[str]:
 
 
 async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Run the maker and pass on its progress, a JSON object a line."""
+    """Run the program that makes the model and report its progress, one JSON object per line."""
     process = await asyncio.create_subprocess_exec(
         *child_argv(argv), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""Whether the devices of a run are large enough, before it starts.
+"""DevicePlan: whether the devices of a run are large enough, before it starts.
 
 Memory of one device of an engine: weights first, then work space, and the KV cache in what is left of its share.
 
@@ -32,23 +32,23 @@ RESERVED_BYTES = 1 * GIB
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one device."""
+    """The memory that an engine needs on one device, in bytes."""
 
     weights: int
     work_space: int
     token: int
-    """Of one token in the KV cache."""
+    """Bytes of one token in the KV cache."""
     wanted_tokens: int
     max_model_len: int
     utilization: float
 
     @property
     def least(self) -> int:
-        """Without the room to let one sample grow to its full length, nothing works."""
+        """The least memory with which the engine starts: room for one sample of full length."""
         return self.weights + self.work_space + self.token * self.max_model_len
 
     def cache(self, memory_bytes: float) -> int:
-        """What is left for the KV cache on a device of so much memory; may be negative."""
+        """Bytes left for the KV cache on a device of `memory_bytes`; may be negative."""
         return int(self.utilization * memory_bytes) - self.weights - self.work_space
 
     def samples(self, memory_bytes: float) -> int:
@@ -64,7 +64,7 @@ class EngineMemory:
 
 
 def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
-    """Of one device of one rollout server."""
+    """The memory that a rollout server needs on one device."""
     vllm, element = config.rollout.vllm, ELEMENT_BYTES[config.model.precision]
     ranks, samples = vllm.tensor_parallel, config.rollout.max_concurrency
     batched = int(vllm.extra.get("max_num_batched_tokens", BATCHED_TOKENS))
@@ -100,7 +100,7 @@ class DevicePlan:
     model_bytes: int
 
     def check(self, trainer_gib: float | None, engine_gib: float | None) -> None:
-        """Raises ConfigError, with the arithmetic, for devices that are too small; None: nobody knows how large."""
+        """Raise ConfigError, with the arithmetic, for devices that are too small; None means unknown."""
         if self.trainer is not None and trainer_gib is not None and self.trainer.total > trainer_gib * GIB:
             raise ConfigError(
                 f"a device of the trainer has {trainer_gib:g} GiB, but needs {self.trainer}: training would run out of "
@@ -115,7 +115,7 @@ class DevicePlan:
             )
 
     def rows(self, trainer_gib: float | None, engine_gib: float | None) -> list[tuple[str, str]]:
-        """For the table of a dry run."""
+        """The rows for the table of a dry run."""
         found = []
         if self.trainer is not None:
             found.append(("trainer device", f"{self.trainer}; {_against(self.trainer.total, trainer_gib)}"))
@@ -139,7 +139,7 @@ class DevicePlan:
 
 
 def device_plan(config: RunConfig, shape: ModelShape) -> DevicePlan:
-    """Of the sides that compute on an accelerator."""
+    """The plan for the sides that compute on an accelerator."""
     trains = config.trainer.platform != "cpu"
     generates = config.rollout.vllm.platform != "cpu"
     return DevicePlan(

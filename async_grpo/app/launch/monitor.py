@@ -1,9 +1,8 @@
-"""Looks at a running job twice a second: feeds the live view, holds the roles to their deadlines, keeps its server.
+"""Monitor: looks at a running job twice a second, feeds the live view, checks deadlines, keeps the server alive.
 
-It reads the buffer's counters, the run board and the newest row of metrics.jsonl; it decides
-nothing about training. A look waits for the server, and one that is away ends no run here: the roles wait
-for it as long as they can, and are restarted or given up by policy. An embedded server is started again
-once there is room on its disk.
+It reads the buffer's counters, the run board and the newest row of metrics.jsonl; it decides nothing about training. A
+look waits for the server. A server that is away does not end the run here: the roles wait for it as long as they can,
+and the supervisor restarts them or gives up. An embedded server is started again once there is room on its disk.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from buffer import BufferStats, EmbeddedServer
 
 LOOK_EVERY_S = 0.5
 ROOM_BYTES = 16 << 20
-"""By which the free space must have grown before a server that had none is started again."""
+"""Bytes that must become free before a server whose disk was full is started again."""
 
 
 class Monitor:
-    """One look after another, until cancelled."""
+    """Reads the state of a run and shows it, until cancelled."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class Monitor:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
-        """One look: read, check deadlines, show."""
+        """Read the state once, check deadlines and show it. Raises ServerLost, RoleFailed."""
         stats = self._stats = await self._plane.buffer.stats()
         beats = await self._plane.board.servers()
         published = await self._plane.board.publisher() is not None
@@ -94,7 +93,7 @@ class Monitor:
         )
 
     def _check_ready(self, ready: set[str]) -> None:
-        """A role that runs and has not been heard of for launch.ready_timeout_s is an error."""
+        """Raise RoleFailed for a role that runs and has not become ready for launch.ready_timeout_s."""
         limit = self._config.launch.ready_timeout_s
         for name, role in list(self._supervisor.states.items()):
             if name in ready:
@@ -110,7 +109,7 @@ class Monitor:
                 )
 
     async def keep_server(self) -> None:
-        """Until cancelled: start the embedded server again, on its append-only file, when it has died.
+        """Start the embedded server again, on its append-only file, whenever it has died; runs until cancelled.
 
         A task of its own, because `look` waits for the server. Raises ServerLost if it cannot be started, or if its
         disk stays full for redis.timeout_s.
@@ -127,7 +126,7 @@ class Monitor:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _wait_for_space(self, server: EmbeddedServer) -> None:
-        """Until it writes again, or may be started again."""
+        """Wait until the server writes again or may be started again."""
         timeout_s = self._config.redis.timeout_s
         deadline_s, needed_bytes = time.monotonic() + timeout_s, server.free_bytes() + ROOM_BYTES
         while (full := server.disk_full()) and (server.alive() or server.free_bytes() < needed_bytes):

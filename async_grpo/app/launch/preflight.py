@@ -1,8 +1,7 @@
-"""From a configuration file to a checked plan, before anything is started.
+"""From a configuration file to a checked run, before anything is started.
 
-The data of a run, read before anything starts: all that its rollout servers would read, but for token ids.
-
-Looks at the reward functions before anything starts, in a process of their own.
+Checked are names, reward functions (tried in another process), the objective, the model, the data (all that rollout
+servers would read, except token ids) and the memory of server and devices.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from trainer.platform.base import smallest_memory_gib
 
 
 def data_files(data: DataConfig) -> dict[str, Path]:
-    """Those that the run reads, by key."""
+    """Configuration key -> data file that the run reads."""
     paths = {"data.path": data.path, "data.eval_path": data.eval_path} if data.kind == "jsonl" else {}
     return {key: path for key, path in paths.items() if path is not None}
 
 
 def check_data(config: RunConfig) -> Rejections:
-    """Rows that the run will not take. Raises DataError for data that it cannot be started with."""
+    """The rows that the run will reject. Raises DataError for data that the run cannot start with."""
     if config.data.kind != "jsonl" or config.data.path is None:
         return Rejections()
     if not config.data.path.is_dir():
@@ -55,8 +54,8 @@ _NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
 
 
 def check_rewards(rewards: RewardsConfig) -> None:
-    """Raise ConfigError for a name that is none, a verifier that cannot be imported or called, or a token or
-    variable of the environment that is not set. Must not be called from a running event loop."""
+    """Raise ConfigError for an unknown name, a verifier that cannot be imported or called, or an environment variable
+    that is not set. Must not be called in a running event loop."""
     asyncio.run(_check(rewards.model_copy(update={"workers": 1})))
 
 
@@ -70,7 +69,7 @@ async def _check(rewards: RewardsConfig) -> None:
 def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
     """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError.
 
-    `planning`, with model.architecture set: files that are not there are no error; `describe` names them.
+    With `planning` and model.architecture set, missing files are no error; `describe` names them.
     """
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
@@ -140,7 +139,7 @@ def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
 
 
 def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """What each side is kept to; nothing where neither is, or where several machines have cores of their own."""
+    """The cores of each side; no row if neither is restricted, or if there are several machines."""
     if config.trainer.nodes > 1:
         return []
     sides = zip(("trainer", "rollout servers"), role_cores(config, cores_here()), strict=True)
@@ -149,7 +148,7 @@ def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Which devices each role gets (on one machine), and what their memory is needed for; nothing for the CPU."""
+    """The devices of each role (on one machine) and what their memory is needed for; no row for the CPU."""
     shares = assign_devices(config, {}) if config.trainer.nodes == 1 else {}
     dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
     rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
@@ -158,7 +157,7 @@ def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _device_plan(config: RunConfig) -> DevicePlan | None:
-    """None where nothing computes on an accelerator, and for the tiny models that a run makes for itself."""
+    """The plan of device memory; None if all compute on the CPU, or for a model that the run makes itself."""
     if {config.trainer.platform, config.rollout.vllm.platform} == {"cpu"} or config.model.path is None:
         return None
     shape = _shape(config.model.path / "config.json", config.model.architecture)
@@ -166,8 +165,8 @@ def _device_plan(config: RunConfig) -> DevicePlan | None:
 
 
 def _shape(file: Path, architecture: str | None) -> ModelShape | None:
-    """Of the checkpoint, else of the public model of that name; None if neither is there. Raises ConfigError if they
-    differ."""
+    """The shape of the checkpoint, or of the public model of that name; None if neither is known. Raises ConfigError if
+    they differ."""
     named = None if architecture is None else named_shape(architecture)
     if not file.is_file():
         return named

@@ -1,11 +1,9 @@
-"""One supervised process: how to start it, end it, and say why it ended.
-
-Which cores of this machine each role of `async-grpo run` may use, with everything that it starts.
+"""RoleProcess: one supervised process, how it is started, ended, and why it ended; the cores that roles may use.
 
     trainer     launch.cores.trainer: ranks, publisher
     rollout-i   launch.cores.rollout: server, engine, receiver, verifiers; all servers of the machine share them
 
-The server of the buffer and the supervisor run wherever there is room. A role without a list does, too.
+The supervisor, the server of the buffer and roles without a list of cores may use all cores.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ def cores_here() -> list[int]:
 
 
 def role_cores(config: RunConfig, here: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the trainer and of every rollout server; () for all. Raises ConfigError for a core that is not `here`."""
+    """The cores of the trainer and those of every rollout server; () means all. Raises ConfigError for a core that is
+    not in `here`."""
     wanted = config.launch.cores
     for key, cores in (("trainer", wanted.trainer), ("rollout", wanted.rollout)):
         if absent := sorted(set(cores) - set(here)):
@@ -44,7 +43,7 @@ def role_cores(config: RunConfig, here: list[int]) -> tuple[tuple[int, ...], tup
 
 
 def pin(cores: tuple[int, ...]) -> None:
-    """This process, and whatever it starts, runs on these cores only; () changes nothing."""
+    """Restrict this process, and all that it starts, to these cores; () changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
@@ -63,7 +62,7 @@ _ERROR_LINE = re.compile(
 
 
 _CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
-"""What is said of the end of a rank, by who waits for it and by the ranks that it talked to: not why it has ended."""
+"""Errors of other processes about a rank that has ended; they do not say why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class RoleSpec:
     restarts: int
     env: dict[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-    """Those that it may use; () for all."""
+    """The cores that it may use; () means all."""
 
 
 class RoleProcess:
@@ -107,7 +106,7 @@ class RoleProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process itself; its children have others."""
+        """PID of the process itself, without its children."""
         return self._process.pid
 
     async def wait(self) -> int:
@@ -117,13 +116,13 @@ class RoleProcess:
         return code
 
     def ask_to_stop(self) -> None:
-        """SIGTERM: finish what must be finished, then exit."""
+        """Send SIGTERM: the role finishes what it must and exits."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL; `wait` ends its children. (Not the whole group at once: who would remove what they leave in shared
-        memory belongs to it.)"""
+        """Send SIGKILL to the process; `wait` ends its children. The whole group is not killed at once, because it
+        contains the process that removes what the others leave in shared memory."""
         if self._process.returncode is None:
             self._process.kill()
 

@@ -1,6 +1,4 @@
-"""How each role is started.
-
-Which accelerators each role of `async-grpo run` gets: no device belongs to two roles.
+"""RoleSpecs of a run: the command, environment, cores and accelerators of each role. No device belongs to two roles.
 
     trainer     the first trainer.processes devices
     rollout-i   the next rollout.vllm.tensor_parallel ones, server after server
@@ -32,9 +30,10 @@ Environments = dict[str, dict[str, str]]
 
 
 def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int | None = None) -> Environments:
-    """By role: the environment that shows it its devices and no others.
+    """Role -> the environment that shows it its devices and no others.
 
-    `there`: how many devices this machine has, if that is known. Raises ConfigError if they are too few.
+    `there` is the number of devices of this machine, None if unknown. Raises ConfigError if they are too few or the two
+    sides need different kinds.
     """
     wanted = _wanted(config)
     kinds = {kind for kind, count in wanted.values() if count}
@@ -56,7 +55,7 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
 
 
 def _wanted(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """By role: which kind of device, and how many."""
+    """Role -> kind and number of its devices."""
     trainer, vllm = KINDS[config.trainer.platform], config.rollout.vllm
     server = KINDS[vllm.platform]
     roles = {"trainer": (trainer, config.trainer.processes if trainer != "cpu" else 0)}
@@ -85,18 +84,18 @@ KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshol
 
 
 def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
-    """One rollout server."""
+    """The command of one rollout server."""
     return [sys.executable, "-m", "rollout_server.main", *_files(config_file, model), "--name", name]
 
 
 def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str]:
-    """The trainer on this machine: a process that starts the ranks, once all machines have met."""
+    """The command of the trainer on this machine; it starts the ranks once all machines have met."""
     rank = ["--node-rank", str(node_rank)]
     return [sys.executable, "-m", "trainer.node_main", *rank, *_files(config_file, model)]
 
 
 def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks look at, beside the environment that is given."""
+    """Environment variables of the ranks, beside the environment that is given."""
     memory = kept_memory(given) if config.trainer.platform == "cpu" else {}
     return {"OMP_NUM_THREADS": str(config.trainer.threads), **memory}
 

@@ -1,4 +1,4 @@
-"""One role in the foreground: what a container or a cluster job starts."""
+"""One role in the foreground, as a container or a cluster job starts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
 
 
 def join_run(run_dir: Path, name: str) -> int:
-    """Become one more rollout server of a run that is going on. Raises ConfigError if it is not, or has this one."""
+    """Become one more rollout server of a live run. Raises ConfigError if it is not live or has a server `name`."""
     model = asyncio.run(_prepare_to_join(find_run(None, [], run_dir), name))
     folder = RunFolder(run_dir)
     return _become(rollout_argv(write_role(folder, name, load(folder.roles_file)), model, name))
@@ -42,8 +42,7 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 
 
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
-    """Become the trainer, or the part of it that one of its machines has. Raises ConfigError without redis.url, or for
-    a machine that it does not have."""
+    """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
     config = _resolve(path, overrides)
     node = _node(config, node_rank)
     file, model = _make_ready(config, f"trainer-{node}")
@@ -77,7 +76,7 @@ def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
-    """(configuration of this role alone, first policy)."""
+    """The configuration file of this role and the folder of the first policy."""
     model = asyncio.run(prepare_model(config, print))
     folder = open_run(config)
     write_config(folder, config, for_roles=config)

@@ -1,4 +1,4 @@
-"""The server that holds a run's state: embedded and private, or the configured one; checked, connected."""
+"""StatePlane: the server that holds a run's state, embedded or configured, with the connections to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from buffer import (
 
 @dataclass(frozen=True, slots=True)
 class StatePlane:
-    """Buffer and board of a run; `config` carries the URL under which every role reaches them."""
+    """Buffer and board of a run; `config` has the URL at which every role reaches them."""
 
     config: RunConfig
     buffer: RedisBuffer
@@ -36,7 +36,7 @@ class StatePlane:
 
 @asynccontextmanager
 async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool) -> AsyncIterator[StatePlane]:
-    """Start or reach the server, connect, and afterwards leave nothing running and no shared memory behind.
+    """Start or reach the server and connect; afterwards no server and no shared memory is left.
 
     Raises ServerRefused for a server that is too old or may drop data, ConfigError if a foreign run of this
     name is on it.
@@ -78,10 +78,10 @@ async def _connected(config: RunConfig, server: EmbeddedServer | None, *, fresh:
 
 
 async def check_fresh(config: RunConfig, confirm: Callable[[str], bool]) -> None:
-    """Before `--fresh` deletes anything: on a server of its own a run has what its folder has; from a shared one it is
-    deleted only if it is this folder's, nobody works for it, and `confirm` says yes to the question.
+    """Check what `--fresh` may delete. A run on its own server has nothing outside its folder. From a shared server a
+    run is deleted only if it belongs to this folder, no process works for it and `confirm` agrees.
 
-    Raises ConfigError for any other, ServerRefused, ServerLost.
+    Raises ConfigError for any other run, ServerRefused or ServerLost if the server cannot be used.
     """
     folder = RunFolder(config.run_dir.absolute())
     if config.redis.url is None or not await knows_run(config.redis, config.name):
@@ -104,8 +104,7 @@ async def check_fresh(config: RunConfig, confirm: Callable[[str], bool]) -> None
 
 
 async def _check_own(config: RunConfig, folder: RunFolder) -> None:
-    """A run that the server knows and that is not this folder's is somebody's, or an old one's rest. Nothing of it is
-    touched."""
+    """Raise ConfigError if the server holds a run of this name that does not belong to this folder."""
     if not await knows_run(config.redis, config.name):
         return
     board = await connect_board(config.redis, config.name)
@@ -118,7 +117,8 @@ async def _check_own(config: RunConfig, folder: RunFolder) -> None:
 
 
 def _is_own(folder: RunFolder, origin: str | None) -> bool:
-    """By its id; a run without an origin had its roles started one by one, with the configuration in this folder."""
+    """Whether the run belongs to this folder, by its id. A run without an origin had its roles started one by one, with
+    the configuration in this folder."""
     if origin is None:
         return folder.config_file.exists()
     return folder.id_file.exists() and origin.partition(" ")[0] == folder.id_file.read_text()

@@ -1,14 +1,13 @@
-"""Starts the roles of a run, watches them, restarts or gives up by policy, and stops them in order.
+"""RoleSupervisor: starts the roles of a run, watches them, restarts them or gives up, and stops them in order.
 
-    start():  every role at once (each waits by itself for what it needs)
-    watch():  one task a role waits for its end; ends when the trainer has finished and the rollout
-              servers have left, or raises RoleFailed when a role has died too often
-    stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint),
-              SIGKILL to those that are still there at the deadline; nothing is left behind
+    watch():  starts every role at once (each waits by itself for what it needs); one task for each role waits for its
+              end. Returns when the trainer has finished and the rollout servers have left, or raises RoleFailed when a
+              role has died too often
+    stop():   SIGTERM to all roles (rollout servers store partials, the trainer saves a checkpoint), SIGKILL to those
+              that are still there at the deadline; no process is left
 
-The server that holds the buffer is started before and stopped after all of them.
-
-What to do when a role has ended: a pure decision.
+The server that holds the buffer is started before all roles and stopped after them. `decide` is the pure policy of
+restarts.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class RestartDecision(Enum):
 
 
 def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> RestartDecision:
-    """The policy.
+    """What follows the end of a role.
 
     stopping: the supervisor asked for this end. over: nothing is left for this role to do. needed: the run cannot
-    finish without this role. restarts: how often this invocation has restarted it; limit: how often it may be.
+    finish without this role. restarts: how often this invocation has restarted it; limit: how often it may.
 
-    An exit code of 0 is a role that left on purpose; it comes back only if the run needs it. Once there is nothing left
-    to do, any end is final. A role that ends with EXIT_CONFIG would end so again.
+    A role that exits with 0 left on purpose and comes back only if the run needs it. Once there is nothing left to do,
+    any end is final. A role that ends with EXIT_CONFIG would end the same way again.
     """
     if stopping or over or (code == 0 and not needed):
         return RestartDecision.DONE
@@ -67,8 +66,8 @@ class RoleSupervisor:
         trained: Callable[[], bool] = lambda: True,
         generated: Callable[[], Awaitable[bool]] = _not_yet,
     ) -> None:
-        """`restarts`: of earlier invocations, by role. `trained` says whether the last step has been trained,
-        `generated` whether the rollout servers have nothing left to do: from then on none comes back."""
+        """`restarts` counts those of earlier invocations, by role. `trained` says whether the last step has been
+        trained, `generated` whether the rollout servers have nothing left to do: then none is restarted."""
         self._run = run
         self._specs = {spec.name: spec for spec in specs}
         self._say = say
@@ -89,7 +88,7 @@ class RoleSupervisor:
             raise failures.exceptions[0] from None
 
     async def stop(self) -> None:
-        """End every role: ask, wait, kill; then what they have shared. Idempotent."""
+        """End every role: ask, wait, kill; then end the processes that they left. Idempotent."""
         self._stopping = True
         leaving = list(self._running.values())
         for role in leaving:
@@ -103,17 +102,17 @@ class RoleSupervisor:
         await asyncio.to_thread(processes.end_family, processes.mark(self._run))
 
     def kill(self) -> None:
-        """SIGKILL to all roles, now; `stop` then has nothing to wait for."""
+        """Send SIGKILL to all roles now; `stop` then has nothing to wait for."""
         for role in self._running.values():
             role.kill()
 
     def pid(self, name: str) -> int | None:
-        """Of the role's process, while it runs."""
+        """PID of the role's process; None if it does not run."""
         role = self._running.get(name)
         return role.pid if role else None
 
     def heard_of(self, name: str) -> None:
-        """The role has shown that it is ready."""
+        """Record that the role has shown that it is ready."""
         role = self.states[name]
         if role.state == "starting":
             self.states[name] = replace(role, state="running")
@@ -124,7 +123,7 @@ class RoleSupervisor:
         return {name: state.restarts for name, state in self.states.items()}
 
     async def _keep(self, spec: RoleSpec) -> None:
-        """Run the role, again after every death that the policy forgives."""
+        """Run the role, and restart it as long as `decide` says so."""
         used = 0
         while not self._stopping:
             role, code = await self._run_once(spec)

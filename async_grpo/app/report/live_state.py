@@ -1,7 +1,4 @@
-"""Who waits for whom, in words: the first question about an asynchronous run that seems slow.
-
-One consistent look at a running job, for the live view.
-"""
+"""LiveState: one consistent look at a running job, and who waits for whom in it, in words."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from async_grpo.wire.board import Evaluation, ServerBeat
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """A supervised process. `state` is a word such as starting, running, restarting, stopped, failed."""
+    """A supervised process. `state` is starting, running, restarting, finished, stopped or failed."""
 
     name: str
     state: str
@@ -23,13 +20,13 @@ class RoleState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What is known now; `step` is the latest step row, None before the first step."""
+    """The state of a run now; `step` is the latest step row, None before the first step."""
 
     step: Row | None = None
     steps_done: int = 0
     evaluations: Sequence[Evaluation] = ()
     waiting: int = 0
-    """Tasks that no ticket has been given for."""
+    """Tasks that have no ticket yet."""
     inflight: int = 0
     ready: int = 0
     taken: int = 0
@@ -43,7 +40,7 @@ class LiveState:
 
 
 def who_waits(state: LiveState, groups_per_step: int) -> str:
-    """The wait that matters now. A trainer with a batch in hand works; without one it waits."""
+    """The wait that matters now, in words. A trainer that has taken a batch works; otherwise it waits."""
     if starting := [role.name for role in state.roles if role.state in ("starting", "restarting")]:
         return f"waiting for {_names(starting)} to start"
     if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
@@ -66,7 +63,7 @@ def _while_training(state: LiveState) -> str:
 
 
 def _while_trainer_is_idle(state: LiveState, groups_per_step: int) -> str:
-    """No batch is taken: it is not ready, not in order, or about to be taken."""
+    """No batch is taken: it is not ready, not in ticket order, or about to be taken."""
     busy = [server.name for server in state.servers if server.running]
     if state.ready >= groups_per_step and not state.inflight:
         return f"rollouts wait for the trainer: {state.ready} groups ready, none taken"

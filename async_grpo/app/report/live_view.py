@@ -1,11 +1,11 @@
-"""Progress of a run while it goes on: a live panel in a terminal, a line now and then anywhere else.
+"""LiveView: progress of a run, as a live panel in a terminal and as a line from time to time anywhere else.
 
     with LiveView(config, console) as view:
         view.phase("preparing the model")
         view.update(state)
         view.say("rollout-0 was killed; restart 1 of 3")
 
-Whoever owns the view calls `update`, as often as it likes; rich redraws from a thread of its own.
+Its owner calls `update` as often as it likes; rich redraws from another thread.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LiveView:
             self._print_line(self._state)
 
     def phase(self, text: str) -> None:
-        """What goes on beside the steps (preparing, starting, stopping); "" or the next step ends it."""
+        """Show what happens outside the steps (preparing, starting, stopping), until "" or the next step ends it."""
         with self._lock:
             self._phase = spinner(text) if text else ""
             self._phase_step = self._last_step
@@ -67,11 +67,11 @@ class LiveView:
             self._print(text)
 
     def say(self, text: str) -> None:
-        """A line that stays, above the panel."""
+        """Print a line above the panel; it stays."""
         self._print(text)
 
     def update(self, state: LiveState) -> None:
-        """Show `state`."""
+        """Show `state`; without a terminal, print a line if the last one is `every_s` old."""
         with self._lock:
             self._remember(state)
             self._state = state

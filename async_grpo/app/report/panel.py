@@ -1,4 +1,4 @@
-"""A `LiveState` as something to look at: a panel for terminals, one compact line for logs. Pure."""
+"""A `LiveState` as a panel for terminals or as one compact line for logs. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting"
 def panel(
     config: RunConfig, state: LiveState, *, rewards: Sequence[float], eta_s: float | None, phase: RenderableType
 ) -> Panel:
-    """The whole view. `rewards` is the history so far; `phase` stands above everything ("" for none)."""
+    """The panel. `rewards` is the history so far; `phase` stands above everything ("" for none)."""
     row = state.step or {}
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_KEY, no_wrap=True)
@@ -54,7 +54,7 @@ def panel(
 
 
 def line(config: RunConfig, state: LiveState, *, eta_s: float | None) -> str:
-    """The same in one line, for a log."""
+    """The state in one line, for a log."""
     row = state.step or {}
     age = number(row, "age_max")
     parts = [
@@ -71,7 +71,7 @@ def line(config: RunConfig, state: LiveState, *, eta_s: float | None) -> str:
 
 
 def spinner(text: str) -> Spinner:
-    """What is being prepared."""
+    """A spinner beside `text`, for what is being prepared."""
     return Spinner("dots", text=Text(text, style="bold"))
 
 
@@ -106,13 +106,13 @@ def speed_text(state: LiveState) -> str:
 
 
 def gap_text(row: Row) -> str:
-    """Trainer against engine, same weights on both sides."""
+    """Difference between the log-probabilities of trainer and engine under the same weights."""
     mean, largest = _figure(row, "logprob_gap_mean", ".1e"), _figure(row, "logprob_gap_max", ".1e")
     return f"mean {mean}, max {largest} over {_figure(row, 'gap_tokens', ',.0f')} tokens of age 0"
 
 
 def time_text(row: Row) -> str:
-    """Shares of the trainer's last step, largest first."""
+    """Seconds of the trainer's last step and the shares of its parts, largest first."""
     parts = seconds_by_part(row)
     total = sum(parts.values())
     if not total:

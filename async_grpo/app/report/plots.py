@@ -1,4 +1,4 @@
-"""The pictures of a run, as PNG files in run_dir/plots. Needs no display; leaves pyplot's state alone."""
+"""The plots of a run, PNG files in run_dir/plots. They need no display and leave pyplot's state alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 
 def write_plots(run_dir: Path, rows: Sequence[Row], summary: Facts) -> list[Path]:
-    """Every picture for which there are data; returns the files, in the order of a report."""
+    """Draw every plot for which there are data; returns the files in the order of the report."""
     steps = last_of_each(rows, "step")
     drawings: dict[str, Callable[[Sequence[Row], Facts], Figure | None]] = {
         "accuracy": _accuracy,
@@ -158,7 +158,7 @@ def _throughput(steps: Sequence[Row], _summary: Facts) -> Figure | None:
 
 
 def _draw_series(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> bool:
-    """Raw values thin, their trailing mean thick. False if no row has the key."""
+    """Draw raw values thin and their trailing mean thick; False if no row has the key."""
     points = [(row["step"], value) for row in rows if (value := number(row, key)) is not None]
     if not points:
         return False

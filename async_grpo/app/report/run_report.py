@@ -1,10 +1,6 @@
-"""The end of a run on one page: report.md, with plots, counters, samples and how to reproduce it.
+"""report.md: the result of a run on one page, with plots, evaluations, counters, samples and how to reproduce it.
 
 metrics.jsonl, samples/*.jsonl, config.yaml, run.json, summary --> summary.json, plots/*.png, report.md
-
-The part of report.md that says how good the policy became, version by version.
-
-A few completions from the beginning and the end of a run, for the report.
 """
 
 from __future__ import annotations
@@ -25,11 +21,27 @@ from async_grpo.utils.text import fenced
 from async_grpo.wire.board import EvalMetrics
 from async_grpo.wire.records import ReleaseReason
 
+Facts = dict[str, Any]
+
+_GROUPS = 2
+"""Groups shown of the beginning and of the end of a run."""
+_COMPLETIONS = 2
+"""Completions shown of a group: the best and the worst."""
+_PART_MEANINGS = {
+    "wait": "the trainer waited for a batch from the rollout servers",
+    "pack": "packing sequences into micro-batches",
+    "train": "forward and backward",
+    "optimizer": "optimizer step",
+    "publish": "snapshot and announcement of the new weights",
+    "checkpoint": "writing checkpoints",
+    "other": "everything else in a step",
+}
 _HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
 
 
 def evaluations_section(evaluations: Sequence[Row]) -> str:
-    """A table of the versions, one of the sources of the last, and why a figure is missing; "" without figures."""
+    """Markdown: a table of the measured versions, one of the sources of the last version, and why a figure is missing;
+    "" without figures."""
     measured = [row for row in evaluations if row.get("figures")]
     if not measured:
         return ""
@@ -74,18 +86,13 @@ def _samples(row: Row) -> int:
 
 
 def _cell(text: str) -> str:
-    """Of data and configuration: nothing that Markdown would take for its own."""
+    """Text from data or configuration as code, without characters that Markdown would interpret."""
     return "`" + "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)[:80] + "`"
 
 
-_GROUPS = 2
-
-
-_COMPLETIONS = 2
-
-
 def samples_section(run_dir: Path) -> str:
-    """Markdown, with every piece of model output in a block it cannot leave; "" without samples."""
+    """Markdown: a few groups from the beginning and the end of the run, model output in blocks that it cannot close;
+    "" without samples."""
     rows = [row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in read_rows(path)]
     rows = sorted((row for row in rows if _completions(row)), key=_version)
     if not rows:
@@ -127,24 +134,10 @@ def _completions(row: Row) -> list[dict[str, Any]]:
     return [c for c in completions if isinstance(c, dict)] if isinstance(completions, list) else []
 
 
-Facts = dict[str, Any]
-
-
-_PART_MEANINGS = {
-    "wait": "the trainer waited for a batch from the rollout servers",
-    "pack": "packing sequences into micro-batches",
-    "train": "forward and backward",
-    "optimizer": "optimizer step",
-    "publish": "snapshot and announcement of the new weights",
-    "checkpoint": "writing checkpoints",
-    "other": "everything else in a step",
-}
-
-
 def write_report(run_dir: Path, summary: Facts) -> Path:
-    """summary.json, plots/*.png and report.md from what the run left behind; returns report.md.
+    """Write summary.json, plots/*.png and report.md from the files of a run; returns the path of report.md.
 
-    `summary` is what `summary.summarize` returns. Missing files leave out their section.
+    `summary` is what `summary.summarize` returns. A section whose files are missing is left out.
     """
     rows = read_rows(run_dir / "metrics.jsonl")
     plots = write_plots(run_dir, of_kind(rows, "step"), summary)
@@ -196,7 +189,7 @@ def _headline(summary: Facts) -> str:
 
 
 def _counts(summary: Facts, key: str) -> str:
-    """Names with their counts, those with none left out."""
+    """Names with their counts, without those that are 0."""
     return ", ".join(f"{name} {count}" for name, count in (summary.get(key) or {}).items() if count) or "none"
 
 
@@ -253,7 +246,7 @@ def _time(summary: Facts) -> str:
 
 
 def _who_waited(share: float) -> str:
-    """In words, from the share of its time that the trainer spent waiting."""
+    """Which side was the bottleneck, in words. `share`: the part of its time that the trainer waited, 0 to 1."""
     if share >= 0.2:
         reading = "generation was the bottleneck: more rollout servers would make the run faster"
     elif share >= 0.05:
@@ -283,7 +276,7 @@ def _reproduce(run_dir: Path, summary: Facts) -> str:
 
 
 def _first_command(run_dir: Path) -> str:
-    """What the user typed, if the supervisor noted it."""
+    """The command that the user typed, if run.json has it."""
     path = run_dir / "run.json"
     if not path.exists():
         return ""

@@ -1,4 +1,4 @@
-"""A run in one dictionary (`summary.json`): facts in, facts out, no files."""
+"""summary.json: a whole run in one dictionary. Pure; it reads and writes no files."""
 
 from __future__ import annotations
 
@@ -33,22 +33,16 @@ def summarize(
     counters: Mapping[str, int],
     wall_s: float,
 ) -> Facts:
-    """What a run did. What is not known is None; nothing that is missing is an error.
+    """The figures of a run; None where something is not known.
 
-    `steps` and `probes` are rows of metrics.jsonl (see `rows`), `stats` the fields of the buffer's
-    BufferStats, `counters` those of the run board.
+    `steps` and `probes` are rows of metrics.jsonl, `stats` the fields of the buffer's BufferStats, `counters` those of
+    the run board, `wall_s` the seconds of all invocations.
     """
     steps = last_of_each(steps, "step")
     trained_tokens = int(sum(numbers(steps, "trained_tokens")))
     generated_tokens = counters.get(GENERATED_TOKENS, 0)
     return {
-        "name": config.name,
-        "seed": config.seed,
-        "max_staleness": config.max_staleness,
-        "age_bound": config.replay_policy.age_bound,
-        "groups_per_step": config.groups_per_step,
-        "group_size": config.group_size,
-        "capacity_groups": config.capacity_groups,
+        **_settings(config),
         **_accuracy(evaluations),
         "steps": len(steps),
         **_reward(steps),
@@ -67,12 +61,24 @@ def summarize(
     }
 
 
+def _settings(config: RunConfig) -> Facts:
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "max_staleness": config.max_staleness,
+        "age_bound": config.replay_policy.age_bound,
+        "groups_per_step": config.groups_per_step,
+        "group_size": config.group_size,
+        "capacity_groups": config.capacity_groups,
+    }
+
+
 def _by_version(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return sorted(evaluations, key=lambda evaluation: evaluation.version)
 
 
 def _accuracy(evaluations: Sequence[Evaluation]) -> Facts:
-    """Of the first and the last policy version measured; "after" needs a second one."""
+    """Accuracies of the first and the last policy version measured; "after" needs a second one."""
     ordered = _by_version(evaluations)
     before = ordered[0] if ordered else None
     after = ordered[-1] if len(ordered) > 1 else None
@@ -123,7 +129,7 @@ def _ages(steps: Sequence[Row]) -> Facts:
 
 
 def _mean_age_of_rows(steps: Sequence[Row]) -> float | None:
-    """Token-weighted, from the rows' means, where no histogram was written."""
+    """Token-weighted mean of the rows' means, for runs that wrote no histogram."""
     return _weighted_mean(steps, "age_mean", "trained_tokens")
 
 
@@ -143,7 +149,9 @@ def _groups(stats: Mapping[str, Any]) -> Facts:
     ended = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
     active = sum(int(stats.get(place) or 0) for place in ("inflight", "ready", "taken"))
     admitted = stats.get("admitted")
-    balanced = admitted == sum(released.values()) + active if admitted else None  # of nothing, nothing is shown
+    balanced = (
+        admitted == sum(released.values()) + active if admitted else None
+    )  # without groups there is nothing to balance
     return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
 
 
