@@ -1,25 +1,11 @@
-"""What the replay buffer is told: who may be admitted, who is trained next, what is too old.
+"""Staleness arithmetic: which groups may be admitted, which are trained next, which are too old. Pure.
 
     ReplayPolicy = StalenessWindow + Selector + OnStale + RateLimit + max_uses
-
-Symbols: those of `window.py`, and W = selector_window, k = max_uses.
-
-How far sampling may run ahead of inserting, and behind: the arithmetic of Reverb's rate limiter.
-
-Source: Reverb, arXiv 2102.04736, section 3.3. With I groups inserted, U uses (groups sampled, each
-time counted), R = samples_per_insert and the balance
-
-    diff = R * I - U
-
-an insert is allowed while  R * (I + 1) - U <= max_diff  or the table holds fewer than min_size, and a
-batch of P may be sampled while  R * I - (U + P) >= min_diff  and the table holds at least min_size.
-The defaults are no limit at all.
-
-The staleness bound, as arithmetic.
 
 Symbols (the same in docs/staleness.md and in the Lua scripts):
 
     S         max_staleness            P    groups_per_step        v    published policy version
+    W         selector_window          k    max_uses
     admitted  groups ever admitted     released  groups ever released     active = admitted - released
 
     admission:  active < (S + 1) * P        so that always       active <= (S + 1) * P
@@ -30,6 +16,16 @@ be admitted at version v, when `released = v*P + d`, d of them discarded untrain
 s - (v*P + d) < (S+1)*P. It is trained at version v' only after v'*P others before it, and d of the
 s groups before it never will be, so v'*P <= s - d < (v + S + 1)*P, that is v' - v <= S. No token of
 the group is older than v, because a server starts it only with weights of version >= v.
+
+`RateLimit` bounds how far sampling may run ahead of inserting, and behind: the arithmetic of Reverb's rate limiter
+(arXiv 2102.04736, section 3.3). With I groups inserted, U uses (groups sampled, each time counted),
+R = samples_per_insert and the balance
+
+    diff = R * I - U
+
+an insert is allowed while  R * (I + 1) - U <= max_diff  or the table holds fewer than min_size, and a
+batch of P may be sampled while  R * I - (U + P) >= min_diff  and the table holds at least min_size.
+The defaults are no limit at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From a configuration to a buffer and a board on a server that was checked.
-
-The buffer that a configuration describes, and whether its run is over.
-"""
+"""From a configuration to the buffer and the board of a run, on a server that was checked."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Looking into a run on its server without taking part in it, and the few moves of an operator.
+"""Look into a run on its server without taking part in it, and stop or resume its admission.
 
-Reading the books (`keys.py`) and the payloads changes nothing, and never opens the run: `open` could
+Reading the state keys (`redis/scripts.py`) and the payloads changes nothing, and never opens the run: `open` could
 write admission parameters. Every look is one script, so it is consistent in itself.
 
-`stop_admission` and `resume_admission` retune the run as `update_admission` does: horizon 0 and no
-limit of the ratio admit nothing, whatever is released. What was there before is kept under the run's
-key `drained` until it is put back.
+`stop_admission` and `resume_admission` retune the run as `update_admission` does: with horizon 0 and no limit of the
+ratio nothing is admitted. The policy before is kept under the run's key `drained` until it is restored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from buffer.redis.scripts import RunKeys, script
 from buffer.stats import BufferStats
 
 BOOKS_FORMAT = 3
-"""The books that this file reads: FORMAT of lua/parts/policy.lua."""
+"""The format of the state keys that this file reads: FORMAT of lua/parts/policy.lua."""
 SIZES_AT_ONCE = 512
 GROUPS_AT_ONCE = 4
 """Payloads held in memory at a time."""
@@ -45,7 +44,7 @@ class GroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What the books say of one group; None: they do not say."""
+    """What the server stores about one group; None: not known."""
 
     seq: int
     state: GroupState
@@ -111,8 +110,8 @@ class _Record(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Books:
-    """The books at one moment, as the server has them."""
+class _StateLook:
+    """The state keys of a run at one moment."""
 
     meta: dict[str, str]
     leases: dict[int, float]
@@ -147,18 +146,18 @@ class Inspector:
         return inspector
 
     async def overview(self) -> Overview:
-        """Counters, sizes, ages, leases and memory. Raises BufferFault for books of another format."""
-        books = await self._books()
-        policy, stats = _policy(books.meta), await self._buffer.stats()
-        groups = [_facts(books, seq) for seq in books.leases]
+        """Counters, sizes, ages, leases and memory. Raises BufferFault for a run in another format."""
+        look = await self._look()
+        policy, stats = _policy(look.meta), await self._buffer.stats()
+        groups = [_facts(look, seq) for seq in look.leases]
         leased = [group for group in groups if group.lease_s is not None]
         return Overview(
             run=self._run,
             stats=stats,
             policy=policy,
-            committed=int(books.meta.get("committed", 0)),
-            drained=books.drained and policy.window.horizon == 0,
-            ages=_ages(books),
+            committed=int(look.meta.get("committed", 0)),
+            drained=look.drained and policy.window.horizon == 0,
+            ages=_ages(look),
             held=sum((group.lease_s or 0) > 0 for group in leased),
             expired=sum((group.lease_s or 0) <= 0 for group in leased),
             given_back=len(groups) - len(leased),
@@ -167,9 +166,9 @@ class Inspector:
         )
 
     async def groups(self, states: Iterable[GroupState] = tuple(GroupState)) -> list[GroupFacts]:
-        """Every group in one of `states`, by sequence. Raises BufferFault for books of another format."""
-        wanted, books = set(states), await self._books()
-        found = [facts for seq in sorted(books.records) if (facts := _facts(books, seq)).state in wanted]
+        """Every group in one of `states`, by sequence. Raises BufferFault for a run in another format."""
+        wanted, look = set(states), await self._look()
+        found = [facts for seq in sorted(look.records) if (facts := _facts(look, seq)).state in wanted]
         sizes = await self._sizes(found)
         return [replace(facts, size_bytes=size) for facts, size in zip(found, sizes, strict=True)]
 
@@ -191,9 +190,9 @@ class Inspector:
 
     async def stop_admission(self) -> bool:
         """Admit nothing more until `resume_admission`; False: that was so already."""
-        books = await self._books()
-        policy = _policy(books.meta)
-        if books.drained and policy.window.horizon == 0:
+        look = await self._look()
+        policy = _policy(look.meta)
+        if look.drained and policy.window.horizon == 0:
             return False
         note = json.dumps({"horizon": policy.window.horizon, "rate": _rate_values(policy.rate)})
         # The note first: whoever dies in between has changed nothing, and never forgets what was before.
@@ -204,8 +203,8 @@ class Inspector:
 
     async def resume_admission(self) -> bool:
         """As it was before `stop_admission`; False: it was not stopped, or somebody has retuned it since."""
-        books = await self._books()
-        policy, before = _policy(books.meta), await self._link.call(self._note)
+        look = await self._look()
+        policy, before = _policy(look.meta), await self._link.call(self._note)
         stopped = before is not None and policy.window.horizon == 0
         if stopped:
             note = json.loads(before)
@@ -216,7 +215,7 @@ class Inspector:
 
     async def discard_ready(self) -> int:
         """READY -> RELEASED for every group, as if it had grown too old; returns how many."""
-        reply = await self._link.run(script("discard_ready"), self._keys.books, self._keys.prefix)
+        reply = await self._link.run(script("discard_ready"), self._keys.state_keys, self._keys.prefix)
         return int(reply[1])
 
     async def aclose(self) -> None:
@@ -230,8 +229,8 @@ class Inspector:
                 "Check the name (overrides become part of it), or whether the run has begun"
             )
 
-    async def _books(self) -> _Books:
-        look = await self._link.run(script("look"), self._keys.books, self._keys.prefix)
+    async def _look(self) -> _StateLook:
+        look = await self._link.run(script("look"), self._keys.state_keys, self._keys.prefix)
         meta = {name.decode(): value.decode() for name, value in _pairs(look[0])}
         if int(meta.get("format", 0)) != BOOKS_FORMAT:
             raise BufferFault(
@@ -239,7 +238,7 @@ class Inspector:
                 f"{BOOKS_FORMAT}. Look into it with the release that runs it; single records can be read by their ID"
             )
         leases, begun, ready, taken, records, log, drained, (seconds, micros) = look[1:]
-        return _Books(
+        return _StateLook(
             meta=meta,
             leases={int(seq): float(deadline) for seq, deadline in _pairs(leases)},
             begun={int(seq): int(version) for seq, version in _pairs(begun)},
@@ -252,7 +251,7 @@ class Inspector:
         )
 
     async def _find_group(self, seq: int) -> str | None:
-        """Where the newest attempt has stored the group. Searched for, lest the books have another format."""
+        """Where the newest attempt has stored the group. Searched for, in case the state keys have another format."""
         names = [name.decode() async for name in self._link.client.scan_iter(match=self._keys.of(f"group:{seq}:*"))]
         return max(names, key=lambda name: int(name.rpartition(":")[2]), default=None)
 
@@ -285,8 +284,8 @@ class Inspector:
         return note
 
 
-def _facts(books: _Books, seq: int) -> GroupFacts:
-    record, state, deadline_ms = books.records[seq], _state(books, seq), books.leases.get(seq, 0.0)
+def _facts(look: _StateLook, seq: int) -> GroupFacts:
+    record, state, deadline_ms = look.records[seq], _state(look, seq), look.leases.get(seq, 0.0)
     finished = state is not GroupState.INFLIGHT
     return GroupFacts(
         seq=seq,
@@ -294,25 +293,25 @@ def _facts(books: _Books, seq: int) -> GroupFacts:
         attempt=record.attempt,
         strikes=record.strikes,
         uses=record.uses,
-        oldest_version=record.oldest if finished else books.begun.get(seq),
+        oldest_version=record.oldest if finished else look.begun.get(seq),
         newest_version=record.newest if finished else None,
-        step=books.steps.get(seq),
+        step=look.steps.get(seq),
         longest=record.longest or None,
-        lease_s=(deadline_ms - books.now_ms) / 1000 if deadline_ms else None,
+        lease_s=(deadline_ms - look.now_ms) / 1000 if deadline_ms else None,
     )
 
 
-def _state(books: _Books, seq: int) -> GroupState:
-    if seq in books.leases:
+def _state(look: _StateLook, seq: int) -> GroupState:
+    if seq in look.leases:
         return GroupState.INFLIGHT
-    if seq in books.ready:
+    if seq in look.ready:
         return GroupState.READY
-    return GroupState.TAKEN if seq in books.taken else GroupState.KEPT
+    return GroupState.TAKEN if seq in look.taken else GroupState.KEPT
 
 
-def _ages(books: _Books) -> dict[int, int]:
-    head = int(books.meta.get("version", 0))
-    ages = Counter(age(head, books.records[seq].oldest) for seq in books.ready)
+def _ages(look: _StateLook) -> dict[int, int]:
+    head = int(look.meta.get("version", 0))
+    ages = Counter(age(head, look.records[seq].oldest) for seq in look.ready)
     return dict(sorted(ages.items()))
 
 

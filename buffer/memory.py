@@ -33,87 +33,87 @@ class InMemoryBuffer:
     def __init__(
         self, policy: ReplayPolicy, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time
     ) -> None:
-        self._ledger = BufferState(policy, lease_s, max_attempts)
+        self._state = BufferState(policy, lease_s, max_attempts)
         self._clock = clock
         self._changed = asyncio.Event()
 
     async def put_tasks(self, tasks: Sequence[Task]) -> int:
-        with self._change() as ledger:
-            return ledger.put_tasks(tasks)
+        with self._change() as state:
+            return state.put_tasks(tasks)
 
     async def admit(self, limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
         def attempt() -> list[Ticket]:
-            with self._change() as ledger:
-                return ledger.admit(limit, holder, self._clock())
+            with self._change() as state:
+                return state.admit(limit, holder, self._clock())
 
         return await self._until(attempt, "room in the staleness window and a task", timeout_s)
 
     async def heartbeat(self, tickets: Sequence[Ticket]) -> list[int]:
-        return self._ledger.heartbeat(tickets, self._clock())
+        return self._state.heartbeat(tickets, self._clock())
 
     async def progress(self, ticket: Ticket, partial: Partial) -> None:
-        self._ledger.progress(ticket, partial, self._clock())
+        self._state.progress(ticket, partial, self._clock())
 
     async def give_back(self, ticket: Ticket) -> None:
-        self._ledger.give_back(ticket)
+        self._state.give_back(ticket)
         self._wake()
 
     async def insert(self, ticket: Ticket, group: Group) -> None:
-        with self._change() as ledger:
-            ledger.insert(ticket, group)
+        with self._change() as state:
+            state.insert(ticket, group)
 
     async def discard(self, ticket: Ticket, reason: ReleaseReason) -> None:
-        with self._change() as ledger:
-            ledger.discard(ticket, reason)
+        with self._change() as state:
+            state.discard(ticket, reason)
 
     async def take(self, *, epoch: int, version: int, timeout_s: float) -> Batch:
         def attempt() -> Batch | None:
-            with self._change() as ledger:
-                return ledger.take(epoch, version, self._clock())
+            with self._change() as state:
+                return state.take(epoch, version, self._clock())
 
         return await self._until(attempt, groups_of_step(version), timeout_s)
 
     async def take_part(self, *, epoch: int, version: int, have: int, timeout_s: float) -> Batch:
         def attempt() -> Batch | None:
-            with self._change() as ledger:
-                return ledger.take(epoch, version, self._clock(), have=have, whole=False)
+            with self._change() as state:
+                return state.take(epoch, version, self._clock(), have=have, whole=False)
 
         return await self._until(attempt, groups_of_step(version), timeout_s)
 
     async def release(self, batch: Batch) -> None:
-        with self._change() as ledger:
-            ledger.release(batch)
+        with self._change() as state:
+            state.release(batch)
 
     async def publish_version(self, *, epoch: int, version: int) -> None:
-        self._ledger.publish_version(epoch, version)
+        self._state.publish_version(epoch, version)
 
     async def commit_checkpoint(self, *, epoch: int, version: int) -> None:
-        with self._change() as ledger:
-            ledger.commit_checkpoint(epoch, version)
+        with self._change() as state:
+            state.commit_checkpoint(epoch, version)
 
     async def rollback(self, version: int) -> Resume:
-        with self._change() as ledger:
-            return ledger.rollback(version)
+        with self._change() as state:
+            return state.rollback(version)
 
     async def update_admission(self, policy: ReplayPolicy) -> None:
-        with self._change() as ledger:
-            ledger.policy = policy
+        with self._change() as state:
+            state.policy = policy
 
     async def end(self) -> None:
-        with self._change() as ledger:
-            ledger.ended = True
+        with self._change() as state:
+            state.ended = True
 
     async def stats(self) -> BufferStats:
-        return self._ledger.stats()
+        return self._state.stats()
 
     async def aclose(self) -> None:
         """Nothing is open."""
 
     @contextmanager
     def _change(self) -> Iterator[BufferState]:
-        before = self._ledger.stats()
-        yield self._ledger
-        if self._ledger.stats() != before:
+        before = self._state.stats()
+        yield self._state
+        if self._state.stats() != before:
             self._wake()
 
     def _wake(self) -> None:
@@ -142,7 +142,7 @@ class InMemoryBuffer:
 
     def _next_lease_s(self) -> float:
         now_s = self._clock()
-        deadline_s = self._ledger.next_deadline_s(now_s)
+        deadline_s = self._state.next_deadline_s(now_s)
         return float("inf") if deadline_s is None else deadline_s - now_s
 
 

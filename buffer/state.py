@@ -28,7 +28,7 @@ class ActiveGroup:
     begun: int
     """While INFLIGHT: no token is older than this version, as far as was reported."""
     attempt: int = 0
-    strikes: int = 0
+    expired_leases: int = 0
     deadline_s: float = 0.0
     partial: Partial | None = None
     group: Group | None = None
@@ -215,7 +215,7 @@ class BufferState:
         over = [seq for seq, slot in self.open.items() if slot.group is None and slot.deadline_s <= now_s]
         for seq in over:
             slot = self.open[seq]
-            if slot.strikes + (slot.deadline_s > 0) >= self.max_attempts:
+            if slot.expired_leases + (slot.deadline_s > 0) >= self.max_attempts:
                 self._release(seq, ReleaseReason.FAILED, how=None)
             elif slot.partial is not None and too_old_to_finish(self.policy, self.version, slot.begun):
                 self._release(seq, ReleaseReason.EXPIRED, how=None)
@@ -255,7 +255,7 @@ class BufferState:
 
     def _lease(self, seq: int, holder: str, now_s: float) -> Ticket:
         slot = self.open[seq]
-        slot.strikes += slot.deadline_s > 0
+        slot.expired_leases += slot.deadline_s > 0
         slot.attempt += 1
         slot.deadline_s = now_s + self.lease_s
         if slot.partial is None:

@@ -1,4 +1,4 @@
-"""The counters of a run for whoever is asked for them often, such as a page of metrics."""
+"""The counters of a run, and a cache of them for readers that ask often, such as the metrics page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from async_grpo.errors import AsyncGrpoError
+
+STATS_MAX_AGE_S = 1.0
+STATS_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,8 @@ class BufferStats:
         return self.active == self.inflight + self.ready + self.taken
 
 
-STATS_MAX_AGE_S = 1.0
-
-
-STATS_TIMEOUT_S = 2.0
-
-
 class CachedStats:
-    """Asks the buffer at most once a second, however often somebody wants to know."""
+    """The counters, asked for at most once in STATS_MAX_AGE_S seconds."""
 
     def __init__(self) -> None:
         self.stats: BufferStats | None = None
@@ -71,7 +68,7 @@ class CachedStats:
         self._asking = asyncio.Lock()
 
     async def refresh(self, ask: Callable[[], Awaitable[BufferStats]]) -> None:
-        """Ask unless the last answer is young enough. Raises nothing: who needs the buffer deals with its faults."""
+        """Ask unless the last answer is young enough. Raises nothing; without an answer `stats` is None."""
         async with self._asking:
             if time.monotonic() - self._at_s < STATS_MAX_AGE_S:
                 return

@@ -1,15 +1,11 @@
-"""What a run tells people: log lines, rows, scalars, a timeline, the live view and the report.
+"""What processes write about themselves: log lines, rows, scalars and a timeline.
 
     trainer, servers --> metrics.jsonl, samples/*.jsonl, timeline/*.jsonl, tensorboard/, logs
-    supervisor       --> live view;  at the end summary.json, plots/*.png, timeline.json, report.md
 
-The cast:
-
-- `log`        log lines for people, without secrets
+- `metrics`    the table of step metrics
+- `rows`       the keys of the other rows, and readers of rows
 - `jsonl`      files of rows that survive a crash
-- `rows`       the keys of every row, in one place
-- `scalars`    TensorBoard
-- `timeline`   who did what when, for Perfetto
-- `state`, `waits`, `panel`, `live`   progress while the run goes on
-- `summary`, `plots`, `escape`, `report`   what remains of it
+- `timeline`   spans of every process for Perfetto, durations of a step
+- `logging`    log lines for people, without secrets
+- `trackers`   where scalars go (TensorBoard)
 """

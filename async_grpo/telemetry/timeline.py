@@ -6,7 +6,7 @@ One process of the trace per role, one thread per track. Spans of a track that o
 generated side by side) go to further lanes of that track, because a trace viewer would otherwise
 show one as a part of the other.
 
-What a step spends its time on: named durations, and spans of the timeline on the leading rank.
+`PhaseTimer` measures what a step spends its time on: named durations, and spans of the timeline on the leading rank.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
 from async_grpo.utils.files import write_atomic
 
-_FIRST_ROLES = ("supervisor", "trainer", "publisher")
-
-
 Event = dict[str, Any]
+
+TRACK = "trainer"
+START, WAIT = "start", "wait"
+"""Waiting for a batch: the first one of a process, while engines load; and every later one."""
+_FIRST_ROLES = ("supervisor", "trainer", "publisher")
 
 
 class Timeline:
@@ -132,13 +134,6 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
 
 
-TRACK = "trainer"
-
-
-START, WAIT = "start", "wait"
-"""Waiting for a batch: the first one of a process, while engines load; and every later one."""
-
-
 class PhaseTimer:
     """Collects the durations of one step; `timeline` is None on ranks that write nothing."""
 
@@ -159,5 +154,5 @@ class PhaseTimer:
                 self._timeline.span(TRACK, name, start_s, start_s + elapsed_s, **args)
 
     def reset(self) -> None:
-        """A new step begins."""
+        """Forget the durations: a new step begins."""
         self.seconds.clear()

@@ -1,1 +1,1 @@
-"""async_grpo/utils"""
+"""Helpers that know nothing of this project."""

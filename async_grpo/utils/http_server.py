@@ -1,12 +1,10 @@
-"""uvicorn as a part of a process that has other things to do: it leaves the signals and the log to its host.
+"""uvicorn inside a process that has other work (signals and log stay with the process), and its listening socket.
 
     connection --headers, within HEADERS_S--> RequestLimit --> application
 
-Health and metrics are answered whatever other connections do: neither connections that wait nor requests under way
-count against them. Where more than MOST_CONNECTIONS are open, the one that has waited longest for its next request is
-closed; where none waits, the one whose request is the oldest.
-
-The socket that a server listens on, and how others find it.
+Health and metrics are always answered: neither waiting connections nor requests under way count against them. With more
+than MOST_CONNECTIONS open, the connection that has waited longest for its next request is closed; if none waits, the
+one with the oldest request.
 """
 
 from __future__ import annotations
@@ -23,20 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 KEEP_ALIVE_S = 15
-
-
 HEADERS_S = 10
 """What a client gets for the headers of a request, from the connection or from their first byte on."""
-
-
 CLOSE_S = 2
 """What answers under way get when the socket is closed."""
-
-
 MOST_CONNECTIONS = 320
 """Open at once. More than any limit of requests, so that those under way are not closed for others."""
-
-
 ALWAYS_ANSWERED = frozenset({"/healthz", "/readyz", "/metrics"})
 
 

@@ -1,12 +1,12 @@
-"""vLLM's engine process does not notice that the rollout server was killed; its workers do it here.
-
-rollout server (owner) --> EngineCore --> worker      or, merged:      owner --> EngineCore with worker
-
-Finding and ending what a dead role left behind.
+"""Process trees: ending everything that a dead role has left, and engines that end with their rollout server.
 
 Every role is started in a process group of its own, with a mark in its environment. Its children inherit both, unless
-they leave the group or write their title over their environment (vLLM's engine does). The supervisor adopts orphans:
-so whatever a killed role had started is found and ended.
+they leave the group or write their title over their environment (vLLM's engine does). The supervisor adopts orphans, so
+it finds and ends whatever a killed role had started (`end_family`).
+
+vLLM's engine process does not notice that the rollout server was killed; its workers do it here (`exit_with_owner`):
+
+    rollout server (owner) --> EngineCore --> worker      or, merged:      owner --> EngineCore with worker
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ import psutil
 
 from async_grpo.utils.child_process import MARK_VARIABLE
 
+OWNER = "ASYNC_GRPO_ENGINE_OWNER"
+"""Environment variable inherited by vLLM's processes: the machine and the process id of the rollout server."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PID_NAMESPACE = Path("/proc/self/ns/pid")
 _GRACE_S = 5.0
 
 
@@ -69,24 +73,13 @@ def _belongs(process: psutil.Process, value: str, group: int | None) -> bool:
         return False
 
 
-OWNER = "ASYNC_GRPO_ENGINE_OWNER"
-"""Environment variable inherited by vLLM's processes: the machine and the process id of the rollout server."""
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-PID_NAMESPACE = Path("/proc/self/ns/pid")
-
-
 def become_owner() -> None:
-    """Called in the rollout server before it starts vLLM."""
+    """Name this process as the owner of engines to come; the rollout server calls it before it starts vLLM."""
     os.environ[OWNER] = f"{_here()} {os.getpid()}"
 
 
 def exit_with_owner() -> None:
-    """Called in a worker: when the rollout server ends, however it ends, so does the engine; at once if it has ended
-    already, while the engine was starting.
+    """Called in a worker: end the engine when the rollout server ends, however it ends; at once if it has ended.
 
     Does nothing in a worker on another machine or in another container.
     """

@@ -1,8 +1,6 @@
-"""The versions that this project is written for, and what to type where they are missing.
+"""The versions that this project is written for, what to type where they are missing, and checks of the installation.
 
-The vocabulary of `async-grpo doctor` and of the trainer's platforms: what one asks for, the other checks.
-
-What a check has found, and how the checks look at the installation.
+`async-grpo doctor` and the trainer's platforms share it: what a platform needs, the doctor checks.
 """
 
 from __future__ import annotations
@@ -13,51 +11,23 @@ from dataclasses import dataclass
 
 MEGATRON_CORE = "0.16.1"
 """Exactly: layer specs, checkpoints and the CPU platform use internals of this version."""
-
-
 MINDSPEED_BRANCH = "core_r0.16.0"
-
-
 TORCH_ASCEND = "2.10.0"
-
-
 TORCH_NPU = "2.10.0.post4"
-
-
 CANN = "9.1.0"
-
-
 VLLM_ASCEND = "0.23.0"
 """Of vllm-ascend, and of the vllm beneath it."""
-
-
 STAND_IN = "0.99.0"
 """Version of the empty distributions in deploy/stand-ins."""
-
-
 INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_CORE}"
-
-
 INSTALL_CPU = "make .venv, or: pip install ./deploy/stand-ins/* -e '.[cpu]'"
-
-
 INSTALL_CUDA = "pip install -e '.[cuda]'"
-
-
 INSTALL_ASCEND = "pip install -e '.[ascend]'"
-
-
 INSTALL_TORCH_NPU = f"pip install torch=={TORCH_ASCEND} torch-npu=={TORCH_NPU}"
-
-
 INSTALL_MINDSPEED = (
     f"git clone -b {MINDSPEED_BRANCH} https://gitcode.com/Ascend/MindSpeed.git && pip install -e MindSpeed"
 )
-
-
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
-
-
 SOURCE_CANN = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 

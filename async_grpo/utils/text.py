@@ -1,11 +1,4 @@
-"""Series of numbers made readable.
-
-Text that a model or a data set wrote, made harmless for a terminal: nothing in it is obeyed.
-
-How sizes are written.
-
-Model output in a Markdown file: shown as it is, never interpreted.
-"""
+"""Text for people: model output made safe for terminals and Markdown, sizes, and series of numbers as one line."""
 
 from __future__ import annotations
 
@@ -14,6 +7,10 @@ import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
 
+GIB = 1 << 30
+_BARS = "▁▂▃▄▅▆▇█"
+_KEPT = "\n\t"
+_UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 _INVISIBLE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Control, format (direction overrides), surrogate, private-use and unassigned characters; line separators."""
 
@@ -36,25 +33,17 @@ def _spelled(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-GIB = 1 << 30
-
-
 def gib(size_bytes: float) -> str:
-    """
+    """A size in GiB with one decimal.
+
     >>> gib(3 * 2**30)
     '3.0'
     """
     return f"{size_bytes / GIB:.1f}"
 
 
-_UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-
-
-_KEPT = "\n\t"
-
-
 def clean_text(text: str) -> str:
-    """Without control, bidirectional-override, surrogate and private-use characters (newline and tab stay)."""
+    """The text without control, bidirectional-override, surrogate and private-use characters; newline and tab stay."""
     return "".join(c for c in text if c in _KEPT or unicodedata.category(c) not in _UNSAFE_CATEGORIES)
 
 
@@ -66,9 +55,6 @@ def fenced(text: str, limit: int = 600) -> str:
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
-
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -1,6 +1,6 @@
 """What travels between processes and rests in the buffer, as MessagePack.
 
-The cast:
+The records:
 
 - `Task`         one prompt with its reference answer
 - `Ticket`       the leased right to generate one group

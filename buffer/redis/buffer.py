@@ -1,4 +1,4 @@
-"""The replay buffer on Redis: payloads by SET and MGET, one Lua script a transition.
+"""The replay buffer on Redis: payloads by SET and MGET, one Lua script a call.
 
     caller --payload and script in one transaction--> server
     caller --script--> 'wait' --BLPOP wake list--> script again
@@ -65,7 +65,7 @@ class RedisBuffer:
 
         The admission parameters are written where they differ from those of the last `open`: a process that
         joins with the same configuration does not undo a live retuning. Raises BufferFault for a run that was
-        stored by a release with other books.
+        stored by a release with another format.
         """
         buffer = cls(RetryingClient(client, timeout_s), run)
         status, *formats = await buffer._script("open", *_dials(policy), round(1000 * lease_s), max_attempts)
@@ -247,7 +247,9 @@ class RedisBuffer:
     async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = (), together: bool = True) -> Any:
         """The reply of the script `name`, run on this run's keys."""
         keys = self._keys
-        return await self._link.run(script(name), keys.books, keys.prefix, *args, payloads=payloads, together=together)
+        return await self._link.run(
+            script(name), keys.state_keys, keys.prefix, *args, payloads=payloads, together=together
+        )
 
 
 def _dials(policy: ReplayPolicy) -> tuple[object, ...]:

@@ -18,7 +18,13 @@ from redis.exceptions import BusyLoadingError, ResponseError
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerRefused
 from async_grpo.utils.private_names import check_private_names
-from buffer.redis.discovery import ClusterFinder, FoundConnection, FoundTlsConnection, NodeDiscovery, SentinelFinder
+from buffer.redis.discovery import (
+    ClusterDiscovery,
+    FoundConnection,
+    FoundTlsConnection,
+    NodeDiscovery,
+    SentinelDiscovery,
+)
 from buffer.redis.errors import PASSWORD_VARIABLE, SENTINEL_PASSWORD_VARIABLE, USERNAME_VARIABLE
 from buffer.redis.scripts import RunKeys
 from buffer.redis.url import RedisUrl, parse
@@ -41,7 +47,7 @@ class RunClient(Redis):
     """redis-py's client, and what `RetryingClient` has to know to use it."""
 
     address: RedisUrl
-    finder: NodeDiscovery | None = None
+    discovery: NodeDiscovery | None = None
     """Where the node that serves the run may change."""
     durable = True
     """Whether a server without an append-only file is refused."""
@@ -65,23 +71,23 @@ def make_client(redis: RedisConfig, run: str = "") -> RunClient:
         )
     address = parse(redis.url)
     options = _options(redis, address)
-    finder = _finder(redis, address, run, options)
+    discovery = _discovery(redis, address, run, options)
     pool = ConnectionPool(
         connection_class=_connection_class(address),
         max_connections=MOST_CONNECTIONS,
         **options,
         **_credentials(address),
-        **_target(address, finder),
+        **_target(address, discovery),
     )
     client = cast(RunClient, RunClient.from_pool(pool))  # which owns the pool, and closes it
-    client.address, client.finder, client.durable = address, finder, redis.durable
+    client.address, client.discovery, client.durable = address, discovery, redis.durable
     client.replicas_to_wait_for, client.barrier_key = redis.replicas_to_wait_for, RunKeys(run).of("barrier")
     return client
 
 
 def endpoint_of(client: Redis) -> str:
     """What a client connects to, without its password."""
-    return str(getattr(client, "finder", None) or getattr(client, "address", "the given client"))
+    return str(getattr(client, "discovery", None) or getattr(client, "address", "the given client"))
 
 
 async def check_server(client: Redis) -> None:
@@ -97,7 +103,7 @@ async def check_server(client: Redis) -> None:
             "once its memory is full it could not be drained. Use Redis >= 7.0 or Valkey"
         )
     mode = str(about.get("server_mode") or about.get("redis_mode"))
-    if mode in _MODES and getattr(client, "finder", None) is None:
+    if mode in _MODES and getattr(client, "discovery", None) is None:
         raise ServerRefused(f"the server at {endpoint_of(client)} is {_MODES[mode]}")
     policy = await _eviction_policy(client)
     if policy != SAFE_POLICY:
@@ -186,21 +192,21 @@ def _connection_class(address: RedisUrl) -> type[Any]:
     return FoundTlsConnection if address.tls else FoundConnection
 
 
-def _target(address: RedisUrl, finder: NodeDiscovery | None) -> dict[str, Any]:
-    if finder is not None:
-        return {"finder": finder, "db": address.db}
+def _target(address: RedisUrl, discovery: NodeDiscovery | None) -> dict[str, Any]:
+    if discovery is not None:
+        return {"discovery": discovery, "db": address.db}
     if address.kind == "socket":
         return {"path": address.path, "db": address.db}
     return {"host": address.nodes[0].host, "port": address.nodes[0].port, "db": address.db}
 
 
-def _finder(redis: RedisConfig, address: RedisUrl, run: str, options: dict[str, Any]) -> NodeDiscovery | None:
+def _discovery(redis: RedisConfig, address: RedisUrl, run: str, options: dict[str, Any]) -> NodeDiscovery | None:
     patience_s = min(CONNECT_TIMEOUT_S, redis.timeout_s / (1 + len(address.nodes)))
     if address.kind == "cluster":
-        return ClusterFinder(address, RunKeys(run).of(""), options | _credentials(address), patience_s)
+        return ClusterDiscovery(address, RunKeys(run).of(""), options | _credentials(address), patience_s)
     if address.kind == "sentinel":
         password = os.environ.get(SENTINEL_PASSWORD_VARIABLE) or None
-        return SentinelFinder(address, options | {"password": password}, patience_s)
+        return SentinelDiscovery(address, options | {"password": password}, patience_s)
     return None
 
 

@@ -1,7 +1,7 @@
 """Which node serves a run, where one URL stands for several: a cluster, or a primary under Sentinel.
 
-    connection --find--> Finder --asks a seed (a cluster node, a sentinel)--> address of the node --> connection
-    Link --forget, after every failure that another node may mend--> Finder, and its idle connections are closed
+    connection --find--> NodeDiscovery --asks a seed (a cluster node, a sentinel)--> address of the node --> connection
+    RetryingClient --forget, after every failure that another node may mend--> NodeDiscovery
 
 All keys of a run are under one hash tag, so one node serves all of it at a time: transactions, scripts and
 BLPOP go over plain connections to that node. When it changes (a failover, a moved slot), calls fail, `RetryingClient`
@@ -89,7 +89,7 @@ class NodeDiscovery(ABC):
             await connection.disconnect(nowait=True)
 
 
-class ClusterFinder(NodeDiscovery):
+class ClusterDiscovery(NodeDiscovery):
     """The primary of the slot of a run. Every node of the cluster that is met becomes a seed."""
 
     def __init__(self, address: RedisUrl, key: str, options: dict[str, Any], patience_s: float) -> None:
@@ -122,7 +122,7 @@ class ClusterFinder(NodeDiscovery):
         self._seeds = deque([*kept, *sorted(met.difference(kept))])
 
 
-class SentinelFinder(NodeDiscovery):
+class SentinelDiscovery(NodeDiscovery):
     """The primary that the sentinels name."""
 
     @property
@@ -142,14 +142,14 @@ class SentinelFinder(NodeDiscovery):
 
 
 class FoundConnection(Connection):
-    """A connection to wherever the finder says."""
+    """A connection to wherever the discovery says."""
 
-    def __init__(self, *, finder: NodeDiscovery, **options: Any) -> None:
+    def __init__(self, *, discovery: NodeDiscovery, **options: Any) -> None:
         super().__init__(redis_connect_func=_greet, **options)
-        self.finder = finder
+        self.discovery = discovery
 
     async def _connect(self) -> None:
-        self.host, self.port = await self.finder.find()
+        self.host, self.port = await self.discovery.find()
         await super()._connect()
 
 
@@ -159,7 +159,7 @@ class FoundTlsConnection(FoundConnection, SSLConnection):
 
 async def _greet(connection: Any) -> None:
     await connection.on_connect()
-    await connection.finder.confirm(connection)
+    await connection.discovery.confirm(connection)
 
 
 def _node(entry: list[Any], seed: HostPort) -> HostPort:

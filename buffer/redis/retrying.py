@@ -114,8 +114,8 @@ class RetryingClient:
 
         Raises as `call` does, and ReplicasBehind if it has happened, but too few replicas have confirmed it.
         """
-        transition = ScriptCall(script, keys, args, payloads, together)
-        return await self._persist(lambda until: self._run(transition, until))
+        call = ScriptCall(script, keys, args, payloads, together)
+        return await self._persist(lambda until: self._run(call, until))
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values by key."""
@@ -127,7 +127,7 @@ class RetryingClient:
     async def until(
         self, wake: str, attempt: Callable[[], Awaitable[T | RetryLater]], *, waited_for: str, timeout_s: float
     ) -> T:
-        """The first answer of `attempt` other than NotYet; it is made again whenever the list `wake` has an
+        """The first answer of `attempt` other than RetryLater; it is made again whenever the list `wake` has an
         element. Raises WaitTimeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -167,10 +167,10 @@ class RetryingClient:
         """The next attempt asks for the node where another may serve the run by now, and trusts no connection: if one
         has been lost, or was silent, so may be those that are idle."""
         await release_kept(self.client)
-        finder = getattr(self.client, "finder", None)
-        if finder is not None:
-            finder.forget()
-        if finder is not None or isinstance(cause, LOST):
+        discovery = getattr(self.client, "discovery", None)
+        if discovery is not None:
+            discovery.forget()
+        if discovery is not None or isinstance(cause, LOST):
             with contextlib.suppress(server_errors.RedisError, OSError):
                 async with asyncio.timeout(CLOSE_S):
                     await self.client.connection_pool.disconnect(inuse_connections=False)
@@ -188,20 +188,20 @@ class RetryingClient:
                 raise named(cause, endpoint_of(self.client), self._timeout_s) from error
             await asyncio.sleep(FIRST_BACKOFF_S)
 
-    async def _run(self, transition: ScriptCall, until: float) -> Any:
+    async def _run(self, call: ScriptCall, until: float) -> Any:
         try:
-            return await self._once(transition, until)
+            return await self._once(call, until)
         except server_errors.NoScriptError:  # a new server, or one that was restarted
-            for each in (transition.script, BARRIER) if self._replicas else (transition.script,):
+            for each in (call.script, BARRIER) if self._replicas else (call.script,):
                 await self.client.script_load(each.source)
-            return await self._once(transition, until)
+            return await self._once(call, until)
 
-    async def _once(self, transition: ScriptCall, until: float) -> Any:
-        commands = transition.commands()
+    async def _once(self, call: ScriptCall, until: float) -> Any:
+        commands = call.commands()
         async with one_connection(self.client) as connection:
-            send = transact(connection, commands) if transition.atomic else exchange(connection, *commands)
+            send = transact(connection, commands) if call.atomic else exchange(connection, *commands)
             *_, reply = await send
-            if self._replicas and not transition.script.only_reads:
+            if self._replicas and not call.script.only_reads:
                 await self._confirm(connection, until)
             return reply
 

@@ -1,6 +1,7 @@
-"""Every key of a run, under one hash tag, so that a cluster keeps them on one node.
+"""The keys of a run, and the Lua scripts that change them.
 
-Bookkeeping, passed to every script in the order of `_BOOKS`:
+All keys are under one hash tag, so that a cluster keeps them on one node. The state keys are passed to every script in
+the order of `_STATE_KEYS`:
 
 - `meta`        hash    epoch, head version, counters, the policy
 - `released`    hash    reason -> groups that ended with it
@@ -27,10 +28,9 @@ sequence of its ticket: both count from 0, and tasks are admitted in order. A gr
 attempt that made it, so that it can be written where it will stay before anybody knows whether its
 lease still holds: what a lost attempt writes is nobody else's.
 
-The Lua scripts in lua/: one a transition, called by digest, loaded where the server does not know them.
-
-The second line of a script may name the parts, in lua/parts/, that are put before it, in this order: a server makes
-all functions of a script anew at every call, so each gets those that it needs.
+The Lua scripts in lua/, one for each transition, are called by digest and loaded where the server does not know them.
+The second line of a script may name the parts, in lua/parts/, that are put before it, in this order: a server creates
+all functions of a script again at every call, so each script gets only those that it needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-_BOOKS = (
+_STATE_KEYS = (
     *("meta", "released", "lengths", "open", "ready", "leases", "begun", "ages", "groups", "taken", "log"),
     *("endings", "wake:admit", "wake:take", "stage"),
 )
@@ -52,7 +52,7 @@ class RunKeys:
 
     def __init__(self, run: str) -> None:
         self.prefix = f"agrpo:{{{run}}}:"
-        self.books = tuple(self.of(name) for name in _BOOKS)
+        self.state_keys = tuple(self.of(name) for name in _STATE_KEYS)
 
     def of(self, name: str) -> str:
         """The key called `name`."""

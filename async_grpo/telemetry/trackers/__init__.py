@@ -1,1 +1,1 @@
-"""async_grpo/telemetry/trackers"""
+"""Trackers: where the scalars of a run go."""
