@@ -1,26 +1,28 @@
-"""The step that one would write without this trainer: plain PyTorch and the Hugging Face model, padded micro-batches.
+"""The training steps that the trainer's step is compared with: plain PyTorch and the Hugging Face model.
+
+`padded_step`: the step that one would write without this trainer, in padded micro-batches.
 
     sequences --in the order of the batch, or by length--> rows of a micro-batch, padded to its longest at the right
               --> hidden states --trained positions alone--> logits --> log-probabilities --> loss, backward
     after the last micro-batch: clip, AdamW
 
-What makes such a step fast is done: padding is that of the micro-batch and not of the whole batch, the output layer
-computes the trained positions only, gradients accumulate in place, the optimizer is fused. The attention mask may be
-left out, because rows are padded at their end and attention is causal: no real token sees a padded one.
+It does all that makes such a step fast: padding is that of the micro-batch and not of the whole batch, the output layer
+only computes trained positions, gradients accumulate in place, the optimizer is fused. The attention mask may be left
+out, because rows are padded at their end and attention is causal: no real token sees a padded one.
 
-Ceilings: the Hugging Face model without a padded position, forward and backward alone.
-
-- one by one   every sequence is a micro-batch of its own, as plain as it can be
-- by hand      sequences end to end in one row, each attending to itself: the packing of the trainer's step between
-               the layers of Hugging Face, so that what is left between the two is what Megatron-core costs
-
-The step as Hugging Face trainers of this kind usually make it: padded at both ends, logits wherever a token may be.
+`usual_step`: the step as Hugging Face trainers of this kind usually make it.
 
     prompts padded at the left | completions padded at the right --> logits of all positions of the longest completion
 
 Facts from TRL's `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer): prompts and completions of a micro-batch
 are padded apart and joined, the model is given an attention mask and asked for the logits of as many positions as the
 longest completion has, and the log-probabilities of padding are masked out afterwards; eight rows is its default.
+
+Ceilings: the Hugging Face model without a padded position, forward and backward alone.
+
+- `one_by_one`      every sequence is a micro-batch of its own
+- `packed_by_hand`  sequences end to end in one row, each attending to itself: the packing of the trainer's step between
+                    the layers of Hugging Face, so what is left between the two is what Megatron-core costs
 """
 
 from __future__ import annotations
