@@ -83,7 +83,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "credits_not_counted: free = self._credits - len(self._deadlines) --> free = self._credits",
     ("async_grpo/staleness.py", "tests/unit/test_staleness_bounds.py", "tests/unit/test_staleness.py"),
     "age_bound_one_too_many: - 1) * self.max_uses - 1) // --> - 1) * self.max_uses) //",
-    ("async_grpo/staleness.py", "tests/contract/test_buffer_admission.py"),
+    ("async_grpo/staleness.py", "tests/unit/test_staleness.py"),
     "window_one_step_short: (self.max_staleness + 1) * --> max(1, self.max_staleness) *",
     ("async_grpo/staleness.py", "tests/unit/test_staleness.py"),
     "batch_not_counted: - (uses + batch) >= --> - uses >=",

@@ -10,8 +10,11 @@ from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, Sta
 from tests.support.buffer_cases import policy
 
 
-def test_on_policy_training_has_room_for_one_batch() -> None:
-    assert StalenessWindow(max_staleness=0, groups_per_step=4, horizon=40).capacity == 4
+@pytest.mark.parametrize(("max_staleness", "capacity"), [(0, 4), (2, 12)])
+def test_the_window_has_room_for_one_batch_and_one_more_for_each_step_of_staleness(
+    max_staleness: int, capacity: int
+) -> None:
+    assert StalenessWindow(max_staleness, groups_per_step=4, horizon=40).capacity == capacity
 
 
 def test_age_is_never_negative() -> None:
