@@ -9,7 +9,7 @@ from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.logging import configure_logging
 from async_grpo.telemetry.timeline import PhaseTimer, Timeline
-from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
+from async_grpo.telemetry.trackers import make_trackers
 from trainer.distributed import is_leader
 from trainer.metrics_server import MetricsServer
 
@@ -25,7 +25,7 @@ class TrainerLogger:
         if self._leads:
             self._log = configure_logging(ROLE)
             self._rows = JsonLines(config.run_dir / "metrics.jsonl")
-            self._scalars = TensorBoardTracker(config.run_dir, config.telemetry.tensorboard)
+            self._trackers = make_trackers(config)
             self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
             self._metrics = MetricsServer(config)
             if address := self._metrics.open():
@@ -36,7 +36,7 @@ class TrainerLogger:
         """Record a finished step."""
         if self._leads:
             self._rows.write(row)
-            self._scalars.write_step(row)
+            self._trackers.step(row)
             self._metrics.step(row)
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
@@ -74,5 +74,5 @@ class TrainerLogger:
         if self._leads and self._timeline is not None:
             self._metrics.close()
             self._rows.close()
-            self._scalars.close()
+            self._trackers.close()
             self._timeline.close()

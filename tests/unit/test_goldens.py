@@ -27,7 +27,7 @@ from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.telemetry.rows import TIME_KEYS
-from async_grpo.telemetry.trackers.tensorboard import TAGS
+from async_grpo.telemetry.trackers import TAGS
 from async_grpo.wire.records import Record
 from buffer.redis.scripts import RunKeys
 from tests.unit.test_telemetry_run import run_dir, summary  # noqa: F401  (fixtures)

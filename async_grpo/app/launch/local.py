@@ -34,7 +34,7 @@ from async_grpo.errors import BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
 from async_grpo.telemetry.timeline import merge_timelines
-from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
+from async_grpo.telemetry.trackers import make_trackers
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import adopt_orphans
 from async_grpo.wire.board import Evaluation
@@ -65,11 +65,11 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
 
 
 def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
-    """Write the accuracies for TensorBoard, beside the trainer's own events."""
-    writer = TensorBoardTracker(config.run_dir, config.telemetry.tensorboard)
+    """Write the accuracies to the trackers, beside the trainer's own curves."""
+    trackers = make_trackers(config)
     for evaluation in evaluations:
-        writer.write_evaluation(evaluation)
-    writer.close()
+        trackers.evaluation(evaluation)
+    trackers.close()
 
 
 def headline(summary: dict[str, Any], folder: RunFolder) -> str:
