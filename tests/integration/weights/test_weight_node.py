@@ -140,14 +140,14 @@ asyncio.run(main())
 
 async def test_when_the_last_server_is_killed_the_process_ends_and_leaves_nothing(tmp_path: Path) -> None:
     path = store_path(RUN, "node")
-    environment = {**os.environ, MARK_VARIABLE: "a role"}
+    environment = {**os.environ, MARK_VARIABLE: "7/run/rollout-0"}
     server = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", SERVER, str(path)], stdout=subprocess.PIPE, env=environment, cwd=Path.cwd()
     )
     assert server.stdout is not None
     assert await asyncio.to_thread(server.stdout.readline) == b"connected\n"
     (process,) = receiver_processes()
-    assert MARK_VARIABLE not in process.environ()
+    assert process.environ()[MARK_VARIABLE] == "7/run/"  # of the run: it outlives the role
     server.send_signal(signal.SIGKILL)
     server.wait()
     await until(lambda: not receiver_processes())
