@@ -3,7 +3,7 @@
     trainer's WeightStore --mmap--> ChunkServer --ROUTER--> up to `fanout` receivers, at their own pace
                           --mmap--> Encoder (threads)
     trainer --PAIR "publish v"--> encode --> announce ----PUB--------> receivers, at once and every heartbeat
-                                             Tracker <----ROUTER-----> receivers: who fetches from whom, manifests
+                                             RelayTracker <----ROUTER-----> receivers: who fetches from whom, manifests
 
 One thread owns all sockets and waits in one poller: for the trainer (PAIR), for a receiver (ROUTER), for
 the encoder (a pipe) or for the next heartbeat. It never writes to the store. The trainer may write only
@@ -43,7 +43,7 @@ from async_grpo.weights.zmq.messages import (
     TrainerOrder,
     count,
 )
-from async_grpo.weights.zmq.relay_tree import Tracker
+from async_grpo.weights.zmq.relay_tree import RelayTracker
 from async_grpo.weights.zmq.sockets import Context, CurveGuard, CurveKeys, is_loopback, keys_for, listen
 from async_grpo.wire import encode
 
@@ -86,7 +86,7 @@ class PublisherProcess:
         told = self._config.advertise
         announce, control_endpoint = listen(self._announce, bind, 0, keys, told), listen(requests, bind, 1, keys, told)
         chunks_endpoint = listen(chunks, bind, 2, keys if self._config.encrypt == "all" else None, told)
-        self._tracker = Tracker(requests, self._config.fanout, chunks_endpoint, heartbeat_s)
+        self._tracker = RelayTracker(requests, self._config.fanout, chunks_endpoint, heartbeat_s)
         self._server = ChunkServer(
             chunks,
             time.monotonic,

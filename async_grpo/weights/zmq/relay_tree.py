@@ -6,7 +6,7 @@
 log(N) / log(fanout). Receivers move only when they must: when a relay leaves, its children get new parents and keep
 their own children; a child that could not fetch from its relay gets another parent.
 
-`Tracker` answers the receivers' heartbeats with the parent to fetch from, and hands out manifests. It forgets a
+`RelayTracker` answers the receivers' heartbeats with the parent to fetch from, and hands out manifests. It forgets a
 receiver that has been silent for a few heartbeats; the children of that one learn their new parent from the answer to
 their next heartbeat.
 """
@@ -120,7 +120,7 @@ class RelayTree:
         return reachable and relay.relay not in member.avoids and len(self._children[node]) < self._fanout
 
 
-class Tracker:
+class RelayTracker:
     """The publisher's control plane; answers on the ROUTER socket that it is given."""
 
     def __init__(self, router: Socket, fanout: int, own_chunks: str, heartbeat_s: float) -> None:
