@@ -99,8 +99,7 @@ async def check_server(client: Redis) -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
         raise ServerRefused(
             f"the server at {endpoint_of(client)} is version {version}, older than 7.0: it does not know script "
-            f"flags, so "
-            "once its memory is full it could not be drained. Use Redis >= 7.0 or Valkey"
+            "flags, so once its memory is full it could not be drained. Use Redis >= 7.0 or Valkey"
         )
     mode = str(about.get("server_mode") or about.get("redis_mode"))
     if mode in _MODES and getattr(client, "discovery", None) is None:
@@ -109,8 +108,7 @@ async def check_server(client: Redis) -> None:
     if policy != SAFE_POLICY:
         raise ServerRefused(
             f"the server at {endpoint_of(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when "
-            f"memory "
-            f"is short it would drop finished groups. Run CONFIG SET maxmemory-policy {SAFE_POLICY} on it"
+            f"memory is short it would drop finished groups. Run CONFIG SET maxmemory-policy {SAFE_POLICY} on it"
         )
     await _check_file(client)
 
@@ -124,8 +122,7 @@ async def _check_file(client: Redis) -> None:
     if getattr(client, "durable", True):
         raise ServerRefused(
             f"the server at {endpoint_of(client)} has appendonly no, but it must keep an append-only file: its death "
-            f"would "
-            "lose the run. Run CONFIG SET appendonly yes on it, or, if it may be lost, set redis.durable: false"
+            "would lose the run. Run CONFIG SET appendonly yes on it, or, if it may be lost, set redis.durable: false"
         )
     _warn_of_memory_alone(endpoint_of(client))
 

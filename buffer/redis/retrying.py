@@ -214,9 +214,9 @@ class RetryingClient:
         if have < self._replicas:
             raise ReplicasBehind(
                 f"{have} of {self._replicas} replicas of the server at {endpoint_of(self.client)} have confirmed a "
-                f"change "
-                f"within {self._timeout_s:g} s. It has happened on the primary, and repeating the call is harmless, "
-                "but a failover now could undo it. Bring the replicas back, or lower redis.replicas_to_wait_for"
+                f"change within {self._timeout_s:g} s. It has happened on the primary, and repeating the call is "
+                "harmless, but a failover now could undo it. Bring the replicas back, or lower "
+                "redis.replicas_to_wait_for"
             )
 
 
