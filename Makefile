@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard deploy/stand-ins/*/pyproject.toml)
 	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off $(addprefix ./,$(wildcard deploy/stand-ins/t*)) -e '.[cpu,dev]'
 	touch $@
 
-quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: about ten minutes, with a report at the end
+quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: five to eight minutes, with a report at the end
 	$(BIN)/async-grpo run configs/quickstart.yaml
 
 test: $(VENV)/.installed  ## The test suite

@@ -160,6 +160,7 @@ class Counting:
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.steps: list[int] = []
+        self.closed = False
         self._fails_at = fails_at
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float | None = None) -> None:
@@ -167,7 +168,10 @@ class Counting:
             raise OSError("the tracker's server is gone")
         self.steps.append(step)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
+        if self._fails_at is not None:
+            raise OSError("the tracker's server is gone")
 
 
 def test_a_tracker_that_fails_is_left_out_and_ends_no_run() -> None:
@@ -177,6 +181,7 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run() -> None:
         trackers.step({"step": step, "loss": 0.5})
     trackers.close()
     assert (failing.steps, other.steps) == ([1], [1, 2, 3])
+    assert failing.closed and other.closed
 
 
 @pytest.mark.parametrize(

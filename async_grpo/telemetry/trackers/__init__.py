@@ -7,7 +7,8 @@ A tracker that fails is named in the log and left out from then on; it never end
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -51,7 +52,9 @@ class Trackers:
     """All trackers of a run."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._opened = tuple(trackers)
         self._trackers = list(trackers)
+        """Those that have not failed."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Log the numeric fields of a step's row (`metrics.METRICS`) at its step."""
@@ -73,14 +76,18 @@ class Trackers:
         self._log(evaluation.version, scalars, None)
 
     def close(self) -> None:
-        """Close all of them."""
-        for tracker in self._trackers:
-            tracker.close()
+        """Close all of them, those that have failed as well."""
+        for tracker in self._opened:
+            self._unless_it_fails(tracker, tracker.close)
 
     def _log(self, step: int, scalars: Mapping[str, float], at_s: float | None) -> None:
         for tracker in list(self._trackers):
-            try:
-                tracker.log(step, scalars, at_s)
-            except Exception as error:  # packages of others: a curve that is missing is no reason to stop training
-                log.warning("a tracker failed and is left out", tracker=type(tracker).__name__, error=str(error))
+            self._unless_it_fails(tracker, partial(tracker.log, step, scalars, at_s))
+
+    def _unless_it_fails(self, tracker: Tracker, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # packages of others: a curve that is missing is no reason to stop training
+            log.warning("a tracker failed and is left out", tracker=type(tracker).__name__, error=str(error))
+            if tracker in self._trackers:
                 self._trackers.remove(tracker)
