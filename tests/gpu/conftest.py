@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-INTEGRATION = Path(__file__).parents[1] / "integration"
-sys.path.insert(0, str(INTEGRATION))  # the programs and references are those of the tests on CPU
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

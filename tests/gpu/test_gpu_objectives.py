@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer_objectives import DEALT_OUT, OBJECTIVES, WHOLE, Outcome, assert_same, reference, run_config, train
-from trainer_programs.batches import VOCAB
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.algorithms import Tokens, token_objective, whole_batch_multiplier
 from async_grpo.config.objective import ObjectiveConfig
+from tests.integration.trainer.test_trainer_objectives import (
+    DEALT_OUT,
+    OBJECTIVES,
+    WHOLE,
+    Outcome,
+    assert_same,
+    reference,
+    run_config,
+    train,
+)
 from tests.support.objective_cases import random_rows, tokens_of, weights_of
+from tests.support.trainer_programs.batches import VOCAB
 
 
 def on_gpu(tokens: Tokens, dtype: torch.dtype) -> Tokens:

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer_model import FAMILIES, STEPS, assert_identical, assert_same_training
-from trainer_programs.launching import Case, Outcome, train
-from trainer_programs.models import make_model
-from trainer_programs.plain import plain_training
 
 from async_grpo.config import dump, validate
 from async_grpo.weights.delta import apply, encode
+from tests.integration.trainer.test_trainer_model import FAMILIES, STEPS, assert_identical, assert_same_training
+from tests.support.trainer_programs.launching import Case, Outcome, train
+from tests.support.trainer_programs.models import make_model
+from tests.support.trainer_programs.plain import plain_training
 from trainer.platform import select_platform
 
 ROOT = Path(__file__).parents[2]
-INTEGRATION = ROOT / "tests" / "integration"
 PUBLISHED = 10
 ON_GPU = {"platform": "cuda"}
 
@@ -116,8 +115,8 @@ def test_every_receiver_maps_the_bits_of_the_gpu_after_each_step(folder: Path) -
     config.write_text(dump(validate(raw, "test")))
     case = {"config": str(config), "model": str(make_model(folder, "qwen2")), "out": str(out)}
     listed.write_text(json.dumps([{**case, "readers": 2, "steps": PUBLISHED}]))
-    environment = {**os.environ, "PYTHONPATH": f"{INTEGRATION}:{ROOT}"}
-    command = [sys.executable, "-m", "trainer_programs.published_steps", str(listed)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.support.trainer_programs.published_steps", str(listed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     versions = [json.loads(line) for line in out.read_text().splitlines()]

@@ -22,7 +22,7 @@ from tests.support.whole_run import CONFIG
 from trainer.ranks import RankStore
 from trainer.rendezvous import listen
 
-PROGRAMS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 TCP_STORE = """
 import sys
 import psutil, torch.distributed as dist
@@ -76,8 +76,8 @@ def test_a_store_that_others_open_by_tcp_listens_at_its_address() -> None:
 @exposed
 def test_ranks_of_one_machine_listen_on_the_loopback_alone_wherever_its_name_leads(tmp_path: Path) -> None:
     looked_at = tmp_path / "looked-at"
-    environment = {**os.environ, "PYTHONPATH": f"{PROGRAMS}:{os.environ.get('PYTHONPATH', '')}"}
-    argv = in_exposed_machine([sys.executable, "-m", "trainer_programs.gathered", str(looked_at)])
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    argv = in_exposed_machine([sys.executable, "-m", "tests.support.trainer_programs.gathered", str(looked_at)])
     node = subprocess.Popen(argv, env=environment)
     with ListenerWatch(node.pid) as watch:
         deadline = time.monotonic() + 60

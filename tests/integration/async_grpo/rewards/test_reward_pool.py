@@ -1,0 +1,252 @@
+"""The reward pool with real worker processes: what verifiers do wrong, how it is counted, and that the pool goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from async_grpo.app.launch.preflight import check_rewards
+from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.rewards.base import RewardInput, RewardResult
+from async_grpo.rewards.pool import RewardPool
+from tests.support.reward_pools import pool_of, rewards_of
+
+REPOSITORY = Path(__file__).parents[4]
+TRICKY = "tricky_rewards:tricky"
+
+pytestmark = pytest.mark.usefixtures("verifiers_can_be_imported")
+
+
+async def judge(pool: RewardPool, *completions: str, answer: str = "a") -> list[RewardResult]:
+    return await pool.judge([RewardInput(completion, answer) for completion in completions])
+
+
+async def test_the_reward_is_the_weighted_sum_of_the_scores() -> None:
+    functions = [RewardConfig(name="answer_tag", weight=2.0), RewardConfig(name="format", weight=0.5)]
+    async with RewardPool(RewardsConfig(functions=functions)) as pool:
+        right, bare = await judge(pool, "<think>.</think><answer>3</answer>", "<answer>3</answer>", answer="3")
+    assert (right.reward, bare.reward) == (2.5, 2.0)
+    assert bare.scores == {"answer_tag": 1.0, "format": 0.0}
+
+
+async def test_a_verifier_is_told_how_many_calls_the_tools_answered() -> None:
+    async with pool_of("retool_reward") as pool:
+        none, three = await pool.judge([RewardInput("17", "18"), RewardInput("17", "18", tool_calls=3)])
+    assert (none.reward, three.reward) == (-1.0, pytest.approx(-0.7))
+
+
+async def test_a_verifier_that_hangs_is_killed_and_the_items_beside_it_are_judged() -> None:
+    async with pool_of(TRICKY, deadline_s=1.5) as pool:
+        before, hung, deaf, after = await judge(pool, "a", "hang", "hang and ignore SIGTERM", "b")
+    assert (before.reward, hung.reward, deaf.reward, after.reward) == (1.0, None, None, 0.0)
+    assert hung.failure == deaf.failure == "timeout"
+    assert hung.reason == f"{TRICKY}: it took longer than 1.5 s and was killed"
+
+
+BAD_DEEDS = [
+    ("raise", "raised", "RuntimeError: cannot judge this"),
+    ("exit", "raised", "SystemExit: 3"),
+    ("crash", "crashed", "its process ended with code 7"),
+    ("segfault", "crashed", "was ended by SIGSEGV. It wrote: Fatal Python error: Segmentation fault"),
+    ("close everything", "crashed", "closed its channel and was killed"),
+    ("scribble", "output", "something wrote to the pool's channel"),
+    ("eat memory", "memory", "used more than rewards.memory_bytes and was killed"),
+    ("MemoryError", "memory", "MemoryError"),
+    ("none", "none", "it returned None"),
+    ("nan", "bad_value", "nan is not a finite number"),
+    ("infinite", "bad_value", "inf is not a finite number"),
+    ("too large", "bad_value", "1e+30 is not a finite number within 1e+06"),
+    ("huge", "bad_value", "OverflowError"),
+    ("text", "bad_value", "'1' is a str, not a number"),
+    ("array", "bad_value", "is a ndarray, not a number"),
+]
+
+
+async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind() -> None:
+    async with pool_of(TRICKY) as pool:
+        for deed, kind, reason in BAD_DEEDS:
+            bad, after = await judge(pool, deed, "a")
+            assert (bad.reward, bad.failure) == (None, kind), deed
+            assert reason in bad.reason
+            assert after.reward == 1.0
+    assert pool.failures_by_kind == Counter(kind for _, kind, _ in BAD_DEEDS)
+    assert pool.judged == 2 * len(BAD_DEEDS)
+
+
+async def test_numbers_of_numpy_truth_values_and_100_mb_of_prints_are_no_failures() -> None:
+    async with pool_of(TRICKY) as pool:
+        rewards = [verdict.reward for verdict in await judge(pool, "numpy", "bool", "print 100 MB", "a")]
+    assert rewards == [0.5, 1.0, 1.0, 1.0]
+    assert pool.failures_by_kind == {}
+
+
+async def test_after_failures_of_every_kind_everything_is_judged_as_before() -> None:
+    deeds = ["hang", "crash", "segfault", "raise", "nan", "eat memory", "hang"]
+    mixed = [item for deed in deeds for item in (deed, "a", "b")]
+    async with pool_of(TRICKY, workers=2, deadline_s=1.5) as pool:
+        rewards = [verdict.reward for verdict in await judge(pool, *mixed)]
+        assert rewards == [None, 1.0, 0.0] * len(deeds)
+        assert sum(pool.failures_by_kind.values()) == len(deeds)
+        good = await judge(pool, *["a"] * 300)
+        assert [verdict.reward for verdict in good] == [1.0] * 300
+        assert pool.judged == len(mixed) + 300
+
+
+async def test_the_event_loop_runs_on_while_verifiers_hang_and_are_replaced() -> None:
+    async with pool_of(TRICKY, deadline_s=1.5) as pool:
+        judging, turns = asyncio.create_task(judge(pool, "hang", "crash", "a")), 0
+        while not judging.done():
+            await asyncio.sleep(0.005)
+            turns += 1
+    assert turns > 20
+
+
+def test_the_pool_does_the_same_on_the_event_loop_of_the_rollout_server() -> None:
+    async def serve() -> list[RewardResult]:
+        async with pool_of(TRICKY, workers=2, deadline_s=1.5) as pool:
+            return await judge(pool, "a", "hang", "crash", "raise", "b")
+
+    verdicts = uvloop.run(serve())
+    assert [verdict.failure for verdict in verdicts] == ["", "timeout", "crashed", "raised", ""]
+    assert [verdict.reward for verdict in verdicts] == [1.0, None, None, None, 0.0]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_event_loop_that_is_held_up_costs_no_verifier_its_answer(run: Callable[[Any], RewardResult]) -> None:
+    async def serve() -> RewardResult:
+        async with pool_of("answer_tag", deadline_s=1.5) as pool:
+            judging = asyncio.create_task(judge(pool, "<answer>a</answer>"))
+            for _ in range(5):
+                await asyncio.sleep(0)  # the assignment is on its way
+            time.sleep(2.0)  # noqa: ASYNC251
+            return (await judging)[0]
+
+    assert run(serve()).reward == 1.0
+
+
+async def test_a_judgement_that_is_cancelled_leaves_no_stale_answer_behind() -> None:
+    async with pool_of(TRICKY) as pool:
+        judging = asyncio.create_task(judge(pool, "a", "hang", "a"))
+        await asyncio.sleep(0.2)
+        judging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await judging
+        (verdict,) = await judge(pool, "x")
+    assert verdict.reward == 0.0
+
+
+async def test_a_reward_that_is_not_required_is_left_out_where_it_fails() -> None:
+    functions = [RewardConfig(name="answer_tag"), RewardConfig(name=TRICKY, weight=0.5, required=False)]
+    async with RewardPool(rewards_of("format").model_copy(update={"functions": functions})) as pool:
+        without, with_it = await pool.judge([RewardInput("crash", "a"), RewardInput("<answer>a</answer>", "a")])
+    assert (without.reward, without.scores, without.failure) == (0.0, {"answer_tag": 0.0}, "")
+    assert without.failures[TRICKY].kind == "crashed"
+    assert (with_it.reward, with_it.failures) == (1.0, {})
+    assert pool.failures == {(TRICKY, "crashed"): 1}
+
+
+async def test_a_verifier_that_hangs_leaves_the_verifiers_behind_it_their_say() -> None:
+    functions = [
+        RewardConfig(name=TRICKY, required=False),
+        RewardConfig(name="format"),
+        RewardConfig(name="answer_tag"),
+    ]
+    async with RewardPool(rewards_of("format", deadline_s=1.5).model_copy(update={"functions": functions})) as pool:
+        (verdict,) = await judge(pool, "hang")
+    assert verdict.failures[TRICKY].kind == "timeout"
+    assert verdict.scores == {"format": 0.0, "answer_tag": 0.0}
+
+
+async def test_verifiers_may_be_async_or_classes_and_look_at_the_prompt() -> None:
+    async with pool_of("tricky_rewards:waits", "tricky_rewards:Remembers") as pool:
+        first, second = await pool.judge([RewardInput("", "p", "p", {"level": "3"}), RewardInput("", "a", "p")])
+    assert first.scores == {"tricky_rewards:waits": 1.0, "tricky_rewards:Remembers": 2.0}  # the trial was the first
+    assert second.scores == {"tricky_rewards:waits": 0.0, "tricky_rewards:Remembers": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gms8k", r"no verifier 'gms8k'.*answer_tag, format, gsm8k, math_verify"),
+        ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError.*PYTHONPATH"),
+        ("tricky_rewards:no_such", r"cannot be imported \(AttributeError"),
+        ("tricky_rewards:HANGS_S", "is a float, not a function"),
+        ("tricky_rewards:wants_three", r"signature \(completion.*reference.*cannot be called.*Give it"),
+        ("tricky_rewards:says_yes", r"was tried.*failed \(bad_value\).*'yes' is a str"),
+        ("tricky_rewards:hangs", r"was tried.*failed \(timeout\): it took longer"),
+        ("tricky_rewards:mistyped", r"was tried.*failed \(raised\): NameError: name 'complition'"),
+    ],
+)
+def test_a_verifier_that_cannot_be_used_is_an_error_before_anything_starts(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(rewards_of(name, deadline_s=1.0))
+
+
+def test_rewards_that_can_be_used_pass_the_check() -> None:
+    check_rewards(rewards_of("math_verify", TRICKY, "tricky_rewards:Remembers", "format"))
+
+
+async def test_an_import_that_fails_in_the_worker_only_is_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("import os\nos.environ['ONLY_HERE']\ndef score(c, a): return 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ONLY_HERE", "1")
+    with pytest.raises(ConfigError, match=r"cannot be imported \(KeyError: 'ONLY_HERE'\)"):
+        await pool_of("only_here:score").start()
+    async with pool_of("only_here:score", environment=["ONLY_HERE"]) as pool:
+        assert [verdict.reward for verdict in await judge(pool, "b")] == [1.0]
+
+
+async def test_an_import_that_fails_later_is_counted_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = tmp_path / "broken"
+    source = f"import os\nfrom pathlib import Path\nif Path({str(flag)!r}).exists(): raise RuntimeError('broken')\n"
+    (tmp_path / "fickle.py").write_text(source + "def score(c, a):\n    return os._exit(1) if c == 'crash' else 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with pool_of("fickle:score") as pool:
+        flag.touch()
+        crashed, broken = await judge(pool, "crash", "a")
+        assert (crashed.failure, broken.failure) == ("crashed", "import")
+        assert "RuntimeError: broken" in broken.reason
+        flag.unlink()
+        assert [verdict.reward for verdict in await judge(pool, "a")] == [1.0]
+
+
+async def test_a_worker_that_does_not_come_up_is_a_failure_of_its_own_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends.py").write_text("import os\nos._exit(5)\n")
+    (tmp_path / "stays.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="while the verifiers were loaded, the process ended with code 5"):
+        await pool_of("ends:score").start()
+    with pytest.raises(ConfigError, match=r"not loaded within 0.5 s. Does an import hang\?"):
+        await pool_of("stays:score", start_timeout_s=0.5).start()
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    command = [sys.executable, "-m", "examples.reward_functions"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert "'It is 4.': 1.184" in done.stdout
+    assert "'Because it is there.': masked, examples.reward_functions:right_answer: it returned None" in done.stdout
+
+
+async def test_a_pool_that_is_closed_judges_nothing_and_says_so() -> None:
+    pool = pool_of("answer_tag")
+    async with pool:
+        pass
+    await pool.aclose()
+    with pytest.raises(AsyncGrpoError, match="the reward pool is closed"):
+        await judge(pool, "a")

@@ -1,0 +1,147 @@
+"""Checkpoints written beside the training: whole or not there, the same bytes, the best kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.config import RunConfig, dump, validate
+from tests.support.trainer_programs.models import make_model
+
+ROOT = Path(__file__).parents[3]
+KILLS = 10
+FAMILY = "qwen2-untied"
+
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model and a configuration."""
+    made = tmp_path_factory.mktemp("checkpoints")
+    make_model(made, FAMILY)
+    (made / "config.yaml").write_text(dump(run_config(made)))
+    return made
+
+
+def run_config(folder: Path) -> RunConfig:
+    raw: dict[str, Any] = {
+        "name": "facts",
+        "runs_dir": str(folder),
+        "model": {"random": {}},
+        "rollout": {"vllm": {"max_model_len": 110}},
+        "trainer": {"micro_batch_tokens": 110, "optimizer": {"lr": 1e-3, "weight_decay": 0.1}},
+    }
+    return validate(raw, "test")
+
+
+@pytest.fixture(scope="module")
+def facts(folder: Path) -> Facts:
+    return run("checkpoint_facts", folder)
+
+
+def run(program: str, folder: Path, *arguments: str) -> Any:
+    out = folder / f"{program}.json"
+    files = [str(folder / "config.yaml"), str(make_model(folder, FAMILY)), str(out)]
+    command = [sys.executable, "-m", f"tests.support.trainer_programs.{program}", *files, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def test_a_kill_at_any_moment_costs_no_checkpoint_that_was_safe(folder: Path) -> None:
+    lives = run("checkpoint_kills", folder, str(KILLS))
+    safe = -1
+    for life in lives:
+        assert int(life["resumed"]) >= safe
+        safe = max(int(life["resumed"]), life["safe"] or -1)
+    assert safe > 0
+    assert any(life["draft"] for life in lives), "no kill came while a checkpoint was being written"
+    assert max(int(life["resumed"]) for life in lives) > 0
+
+
+def test_one_written_during_steps_has_the_bytes_of_one_written_in_peace(facts: Facts) -> None:
+    found = facts["background"]
+    assert found["still"] == found["busy"] != {}
+    assert (found["unsettled"], found["settled"]) == (None, 1)
+
+
+def test_the_buffer_is_told_to_forget_only_what_is_on_disk(facts: Facts) -> None:
+    assert facts["order"] == [[[], None], [[4], 4]]
+
+
+def test_a_full_disk_is_named_and_costs_nothing_that_was_there(facts: Facts) -> None:
+    found = facts["full_disk"]
+    assert "the checkpoint of version 2 could not be written" in found["refused"]
+    assert "What was written before it is intact" in found["refused"]
+    assert found["newest"] == 1
+    assert "00000001" in found["names"]
+    assert found["afterwards"] == ["00000001", "00000003"]
+
+
+def test_rank_0_hears_of_a_rank_that_cannot_write_and_does_not_wait_for_ever_for_a_silent_one(facts: Facts) -> None:
+    found = facts["other_rank"]
+    assert found["broken"] == "no space left on device"
+    assert found["heard"] == "rank 3: no space left on device"
+    assert "waited 0.1 s for rank 2's part of" in found["silent"]
+
+
+def test_a_trainer_that_was_thought_dead_does_not_replace_the_newer_ones_checkpoint(facts: Facts) -> None:
+    assert "a newer trainer (epoch 2) has taken over from this one (1)" in facts["overtaken"]["refused"]
+    assert facts["overtaken"]["newest"] == 8
+
+
+def test_of_two_trainers_that_write_the_same_version_at_once_the_newer_one_is_believed(folder: Path) -> None:
+    found = run("checkpoint_rivals", folder)
+    assert "a newer trainer (epoch 2) has taken over from this one (1)" in found["old"]["refused"]
+    assert found["new"]["refused"] == ""
+    assert found["files"] == found["new"]["files"] != found["old"]["files"]
+    assert (found["names"], found["latest"], found["epoch"]) == (["00000001"], "1", 2)
+
+
+def test_a_changed_byte_is_found_and_a_renamed_folder_refused(facts: Facts) -> None:
+    assert "is damaged: __0_0.distcp does not hold what was written" in facts["damaged"]["changed"]
+    assert "holds version 1, not 2. It was renamed" in facts["damaged"]["renamed"]
+
+
+def test_the_newest_two_and_the_best_stay_as_checkpoints_and_as_exports(facts: Facts) -> None:
+    found = facts["kept"]
+    for version, names in enumerate(found["after"], start=1):
+        stay = {version, version - 1, 2 if version > 2 else version} - {0}
+        folders = [f"{v:08d}" for v in sorted(stay)]
+        assert names == [*folders, *(f"hf-{name}" for name in folders)]
+    assert found["best"] == "2"
+
+
+def test_the_final_evaluation_can_still_change_which_one_is_the_best(facts: Facts) -> None:
+    found = facts["kept"]
+    assert found["new_best"] == "6"
+    assert [name for name in found["judged"] if name.isdigit()] == ["00000005", "00000006"]
+
+
+def test_matrices_decay_and_norms_and_biases_do_not(facts: Facts) -> None:
+    decayed, spared = facts["decay"]["decayed"], facts["decay"]["spared"]
+    assert all(name.endswith(".weight") and "norm" not in name for name in decayed)
+    assert all(name.endswith(".bias") or "norm" in name for name in spared)
+    assert any("embedding" in name for name in decayed)
+    assert any("output_layer" in name for name in decayed)
+    assert {name.rsplit(".", 2)[-2] for name in spared} == {
+        "linear_qkv",
+        "input_layernorm",
+        "pre_mlp_layernorm",
+        "final_layernorm",
+    }
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_steps_with_offload_are_the_same_to_the_last_bit_also_after_a_resumption(facts: Facts, precision: str) -> None:
+    found = facts["offload"]
+    assert found[f"{precision}-True"] == found[f"{precision}-False"]
+    assert found[f"{precision}-True-state"] == found[f"{precision}-False-state"]

@@ -1,0 +1,212 @@
+"""The trainer process against a real buffer: killed, stopped, resumed, and brought to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from async_grpo.config import RunConfig, dump, validate
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.weights.shared_memory import remove_stores
+from async_grpo.wire.board import Evaluation, Probe
+from buffer import BufferStats, EmbeddedServer, connect, connect_board, wipe_run
+from tests.support.trainer_programs.batches import make_task
+from tests.support.trainer_programs.models import make_model
+from tests.support.trainer_programs.supply import SAMPLES, make_group, serve, trained, until
+
+STEPS, GROUPS = 8, 3
+KILL_AT, STOP_AT = 3, 5
+"""Versions at which the trainer gets SIGKILL and, once started again, SIGTERM. Checkpoints: 2, 4, 6, 8."""
+
+LINGER_S = 2.0
+"""So long the trainer is seen to stay before the final evaluation is on the board."""
+
+
+@dataclass
+class Story:
+    """What is left when all is over."""
+
+    run_dir: Path
+    model: Path
+    stats: BufferStats
+    exit_codes: list[int] = field(default_factory=list)
+    saved_at_stop: str = ""
+    stays_for_the_evaluation: bool = False
+    code_without_data: int | None = None
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in read_rows(self.run_dir / "metrics.jsonl") if row["kind"] == "step"]
+
+
+@pytest.fixture(scope="module", params=["whole batches", pytest.param("streamed", marks=pytest.mark.slow)])
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("run")
+    return asyncio.run(live_through(folder, run_config(folder, streaming=request.param == "streamed")))
+
+
+async def live_through(folder: Path, config: RunConfig) -> Story:
+    model = make_model(folder, "qwen2")
+    (model / "tokenizer.json").write_text("{}")
+    server = EmbeddedServer(folder / "server", config.redis)
+    try:
+        config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": server.start()})})
+        config.run_dir.mkdir(parents=True)
+        (config.run_dir / "config.yaml").write_text(dump(config))
+        return await lives(config, model)
+    finally:
+        server.stop()
+        remove_stores(config.local_name)  # of the trainer that was killed
+
+
+async def lives(config: RunConfig, model: Path) -> Story:
+    """Three lives of the trainer beside one scripted rollout server."""
+    buffer = await connect(config.redis, config.name, policy=config.replay_policy, lease_s=30.0, max_attempts=3)
+    board = await connect_board(config.redis, config.name)
+    tasks = [make_task(np.random.default_rng(index), index, 6) for index in range(STEPS * GROUPS)]
+    await buffer.put_tasks(tasks)
+    codes = []
+    enough_to_stop = asyncio.create_task(serve(buffer, STOP_AT * GROUPS))
+    async with trainer(config, model) as process:
+        await until(lambda: trained(config) >= KILL_AT)
+        process.kill()
+        codes.append(await process.wait())
+    async with trainer(config, model) as process:
+        await until(lambda: trained(config) >= STOP_AT)
+        process.terminate()
+        codes.append(await process.wait())
+    saved_at_stop = (config.run_dir / "checkpoints" / "latest").read_text().strip()
+    await enough_to_stop
+    the_rest = asyncio.create_task(serve(buffer, (STEPS - STOP_AT) * GROUPS))
+    await board.put_probe(Probe(version=STEPS, groups=[make_group(tasks[0], seq=0, attempt=1, version=STEPS)]))
+    async with trainer(config, model) as process:
+        await until(lambda: (config.run_dir / "checkpoints" / "hf").exists())
+        await asyncio.sleep(LINGER_S)
+        stays = process.returncode is None
+        await board.put_evaluation(Evaluation(version=STEPS, prompts=1, samples=1, sampled_accuracy=0.0))
+        codes.append(await process.wait())
+    await the_rest
+    stats = await buffer.stats()
+    await buffer.aclose()
+    await board.aclose()
+    await wipe_run(config.redis, config.name)
+    async with trainer(config, model) as process:
+        code_without_data = await process.wait()
+    return Story(config.run_dir, model, stats, codes, saved_at_stop, stays, code_without_data)
+
+
+@contextlib.asynccontextmanager
+async def trainer(config: RunConfig, model: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    files = ["--config", str(config.run_dir / "config.yaml"), "--model", str(model)]
+    with (config.run_dir / "trainer.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "trainer.main", *files, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def run_config(folder: Path, *, streaming: bool) -> RunConfig:
+    raw: dict[str, Any] = {
+        "name": f"trainer-run-{os.getpid()}",
+        "runs_dir": str(folder / "runs"),
+        "steps": STEPS,
+        "max_staleness": 1,
+        "group_size": SAMPLES,
+        "groups_per_step": GROUPS,
+        "model": {"random": {}},
+        "sampling": {"max_tokens": 64},
+        "rollout": {"vllm": {"max_model_len": 128}},
+        "trainer": {
+            "micro_batch_tokens": 128,
+            "streaming": streaming,
+            "take_timeout_s": 60,
+            "optimizer": {"lr": 1e-3},
+            "checkpoint": {"every_steps": 2, "keep": 2},
+        },
+        "eval": {"timeout_s": 30},
+    }
+    return validate(raw, "test")
+
+
+def test_sigkill_kills_and_sigterm_and_the_end_exit_with_zero(story: Story) -> None:
+    assert story.exit_codes == [-signal.SIGKILL, 0, 0]
+
+
+def test_a_checkpoint_whose_buffer_is_gone_is_refused_with_a_way_out(story: Story) -> None:
+    assert story.code_without_data == 1
+    assert "knows nothing of run" in (story.run_dir / "trainer.log").read_text()
+
+
+def test_sigterm_leaves_a_checkpoint_of_the_version_reached(story: Story) -> None:
+    assert story.saved_at_stop == str(STOP_AT)
+
+
+def test_every_step_is_trained_and_every_group_released_exactly_once(story: Story) -> None:
+    assert {row["step"] for row in story.steps} == set(range(1, STEPS + 1))
+    assert story.stats.released["trained"] == story.stats.released_total == STEPS * GROUPS
+    assert story.stats.balanced
+
+
+def test_no_token_is_older_than_the_bound(story: Story) -> None:
+    assert max(row["age_max"] for row in story.steps) <= 1
+
+
+def test_steps_that_are_replayed_after_the_kill_repeat_exactly(story: Story) -> None:
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in story.steps:
+        by_step.setdefault(row["step"], []).append(row)
+    repeated = [rows for rows in by_step.values() if len(rows) > 1]
+    assert repeated
+    for first, again in repeated:
+        assert again["replayed"]
+        assert again["epoch"] > first["epoch"]
+        assert (again["loss"], again["grad_norm"]) == pytest.approx((first["loss"], first["grad_norm"]), rel=1e-6)
+
+
+def test_the_probe_of_the_final_version_is_compared(story: Story) -> None:
+    (probe,) = [row for row in read_rows(story.run_dir / "metrics.jsonl") if row["kind"] == "probe"]
+    assert probe["version"] == STEPS
+    assert 0 < probe["logprob_gap_mean"] <= probe["logprob_gap_max"]
+
+
+def test_the_trainer_serves_the_final_weights_until_they_are_evaluated(story: Story) -> None:
+    assert story.stays_for_the_evaluation
+    assert [row for row in read_rows(story.run_dir / "metrics.jsonl") if row["kind"] == "warning"] == []
+
+
+def test_the_export_is_a_hugging_face_folder_with_the_trained_weights(story: Story) -> None:
+    folder = story.run_dir / "checkpoints" / "hf"
+    assert (folder / "tokenizer.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    exported, before = load_file(folder / "model.safetensors"), load_file(story.model / "model.safetensors")
+    assert exported.keys() == before.keys()
+    assert not torch.equal(exported["model.norm.weight"], before["model.norm.weight"])
+    assert model.config.tie_word_embeddings
+
+
+def test_only_the_newest_checkpoints_are_kept(story: Story) -> None:
+    folders = sorted(path.name for path in (story.run_dir / "checkpoints").iterdir() if path.is_dir())
+    assert folders == ["00000006", "00000008", "hf"]
+
+
+def test_the_timeline_has_every_phase(story: Story) -> None:
+    names = {row["name"] for row in read_rows(story.run_dir / "timeline" / "trainer.jsonl")}
+    assert {"wait", "train", "optimizer", "publish", "checkpoint"} <= names

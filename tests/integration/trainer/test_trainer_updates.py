@@ -1,0 +1,227 @@
+"""A step in several updates, streamed, in another order, with sequences that are too long, and one that is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from transformers import AutoModelForCausalLM
+
+from async_grpo.algorithms import token_objective
+from async_grpo.config.objective import ObjectiveConfig
+from tests.support.trainer_programs.aged_batch import VERSION
+from tests.support.trainer_programs.models import make_model
+from tests.support.trainer_programs.plain_torch import plain_tokens
+from tests.support.trainer_programs.plain_updates import (
+    CAP,
+    CLIP_GRAD,
+    DECAY,
+    EPS,
+    HIGH,
+    LEAST,
+    LOW,
+    LR,
+    MOST,
+    VERSIONS,
+    plain_updates,
+)
+from tests.support.trainer_programs.updates import (
+    TEMPERATURE,
+    Outcome,
+    Run,
+    assert_same_figures,
+    assert_same_weights,
+    run_all,
+)
+
+ROOM = 20
+AGED = {"aged": True, "versions": [VERSION]}
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "recompute": {"behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH},
+    "loglinear": {"prox": "loglinear", "behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH},
+    "behaviour": {
+        "preset": "dapo",
+        "clip_low": 0.5,
+        "clip_high": 0.5,
+        "corrections": [{"kind": "seq_mis", "low": LEAST, "high": MOST}],
+    },
+}
+STREAMED: dict[str, dict[str, Any]] = {
+    "token_mean": {"objective": {"corrections": ["ess_lr"], "entropy_coef": 0.1, "kl_beta": 0.2}},
+    "seq_mean_token_mean": {"objective": {"preset": "grpo", "kl_beta": 0.1, "kl_in": "reward"}},
+    "seq_mean_token_sum_norm": {"objective": {"preset": "dr_grpo"}, "reference": {"source": "none"}},
+    "token_sum": {"objective": {"aggregation": "token_sum"}, "reference": {"source": "none"}},
+}
+PARTS = dict(zip(STREAMED, [[1, 1, 1, 1], [3, 1], [1, 3], [2, 2]], strict=True))
+"""How many groups arrive together."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("updates")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return make_model(folder, "qwen2-untied")
+
+
+def several(name: str, **trainer: Any) -> Run:
+    optimizer = {"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP_GRAD, "eps": EPS}
+    keys = {"num_iterations": 2, "mini_batches": 2, "optimizer": optimizer, "objective": OBJECTIVES[name], **trainer}
+    return Run(keys, {"versions": [*range(VERSIONS)]})
+
+
+def streamed(name: str, parts: list[int] | None, **trainer: Any) -> Run:
+    reference = {"reference": {"source": "frozen"}}
+    return Run(
+        {**reference, **STREAMED[name], "streaming": parts is not None, **trainer},
+        {**AGED, "parts": parts},
+    )
+
+
+def skipping(**trainer: Any) -> Run:
+    """Of the versions 0 ... 4, the batches of 1, 3 and 4 are poisoned."""
+    case = {"versions": [*range(5)], "poisoned": [1, 3, 4]}
+    parts = {"parts": [2, 2]} if trainer.get("streaming") else {}
+    return Run({"max_skipped_steps": 2, "optimizer": {"lr": 1e-3}, **trainer}, {**case, **parts})
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, model: Path) -> dict[str, Outcome]:
+    runs = {
+        **{name: several(name) for name in OBJECTIVES},
+        **{name: streamed(name, None) for name in STREAMED},
+        **{f"{name}, streamed": streamed(name, parts) for name, parts in PARTS.items()},
+        "buffered": Run({"streaming": True}, {"buffered": True, "parts": [1, 3]}),
+        "not buffered": Run(),
+        "backwards": Run({**STREAMED["seq_mean_token_sum_norm"]}, {**AGED, "backwards": True}),
+        "truncate": Run({"overlong": "truncate", "micro_batch_tokens": ROOM}, AGED),
+        "drop": Run({"overlong": "drop", "micro_batch_tokens": ROOM}, AGED),
+        "endless": Run({"objective": {"loss": "tests.support.own_objective:endless"}}),
+        "skipping": skipping(),
+        "skipping, streamed": skipping(streaming=True),
+        "skipping, several": skipping(mini_batches=2),
+    }
+    return run_all(folder, model, runs, ranks=1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, model: Path, one_rank: dict[str, Outcome]) -> dict[str, Outcome]:
+    runs: dict[str, Run] = {}
+    for kind, size in {"data": {}, "tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}}.items():
+        runs |= {f"recompute, {kind}": several("recompute", **size)}
+        runs |= {f"streamed, {kind}": streamed("token_mean", [1, 2, 1], **size)}
+        runs |= {f"skipping, {kind}": skipping(**size)}
+    return run_all(folder, model, runs, ranks=2)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_two_passes_of_two_updates_equal_hugging_face_and_torch_adamw(
+    one_rank: dict[str, Outcome], model: Path, name: str
+) -> None:
+    steps, moved = plain_updates(model, name)
+    for found, expected in zip(one_rank[name].steps, steps, strict=True):
+        assert found["updates"] == 4
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    for key, tensor in one_rank[name].moved.items():
+        assert (tensor - moved[key]).abs().max().item() <= 1e-5, key
+
+
+@pytest.mark.parametrize("kind", ["data", "tensor", "pipeline"])
+def test_they_do_on_two_ranks_of_any_kind(
+    one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], kind: str
+) -> None:
+    for found, expected in zip(two_ranks[f"recompute, {kind}"].steps, one_rank["recompute"].steps, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    for key, tensor in two_ranks[f"recompute, {kind}"].moved.items():
+        assert (tensor - one_rank["recompute"].moved[key]).abs().max().item() <= 1e-5, key
+
+
+def test_the_trust_region_is_left_in_later_updates_and_sequences_are_rejected(one_rank: dict[str, Outcome]) -> None:
+    recomputed = one_rank["recompute"].steps[1]
+    assert recomputed["clip_low_fraction"] > 0
+    assert recomputed["clip_high_fraction"] > 0
+    assert recomputed["clip_fraction"] == pytest.approx(
+        recomputed["clip_low_fraction"] + recomputed["clip_high_fraction"]
+    )
+    assert 0 < one_rank["behaviour"].steps[1]["rejected_fraction"] < 1
+
+
+def test_only_what_needs_the_policy_before_the_step_costs_a_pass(one_rank: dict[str, Outcome]) -> None:
+    passes = {name: "prox" in one_rank[name].found["passes"] for name in OBJECTIVES}
+    assert passes == {"recompute": True, "loglinear": False, "behaviour": True}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_streamed_step_is_the_one_that_waits_for_the_whole_batch(one_rank: dict[str, Outcome], name: str) -> None:
+    assert_same_figures(one_rank[f"{name}, streamed"].step, one_rank[name].step, 1e-5)
+    assert_same_weights(one_rank[f"{name}, streamed"].moved, one_rank[name].moved, 1e-5)
+
+
+def test_it_is_when_the_buffer_hands_out_the_parts(one_rank: dict[str, Outcome]) -> None:
+    assert_same_figures(one_rank["buffered"].step, one_rank["not buffered"].step, 1e-5)
+    assert_same_weights(one_rank["buffered"].moved, one_rank["not buffered"].moved, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["data", "tensor", "pipeline"])
+def test_it_is_on_two_ranks_of_any_kind(one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], kind: str) -> None:
+    assert_same_figures(two_ranks[f"streamed, {kind}"].step, one_rank["token_mean"].step, 2e-5)
+    assert_same_weights(two_ranks[f"streamed, {kind}"].moved, one_rank["token_mean"].moved, 2e-5)
+
+
+def test_the_order_of_the_groups_changes_nothing(one_rank: dict[str, Outcome]) -> None:
+    assert_same_figures(one_rank["backwards"].step, one_rank["seq_mean_token_sum_norm"].step, 1e-5)
+    assert_same_weights(one_rank["backwards"].moved, one_rank["seq_mean_token_sum_norm"].moved, 1e-5)
+
+
+@pytest.mark.parametrize("what", ["truncate", "drop"])
+def test_what_is_too_long_loses_tokens_and_not_its_place_in_the_denominator(
+    one_rank: dict[str, Outcome], model: Path, what: str
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").double()
+    objective = ObjectiveConfig()
+    tokens, weights_N = plain_tokens(plain, objective, temperature=TEMPERATURE, room=ROOM, truncate=what == "truncate")
+    loss = (token_objective(tokens, objective).loss_N * weights_N).sum()
+    loss.backward()
+    found = one_rank[what]
+    assert found.step["overlong_samples"] > 0
+    assert_same_figures(found.step, {"loss": loss.item(), "trained_tokens": len(weights_N)}, 1e-5)
+    assert_same_weights(found.moved, {key: -parameter.grad for key, parameter in plain.named_parameters()}, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["skipping", "skipping, streamed", "skipping, data", "skipping, pipeline"])
+def test_a_step_that_is_not_finite_changes_nothing_and_two_in_a_row_stop_the_trainer(
+    one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], name: str
+) -> None:
+    found = {**one_rank, **two_ranks}[name].found
+    assert [step is None for step in found["steps"]] == [False, True, False, True]
+    assert found["stayed"] == [False, True, False, True]
+    assert "2 steps in a row" in found["stopped"]
+    assert "the loss of the step 4 -> 5 is nan" in found["stopped"]
+    assert "dumps/step-5.msgpack" in found["stopped"]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_like_a_loss(one_rank: dict[str, Outcome]) -> None:
+    found = one_rank["endless"].found
+    assert (found["steps"], found["stayed"]) == ([None], [True])
+    assert "the gradient norm is nan" in found["warnings"][0]
+
+
+def test_updates_before_the_one_that_is_not_finite_stand(one_rank: dict[str, Outcome]) -> None:
+    found = one_rank["skipping, several"].found
+    assert [step is None for step in found["steps"]] == [False, True, False, True]
+    assert "2 steps in a row" in found["stopped"]
+
+
+def test_the_batch_of_a_skipped_step_can_be_read_with_plain_msgpack(one_rank: dict[str, Outcome], folder: Path) -> None:
+    name = [*one_rank].index("skipping")
+    dumps = sorted((folder / "runs" / f"run-1-{name}" / "dumps").iterdir())
+    assert [path.name for path in dumps] == ["step-2.msgpack", "step-4.msgpack", "step-5.msgpack"]
+    dump = msgpack.unpackb(dumps[0].read_bytes())
+    assert (dump["step"], dump["batch"]["version"], len(dump["batch"]["groups"])) == (2, 1, 4)
+    assert "the loss of the step 1 -> 2 is nan" in dump["reason"]

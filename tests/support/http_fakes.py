@@ -1,0 +1,126 @@
+"""A rollout server's HTTP around a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp
+
+from async_grpo.config import RunConfig
+from async_grpo.weights.manifest import WeightVersion
+from buffer import InMemoryBuffer
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.evaluation.milestones import MilestoneEvaluator
+from rollout_server.http.app import make_app
+from rollout_server.http.auth import ApiKeys
+from rollout_server.http.context import HttpContext, ReadyServer
+from rollout_server.http.jobs import CompletionJobs
+from rollout_server.http.prompts import PromptEncoder
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import SingleTurn
+from tests.support.rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, watcher_of
+
+CONTEXT = 64
+STOP = 255
+ADMIN = {"authorization": "Bearer open sesame"}
+
+
+class Letters:
+    """A token a byte, and a chat template unless it is taken away. STOP is a special token."""
+
+    chat_template: str | None = "{{ messages }}"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return ([STOP] if add_special_tokens else []) + list(text.encode("ascii"))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        kept = [token for token in token_ids if not (skip_special_tokens and token == STOP)]
+        return bytes(kept).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+
+@dataclass
+class House:
+    """A server that is ready, and its app."""
+
+    app: ASGIApp
+    http: HttpContext
+    context: ServerContext
+    engine: Any
+    watcher: WeightWatcher
+    dispatcher: Dispatcher
+
+    def client(self, host: str = "127.0.0.1") -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=f"http://{host}")
+
+
+def says(text: str) -> Callable[[GenerationRequest], list[int]]:
+    """A script that writes this text and the stop token."""
+    return lambda request: [*text.encode(), STOP]
+
+
+def http_config(http: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+    rollout = {"max_concurrency": 8, "vllm": {"max_model_len": CONTEXT}, "http": http or {}}
+    return config_of(**{"rollout": rollout, **changes})
+
+
+def prompts_of(tokenizer: Letters | None = None) -> PromptEncoder:
+    return PromptEncoder(tokenizer or Letters(), vocabulary=256, longest=CONTEXT)
+
+
+async def scripted(script: Callable[[GenerationRequest], list[int]], tokens_per_s: float = 10_000.0) -> ScriptedEngine:
+    engine = ScriptedEngine(script, tokens_per_s=tokens_per_s)
+    await engine.start()
+    return engine
+
+
+def lettered(context: ServerContext) -> ServerContext:
+    """With workflows that know the stop token."""
+    return replace(context, workflow=SingleTurn(Letters()))
+
+
+async def house_of(
+    tmp_path: Path,
+    engine: ScriptedEngine | FakeEngine,
+    *,
+    config: RunConfig | None = None,
+    keys: ApiKeys | None = None,
+    tokenizer: Letters | None = None,
+    buffer: InMemoryBuffer | None = None,
+    version: int = 3,
+) -> House:
+    """With weights of epoch 2."""
+    config = config or http_config()
+    context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(2, version)))
+    await watcher.first(1.0)
+    dispatcher = Dispatcher(context, watcher, TaskFeeder(context.buffer, context.source, target=16))
+    http = HttpContext(config, context.name, keys or ApiKeys(), prompts_of(tokenizer))
+    jobs = CompletionJobs(engine, config.rollout.http.max_concurrency)
+    http.server = ReadyServer(context, watcher, dispatcher, MilestoneEvaluator(context, watcher), jobs)
+    return House(make_app(http), http, context, engine, watcher, dispatcher)
+
+
+@asynccontextmanager
+async def dispatching(house: House) -> AsyncIterator[asyncio.Task[None]]:
+    """The dispatcher at work; stopped at the end of the block, if it has not ended."""
+    feeder = asyncio.create_task(TaskFeeder(house.context.buffer, house.context.source, target=16).run())
+    running = asyncio.create_task(house.dispatcher.run())
+    try:
+        yield running
+    finally:
+        for task in (running, feeder):
+            task.cancel()
+        await asyncio.gather(running, feeder, return_exceptions=True)

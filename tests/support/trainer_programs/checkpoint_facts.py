@@ -1,0 +1,281 @@
+"""One rank writes checkpoints in many ways and notes what came of it.
+
+python -m tests.support.trainer_programs.checkpoint_facts CONFIG.yaml MODEL OUT.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import RunConfig, load
+from async_grpo.errors import CheckpointError, WaitTimeout
+from async_grpo.wire.board import Evaluation
+from trainer.platform import select_platform
+
+
+def main() -> None:
+    config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
+    platform = select_platform("cpu")
+    platform.activate(1)
+    from trainer.distributed import start_ranks, stop_ranks
+
+    start_ranks(config.trainer, platform, config.seed, 60.0)
+    found = {
+        "decay": decay(config, model, platform),
+        "background": background(config, model, platform, out.parent / "background"),
+        "full_disk": full_disk(config, model, platform, out.parent / "full"),
+        "other_rank": other_rank(out.parent / "other"),
+        "overtaken": overtaken(config, model, platform, out.parent / "overtaken"),
+        "damaged": damaged(config, model, platform, out.parent / "damaged"),
+        "kept": kept(config, model, platform, out.parent / "kept"),
+        "order": order(config, model, platform, out.parent / "order"),
+        "offload": offload(config, model, platform, out.parent / "offload"),
+    }
+    out.write_text(json.dumps(found))
+    stop_ranks()
+
+
+def decay(config: RunConfig, model: Path, platform: Any) -> dict[str, list[str]]:
+    """Names of the parameters that decay and that do not, as they stand in torch's groups after a step."""
+    policy = make(config, model, platform)
+    step(policy, config, 0)
+    names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
+    found: dict[str, list[str]] = {"decayed": [], "spared": []}
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for parameter, (group, _) in part.model_param_group_index_map.items():
+            kind = "decayed" if part.optimizer.param_groups[group]["weight_decay"] > 0 else "spared"
+            found[kind].append(names[id(parameter)])
+    return found
+
+
+def background(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """The files of a checkpoint written while nothing else happens, and of one written during two steps."""
+    policy = make(config, model, platform)
+    step(policy, config, 0)
+    still, busy = checkpoints(config, folder / "still"), checkpoints(config, folder / "busy")
+    still.save(policy, 1, epoch=1)
+    still.poll_saved(wait=True)
+    with held_back() as let_go:
+        busy.save(policy, 1, epoch=1)
+        unsettled = busy.poll_saved(wait=False)
+        for version in (1, 2):
+            step(policy, config, version)
+        let_go()
+    settled = busy.poll_saved(wait=True)
+    files = [hashes(folder / name / "00000001") for name in ("still", "busy")]
+    return {"unsettled": unsettled, "settled": settled, "still": files[0], "busy": files[1]}
+
+
+def full_disk(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """A second checkpoint that the disk has no room for, and a third one when it has."""
+    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    saved.save(policy, 1, epoch=1)
+    saved.poll_saved(wait=True)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    saved.save(policy, 2, epoch=1)
+    refused = refusal(lambda: saved.poll_saved(wait=True))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    newest, names = saved.newest(), listing(folder)
+    saved.load(policy, 1)
+    saved.save(policy, 3, epoch=1)
+    saved.poll_saved(wait=True)
+    return {"refused": refused, "newest": newest, "names": names, "afterwards": listing(folder)}
+
+
+def other_rank(folder: Path) -> dict[str, str]:
+    """What rank 0 hears of a rank that cannot write, and of one that says nothing."""
+    from trainer.checkpoint.snapshot import read_part, write_part
+
+    class Broken:
+        def write(self) -> None:
+            raise OSError("no space left on device")
+
+    folder.mkdir()
+    broken: Any = Broken()
+    return {
+        "broken": refusal(lambda: write_part(broken, folder, 3), OSError),
+        "heard": refusal(lambda: read_part(folder, 3, 5.0), OSError),
+        "silent": refusal(lambda: read_part(folder, 2, 0.1), WaitTimeout),
+    }
+
+
+def overtaken(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """A trainer of epoch 1 that wakes up beside the checkpoint of epoch 2."""
+    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    saved.save(policy, 8, epoch=2)
+    saved.poll_saved(wait=True)
+    saved.save(policy, 6, epoch=1)
+    return {"refused": refusal(lambda: saved.poll_saved(wait=True)), "newest": saved.newest()}
+
+
+def damaged(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """What is said of a checkpoint with a byte changed and of one with another name, and what they did to weights."""
+    policy, saved = make(config, model, platform), checkpoints(config, folder)
+    saved.save(policy, 1, epoch=1)
+    saved.poll_saved(wait=True)
+    shutil.copytree(folder / "00000001", folder / "00000002")
+    renamed = refusal(lambda: saved.load(policy, 2))
+    path = folder / "00000001" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    return {"renamed": renamed, "changed": refusal(lambda: saved.load(policy, 1))}
+
+
+def kept(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """Folders after each of six checkpoints and exports, with one evaluation a version behind."""
+    policy = make(config, model, platform)
+    saved = checkpoints(config, folder, keep=2, keep_best=1, every_steps=1, export_every_steps=1)
+    accuracies = [0.1, 0.9, 0.2, 0.3, 0.4, 0.5]
+    after = []
+    for version in range(1, 7):
+        evaluations = [
+            Evaluation(version=v, prompts=1, samples=1, sampled_accuracy=accuracies[v - 1]) for v in range(1, version)
+        ]
+        saved.save(policy, version, epoch=1, evaluations=evaluations)
+        saved.poll_saved(wait=True)
+        saved.begin_export(policy, model, version, evaluations)
+        saved.wait_for_export()
+        after.append(listing(folder))
+    best = (folder / "best").read_text().strip()
+    saved.mark_best([*evaluations, Evaluation(version=6, prompts=1, samples=1, sampled_accuracy=0.95)])
+    return {"after": after, "best": best, "judged": listing(folder), "new_best": (folder / "best").read_text().strip()}
+
+
+def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[Any]:
+    """What the buffer was told while a checkpoint was being written, and when the loop had seen to its end."""
+    from trainer.loop import TrainingLoop
+    from trainer.run_logger import TrainerLogger
+
+    class Buffer:
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def commit_checkpoint(self, version: int) -> None:
+            self.told.append(version)
+
+    buffer: Any = Buffer()
+    saved = checkpoints(config, folder)
+    loop = TrainingLoop(config, model, make(config, model, platform), buffer, saved, TrainerLogger(config), 4)
+    loop.epoch, loop.saved = 1, 0
+    with held_back() as let_go:
+        loop._checkpoint()
+        loop._poll_saved(wait=False)
+        early = [list(buffer.told), saved.newest()]
+        let_go()
+    loop._save_rest()
+    return [early, [buffer.told, saved.newest()]]
+
+
+def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
+    """Hashes of weights and optimizer after four steps, in the middle of which a checkpoint is resumed from."""
+    found: dict[str, Any] = {}
+    for precision in ("float32", "bfloat16"):
+        for offloaded in (False, True):
+            changed = reconfigured(config, precision, offloaded)
+            name = f"{precision}-{offloaded}"
+            saved = checkpoints(changed, folder / name)
+            policy = make(changed, model, platform)
+            for version in (0, 1):
+                step(policy, changed, version)
+            saved.save(policy, 2, epoch=1)
+            saved.poll_saved(wait=True)
+            policy = make(changed, model, platform)
+            saved.load(policy, 2)
+            found[name] = [step(policy, changed, version) for version in (2, 3)]
+            found[f"{name}-state"] = state_hash(policy)
+    return found
+
+
+def reconfigured(config: RunConfig, precision: str, offloaded: bool) -> RunConfig:
+    optimizer = config.trainer.optimizer.model_copy(update={"offload": offloaded})
+    trainer = config.trainer.model_copy(update={"optimizer": optimizer})
+    model = config.model.model_copy(update={"precision": precision})
+    return config.model_copy(update={"trainer": trainer, "model": model})
+
+
+def state_hash(policy: Any) -> str:
+    from trainer.model.optimizer import parameter_states
+
+    digest = hashlib.sha256()
+    for parameter, state in parameter_states(policy.optimizer):
+        for tensor in (parameter.data, state["exp_avg"], state["exp_avg_sq"], state["step"]):
+            digest.update(tensor.detach().contiguous().numpy().tobytes())
+    for _, tensor in policy.export():
+        digest.update(tensor.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def make(config: RunConfig, model: Path, platform: Any) -> Any:
+    from trainer.model.policy import load_policy
+
+    return load_policy(config, model, platform)
+
+
+def step(policy: Any, config: RunConfig, version: int) -> list[float]:
+    from async_grpo.telemetry.timeline import PhaseTimer
+    from tests.support.trainer_programs.batches import make_batch
+    from trainer.step.step import train_step
+
+    lr = config.trainer.optimizer.lr
+    result = train_step(policy, make_batch(version), config, lr=lr, phases=PhaseTimer())
+    return [result["loss"], result["grad_norm"]]
+
+
+def checkpoints(config: RunConfig, folder: Path, **changes: Any) -> Any:
+    from trainer.checkpoint.folder import CheckpointFolder
+
+    return CheckpointFolder(folder, config.trainer.checkpoint.model_copy(update=changes))
+
+
+class held_back:
+    """Within it, writing begins when the function that it gives is called."""
+
+    def __enter__(self) -> Callable[[], None]:
+        from trainer.checkpoint.snapshot import RankSnapshot
+
+        self._original = write = RankSnapshot.write
+        gate = threading.Event()
+
+        def wait_and_write(snapshot: Any) -> Any:
+            assert gate.wait(60)
+            return write(snapshot)
+
+        RankSnapshot.write = wait_and_write
+        return gate.set
+
+    def __exit__(self, *_: object) -> None:
+        from trainer.checkpoint.snapshot import RankSnapshot
+
+        RankSnapshot.write = self._original
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = CheckpointError) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Of what holds tensors; the index and the manifest hold names of their own."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.distcp")}
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+if __name__ == "__main__":
+    main()

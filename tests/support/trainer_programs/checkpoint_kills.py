@@ -1,0 +1,82 @@
+"""Write checkpoints without a pause, get killed at any moment, resume; ten times.
+
+    python -m tests.support.trainer_programs.checkpoint_kills CONFIG.yaml MODEL OUT.json KILLS
+
+Every life is a fork of this process, which has imported everything but made no groups and no
+threads. It resumes from the newest checkpoint, says so, and says of each checkpoint when it is safe.
+It is killed after some of them, at a moment of the next one that chance chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import RunConfig, load
+from trainer.platform import select_platform
+
+MOST_CHECKPOINTS = 3
+"""Of one life."""
+
+
+def main() -> None:
+    config, model, out, kills = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    platform = select_platform("cpu")
+    platform.activate(1)
+    import trainer.checkpoint.folder
+    import trainer.model.policy  # noqa: F401  (imported once, not in every life)
+
+    dice = random.Random(7)
+    found = [life(config, model, platform, dice) for _ in range(kills)]
+    out.write_text(json.dumps(found))
+
+
+def life(config: RunConfig, model: Path, platform: Any, dice: random.Random) -> dict[str, Any]:
+    """The version resumed from, the newest that was called safe, and what the kill left behind."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        write_for_ever(config, model, platform, os.fdopen(theirs, "w", buffering=1))
+    os.close(theirs)
+    with os.fdopen(ours) as said:
+        resumed, began_s = said.readline().strip(), time.monotonic()
+        count = dice.randint(1, MOST_CHECKPOINTS)
+        heard = [said.readline() for _ in range(count)]
+        time.sleep(dice.uniform(0, (time.monotonic() - began_s) / count))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        safe = [int(line) for line in (*heard, *said) if line.strip()]
+    names = [path.name for path in (config.run_dir / "checkpoints").iterdir()]
+    return {"resumed": resumed, "safe": max(safe, default=None), "draft": any("draft" in name for name in names)}
+
+
+def write_for_ever(config: RunConfig, model: Path, platform: Any, say: Any) -> None:
+    """Raises what `load` raises: then nothing is said, and the test sees it."""
+    from trainer.checkpoint.folder import CheckpointFolder
+    from trainer.distributed import start_ranks
+    from trainer.model.policy import load_policy
+
+    start_ranks(config.trainer, platform, config.seed, 60.0)
+    policy = load_policy(config, model, platform)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint)
+    newest = checkpoints.newest()
+    if newest is not None:
+        checkpoints.load(policy, newest)
+    say.write(f"{-1 if newest is None else newest}\n")
+    version = newest or 0
+    while True:
+        version += 1
+        checkpoints.save(policy, version, epoch=1)
+        checkpoints.poll_saved(wait=True)
+        say.write(f"{version}\n")
+
+
+if __name__ == "__main__":
+    main()

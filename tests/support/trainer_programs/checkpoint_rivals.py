@@ -1,0 +1,94 @@
+"""Two trainers, each a process, write the same version into one folder at the same time.
+
+    python -m tests.support.trainer_programs.checkpoint_rivals CONFIG.yaml MODEL OUT.json
+
+    epoch 1   begins to save version 1 .............. writes it, to the end
+    epoch 2             begins to save version 1 ......................... writes it, to the end
+
+Each has trained on batches of its own, so their weights differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import RunConfig, load
+from tests.support.trainer_programs.checkpoint_facts import checkpoints, hashes, held_back, listing, make, refusal, step
+from trainer.platform import select_platform
+
+
+def main() -> None:
+    config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
+    platform = select_platform("cpu")
+    platform.activate(1)
+    import trainer.checkpoint.folder
+    import trainer.model.policy  # noqa: F401  (imported once, not in both)
+
+    folder = out.parent / "rivals"
+    old, new = (Rival.saving(config, model, platform, folder, epoch) for epoch in (1, 2))
+    found: dict[str, Any] = {}
+    found["old"], found["new"] = (rival.finished() for rival in (old, new))
+    found["names"], found["latest"] = listing(folder), (folder / "latest").read_text().strip()
+    found["epoch"] = json.loads((folder / "00000001" / "manifest.json").read_text())["epoch"]
+    found["files"] = hashes(folder / "00000001")
+    out.write_text(json.dumps(found))
+
+
+@dataclass
+class Rival:
+    """One of the trainers, from outside."""
+
+    channel: Connection
+    process: int
+
+    @classmethod
+    def saving(cls, config: RunConfig, model: Path, platform: Any, folder: Path, epoch: int) -> Rival:
+        """It has begun to save."""
+        ours, theirs = Pipe()
+        process = os.fork()
+        if process == 0:
+            write(config, model, platform, folder, epoch, theirs)
+            os._exit(0)
+        rival = cls(ours, process)
+        rival.said()
+        return rival
+
+    def said(self) -> Any:
+        assert self.channel.poll(120)
+        return json.loads(self.channel.recv_bytes())
+
+    def finished(self) -> Any:
+        self.channel.send_bytes(b"write")
+        last = self.said()
+        os.waitpid(self.process, 0)
+        return last
+
+
+def write(config: RunConfig, model: Path, platform: Any, folder: Path, epoch: int, channel: Connection) -> None:
+    from trainer.distributed import start_ranks
+
+    start_ranks(config.trainer, platform, config.seed, 60.0)
+    policy = make(config, model, platform)
+    step(policy, config, epoch)
+    alone = checkpoints(config, folder.parent / f"rival-{epoch}")
+    alone.save(policy, 1, epoch=epoch)
+    alone.poll_saved(wait=True)
+    saved = checkpoints(config, folder)
+    with held_back() as let_go:
+        saved.save(policy, 1, epoch=epoch)
+        channel.send_bytes(b'"saving"')
+        assert channel.poll(120)
+        let_go()
+        refused = refusal(lambda: saved.poll_saved(wait=True))
+    mine = hashes(folder.parent / f"rival-{epoch}" / "00000001")
+    channel.send_bytes(json.dumps({"refused": refused, "files": mine}).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Train and publish after every step, in one case after another, and write down what each side holds.
+
+    python -m tests.support.trainer_programs.published_steps CASES.json
+
+A case: {"config": FILE, "model": FOLDER, "out": FILE, "readers": N, "steps": N}. `out` gets one JSON line a version:
+the hashes of the trainer's tensors, and what every reader said of its own. No step begins before all have spoken.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_grpo.config import RunConfig
+from async_grpo.utils.child_process import child_argv
+from async_grpo.weights.shared_memory import remove_stores, store_path
+from async_grpo.wire import encode
+from async_grpo.wire.board import PublisherAddress
+from tests.support.trainer_programs.running import run_cases
+from trainer.platform import Platform
+
+
+class OneRun:
+    """In place of the coordinator: the address lies in a file, and nobody asks for the version."""
+
+    def __init__(self, address: Path) -> None:
+        self._address = address
+
+    def set_publisher(self, address: PublisherAddress) -> None:
+        written = self._address.with_suffix(".new")
+        written.write_bytes(encode(address))
+        written.rename(self._address)
+
+    def publish_version(self, version: int) -> None: ...
+
+
+def run(config: RunConfig, case: dict[str, Any], platform: Platform) -> None:
+    from async_grpo.telemetry.timeline import PhaseTimer
+    from tests.support.trainer_programs.batches import make_batch
+    from trainer.distributed import is_leader
+    from trainer.model.policy import load_policy
+    from trainer.step.step import train_step
+    from trainer.weights import WeightExporter
+
+    out = Path(case["out"])
+    policy = load_policy(config, Path(case["model"]), platform)
+    address = out.with_suffix(".address")
+    exporter = WeightExporter(policy, config, OneRun(address), epoch=1)
+    readers = [read(config, address, number, case["steps"]) for number in range(case["readers"] * is_leader())]
+    for version in range(case["steps"] + 1):
+        if version > 0:
+            train_step(policy, make_batch(version), config, lr=config.trainer.optimizer.lr, phases=PhaseTimer())
+        exporter.publish(version)
+        hashes = {name: hash_of(tensor) for name, tensor in policy.export()}
+        if is_leader():
+            said = [json.loads(reader.stdout.readline()) for reader in readers]
+            with out.open("a") as lines:
+                lines.write(json.dumps({"version": version, "hashes": hashes, "readers": said}) + "\n")
+    for reader in readers:
+        reader.wait(30)
+    exporter.close()
+    if is_leader():
+        remove_stores(config.local_name)
+
+
+def read(config: RunConfig, address: Path, number: int, last: int) -> subprocess.Popen[str]:
+    store = store_path(config.local_name, f"machine-{number}")
+    arguments = [str(store), str(address), config.weights.model_dump_json(), str(last)]
+    command = child_argv([sys.executable, "-m", "tests.support.weight_reader", *arguments])
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def hash_of(tensor: Any) -> str:
+    import torch
+
+    return xxhash.xxh3_64_hexdigest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+if __name__ == "__main__":
+    run_cases(run)

@@ -1,0 +1,179 @@
+"""Steps of several updates, with a reference model, streamed, or skipped: one case after another.
+
+    python -m tests.support.trainer_programs.update_steps CASES.json
+
+A case: {"config": FILE, "model": FOLDER, "out": FILE} and, of `Case`, what differs from the default. `out` gets what is
+to be compared as JSON; how far each weight moved lies beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import TrainingError
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.wire import Batch, Ticket
+from buffer.memory import InMemoryBuffer
+from tests.support.trainer_programs.running import run_cases
+from trainer.platform import Platform
+
+
+@dataclass(frozen=True)
+class Case:
+    """`aged`: the batch with everything in it, whose version is 5; else a batch of its own for each of `versions`."""
+
+    config: str
+    model: str
+    out: str
+    aged: bool = False
+    backwards: bool = False
+    """The groups in reverse order."""
+    versions: list[int] = field(default_factory=lambda: [0])
+    parts: list[int] | None = None
+    """Groups that arrive together, if the step is streamed."""
+    buffered: bool = False
+    """They come from a replay buffer."""
+    poisoned: list[int] = field(default_factory=list)
+    save_at: int | None = None
+    resume: bool = False
+    swap: bool = False
+    """Enter and leave the reference's weights once more, after the steps."""
+
+
+class Scripted:
+    """In place of the coordinator: hands out the case's groups."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def take(self, version: int) -> Batch:
+        from tests.support.trainer_programs.aged_batch import make_aged_batch
+        from tests.support.trainer_programs.batches import make_batch
+
+        batch = make_aged_batch() if self._case.aged else make_batch(version, poisoned=version in self._case.poisoned)
+        return replace(batch, groups=batch.groups[::-1]) if self._case.backwards else batch
+
+    def take_part(self, version: int, have: int) -> Batch:
+        batch, parts = self.take(version), self._case.parts
+        assert parts is not None
+        ends = [sum(parts[: number + 1]) for number in range(len(parts))]
+        end = min(end for end in ends if end > have)
+        return replace(batch, groups=batch.groups[have:end], missing=ends[-1] - end)
+
+
+class Buffered:
+    """Like `Leader`, with the in-memory buffer, into which more groups are put before each call."""
+
+    def __init__(self, config: RunConfig, case: Case) -> None:
+        self._case = case
+        self._runner = asyncio.Runner()
+        self._buffer = InMemoryBuffer(config.replay_policy, lease_s=60.0, max_attempts=3)
+        self._groups = Scripted(case).take(0).groups
+        self._tickets = self._runner.run(self._open())
+
+    async def _open(self) -> list[Ticket]:
+        await self._buffer.put_tasks([replace(group.task, index=place) for place, group in enumerate(self._groups)])
+        await self._buffer.rollback(0)
+        return await self._buffer.admit(len(self._groups), holder="scripted", timeout_s=5.0)
+
+    def take_part(self, version: int, have: int) -> Batch:
+        return self._runner.run(self._put_and_take(version, have))
+
+    async def _put_and_take(self, version: int, have: int) -> Batch:
+        assert self._case.parts is not None
+        count = self._case.parts.pop(0)
+        for ticket, group in [*zip(self._tickets, self._groups, strict=True)][have : have + count]:
+            await self._buffer.insert(ticket, replace(group, seq=ticket.seq))
+        return await self._buffer.take_part(epoch=1, version=version, have=have, timeout_s=5.0)
+
+
+def run(config: RunConfig, case: Case, platform: Platform) -> None:
+    from safetensors.torch import save_file
+
+    from trainer.checkpoint.folder import CheckpointFolder
+    from trainer.distributed import is_leader
+    from trainer.model.policy import load_policy
+    from trainer.model.reference import load_reference
+
+    policy = load_policy(config, Path(case.model), platform)
+    reference = load_reference(config, policy, Path(case.model), platform)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
+    if case.resume:
+        newest = checkpoints.newest()
+        assert newest == case.versions[0]
+        checkpoints.load(policy, newest)
+    before = weights_of(policy)
+    found = steps(config, case, policy, reference, checkpoints)
+    if case.swap:
+        found["swap"] = swap(policy, reference)
+    after = weights_of(policy)
+    if is_leader():
+        out = Path(case.out)
+        save_file({name: after[name] - before[name] for name in before}, out.with_suffix(".safetensors"))
+        out.write_text(json.dumps(found))
+
+
+def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoints: Any) -> dict[str, Any]:
+    """Figures of each step, None for those that were skipped; and whether the weights of those stayed."""
+    import torch
+
+    from trainer.distributed import is_leader
+    from trainer.run_logger import TrainerLogger
+    from trainer.step.step_runner import SkippedSteps, StepRunner
+
+    logger = TrainerLogger(config)
+    skipped_steps = SkippedSteps(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
+    coordinator = Buffered(config, case) if case.buffered else Scripted(case)
+    step_runner = StepRunner(config, policy, reference, coordinator, logger, skipped_steps)
+    found: dict[str, Any] = {"steps": [], "stayed": [], "stopped": ""}
+    for version in case.versions:
+        before = weights_of(policy)
+        try:
+            made = step_runner.make(version, waiting="wait")
+        except TrainingError as error:
+            found["stopped"] = str(error)
+            break
+        assert made is not None
+        found["steps"].append(made.result)
+        found["stayed"].append(all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy).items()))
+        if version + 1 == case.save_at:
+            checkpoints.save(policy, version + 1, epoch=1)
+            checkpoints.poll_saved(wait=True)
+    found["passes"] = sorted(logger.phases.seconds)
+    logger.close()
+    rows = read_rows(config.run_dir / "metrics.jsonl") if is_leader() else []
+    return found | {"warnings": [row["message"] for row in rows if row["kind"] == "warning"]}
+
+
+def swap(policy: Any, reference: Any) -> dict[str, Any]:
+    """Whether the weights inside are others, and whether everything outside came back bit for bit."""
+    import torch
+
+    from trainer.model.optimizer import parameter_states
+
+    def everything() -> list[Any]:
+        states = [tensor for _, state in parameter_states(policy.optimizer) for tensor in state.values()]
+        masters = [parameter for parameter, _ in parameter_states(policy.optimizer)]
+        return [tensor.detach().clone() for tensor in (*policy.model.parameters(), *masters, *states)]
+
+    before = everything()
+    with reference.active() as other:
+        inside = weights_of(other)
+    back = all(torch.equal(was, is_) for was, is_ in zip(before, everything(), strict=True))
+    moved = [name for name, tensor in weights_of(policy).items() if not torch.equal(tensor, inside[name])]
+    return {"back": back, "others": len(moved), "compared": len(before)}
+
+
+def weights_of(policy: Any) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+if __name__ == "__main__":
+    run_cases(lambda config, case, platform: run(config, Case(**case), platform))

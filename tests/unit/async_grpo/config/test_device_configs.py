@@ -1,0 +1,146 @@
+"""The shipped configurations for accelerators can be planned anywhere, and are refused where they cannot fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from async_grpo.app.cli.main import app
+from async_grpo.config import RunConfig, load
+from trainer.platform import base
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+NODES = [f"qwen2.5_7b_{task}_{platform}" for task in ("gsm8k", "deepscaler") for platform in ("ascend", "cuda")]
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, on a machine whose tools list no device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)
+
+
+def plan(name: str, *overrides: str) -> Result:
+    words = [word for override in overrides for word in ("-o", override)]
+    return CliRunner().invoke(app, ["run", str(CONFIGS / f"{name}.yaml"), "--dry-run", *words], env={"COLUMNS": "400"})
+
+
+def read(name: str) -> RunConfig:
+    return load(CONFIGS / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_dry_run_needs_neither_devices_nor_files_and_says_which_are_missing(name: str) -> None:
+    result = plan(name)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "trainer device",
+        "engine device",
+        "stay free",
+        "rollout-1",
+        "not here yet",
+        "model.path",
+        "data.path",
+    ):
+        assert words in result.output
+    assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_customary_settings_are_those_of_every_node(name: str) -> None:
+    config = read(name)
+    assert (config.group_size, config.sampling.temperature, config.model.precision) == (8, 0.8, "bfloat16")
+    optimizer = config.trainer.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (5e-7, "cosine", 10)
+    assert [function.weight for function in config.rewards.functions] == [1.0, 1.0]
+
+
+def test_a_node_of_sixteen_npus_is_used_up() -> None:
+    config = read("qwen2.5_7b_gsm8k_ascend")
+    assert (config.trainer.platform, config.rollout.vllm.platform) == ("npu", "ascend")
+    assert config.trainer.processes + config.rollout.servers * config.rollout.vllm.tensor_parallel == 16
+
+
+def test_the_task_is_all_that_differs_between_two_runs_of_a_node() -> None:
+    gsm8k, deepscaler = (read(f"qwen2.5_7b_{task}_cuda").model_dump() for task in ("gsm8k", "deepscaler"))
+    different = {key for key in gsm8k if gsm8k[key] != deepscaler[key]}
+    assert different == {"name", "steps", "data", "rewards", "sampling", "rollout"}
+    assert gsm8k["trainer"] == deepscaler["trainer"]
+
+
+def test_a_trainer_that_cannot_fit_is_refused_with_its_arithmetic() -> None:
+    result = plan("qwen2.5_7b_gsm8k_cuda", "trainer.device_memory_gib=24")
+    assert result.exit_code == 1
+    for words in ("has 24 GiB", "optimizer 21.3", "Raise trainer.tensor_parallel"):
+        assert words in result.output
+
+
+def test_an_engine_that_cannot_fit_is_refused_with_its_arithmetic() -> None:
+    result = plan("qwen2.5_7b_gsm8k_cuda", "rollout.vllm.device_memory_gib=16")
+    assert result.exit_code == 1
+    for words in ("has 16 GiB", "weights 14.2", "Raise rollout.vllm.tensor_parallel"):
+        assert words in result.output
+
+
+def test_devices_of_unknown_size_are_said_to_be_unknown() -> None:
+    keys = ("trainer.device_memory_gib=null", "rollout.vllm.device_memory_gib=null")
+    result = plan("qwen2.5_7b_gsm8k_cuda", *keys)
+    assert result.exit_code == 0
+    assert "not known (trainer.device_memory_gib)" in result.output
+
+
+def test_without_an_architecture_files_must_be_there_for_a_dry_run_too() -> None:
+    result = plan("qwen2.5_7b_gsm8k_cuda", "model.architecture=null")
+    assert result.exit_code == 1
+    assert "config.json" in result.output
+
+
+def test_a_run_wants_its_files_whatever_the_architecture() -> None:
+    result = CliRunner().invoke(app, ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml")], env={"COLUMNS": "400"})
+    assert result.exit_code == 1
+    assert "models/Qwen2.5-7B has no config.json" in result.output
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.architecture=gpt-2", "Known: qwen2.5-0.5b"),
+        ("trainer.platform=cpu", "device_memory_gib"),
+        ("rollout.vllm.platform=cpu", "gpu_memory_utilization would have no effect"),
+    ],
+)
+def test_a_mistake_is_explained(override: str, words: str) -> None:
+    result = plan("qwen2.5_7b_gsm8k_cuda", override)
+    assert result.exit_code == 1
+    assert words in result.output
+
+
+def test_the_shape_comes_from_config_json_where_it_is() -> None:
+    folder = Path("models/Qwen2.5-7B")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    assert "trainer device" in plan("qwen2.5_7b_gsm8k_cuda").output
+    (folder / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 48}))
+    result = plan("qwen2.5_7b_gsm8k_cuda")
+    assert result.exit_code == 1
+    assert "is another model" in result.output
+
+
+def test_several_base_files_are_layered_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text("model: {random: {}}\nsteps: 3\nseed: 3\n")
+    (tmp_path / "second.yaml").write_text("steps: 4\nsampling: {max_tokens: 16}\n")
+    (tmp_path / "run.yaml").write_text("base: [first.yaml, second.yaml]\nname: layered\nsampling: {temperature: 0.5}\n")
+    config = load(tmp_path / "run.yaml")
+    assert (config.steps, config.seed, config.sampling.max_tokens, config.sampling.temperature) == (4, 3, 16, 0.5)

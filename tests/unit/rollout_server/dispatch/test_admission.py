@@ -1,0 +1,181 @@
+"""Pausing and draining: nothing new comes in, nothing in flight is lost, and the server leaves by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.wire import Ticket
+from buffer import InMemoryBuffer
+from rollout_server.dispatch.admission import AdmissionGate
+from rollout_server.engines.scripted import ScriptedEngine
+from rollout_server.server import RolloutServer
+from tests.support.http_fakes import House, dispatching, house_of
+from tests.support.rollout_fakes import (
+    FakeEngine,
+    FakeReceiver,
+    buffer_of,
+    config_of,
+    context_of,
+    until,
+    until_async,
+    watcher_of,
+)
+
+
+async def held_house(tmp_path: Path, buffer: InMemoryBuffer) -> House:
+    """Two groups of four, none of which finishes before it may."""
+    engine = FakeEngine()
+    engine.hold = True
+    return await house_of(tmp_path, engine, config=config_of(), buffer=buffer, version=0)
+
+
+async def full(house: House) -> None:
+    await until(lambda: len(house.engine.held) == 8)
+
+
+async def test_a_paused_server_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
+    buffer = buffer_of(config_of())
+    house = await held_house(tmp_path, buffer)
+    async with dispatching(house):
+        await full(house)
+        house.dispatcher.admission.pause()
+        house.engine.hold = False
+        house.engine.release()
+        await until(lambda: house.dispatcher.counters.groups["inserted"] == 2)
+        await asyncio.sleep(0.05)
+        assert (len(house.dispatcher.leases), (await buffer.stats()).ready) == (0, 2)
+        house.dispatcher.admission.resume()
+        await until(lambda: house.dispatcher.counters.groups["inserted"] == 4)
+
+
+async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
+    running = asyncio.create_task(house.dispatcher.run())
+    await until(lambda: house.dispatcher.asking_since_s is not None)
+    house.dispatcher.admission.pause()
+    await buffer.put_tasks([house.context.source.task(0)])
+    await until_async(lambda: _is_admitted(buffer))
+    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=2.0)
+    assert ticket.seq == 0
+    assert not house.engine.requests
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+class Slow(InMemoryBuffer):
+    """Its answers to `admit` and `give_back` take until the test has let them go."""
+
+    slow: asyncio.Event
+
+    async def give_back(self, ticket: Ticket) -> None:
+        await self.slow.wait()
+        await super().give_back(ticket)
+
+
+@pytest.mark.parametrize("stop", ["drain", "cancel"])
+async def test_tickets_on_their_way_back_after_a_pause_survive_a_stop(tmp_path: Path, stop: str) -> None:
+    config = config_of()
+    buffer = Slow(config.replay_policy, lease_s=config.lease_s, max_attempts=1)
+    buffer.slow = asyncio.Event()
+    house = await house_of(tmp_path, FakeEngine(), config=config, buffer=buffer, version=0)
+    running = asyncio.create_task(house.dispatcher.run())
+    await until(lambda: house.dispatcher.asking_since_s is not None)
+    house.dispatcher.admission.pause()
+    await buffer.put_tasks([house.context.source.task(index) for index in range(2)])
+    await until_async(lambda: _is_admitted(buffer))
+    if stop == "drain":
+        house.dispatcher.admission.drain()
+    else:
+        running.cancel()
+    await asyncio.sleep(0.01)
+    buffer.slow.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(running, return_exceptions=True)
+    again = await buffer.admit(2, holder="rollout-1", timeout_s=1.0)
+    assert [(ticket.seq, ticket.attempt) for ticket in again] == [(0, 2), (1, 2)]
+
+
+async def test_a_drained_dispatcher_ends_when_its_groups_have_finished(tmp_path: Path) -> None:
+    buffer = buffer_of(config_of())
+    house = await held_house(tmp_path, buffer)
+    async with dispatching(house) as running:
+        await full(house)
+        house.dispatcher.admission.drain()
+        await asyncio.sleep(0.02)
+        assert not running.done()
+        house.engine.hold = False
+        house.engine.release()
+        async with asyncio.timeout(5):
+            await running
+    assert (await buffer.stats()).ready == 2
+
+
+async def test_a_dispatcher_drained_in_a_hurry_gives_everything_back_with_partials(tmp_path: Path) -> None:
+    config = config_of(sampling={"max_tokens": 40}, rollout={"vllm": {"max_model_len": 256}})
+    buffer = buffer_of(config)
+    engine = ScriptedEngine(lambda request: [ord("a")] * 40, tokens_per_s=100)
+    await engine.start()
+    house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
+    async with dispatching(house) as running:
+        await until(lambda: engine.load().generated_tokens >= 8 and len(house.dispatcher.leases) > 0)
+        house.dispatcher.admission.drain(now=True)
+        await buffer.publish_version(epoch=0, version=0)
+        async with asyncio.timeout(15):
+            await running
+    assert (await buffer.stats()).ready == 0
+    (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    assert ticket.partial is not None
+    assert ticket.partial.longest >= 1
+
+
+async def test_what_does_not_finish_in_time_is_given_back(tmp_path: Path) -> None:
+    config = config_of(rollout={"max_concurrency": 8, "http": {"drain_timeout_s": 0.05}})
+    buffer = buffer_of(config)
+    engine = FakeEngine()
+    engine.hold = True
+    house = await house_of(tmp_path, engine, config=config, buffer=buffer, version=0)
+    async with dispatching(house) as running:
+        await full(house)
+        house.dispatcher.admission.drain()
+        async with asyncio.timeout(5):
+            await running
+    assert len(await buffer.admit(1, holder="rollout-1", timeout_s=1.0)) == 1
+
+
+async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Path) -> None:
+    config = config_of(eval={"prompts": 1, "greedy": False, "samples": 1})
+    buffer = buffer_of(config)
+    context = context_of(tmp_path, config, FakeEngine(), buffer)
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
+    await watcher.first(1.0)
+    server = RolloutServer(context, watcher)
+    serving = asyncio.create_task(server.serve())
+    await until_async(lambda: _has_ready(buffer, 4))
+    server._dispatcher.admission.drain(now=True)
+    async with asyncio.timeout(15):
+        await serving
+    stats = await buffer.stats()
+    assert not stats.ended
+    assert (stats.inflight, stats.ready) == (0, 4)
+
+
+def test_a_server_that_drains_cannot_be_called_back() -> None:
+    admission = AdmissionGate()
+    admission.drain()
+    admission.resume()
+    admission.pause()
+    assert admission.is_draining
+
+
+async def _is_admitted(buffer: InMemoryBuffer) -> bool:
+    return (await buffer.stats()).admitted > 0
+
+
+async def _has_ready(buffer: InMemoryBuffer, groups: int) -> bool:
+    return (await buffer.stats()).ready >= groups

@@ -1,0 +1,349 @@
+"""The dispatcher: continuous, bounded by the staleness window, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+
+from async_grpo.errors import EngineError, RoleFailed
+from async_grpo.utils.aio import root_cause
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.wire import Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from buffer import InMemoryBuffer
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.dispatch.group_rollout import GroupRollout
+from rollout_server.engines.base import GenerationRequest, sample_seed
+from rollout_server.workflows.session import SampleSession
+from tests.support.rollout_fakes import (
+    FakeEngine,
+    FakePool,
+    FakeReceiver,
+    buffer_of,
+    config_of,
+    context_of,
+    until,
+    until_async,
+    watcher_of,
+)
+
+
+@asynccontextmanager
+async def dispatching(context: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[Dispatcher]:
+    """A dispatcher with its feeder and weights, stopped as by SIGTERM at the end of the block."""
+    watcher = watcher_of(context, receiver or FakeReceiver(WeightVersion(1, 0)))
+    await watcher.first(1.0)
+    feeder = TaskFeeder(context.buffer, context.source, target=16)
+    dispatcher = Dispatcher(context, watcher, feeder)
+    loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
+    running = asyncio.create_task(dispatcher.run())
+    try:
+        yield dispatcher
+    finally:
+        for task in (running, *loops):
+            task.cancel()
+        await asyncio.gather(running, *loops, return_exceptions=True)
+
+
+async def ready(buffer: InMemoryBuffer, groups: int) -> None:
+    async def enough() -> bool:
+        return (await buffer.stats()).ready >= groups
+
+    await until_async(enough)
+
+
+async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
+        await ready(buffer, 4)
+    batch = await buffer.take(epoch=0, version=0, timeout_s=1.0)
+    assert [group.seq for group in batch.groups] == [0, 1]
+    assert all(sample.reward == 1.0 and sample.text == "yes" for group in batch.groups for sample in group.samples)
+    for group in batch.groups:
+        for sample in group.samples:
+            sample.validate()
+
+
+async def test_no_more_than_the_staleness_window_is_admitted(tmp_path: Path) -> None:
+    config = config_of(max_staleness=1)
+    buffer = buffer_of(config)
+    async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer)):
+        await ready(buffer, 4)
+        await asyncio.sleep(0.05)
+        assert (await buffer.stats()).admitted == config.capacity_groups == 4
+
+
+async def test_the_engine_stays_full_and_is_never_overfilled(tmp_path: Path) -> None:
+    config = config_of(max_staleness=8, rollout={"max_concurrency": 6})
+    engine = FakeEngine()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine)) as dispatcher:
+        await until(lambda: len(engine.held) == 6)
+        for _ in range(12):
+            engine.release(next(iter(engine.held)))
+            await until(lambda: len(engine.held) == 6)
+            assert dispatcher.slots.committed <= 6 - 1 + 4
+        assert engine.peak == 6
+
+
+async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> None:
+    config = config_of(max_staleness=8, rollout={"max_concurrency": 10})
+    buffer, limits = buffer_of(config), list[int]()
+    admit = buffer.admit
+
+    async def noted(limit: int, *, holder: str, timeout_s: float) -> list[Ticket]:
+        limits.append(limit)
+        return await admit(limit, holder=holder, timeout_s=timeout_s)
+
+    buffer.admit = noted  # type: ignore[method-assign]
+    engine = FakeEngine()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as dispatcher:
+        await until(lambda: len(engine.held) == 10)
+        assert (limits, dispatcher.slots.committed) == ([3], 12)
+
+
+async def test_a_new_group_starts_while_another_is_unfinished(tmp_path: Path) -> None:
+    config = config_of(max_staleness=8, rollout={"max_concurrency": 4})
+    engine = FakeEngine()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine)):
+        await until(lambda: len(engine.held) == 4)
+        straggler, *others = engine.held
+        engine.release(*others)
+        await until(lambda: len(engine.held) == 4)
+        assert straggler in engine.held
+
+
+async def test_verification_does_not_keep_the_engine_waiting(tmp_path: Path) -> None:
+    config = config_of(max_staleness=8, rollout={"max_concurrency": 4})
+    engine = FakeEngine()
+    context = context_of(tmp_path, config, engine)
+    assert isinstance(context.pool, FakePool)
+    context.pool.gate = asyncio.Event()
+    async with dispatching(context):
+        await until(lambda: len(engine.requests) >= 16)
+        assert (await context.buffer.stats()).ready == 0
+        context.pool.gate.set()
+
+
+async def test_samples_start_only_with_weights_of_their_tickets_version(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
+    await buffer.publish_version(epoch=0, version=1)
+    async with dispatching(context_of(tmp_path, config, engine, buffer), receiver):
+        await asyncio.sleep(0.05)
+        assert engine.requests == []
+        await receiver.publish(1, 1)
+        await ready(buffer, 4)
+    assert set(engine.versions) == {1}
+
+
+async def test_with_no_staleness_every_group_is_of_the_trainers_version(tmp_path: Path) -> None:
+    config = config_of(max_staleness=0)
+    buffer = buffer_of(config)
+    receiver = FakeReceiver(WeightVersion(1, 0))
+    async with dispatching(context_of(tmp_path, config, FakeEngine(), buffer), receiver):
+        for version in range(config.steps):
+            batch = await buffer.take(epoch=0, version=version, timeout_s=5.0)
+            assert {group.oldest_version for group in batch.groups} == {version}
+            await receiver.publish(1, version + 1)
+            await buffer.publish_version(epoch=0, version=version + 1)
+            await buffer.release(batch)
+
+
+async def test_stopping_stores_what_has_finished_and_another_server_makes_the_rest(tmp_path: Path) -> None:
+    config = config_of(max_staleness=0, groups_per_step=1)
+    buffer = buffer_of(config)
+    engine = FakeEngine()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine, buffer)):
+        await until(lambda: len(engine.held) == 4)
+        engine.release(*list(engine.held)[:3])
+        await until(lambda: len(engine.held) == 1)
+        await asyncio.sleep(0.01)
+
+    other = FakeEngine()
+    async with dispatching(context_of(tmp_path, config, other, buffer, name="rollout-1")):
+        await ready(buffer, 1)
+    assert len(other.requests) == 1
+    (group,) = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups
+    assert (group.attempt, group.server, len(group.samples)) == (2, "rollout-1", 4)
+
+
+async def test_a_sample_goes_on_behind_the_tokens_of_its_partial() -> None:
+    prior = Sample(
+        tokens=tokens_to_bytes([1, 2]),
+        logprobs=logprobs_to_bytes([-1.0, -2.0]),
+        spans=[VersionSpan(3, 0, 2)],
+        finish_reason="",
+    )
+    engine = FakeEngine()
+    engine.version = 4
+    session = SampleSession(engine, "r", [9], seed=1, temperature=1.0, max_tokens=4, prior=prior)
+    await session.turn()
+    sample = session.sample("text")
+    sample.validate()
+    assert engine.requests[0].prefix == [1, 2]
+    assert engine.requests[0].max_tokens == 2
+    assert sample.token_ids().tolist() == [1, 2, ord("y"), ord("e")]
+    assert sample.spans == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 4)]
+
+
+async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
+    config = config_of(max_staleness=0, groups_per_step=1)
+    buffer = buffer_of(config)
+    engine = FakeEngine()
+    engine.hold = True
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as dispatcher:
+        await until(lambda: len(engine.held) == 4)
+        (work,) = dispatcher.leases
+        await buffer.give_back(work.ticket)
+        await buffer.admit(1, holder="somebody else", timeout_s=1.0)
+        await dispatcher.leases.renew()
+        await until(lambda: engine.held == {} and dispatcher.slots.committed == 0)
+        assert dispatcher.leases.lost == 1
+        assert list(dispatcher.leases) == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "dynamic_sampling", "reason"),
+    [
+        (["yes", "yes", "yes", "yes"], True, "filtered"),
+        (["yes", "?", "?", "?"], False, "unverifiable"),
+    ],
+)
+async def test_a_group_that_cannot_be_trained_is_discarded_with_its_reason(
+    tmp_path: Path, answers: list[str], dynamic_sampling: bool, reason: str
+) -> None:
+    config = config_of(rollout={"max_concurrency": 4, "dynamic_sampling": dynamic_sampling})
+    buffer = buffer_of(config)
+    engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
+    context = context_of(tmp_path, config, engine, buffer)
+
+    async def discarded() -> bool:
+        return (await buffer.stats()).released.get(reason, 0) >= 2
+
+    async with dispatching(context):
+        await until_async(discarded)
+        assert (await buffer.stats()).ready == 0
+
+
+async def test_a_group_with_two_rewards_is_trained_and_the_others_are_masked(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    answers = ["yes", "no", "?", "?"]
+    engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
+    context = context_of(tmp_path, config, engine, buffer)
+    async with dispatching(context):
+        await ready(buffer, 2)
+    group = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups[0]
+    assert [sample.reward for sample in group.samples] == [1.0, 0.0, None, None]
+    assert group.samples[2].unverifiable == "raised: cannot say"
+    assert (await context.board.counters())["reward_failures.raised"] >= 4
+
+
+async def test_a_workflow_that_fails_makes_the_group_failed_and_goes_on(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+
+    def answer(request: GenerationRequest) -> str:
+        if request.request_id.startswith("0-"):
+            raise ValueError("a bug in a workflow")
+        return "yes"
+
+    engine = FakeEngine(answer)
+    async with dispatching(context_of(tmp_path, config, engine, buffer)):
+        await ready(buffer, 2)
+    assert (await buffer.stats()).released["failed"] == 1
+
+
+async def test_a_sample_that_breaks_its_guarantees_makes_the_group_failed_and_is_never_inserted(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    engine = FakeEngine(lambda request: "" if request.request_id.startswith("0-") else "yes")
+    with structlog.testing.capture_logs() as logs:
+        async with dispatching(context_of(tmp_path, config, engine, buffer)):
+            await ready(buffer, 2)
+    assert (await buffer.stats()).released["failed"] == 1
+    (why,) = [entry["why"] for entry in logs if entry["event"] == "group discarded"]
+    assert why == "sample 0: a sample has no tokens"
+
+
+async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    buffer, engine = buffer_of(config), FakeEngine()
+    engine.hold = True
+    monkeypatch.setattr("rollout_server.dispatch.dispatcher.GIVE_BACK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
+    context = context_of(tmp_path, config, engine, buffer)
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
+    await watcher.first(1.0)
+    feeder = TaskFeeder(buffer, context.source, target=16)
+    await feeder.top_up()
+    running = asyncio.create_task(Dispatcher(context, watcher, feeder).run())
+    await until(lambda: len(engine.held) > 0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path: Path) -> None:
+    config = config_of()
+    context = context_of(tmp_path, config, FakeEngine(lambda request: "?"))
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
+    await watcher.first(1.0)
+    feeder = TaskFeeder(context.buffer, context.source, target=64)
+    feeding = asyncio.create_task(feeder.run())
+    with pytest.raises(ExceptionGroup) as raised:
+        await Dispatcher(context, watcher, feeder).run()
+    cause = root_cause(raised.value)
+    assert isinstance(cause, RoleFailed)
+    assert "32 groups in a row ended as unverifiable, the last because: raised: cannot say" in str(cause)
+    feeding.cancel()
+
+
+async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    engine = FakeEngine()
+    engine.error = EngineError("rollout-0: the engine died")
+    context = context_of(tmp_path, config, engine, buffer)
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
+    await watcher.first(1.0)
+    feeder = TaskFeeder(buffer, context.source, target=16)
+    await feeder.top_up()
+    with pytest.raises(ExceptionGroup) as raised:
+        await Dispatcher(context, watcher, feeder).run()
+    assert isinstance(root_cause(raised.value), EngineError)
+    tickets = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
+    assert tickets[0].attempt == 2
+
+
+async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: Path) -> None:
+    config = config_of()
+    buffer = buffer_of(config)
+    await TaskFeeder(buffer, context_of(tmp_path, config, FakeEngine()).source, target=4).top_up()
+    (ticket,) = await buffer.admit(1, holder="a", timeout_s=1.0)
+    work = GroupRollout.resume(ticket, 4)
+    assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 0)
+    work.samples[1] = Sample(
+        tokens=tokens_to_bytes([1]), logprobs=logprobs_to_bytes([-1.0]), spans=[VersionSpan(5, 0, 1)], finish_reason=""
+    )
+    assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 5)
+
+
+def test_seeds_differ_by_sample_and_attempt_and_not_by_process() -> None:
+    names = [(task, index, attempt) for task in (0, 1) for index in (0, 1) for attempt in (1, 2)]
+    assert len({sample_seed(1, "train", *name) for name in names}) == len(names)
+    assert sample_seed(1, "train", 7, 0, 1) == 8956793425933621076

@@ -1,0 +1,191 @@
+"""Completions of a live rollout server over its real HTTP: tokens, log-probabilities, versions, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.app.evaluate.policy_source import OfflineContext
+from async_grpo.data.base import make_task
+from async_grpo.errors import EngineError, WaitTimeout
+from async_grpo.utils.http_server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.wire import Task, VersionSpan
+from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.http import KEEP_ALIVE_S, HttpSampler
+from rollout_server.engines.scripted import ScriptedEngine, scripted_logprobs
+from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
+from rollout_server.evaluation.milestones import MilestoneEvaluator
+from rollout_server.http.server import ApiServer
+from rollout_server.workflows import SingleTurn
+from tests.support.http_fakes import Letters, http_config, lettered, prompts_of, says, scripted
+from tests.support.rollout_fakes import FakeReceiver, context_of, until, watcher_of
+
+HELLO = [*b"hello", 255]
+
+
+@asynccontextmanager
+async def server(tmp_path: Path, engine: ScriptedEngine, *, version: int = 3, **http: Any) -> AsyncIterator[ApiServer]:
+    config = http_config(http)
+    api = ApiServer(config, "rollout-0", prompts_of())
+    await api.open()
+    context = lettered(context_of(tmp_path, config, engine))
+    watcher = watcher_of(context, FakeReceiver(WeightVersion(2, version)))
+    await watcher.first(1.0)
+    api.attach(
+        context,
+        watcher,
+        Dispatcher(context, watcher, TaskFeeder(context.buffer, context.source, target=1)),
+        MilestoneEvaluator(context, watcher),
+    )
+    try:
+        yield api
+    finally:
+        await api.detach()
+        await api.aclose()
+
+
+@asynccontextmanager
+async def sampler(*addresses: str, at_once: int = 8, **options: Any) -> AsyncIterator[HttpSampler]:
+    made = HttpSampler(addresses, at_once=at_once, **{"patience_s": 10.0, **options})
+    yield made
+    await made.aclose()
+
+
+def request(**changes: Any) -> GenerationRequest:
+    return GenerationRequest(**{"request_id": "r", "prompt": [1, 2], "max_tokens": 20, "seed": 2**62, **changes})
+
+
+async def test_a_completion_comes_whole_with_its_version(tmp_path: Path) -> None:
+    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
+        generation = await live.generate(request())
+    assert generation.tokens.tolist() == HELLO
+    assert np.allclose(generation.logprobs, scripted_logprobs(HELLO))
+    assert generation.spans == [VersionSpan(3, 0, 6)]
+    assert generation.finish_reason == "stop"
+
+
+async def test_it_is_the_request_that_an_engine_here_would_get(tmp_path: Path) -> None:
+    asked: list[GenerationRequest] = []
+
+    def script(given: GenerationRequest) -> list[int]:
+        asked.append(given)
+        return HELLO
+
+    async with server(tmp_path, await scripted(script)) as api, sampler(api.address) as live:
+        await live.generate(request(temperature=0.5, prefix=[7]))
+    (given,) = asked
+    assert (list(given.prompt), given.temperature, given.seed, given.max_tokens) == ([1, 2, 7], 0.5, 2**62, 20)
+
+
+async def test_a_stream_comes_piece_by_piece(tmp_path: Path) -> None:
+    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
+        pieces = [piece async for piece in live.stream(request())]
+    assert [token for piece in pieces for token in piece.tokens.tolist()] == HELLO
+    assert len(pieces) > 2
+    assert [piece.finish_reason for piece in pieces][-2:] == ["", "stop"]
+    assert {span.version for piece in pieces for span in piece.spans} == {3}
+
+
+async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path: Path) -> None:
+    class Source:
+        dropped: dict[str, int] = {}
+
+        def task(self, index: int) -> Task:
+            return make_task(index, "p", [1], "hello")
+
+        def held_out(self) -> list[Task]:
+            return [make_task(index, f"p{index}", [4, index], "hello" if index % 2 else "no") for index in range(6)]
+
+    engine = await scripted(lambda given: [*str(given.seed)[-1:].encode(), 255] if given.temperature else HELLO)
+    config, plan = http_config(), EvalPlan(prompts=6, samples=3)
+    pool = context_of(tmp_path, config, engine).pool
+
+    async def grades(hall: Callable[[Any], OfflineContext], of: Any) -> Any:
+        found = await EvalRunner(hall(of)).grade(plan)
+        return [[answer.sample.text for answer in paper.sampled] for paper in found.prompts], found.figures
+
+    def hall(of: Any) -> OfflineContext:
+        return OfflineContext(config, "eval", of, pool, SingleTurn(Letters()), Source())
+
+    async with server(tmp_path, engine) as api, sampler(api.address, at_once=2) as live:
+        assert await grades(hall, live) == await grades(hall, engine)
+
+
+async def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+    engine = await scripted(says("hello" * 5), tokens_per_s=100.0)
+    async with server(tmp_path, engine, max_concurrency=1) as api, sampler(api.address, at_once=3) as live:
+        asked = [live.generate(request(request_id=f"r{number}")) for number in range(3)]
+        assert len(await asyncio.gather(*asked)) == 3
+
+
+async def test_the_requests_are_spread_over_the_servers_and_a_lost_one_is_left_out(tmp_path: Path) -> None:
+    engines = [await scripted(says("hello")) for _ in range(2)]
+    async with (
+        server(tmp_path, engines[0]) as one,
+        server(tmp_path, engines[1], version=4) as other,
+        sampler(one.address, other.address) as live,
+    ):
+        generations = await asyncio.gather(*(live.generate(request(request_id=f"r{n}")) for n in range(6)))
+        assert {span.version for generation in generations for span in generation.spans} == {3, 4}
+        await one.detach()
+        await one.aclose()
+        assert (await live.generate(request())).spans[0].version == 4
+        assert live.addresses == [other.address]
+
+
+async def test_a_run_whose_servers_are_gone_is_an_error_that_says_so(tmp_path: Path) -> None:
+    async with server(tmp_path, await scripted(says("hello"))) as api:
+        address = api.address
+    async with sampler(address) as live:
+        with pytest.raises(EngineError, match="no rollout server of the run answers any more"):
+            await live.generate(request())
+
+
+async def test_a_refusal_is_passed_on(tmp_path: Path) -> None:
+    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
+        with pytest.raises(EngineError, match=r"status 400.*max_model_len"):
+            await live.generate(request(max_tokens=1000))
+
+
+async def test_an_idle_connection_is_left_before_the_server_closes_it(tmp_path: Path) -> None:
+    assert KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S
+    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
+        await live.generate(request())
+        assert live._session is not None and live._session.connector is not None
+        assert live._session.connector._keepalive_timeout == KEEP_ALIVE_S
+
+
+async def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNC_GRPO_HTTP_KEY", "open sesame")
+    async with server(tmp_path, await scripted(says("hello"))) as api:
+        async with sampler(api.address, key="open sesame") as live:
+            assert (await live.generate(request())).tokens.tolist() == HELLO
+        async with sampler(api.address) as stranger:
+            with pytest.raises(EngineError, match="status 401"):
+                await stranger.generate(request())
+
+
+async def test_a_server_that_never_has_time_is_given_up_by_name(tmp_path: Path) -> None:
+    async with server(tmp_path, await scripted(says("hello"))) as api:
+        await api.detach()
+        async with sampler(api.address, patience_s=0.2) as live:
+            with pytest.raises(WaitTimeout, match=api.address):
+                await live.generate(request())
+
+
+async def test_a_stream_that_is_left_ends_the_request(tmp_path: Path) -> None:
+    engine = await scripted(says("hello" * 10), tokens_per_s=50.0)
+    async with server(tmp_path, engine) as api, sampler(api.address) as live:
+        stream = live.stream(request(max_tokens=50))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: engine.load().running + engine.load().waiting == 0)

@@ -1,0 +1,224 @@
+"""The evaluator: which versions, by whom, and what stands on the board."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import WaitTimeout
+from async_grpo.weights.manifest import WeightVersion
+from async_grpo.wire import Sample, Task
+from async_grpo.wire.board import Evaluation
+from buffer import InMemoryBoard
+from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.evaluation.eval_runner import PROBE_GROUPS, PROBE_SAMPLES, EvalPlan, EvalRunner
+from rollout_server.evaluation.milestones import MilestoneEvaluator, milestone_of, next_milestone
+from rollout_server.heartbeat import Heartbeat
+from rollout_server.weight_watcher import WeightWatcher
+from rollout_server.workflows import SingleTurn
+from rollout_server.workflows.session import SampleSession
+from tests.support.rollout_fakes import (
+    Bytes,
+    FakeEngine,
+    FakeReceiver,
+    config_of,
+    context_of,
+    until,
+    until_async,
+    watcher_of,
+)
+
+
+async def evaluator_at(context: ServerContext, version: int) -> tuple[MilestoneEvaluator, WeightWatcher, FakeReceiver]:
+    receiver = FakeReceiver(WeightVersion(1, version))
+    watcher = watcher_of(context, receiver)
+    await watcher.first(1.0)
+    return MilestoneEvaluator(context, watcher), watcher, receiver
+
+
+async def versions_on(board: Any) -> list[int]:
+    return [evaluation.version for evaluation in await board.evaluations()]
+
+
+async def test_the_policy_is_measured_before_and_after(tmp_path: Path) -> None:
+    engine = FakeEngine(lambda request: "yes" if request.temperature == 0 or "-0-0-" in request.request_id else "no")
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, watcher, receiver = await evaluator_at(context, 0)
+    await evaluator.first()
+    (before,) = await context.board.evaluations()
+    assert (before.version, before.prompts, before.samples, before.server) == (0, 4, 2, "rollout-0")
+    assert (before.sampled_accuracy, before.greedy_accuracy) == (1 / 8, 1.0)
+    assert before.completion_tokens_mean == pytest.approx((3 + 7 * 2) / 8)
+    figures = before.figures
+    assert figures is not None and figures.mean is not None and figures.majority is not None
+    assert (figures.mean.value, figures.pass_at["2"].value) == (before.sampled_accuracy, 1 / 4)
+    assert figures.majority.value == 1 / 8  # of the one prompt with a right answer, yes and no have a vote each
+    assert figures.mean.low <= figures.mean.value <= figures.mean.high
+    assert before.no_majority == ""
+
+    loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
+    for version in (1, 2, 3, 4):
+        await receiver.publish(1, version)
+    await asyncio.wait_for(loops[1], 5.0)
+    loops[0].cancel()
+    assert await versions_on(context.board) == [0, 4]
+
+
+async def test_without_an_extraction_the_board_says_why_there_is_no_majority(tmp_path: Path) -> None:
+    context = context_of(tmp_path, config_of(rewards={"functions": [{"name": "format"}]}), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 0)
+    await evaluator.first()
+    (found,) = await context.board.evaluations()
+    assert found.figures is not None and found.figures.majority is None
+    assert found.no_majority == "format has none"
+
+
+async def test_the_board_says_in_how_many_completions_looking_for_the_answer_failed(tmp_path: Path) -> None:
+    engine = FakeEngine(lambda request: "!" if "-0-0-" in request.request_id else "yes")
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, _, _ = await evaluator_at(context, 0)
+    await evaluator.first()
+    (found,) = await context.board.evaluations()
+    assert found.figures is not None and found.figures.unextracted == 1  # of the greedy completions nobody asks it
+    assert (found.figures.unjudged, found.no_majority) == (0, "")
+
+
+async def test_a_workflow_is_told_which_of_the_samples_of_a_prompt_it_makes(tmp_path: Path) -> None:
+    made: Counter[int] = Counter()
+
+    class Noting(SingleTurn):
+        async def run(self, task: Task, session: SampleSession) -> Sample:
+            made[session.index] += 1
+            return await super().run(task, session)
+
+    runner = EvalRunner(replace(context_of(tmp_path, config_of(), FakeEngine()), workflow=Noting(Bytes())))
+    await runner.grade(EvalPlan(prompts=4, samples=3))
+    assert made == {0: 4 + 4, 1: 4, 2: 4}  # a greedy one is the first of one
+    made.clear()
+    await runner.probe(version=0)
+    assert made == dict.fromkeys(range(PROBE_SAMPLES), PROBE_GROUPS)
+    assert runner.generating == 0
+
+
+async def test_the_final_probe_holds_groups_of_that_version_with_log_probabilities(tmp_path: Path) -> None:
+    context = context_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 4)
+    await evaluator.run()
+    probe = await context.board.probe(4, timeout_s=1.0)
+    assert [len(group.samples) for group in probe.groups] == [4] * 16
+    for sample in (sample for group in probe.groups for sample in group.samples):
+        sample.validate()
+        assert {span.version for span in sample.spans} == {4}
+
+
+async def test_a_server_without_the_final_weights_leaves_once_another_has_measured_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.evaluation.milestones.LOOK_EVERY_S", 0.01)
+    context = context_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 3)
+    running = asyncio.create_task(evaluator.run())
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    await context.board.put_evaluation(
+        Evaluation(version=4, prompts=4, samples=2, sampled_accuracy=0.5, server="other")
+    )
+    await asyncio.wait_for(running, 1.0)
+    assert await versions_on(context.board) == [4]
+
+
+async def test_milestones_are_evaluated_even_if_versions_are_skipped(tmp_path: Path) -> None:
+    context = context_of(
+        tmp_path, config_of(steps=10, eval={"prompts": 2, "samples": 1, "every_steps": 3}), FakeEngine()
+    )
+    evaluator, watcher, receiver = await evaluator_at(context, 0)
+    await evaluator.first()
+    loops = [asyncio.create_task(loop) for loop in (watcher.run(), evaluator.run())]
+    for version in (1, 4, 5, 9, 10):
+        await receiver.publish(1, version)
+        done_up_to = {1: 0, 4: 4, 5: 4, 9: 9, 10: 10}[version]
+
+        async def caught_up(expected: int = done_up_to) -> bool:
+            return (await versions_on(context.board))[-1] == expected
+
+        await until_async(caught_up)
+    await asyncio.gather(loops[1])
+    loops[0].cancel()
+    assert await versions_on(context.board) == [0, 4, 9, 10]
+
+
+async def test_only_one_of_several_servers_evaluates_a_version(tmp_path: Path) -> None:
+    board, engines = InMemoryBoard(), [FakeEngine(), FakeEngine()]
+    contexts = [
+        context_of(tmp_path, config_of(), engine, board=board, name=f"r{n}") for n, engine in enumerate(engines)
+    ]
+    evaluators = [(await evaluator_at(context, 0))[0] for context in contexts]
+    await asyncio.gather(*(evaluator.first() for evaluator in evaluators))
+    assert sorted(len(engine.requests) > 0 for engine in engines) == [False, True]
+    assert await versions_on(board) == [0]
+
+
+async def test_a_server_that_joins_late_does_not_measure_a_later_version_as_the_first(tmp_path: Path) -> None:
+    context = context_of(tmp_path, config_of(), FakeEngine())
+    evaluator, _, _ = await evaluator_at(context, 2)
+    await evaluator.first()
+    assert await versions_on(context.board) == []
+
+
+async def test_weights_wait_until_the_evaluation_is_over(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, watcher, receiver = await evaluator_at(context, 0)
+    watching = asyncio.create_task(watcher.run())
+    evaluating = asyncio.create_task(evaluator.first())
+    await until(lambda: len(engine.held) > 0)
+    await receiver.publish(1, 1)
+    while not evaluating.done():
+        assert engine.version == 0
+        engine.release()
+        await asyncio.sleep(0.001)
+    await watcher.wait_for_version(1)
+    watching.cancel()
+
+
+async def test_an_evaluation_that_takes_too_long_is_an_error_with_the_fix(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    context = context_of(tmp_path, config_of(eval={"prompts": 1, "timeout_s": 0.05}), engine)
+    evaluator, _, _ = await evaluator_at(context, 0)
+    with pytest.raises(WaitTimeout, match=r"evaluation of version 0.*Lower eval\.prompts"):
+        await evaluator.first()
+    assert engine.held == {}
+
+
+async def test_tokens_of_an_evaluation_are_not_counted_as_generated_for_training(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    context = context_of(tmp_path, config_of(), engine)
+    evaluator, watcher, _ = await evaluator_at(context, 0)
+    feeder = TaskFeeder(context.buffer, context.source, target=4)
+    heartbeat = Heartbeat(context, watcher, Dispatcher(context, watcher, feeder), evaluator)
+    await evaluator.first()
+    engine.tokens += 100
+    await heartbeat.beat()
+    counters = await context.board.counters()
+    assert counters == {"eval_tokens": (4 * 2 + 4) * 3, "generated_tokens": 100}
+    (beat,) = await context.board.servers()
+    assert (beat.name, beat.version, beat.updates) == ("rollout-0", 0, 1)
+
+
+def test_milestones_are_the_start_the_multiples_and_the_end() -> None:
+    walk = [0]
+    while walk[-1] < 25:
+        walk.append(next_milestone(walk[-1], every_steps=10, final=25))
+    assert walk == [0, 10, 20, 25]
+    assert [milestone_of(v, every_steps=10, final=25) for v in (0, 9, 10, 24, 25, 30)] == [0, 0, 10, 20, 25, 25]
+    assert next_milestone(0, every_steps=0, final=25) == 25
+    assert [milestone_of(v, every_steps=0, final=25) for v in (0, 24, 25)] == [0, 0, 25]

@@ -1,0 +1,385 @@
+"""What each route answers, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from pydantic import ValidationError
+
+from async_grpo.config.http import HttpConfig
+from async_grpo.errors import BufferFault, ConfigError, EngineError
+from buffer.stats import BufferStats
+from rollout_server.http.app import is_local_name
+from rollout_server.http.auth import ApiKeys
+from rollout_server.http.streaming import read_json
+from tests.support.http_fakes import ADMIN, CONTEXT, STOP, House, Letters, house_of, http_config, says, scripted
+from tests.support.rollout_fakes import FakeEngine, until
+
+DOCS = Path(__file__).parents[4] / "docs" / "http.md"
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> House:
+    return await house_of(tmp_path, await scripted(says("hello")), keys=ApiKeys(admin="open sesame"))
+
+
+async def ask(house: House, *, chat: bool = False, **body: Any) -> Any:
+    """The answer's status and body."""
+    given = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    async with house.client() as client:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        answer = await client.post(path, json={**given, **body})
+    return answer.status_code, answer.json()
+
+
+async def refusal(house: House, **body: Any) -> str:
+    status, answer = await ask(house, **body)
+    assert status == 400, answer
+    return str(answer["error"]["message"])
+
+
+async def test_a_completion_says_which_policy_wrote_it(house: House) -> None:
+    async with house.client() as client:
+        answer = await client.post("/v1/completions", json={"model": "test", "prompt": "hi"})
+    body = answer.json()
+    assert answer.headers["x-policy-version"] == body["system_fingerprint"] == "2-3"
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["policy_versions"]) == ("hello", "stop", [[3, 0, 6]])
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+
+
+async def test_a_chat_goes_through_the_template_of_the_model(house: House) -> None:
+    house.engine._script = lambda request: [*bytes(request.prompt), STOP]
+    parts = [{"type": "text", "text": "yes?"}]
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": parts}]
+    status, body = await ask(house, chat=True, messages=messages, max_completion_tokens=32)
+    assert status == 200
+    assert body["choices"][0]["message"]["content"] == "<user>hi<user>yes?<assistant>"
+
+
+async def test_a_model_without_a_chat_template_says_what_to_do(tmp_path: Path) -> None:
+    tokenizer = Letters()
+    tokenizer.chat_template = None
+    house = await house_of(tmp_path, FakeEngine(), tokenizer=tokenizer)
+    message = await refusal(house, chat=True)
+    assert "no chat template" in message
+    assert "/v1/completions" in message
+
+
+async def test_several_prompts_and_several_completions_come_in_order(house: House) -> None:
+    house.engine._script = lambda request: [*bytes(request.prompt), ord(str(request.seed)), STOP]
+    _, body = await ask(house, prompt=[[65], [66]], n=2, seed=4, stream=False)
+    assert [choice["text"] for choice in body["choices"]] == ["A4", "A5", "B6", "B7"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 2
+
+
+async def test_stop_texts_end_a_completion_and_free_the_engine(house: House) -> None:
+    _, body = await ask(house, stop=["l", "x"])
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("he", "stop")
+    assert house.engine.load().running == 0
+
+
+async def test_log_probabilities_are_those_of_the_sampled_tokens(house: House) -> None:
+    _, body = await ask(house, logprobs=0, max_tokens=2)
+    expected = {"tokens": ["h", "e"], "token_logprobs": [-0.125, -0.75], "top_logprobs": None, "text_offset": [0, 1]}
+    assert body["choices"][0]["logprobs"] == expected
+    assert body["choices"][0]["finish_reason"] == "length"
+    _, body = await ask(house, chat=True, logprobs=True, max_tokens=1)
+    first = {"token": "h", "logprob": -0.125, "bytes": [104], "top_logprobs": []}
+    assert body["choices"][0]["logprobs"]["content"] == [first]
+
+
+async def test_what_is_asked_reaches_the_engine(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    house = await house_of(tmp_path, engine)
+    await ask(house, temperature=0, seed=7, max_tokens=2)
+    await ask(house)
+    asked, default = engine.requests
+    assert (asked.temperature, asked.seed, asked.max_tokens, asked.interruptible) == (0, 7, 2, False)
+    assert (default.temperature, default.seed, default.max_tokens) == (1.0, None, 8)
+
+
+async def test_without_max_tokens_a_completion_is_as_long_as_there_is_room(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    house = await house_of(tmp_path, engine)
+    await ask(house, prompt=[1] * (CONTEXT - 3))
+    assert engine.requests[0].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"top_p": 0.9}, "top_p is not supported: the policy is sampled from its whole distribution"),
+        ({"echo": True}, "echo is not supported"),
+        ({"logprobs": 3}, "logprobs: Input should be less than or equal to 0"),
+        ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+        ({"max_tokens": 5000}, "max_tokens: 5000 is above rollout.http.max_tokens (4096)"),
+        ({"max_tokens": 62}, "beside this prompt there is room for 61 within rollout.vllm.max_model_len (64)"),
+        ({"n": 9}, "prompts (1) times n (9) must be from 1 to 8"),
+        ({"prompt": [[1]] * 5, "n": 2}, "prompts (5) times n (2) must be from 1 to 8"),
+        ({"prompt": []}, "prompts (0) times n (1) must be from 1 to 8"),
+        ({"prompt": [[]]}, "prompt: it has no token"),
+        ({"prompt": [256]}, "token 256 is not in the model's vocabulary of 256"),
+        ({"prompt": [1] * 64}, "64 tokens leave no room for a completion"),
+        ({"prompt": "ß"}, "the tokenizer of this model refuses the prompt: UnicodeEncodeError"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"chat": True, "messages": []}, "messages: List should have at least 1 item"),
+        ({"chat": True, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"chat": True, "top_logprobs": 2}, "top_logprobs is not supported"),
+    ],
+)
+async def test_what_cannot_be_done_truthfully_is_refused(house: House, body: dict[str, Any], expected: str) -> None:
+    assert expected in await refusal(house, **body)
+
+
+async def test_parameters_at_their_only_value_are_accepted(house: House) -> None:
+    status, _ = await ask(house, top_p=1, top_k=-1, presence_penalty=0, logit_bias=None, best_of=1, user="me")
+    assert status == 200
+
+
+async def test_another_model_is_not_found(house: House) -> None:
+    status, body = await ask(house, model="gpt-4")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    async with house.client() as client:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+    assert (model["id"], model["policy_version"]) == ("test", "2-3")
+
+
+async def test_bodies_are_bounded_and_are_json(tmp_path: Path) -> None:
+    house = await house_of(tmp_path, FakeEngine(), config=http_config({"max_body_bytes": 1024}))
+    status, body = await ask(house, prompt="x" * 2000)
+    assert (status, body["error"]["message"]) == (413, "the body is longer than rollout.http.max_body_bytes (1024)")
+    async with house.client() as client:
+        form = await client.post("/v1/completions", content=b'{"prompt": "hi"}', headers={"content-type": "text/plain"})
+        broken = await client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert (form.status_code, broken.status_code) == (415, 400)
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from starlette.requests import Request
+
+    from rollout_server.http import streaming
+    from rollout_server.http.streaming import HttpError
+
+    async def never() -> Any:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(streaming, "BODY_TIMEOUT_S", 0.01)
+    headers = [(b"content-type", b"application/json")]
+    with pytest.raises(HttpError, match=r"did not come within 0\.01 s"):
+        await read_json(Request({"type": "http", "method": "POST", "headers": headers}, never), 100)
+
+
+async def test_more_than_there_is_room_for_is_refused_until_there_is_room(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    house = await house_of(tmp_path, engine, config=http_config({"max_concurrency": 3}))
+    waiting = asyncio.create_task(ask(house, n=2))
+    await until(lambda: len(engine.held) == 2)
+    status, body = await ask(house, n=2)
+    assert (status, body["error"]["code"]) == (429, "too_many_requests")
+    engine.hold = False
+    engine.release()
+    assert (await waiting)[0] == 200
+    assert (await ask(house, n=2))[0] == 200
+
+
+async def test_an_engine_that_fails_is_an_error_of_the_server(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    house = await house_of(tmp_path, engine)
+    engine.error = EngineError("rollout-0: the engine died")
+    for stream in (False, True):
+        status, body = await ask(house, stream=stream)
+        assert (status, body["error"]["message"]) == (503, "the engine failed: rollout-0: the engine died")
+
+
+async def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    house = await house_of(tmp_path, engine, config=http_config({"request_timeout_s": 0.05}))
+    assert (await ask(house))[0] == 504
+    await until(lambda: not engine.held)
+
+
+async def test_a_server_is_alive_before_it_is_ready(house: House) -> None:
+    server, house.http.server = house.http.server, None
+    async with house.client() as client:
+        assert (await client.get("/healthz")).json() == {"status": "alive", "server": "rollout-0"}
+        early = await client.get("/readyz")
+        assert (early.status_code, early.json()["reason"]) == (503, house.http.missing)
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 503
+        house.http.server = server
+        ready = await client.get("/readyz")
+        assert (ready.status_code, ready.json()["policy_version"]) == (200, "2-3")
+
+
+async def test_a_server_that_drains_takes_no_requests(house: House) -> None:
+    async with house.client() as client:
+        answer = await client.post("/admin/drain", headers=ADMIN)
+        assert (answer.status_code, answer.json()) == (202, {"admission": "draining", "groups_in_work": 0})
+        ready = await client.get("/readyz")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "the server leaves the run")
+    assert (await ask(house))[0] == 503
+    assert not house.dispatcher.admission.stop_now.is_set()
+
+
+async def test_a_server_may_be_drained_in_a_hurry(house: House) -> None:
+    async with house.client() as client:
+        await client.post("/admin/drain?now=1", headers=ADMIN)
+    assert house.dispatcher.admission.stop_now.is_set()
+
+
+async def test_a_paused_server_goes_on_answering(house: House) -> None:
+    async with house.client() as client:
+        assert (await client.post("/admin/pause", headers=ADMIN)).json()["admission"] == "paused"
+        assert (await client.get("/readyz")).json()["admission"] == "paused"
+        assert (await ask(house))[0] == 200
+        assert (await client.post("/admin/resume", headers=ADMIN)).json()["admission"] == "open"
+
+
+async def test_administration_without_a_token_is_off(tmp_path: Path) -> None:
+    house = await house_of(tmp_path, FakeEngine())
+    async with house.client() as client:
+        answer = await client.post("/admin/pause", headers=ADMIN)
+    assert answer.status_code == 403
+    assert "ASYNC_GRPO_ADMIN_TOKEN was not set" in answer.json()["error"]["message"]
+    assert house.dispatcher.admission.is_open
+
+
+@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer guess"}, {"authorization": "Basic open sesame"}])
+async def test_administration_needs_its_token(house: House, header: dict[str, str]) -> None:
+    async with house.client() as client:
+        for route in ("pause", "resume", "drain"):
+            assert (await client.post(f"/admin/{route}", headers=header)).status_code == 401
+        assert (await client.get("/admin/pause", headers=ADMIN)).status_code == 405
+    assert house.dispatcher.admission.is_open
+
+
+async def test_secrets_are_in_no_log_and_in_no_answer(house: House) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with house.client() as client:
+            answers = [await client.post("/admin/pause", headers=header) for header in ({}, ADMIN)]
+            metrics = await client.get("/metrics")
+    everything = f"{logs} {[answer.text for answer in answers]} {metrics.text} {house.http.keys!r}"
+    assert "sesame" not in everything
+
+
+async def test_completions_need_the_key_where_there_is_one(tmp_path: Path) -> None:
+    house = await house_of(tmp_path, FakeEngine(), keys=ApiKeys(completions="k1"))
+    async with house.client("rollout.example") as client:
+        for header, status in (({}, 401), ({"authorization": "Bearer k2"}, 401), ({"authorization": "Bearer k1"}, 200)):
+            assert (await client.post("/v1/completions", json={"prompt": "a"}, headers=header)).status_code == status
+            assert (await client.get("/v1/models", headers=header)).status_code == status
+        assert (await client.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-3"])
+def test_a_server_that_others_can_reach_needs_a_key(host: str) -> None:
+    config = HttpConfig(host=host)
+    with pytest.raises(ConfigError, match=r"rollout\.http\.host .* ASYNC_GRPO_HTTP_KEY is not set"):
+        ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": ""}, config)
+    assert ApiKeys.of({"ASYNC_GRPO_HTTP_KEY": "k"}, config).completions == "k"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_the_loopback_needs_none(host: str) -> None:
+    assert ApiKeys.of({}, HttpConfig(host=host)) == ApiKeys()
+
+
+async def test_a_foreign_name_for_this_machine_is_refused(house: House) -> None:
+    async with house.client("evil.example") as client:
+        assert (await client.get("/readyz")).status_code == 403
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1:80", True),
+        ("localhost", True),
+        ("[::1]:8000", True),
+        ("127.0.0.1.evil.example", False),
+        ("10.0.0.1", False),
+        ("", False),
+        ("[", False),
+    ],
+)
+def test_names_of_the_loopback(host: str, local: bool) -> None:
+    assert is_local_name(host) is local
+
+
+async def test_no_page_and_no_schema_is_served(house: House) -> None:
+    async with house.client() as client:
+        for path in ("/", "/docs", "/redoc", "/openapi.json"):
+            answer = await client.get(path, headers={"origin": "http://localhost:1"})
+            assert answer.status_code == 404
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_metrics_tell_how_the_server_is_doing(house: House) -> None:
+    await ask(house, n=2)
+    await ask(house, temperature=-1)
+    house.dispatcher.counters.groups["inserted"] += 3
+    async with house.client() as client:
+        text = (await client.get("/metrics")).text
+    for line in (
+        'async_grpo_server_info{run="test",server="rollout-0"} 1.0',
+        "async_grpo_ready 1.0",
+        "async_grpo_http_tokens_total 12.0",
+        "async_grpo_generated_tokens_total 0.0",
+        "async_grpo_policy_version 3.0",
+        "async_grpo_policy_epoch 2.0",
+        "async_grpo_policy_versions_behind 0.0",
+        "async_grpo_weight_updates_total 1.0",
+        "async_grpo_window_capacity_groups 4.0",
+        "async_grpo_window_fill_ratio 0.0",
+        "async_grpo_admission_open 1.0",
+        'async_grpo_groups_total{outcome="inserted"} 3.0',
+        'async_grpo_http_responses_total{route="/v1/completions",status="200"} 1.0',
+        'async_grpo_http_responses_total{route="/v1/completions",status="400"} 1.0',
+    ):
+        assert line in text.splitlines()
+
+
+async def test_the_documented_metrics_are_the_metrics(house: House) -> None:
+    async with house.client() as client:
+        text = (await client.get("/metrics")).text
+    served = set(re.findall(r"^# HELP (async_grpo_\w+)", text, re.MULTILINE))
+    chapters, _ = DOCS.read_text().split("\n## The trainer\n")
+    documented = set(re.findall(r"^\| `(async_grpo_\w+)", chapters, re.MULTILINE))
+    assert served == documented
+
+
+async def test_the_buffer_is_asked_at_most_once_a_second_and_may_be_silent(house: House) -> None:
+    asked = 0
+
+    async def stats() -> BufferStats:
+        nonlocal asked
+        asked += 1
+        raise BufferFault("gone")
+
+    house.context.buffer.stats = stats  # type: ignore[method-assign]
+    async with house.client() as client:
+        texts = [(await client.get("/metrics")).text for _ in range(3)]
+    assert asked == 1
+    assert "async_grpo_buffer_up 0.0" in texts[2].splitlines()
+    assert "async_grpo_window_groups" not in texts[2]
+
+
+@pytest.mark.parametrize(("port", "is_on"), [(0, True), (8000, True), (None, False), (-1, False)])
+def test_http_may_be_off(port: int | None, is_on: bool) -> None:
+    assert HttpConfig(port=port).is_on is is_on
+
+
+@pytest.mark.parametrize("port", [-2, 65536])
+def test_a_port_is_a_port(port: int) -> None:
+    with pytest.raises(ValidationError):
+        HttpConfig(port=port)

@@ -1,0 +1,131 @@
+"""The weight watcher: newest weights in, never back, and not while a version is pinned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import EngineError, WaitTimeout, WeightsReplaced
+from async_grpo.weights.manifest import WeightVersion
+from rollout_server.weight_watcher import WeightWatcher
+from tests.support.rollout_fakes import FakeEngine, FakeReceiver, config_of, context_of, until, watcher_of
+
+
+@asynccontextmanager
+async def watching(tmp_path: Path, engine: FakeEngine, receiver: FakeReceiver) -> AsyncIterator[WeightWatcher]:
+    watcher = watcher_of(context_of(tmp_path, config_of(), engine), receiver)
+    await watcher.first(1.0)
+    running = asyncio.create_task(watcher.run())
+    try:
+        yield watcher
+    finally:
+        running.cancel()
+
+
+async def test_without_a_trainer_the_first_weights_are_an_error_that_says_whom_to_ask(tmp_path: Path) -> None:
+    watcher = watcher_of(context_of(tmp_path, config_of(), FakeEngine()), FakeReceiver())
+    with pytest.raises(WaitTimeout, match=r"first publication of weights.*Is the trainer running"):
+        await watcher.first(0.01)
+
+
+async def test_new_weights_are_applied_and_waiters_wake(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
+    async with watching(tmp_path, engine, receiver) as watcher:
+        waiting = asyncio.create_task(watcher.wait_for_version(2))
+        await receiver.publish(1, 1)
+        await until(lambda: engine.version == 1)
+        assert not waiting.done()
+        await receiver.publish(1, 2)
+        await asyncio.wait_for(waiting, 1.0)
+        assert (watcher.updates, watcher.last_pause_s) == (3, 0.01)
+
+
+async def test_a_version_that_is_there_already_is_not_waited_for(tmp_path: Path) -> None:
+    async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
+        await asyncio.wait_for(watcher.wait_for_version(3), 1.0)
+
+
+async def test_published_weights_that_do_not_come_are_an_error_that_says_which(tmp_path: Path) -> None:
+    async with watching(tmp_path, FakeEngine(), FakeReceiver(WeightVersion(1, 5))) as watcher:
+        with pytest.raises(WaitTimeout, match=r"weights of version 6.*the engine has 5"):
+            await watcher.wait_for_version(6, timeout_s=0.01)
+
+
+async def test_an_engine_that_never_answers_an_update_is_an_error(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.stuck = True
+    watcher = watcher_of(
+        context_of(tmp_path, config_of(), engine), FakeReceiver(WeightVersion(1, 0)), update_timeout_s=0.01
+    )
+    with pytest.raises(EngineError, match=r"did not load version 0 of epoch 1 within 0\.01 s"):
+        await watcher.first(1.0)
+
+
+async def test_a_pinned_version_stays_and_only_the_newest_is_applied_afterwards(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
+    async with watching(tmp_path, engine, receiver) as watcher:
+        async with watcher.pin() as version:
+            assert version == 0
+            for newer in (1, 2, 3):
+                await receiver.publish(1, newer)
+                await asyncio.sleep(0.01)
+            assert engine.version == 0
+        await until(lambda: engine.version == 3)
+        assert engine.updates == [0, 3]
+
+
+async def test_a_resumed_trainer_never_takes_the_engine_back(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 7))
+    async with watching(tmp_path, engine, receiver):
+        for version in (5, 6, 7, 8):
+            await receiver.publish(2, version)
+            await asyncio.sleep(0.01)
+        assert engine.updates == [7, 7, 8]
+
+
+async def test_an_older_epoch_is_never_applied_over_a_newer_one(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(2, 3))
+    async with watching(tmp_path, engine, receiver):
+        await receiver.publish(1, 9)
+        await asyncio.sleep(0.02)
+        assert engine.updates == [3]
+
+
+async def test_weights_that_were_replaced_before_they_could_be_loaded_are_left_for_the_newest(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
+    load = engine.update_weights
+
+    async def replaced_once(store: Path, **keywords: Any) -> float:
+        engine.update_weights = load  # type: ignore[method-assign]
+        await receiver.publish(1, 2)
+        raise WeightsReplaced("the store does not hold version 1.")
+
+    async with watching(tmp_path, engine, receiver) as watcher:
+        engine.update_weights = replaced_once  # type: ignore[method-assign]
+        await receiver.publish(1, 1)
+        await until(lambda: engine.version == 2)
+        assert watcher.updates == 2
+
+
+async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_pinned(tmp_path: Path) -> None:
+    engine, receiver = FakeEngine(), FakeReceiver(WeightVersion(1, 0))
+    held: list[bool] = []
+    load = engine.update_weights
+
+    async def watched(store: Path, **keywords: Any) -> float:
+        held.append(receiver.held)
+        return await load(store, **keywords)
+
+    engine.update_weights = watched  # type: ignore[method-assign]
+    async with watching(tmp_path, engine, receiver) as watcher:
+        async with watcher.pin():
+            await receiver.publish(1, 1)
+            await asyncio.sleep(0.01)
+            assert not receiver.held
+        await until(lambda: engine.version == 1)
+        assert held == [True, True]

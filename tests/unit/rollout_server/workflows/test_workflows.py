@@ -1,0 +1,186 @@
+"""Workflows: one turn, conversations with tools, and the user's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from async_grpo.config.rollout import MultiTurnConfig, RolloutConfig, ToolConfig
+from async_grpo.data.tokenizer import Tokenizer
+from async_grpo.errors import ConfigError
+from async_grpo.rewards.base import RewardInput
+from async_grpo.wire import Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from rollout_server.workflows import MultiTurn, SingleTurn, Workflow, make_workflow
+from rollout_server.workflows.calculator import calculator
+from rollout_server.workflows.multi_turn import Toolbox
+from rollout_server.workflows.testkit import STOP, ByteTokenizer, play
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def with_calculator(tokenizer: Tokenizer, **changes: Any) -> MultiTurn:
+    return MultiTurn(tokenizer, MultiTurnConfig(observation="[{result}]", **changes))
+
+
+def weather(city: str) -> str:
+    """A user's tool."""
+    return f"rain in {city}"
+
+
+async def slow_weather(city: str) -> str:
+    await asyncio.sleep(60)
+    return city
+
+
+def broken() -> str:
+    raise RuntimeError("no network")
+
+
+def cut_after(sample: Sample, tokens: int) -> Sample:
+    """What was stored of it when it had so many tokens."""
+    turns = [turn for turn in sample.turns if turn.end <= tokens]
+    if (done := turns[-1].end if turns else 0) < tokens:
+        turns.append(Turn(done, tokens, True))
+    return Sample(
+        tokens=tokens_to_bytes(sample.token_ids()[:tokens]),
+        logprobs=logprobs_to_bytes(sample.token_logprobs()[:tokens]),
+        spans=[VersionSpan(0, 0, tokens)],
+        turns=turns,
+        finish_reason="",
+    )
+
+
+async def test_one_prompt_one_completion() -> None:
+    sample = await play(SingleTurn, ["It is 4."])
+    assert (sample.text, sample.finish_reason, sample.turns) == ("It is 4.", "stop", [])
+
+
+async def test_the_policy_goes_on_with_the_answer_of_its_tool() -> None:
+    sample = await play(with_calculator, ["2+2? " + call("calculator", expression="2 + 2"), "It is 4."])
+    assert sample.text.endswith("</tool_call>[4]It is 4.")
+    assert [turn.by_policy for turn in sample.turns] == [True, False, True]
+    answer = sample.turns[1]
+    assert bytes(sample.token_ids()[answer.start : answer.end].tolist()) == b"[4]"
+
+
+async def test_rewards_are_told_how_many_calls_were_answered() -> None:
+    task = Task(index=0, prompt="2+2?", prompt_tokens=b"", answer="4")
+    sample = await play(with_calculator, [call("calculator", expression="2 + 2"), "<tool_call>{}</tool_call", "4"])
+    assert RewardInput.of(sample, task) == RewardInput(sample.text, "4", "2+2?", {}, tool_calls=1)
+
+
+async def test_after_max_calls_the_completion_is_final() -> None:
+    turn = call("calculator", expression="1")
+    sample = await play(lambda tokenizer: with_calculator(tokenizer, max_calls=2), [turn] * 3)
+    assert [turn.by_policy for turn in sample.turns] == [True, False, True, False, True]
+
+
+async def test_a_conversation_stops_where_there_is_no_room_for_more() -> None:
+    turn = call("calculator", expression="1")
+    size = len(turn) + 1
+    for most, authors in [(size - 1, [True]), (size + 2, [True, False]), (size + 5, [True, False, True])]:
+        sample = await play(with_calculator, [turn, "It is 1."], max_tokens=most)
+        assert (sample.length, sample.finish_reason) == (most, "length")
+        assert [each.by_policy for each in sample.turns or [Turn(0, most, True)]] == authors
+
+
+async def test_an_interrupted_conversation_ends_as_an_undisturbed_one() -> None:
+    turns = ["2+2? " + call("calculator", expression="2 + 2"), "It is 4."]
+    whole = await play(with_calculator, turns)
+    for cut in (3, whole.turns[1].start, whole.turns[1].end, whole.length - 3):
+        resumed = await play(with_calculator, turns, prior=cut_after(whole, cut))
+        assert resumed.token_ids().tolist() == whole.token_ids().tolist()
+        assert resumed.text == whole.text
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer"),
+    [
+        (call("weather", city="Rome"), "rain in Rome"),
+        (call("oracle"), "error: there is no tool 'oracle'; there are: weather, slow, broken"),
+        (call("weather", town="Rome"), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
+        (call("broken"), "error: RuntimeError: no network"),
+        (call("slow", city="Rome"), "error: slow took longer than 0.05 s"),
+        ("<tool_call>{'name'}</tool_call>", "error: the call is not valid: JSON is malformed"),
+    ],
+)
+async def test_whatever_goes_wrong_in_a_tool_is_told_to_the_policy(turn: str, answer: str) -> None:
+    here = "tests.unit.rollout_server.workflows.test_workflows"
+    toolbox = Toolbox.of(
+        [
+            ToolConfig(name="weather", function=f"{here}:weather"),
+            ToolConfig(name="slow", function=f"{here}:slow_weather", timeout_s=0.05),
+            ToolConfig(name="broken", function=f"{here}:broken"),
+        ]
+    )
+    assert (await toolbox.answer(turn)).startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("(1 + 2) * 4 / 8", "1.5"),
+        ("-2 ** 2", "-4"),
+        ("7 // 2", "3"),
+        ("10 / 5", "2"),
+        ("9 % 4", "1"),
+    ],
+)
+def test_the_calculator_does_arithmetic(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os')",
+        "x",
+        "'a' * 9",
+        "True",
+        "2 ** 1000",
+        "9 ** 9 ** 9",
+        "1 / 0",
+        "1 +",
+        "(-8) ** 0.5",
+        "1" * 300,
+        "(" * 100 + ")" * 100,
+        "[1][0]",
+        "(lambda: 1)()",
+    ],
+)
+def test_the_calculator_does_nothing_else(expression: str) -> None:
+    with pytest.raises(ValueError):
+        calculator(expression)
+
+
+async def test_a_workflow_of_the_users_own_is_named_by_module_and_attribute() -> None:
+    def mine(tokenizer: Tokenizer) -> Workflow:
+        return make_workflow(RolloutConfig(workflow="examples.ask_twice:AskTwice"), tokenizer)
+
+    sample = await play(mine, ["4", "5"])
+    assert sample.text == "5"
+    assert bytes(token for token in sample.token_ids().tolist() if token != STOP) == b"4\nAre you sure? 5"
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        ("several_turns", "there is no workflow 'several_turns'"),
+        ("nowhere:Mine", "cannot be imported"),
+        ("tests.unit.rollout_server.workflows.test_workflows:weather", "without a method run"),
+    ],
+)
+def test_a_workflow_that_cannot_be_had_is_refused(workflow: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_workflow(RolloutConfig(workflow=workflow), ByteTokenizer())
+
+
+def test_a_tool_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tools \(weather\): there is no tool 'rain'"):
+        Toolbox.of([ToolConfig(name="weather", function="rain")])
