@@ -75,7 +75,7 @@ def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None
         if not folder.config_file.is_file():
             raise ConfigError(f"{run_dir} is not the folder of a run (it has no {folder.config_file.name})")
         here = {"name": run_dir.absolute().name, "runs_dir": run_dir.absolute().parent}
-        return load(folder.config_file).model_copy(update=here), folder
+        return folder.read_config().model_copy(update=here), folder
     if path is None:
         raise ConfigError("which run? Give the CONFIG (and -o) that it was started with, or --run-dir runs/NAME")
     config = load(path, overrides)
@@ -87,7 +87,7 @@ def differences(config: RunConfig, folder: RunFolder) -> list[str]:
     """Keys whose values differ from those that the run was started with; [] if there is no such run."""
     if not folder.config_file.is_file():
         return []
-    made_with = load(folder.config_file).model_dump(mode="json")
+    made_with = folder.read_config().model_dump(mode="json")
     return [key for key in changed_keys(made_with, config.model_dump(mode="json")) if key != "steps"]
 
 

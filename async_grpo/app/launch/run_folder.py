@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from async_grpo.config import RunConfig, dump, load
+from async_grpo.config import RunConfig, dump, load, validate
 from async_grpo.config.load import MACHINE_SECTIONS, differing_keys, is_at_or_below
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import locked, write_atomic
@@ -42,6 +42,8 @@ _FREE_KEYS = (
 """Keys that may change between a run and its resumption, since they do not change what is learned: the sections of a
 machine, how the trainer's work is laid out over ranks and memory, and when it saves. Any layout reads a checkpoint, so
 that a run begun on eight devices goes on with two."""
+_FORMER_LEASE_S = 15.0
+"""Former default of rollout.lease_s, which stands in the config.yaml of older runs. It is below redis.timeout_s."""
 PATIENCE_S = 5.0
 """Longest wait for the server in `find_run`: somebody sits in front of the terminal."""
 _SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
@@ -119,6 +121,13 @@ class RunFolder:
         """The file for standard output and errors of a role."""
         return self.path / "logs" / f"{role}.log"
 
+    def read_config(self) -> RunConfig:
+        """Read config.yaml, which an earlier release may have written. Raises ConfigError if this one refuses it."""
+        raw = yaml.safe_load(self.config_file.read_text())
+        if raw.get("rollout", {}).get("lease_s") == _FORMER_LEASE_S:
+            del raw["rollout"]["lease_s"]
+        return validate(raw, str(self.config_file))
+
     def read_state(self) -> RunState:
         """The state so far, or a new one."""
         if not self.state_file.exists():
@@ -194,7 +203,7 @@ def _remove(folder: RunFolder) -> None:
 
 
 def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
-    before = _resolved(folder.config_file)
+    before = _recorded_values(folder)
     changed = [key for key in changed_keys(before, config.model_dump(mode="json")) if key != "steps"]
     if changed:
         raise ConfigError(
@@ -203,13 +212,13 @@ def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
         )
 
 
-def _resolved(file: Path) -> Any:
-    """The values of a configuration file, with keys that have been added since at their defaults; the file as it is
-    if this release refuses it."""
+def _recorded_values(folder: RunFolder) -> Any:
+    """The values of config.yaml, with keys that have been added since at their defaults; the file as it is if this
+    release refuses it."""
     try:
-        return load(file).model_dump(mode="json")
+        return folder.read_config().model_dump(mode="json")
     except ConfigError:
-        return yaml.safe_load(file.read_text())
+        return yaml.safe_load(folder.config_file.read_text())
 
 
 def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path]:
@@ -233,7 +242,7 @@ def find_checkpoint(run_dir: Path, version: int | None) -> tuple[RunConfig, Path
             f"{run_dir} has no checkpoint of version {wanted}, only of {', '.join(map(str, versions))}. Older ones are "
             "deleted; see trainer.checkpoint.keep and keep_best"
         )
-    return load(folder.config_file), checkpoints / f"{wanted:08d}"
+    return folder.read_config(), checkpoints / f"{wanted:08d}"
 
 
 def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunConfig:
@@ -259,7 +268,7 @@ def _of_folder(folder: RunFolder) -> RunConfig:
             "overrides (-o) are part of it. A run on a server of its own is found by its CONFIG with -o redis.url=..."
         )
     config = load(folder.roles_file)
-    if load(folder.config_file).redis.url is None:
+    if folder.read_config().redis.url is None:
         _check_embedded(config)
     return config
 

@@ -135,3 +135,14 @@ def test_fresh_never_removes_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run"):
         open_run(config(tmp_path), fresh=True)
     assert precious.exists()
+
+
+def test_a_run_of_an_earlier_release_is_resumed_although_keys_and_defaults_have_changed_since(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    write(open_run(made), made)
+    folder = RunFolder(made.run_dir)
+    values = yaml.safe_load(folder.config_file.read_text())
+    del values["rollout"]["engine"], values["weights"]["transport"], values["redis"]["durable"]
+    values["rollout"]["lease_s"] = 15.0
+    folder.config_file.write_text(yaml.safe_dump(values))
+    assert open_run(made).read_config() == made
