@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -15,3 +16,13 @@ class StrictModel(BaseModel):
     """A section of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    def problems(self) -> Iterator[str]:
+        """Combinations of values that cannot work, each with its rule and its fix. The first is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _combination_works(self) -> Self:
+        if problem := next(self.problems(), None):
+            raise ValueError(problem)
+        return self

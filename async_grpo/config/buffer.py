@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
@@ -31,16 +32,14 @@ class AdmissionConfig(StrictModel):
     error_buffer: Annotated[float, Field(gt=0)] | None = None
     """Largest deviation from the ratio, in samples, for sample_to_insert_ratio. None: two batches."""
 
-    @model_validator(mode="after")
-    def _dials_of_the_kind(self) -> AdmissionConfig:
+    def problems(self) -> Iterator[str]:
         ratio = {"samples_per_insert", "error_buffer"}
         unused = {"staleness_window": ratio | {"min_size"}, "min_size": ratio, "sample_to_insert_ratio": set()}
         if stray := sorted(unused[self.kind] & self.model_fields_set - self._defaults()):
-            raise ValueError(
+            yield (
                 f"{', '.join(stray)} would have no effect with admission.kind {self.kind}. "
                 "Remove it, or set buffer.admission.kind to the rule that you want"
             )
-        return self
 
     def _defaults(self) -> set[str]:
         """Fields that are as they would be if nobody had set them."""
@@ -86,29 +85,23 @@ class RedisConfig(StrictModel):
     death loses the run."""
     timeout_s: Seconds = 30.0
 
-    @model_validator(mode="after")
-    def _no_secret(self) -> RedisConfig:
+    def problems(self) -> Iterator[str]:
         parts = urlsplit(self.url or "")
         if parts.password is not None or "password" in parse_qs(parts.query):
-            raise ValueError(
+            yield (
                 "url holds a password, and the configuration is written beside the run for everyone to read. "
                 "Take it out of redis.url and set the environment variable ASYNC_GRPO_REDIS_PASSWORD"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _server_of_its_own(self) -> RedisConfig:
         if self.replicas_to_wait_for and self.url is None:
-            raise ValueError(
+            yield (
                 f"replicas_to_wait_for is {self.replicas_to_wait_for}, but redis.url is not set and the embedded "
                 "server has no replicas: every change would fail. Set redis.url, or leave it 0"
             )
         given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(self, name) is not None]
         if given and not (self.url or "").startswith("rediss"):
-            raise ValueError(
+            yield (
                 f"{given[0]} is set, but the connection to {self.url} is not encrypted, so that it would have no "
                 "effect. Write rediss:// in redis.url, or remove it"
             )
         if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("tls_key is set without tls_cert, the certificate that it belongs to. Set redis.tls_cert")
-        return self
+            yield "tls_key is set without tls_cert, the certificate that it belongs to. Set redis.tls_cert"

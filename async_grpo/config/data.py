@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
 from async_grpo.config.model import ArithmeticTaskConfig
@@ -31,13 +32,11 @@ class DataConfig(StrictModel):
     """Longer prompts are dropped when a JSON-lines file is loaded, with a count; a prepared folder may have none."""
     shuffle: bool = True
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DataConfig:
+    def problems(self) -> Iterator[str]:
         if self.kind == "jsonl" and self.path is None:
-            raise ValueError("kind jsonl needs a file. Set data.path, for example -o data.path=train.jsonl")
+            yield "kind jsonl needs a file. Set data.path, for example -o data.path=train.jsonl"
         if "{prompt}" not in self.template:
-            raise ValueError(f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes")
-        return self
+            yield f"template {self.template!r} does not contain {{prompt}}. Add it where the prompt goes"
 
 
 class PrepareConfig(StrictModel):
@@ -64,19 +63,17 @@ class PrepareConfig(StrictModel):
     shuffle: bool = True
     seed: NonNegativeInt = 1
 
-    @model_validator(mode="after")
-    def _consistent(self) -> PrepareConfig:
+    def problems(self) -> Iterator[str]:
         named = bool(self.prompt_field) + bool(self.answer_field)
         if named != (2 if self.format == "generic" else 0):
-            raise ValueError(
+            yield (
                 f"--format is {self.format}, --prompt-field {self.prompt_field!r} and --answer-field "
                 f"{self.answer_field!r}. Give both fields with --format generic, and only then"
             )
         if not self.held_out and not self.held_out_from:
-            raise ValueError("--held-out is 0 and there is no --held-out-from: nothing could be evaluated. Give one")
+            yield "--held-out is 0 and there is no --held-out-from: nothing could be evaluated. Give one"
         if self.keep_duplicates and not self.held_out_from:
-            raise ValueError(
+            yield (
                 "--keep-duplicates would put one question on both sides of the split. Name the held-out rows "
                 "with --held-out-from, or let duplicates go"
             )
-        return self

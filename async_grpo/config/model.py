@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import PositiveInt, StrictModel
 
@@ -27,19 +28,17 @@ class TinyQwen2Config(StrictModel):
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Standard deviation of the initial values of all matrices."""
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.hidden_size % self.heads or self.hidden_size // self.heads not in HEAD_SIZES:
-            raise ValueError(
+            yield (
                 f"hidden_size ({self.hidden_size}) / heads ({self.heads}) is the size of a head and must be one of "
                 f"{HEAD_SIZES}: the CPU engine has no attention kernel for others. Set heads to hidden_size / 32"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"heads ({self.heads}) is not a multiple of kv_heads ({self.kv_heads}), so query heads cannot "
                 "share key heads evenly. Set kv_heads to a divisor of heads"
             )
-        return self
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -97,24 +96,18 @@ class WarmupConfig(TinyQwen2Config):
     threads: PositiveInt = 1
     """torch threads when run as a program."""
 
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
+    def problems(self) -> Iterator[str]:
         need = 2 * self.task.digits + 2 + self.task.max_completion_tokens
         if self.max_positions < need:
-            raise ValueError(
+            yield (
                 f"max_positions ({self.max_positions}) is below the {need} tokens of a whole demonstration with "
                 f"{self.task.digits} digits. Raise max_positions to {need} or lower task.digits"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _accuracies_ordered(self) -> Self:
         if self.accuracy_floor >= self.accuracy_limit:
-            raise ValueError(
+            yield (
                 f"accuracy_floor ({self.accuracy_floor:g}) is not below accuracy_limit "
                 f"({self.accuracy_limit:g}): no policy would be accepted. Lower accuracy_floor"
             )
-        return self
 
 
 Precision = Literal["float32", "bfloat16"]
@@ -142,17 +135,15 @@ class ModelConfig(StrictModel):
     precision: Precision = "float32"
     """Data type of the weights, in the trainer and in the engine."""
 
-    @model_validator(mode="after")
-    def _exactly_one_source(self) -> ModelConfig:
+    def problems(self) -> Iterator[str]:
         given = [name for name in ("path", "warmup", "random") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(
+            yield (
                 f"exactly one of path, warmup, random says where the policy comes from, but {given or 'none'} "
                 "is given. Set model.path to a Hugging Face checkpoint folder, or keep only one of them"
             )
         if self.architecture is not None and self.path is None:
-            raise ValueError(
+            yield (
                 f"architecture {self.architecture!r} says what model.path holds, and there is no path. Set model.path, "
                 "or leave model.architecture out"
             )
-        return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +17,7 @@ from async_grpo.config.presets import (
     DIALS,
     LOSSES,
     REWEIGHTING,
+    LossRule,
     fill,
     fill_correction,
     is_own,
@@ -49,24 +50,19 @@ class CorrectionConfig(StrictModel):
     def _defaults_of_the_kind(cls, raw: Any) -> Any:
         return fill_correction(raw)
 
-    @model_validator(mode="after")
-    def _known(self) -> CorrectionConfig:
+    def problems(self) -> Iterator[str]:
         if is_own(self.kind):
-            return self
+            return
         _known_name("correction", self.kind, CORRECTIONS)
-        given = [dial for dial in CORRECTION_DIALS if getattr(self, dial) is not None]
-        _no_dial_in_vain(f"correction {self.kind}", given, CORRECTIONS[self.kind])
-        missing = [dial for dial in CORRECTIONS[self.kind] if dial not in given]
-        if missing:
-            raise ValueError(f"correction {self.kind} needs {missing[0]}. Leave the key out to get its default")
+        wanted = CORRECTIONS[self.kind]
+        yield from _wrong_dials(self, f"correction {self.kind}", CORRECTION_DIALS, needed=wanted, known=wanted)
         if self.options or self.whole_batch:
-            raise ValueError(f"options and whole_batch are for corrections of your own, not for {self.kind}. Drop them")
+            yield f"options and whole_batch are for corrections of your own, not for {self.kind}. Drop them"
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(
+            yield (
                 f"correction {self.kind}: low ({self.low:g}) is not below high ({self.high:g}), so it would reject "
                 "everything. Lower low or raise high"
             )
-        return self
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -125,57 +121,45 @@ class ObjectiveConfig(StrictModel):
             _known_name(info.field_name, value, known)
         return value
 
-    @model_validator(mode="after")
-    def _loss_has_its_dials(self) -> ObjectiveConfig:
-        if is_own(self.loss):
-            return self
-        rule = LOSSES[self.loss]
-        _no_dial_in_vain(f"loss {self.loss}", [dial for dial in DIALS if getattr(self, dial) is not None], rule.known)
-        missing = [dial for dial in rule.dials if getattr(self, dial) is None]
-        if missing:
-            raise ValueError(f"loss {self.loss} needs {missing[0]}. Leave the key out to get its default")
+    def problems(self) -> Iterator[str]:
+        if not is_own(self.loss):
+            yield from self._clashes_with_the_loss(LOSSES[self.loss])
+        yield from self._weights_counted_twice()
+
+    def _clashes_with_the_loss(self, rule: LossRule) -> Iterator[str]:
+        yield from _wrong_dials(self, f"loss {self.loss}", DIALS, needed=rule.dials, known=rule.known)
         if self.clip_low is not None and self.clip_low >= 1 and self.loss not in ("gmpo", "cispo"):
-            raise ValueError(
+            yield (
                 f"clip_low ({self.clip_low:g}) is not below 1: 1 - clip_low is the least ratio of {self.loss}, and no "
                 "ratio is negative. Lower clip_low"
             )
         if self.options:
-            raise ValueError(f"options are for a loss of your own, not for {self.loss}. Drop trainer.objective.options")
-        return self
-
-    @model_validator(mode="after")
-    def _loss_fits(self) -> ObjectiveConfig:
-        if is_own(self.loss):
-            return self
-        rule = LOSSES[self.loss]
+            yield f"options are for a loss of your own, not for {self.loss}. Drop trainer.objective.options"
         if self.prox not in rule.prox:
-            raise ValueError(f"loss {self.loss} with prox {self.prox}: {_why_not_prox(self.loss, rule.prox)}")
+            yield f"loss {self.loss} with prox {self.prox}: {_why_not_prox(self.loss, rule.prox)}"
         if rule.aggregation and self.aggregation != rule.aggregation:
-            raise ValueError(
+            yield (
                 f"loss {self.loss} has one ratio a sequence, and its formula is the mean over sequences: with "
                 f"aggregation {self.aggregation} long sequences would count more. Set aggregation to {rule.aggregation}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _weight_at_most_once(self) -> ObjectiveConfig:
+    def _weights_counted_twice(self) -> Iterator[str]:
         kinds = [correction.kind for correction in self.corrections]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:
-            raise ValueError(f"correction {twice[0]} stands twice. Keep one of them")
+            yield f"correction {twice[0]} stands twice. Keep one of them"
         weights = [kind for kind in kinds if kind in REWEIGHTING]
         if len(weights) > 1:
-            raise ValueError(
+            yield (
                 f"corrections {weights[0]} and {weights[1]} both multiply by the importance weight, which would count "
                 "it twice. Keep one of them; corrections that only reject (seq_mis, geo_rs, m2po, opsm) may be added"
             )
         carrier = self._carries_weight()
         if weights and carrier:
-            raise ValueError(
+            yield (
                 f"{carrier}, and correction {weights[0]} would multiply by it once more. Drop {weights[0]}, or set "
                 "loss to ppo_clip and prox to recompute"
             )
-        return self
 
     @property
     def own_functions(self) -> list[str]:
@@ -220,11 +204,18 @@ def _known_name(role: str, name: str, known: Collection[str]) -> None:
         raise ValueError(f"there is no {role} {name!r}. {hint}")
 
 
-def _no_dial_in_vain(owner: str, given: Collection[str], known: Collection[str]) -> None:
+def _wrong_dials(
+    section: StrictModel, owner: str, dials: Collection[str], *, needed: Collection[str], known: Collection[str]
+) -> Iterator[str]:
+    """The dials that are set in vain, and those that are missing."""
+    given = [dial for dial in dials if getattr(section, dial) is not None]
     for dial in given:
         if dial not in known:
             usable = f"it knows {', '.join(known)}" if known else "it has no dials"
-            raise ValueError(f"{dial} has no effect on {owner}: {usable}. Drop {dial}")
+            yield f"{dial} has no effect on {owner}: {usable}. Drop {dial}"
+    for dial in needed:
+        if dial not in given:
+            yield f"{owner} needs {dial}. Leave the key out to get its default"
 
 
 def _why_not_prox(loss: str, usable: tuple[str, ...]) -> str:

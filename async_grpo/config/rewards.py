@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
@@ -105,20 +106,14 @@ class RewardsConfig(StrictModel):
     soft_overlong_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """The whole punishment, at sampling.max_tokens."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> RewardsConfig:
+    def problems(self) -> Iterator[str]:
         names = [function.name for function in self.functions]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(
-                f"functions: {', '.join(sorted(twice))} stands twice. Keep one and give it the whole weight"
-            )
+            yield (f"functions: {', '.join(sorted(twice))} stands twice. Keep one and give it the whole weight")
         if not any(function.required for function in self.functions):
-            raise ValueError(
-                "functions: none is required, so a sample could have no reward at all. Require one of them"
-            )
+            yield ("functions: none is required, so a sample could have no reward at all. Require one of them")
         if (self.overlong == "soft") != (self.soft_overlong_tokens is not None):
-            raise ValueError(
+            yield (
                 f"overlong is {self.overlong!r} and soft_overlong_tokens is {self.soft_overlong_tokens}. "
                 "Set rewards.soft_overlong_tokens with overlong: soft, and only then"
             )
-        return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 from async_grpo.config.http import HttpConfig
@@ -19,15 +20,13 @@ class SamplingConfig(StrictModel):
     """0: all tokens."""
     max_tokens: PositiveInt = 64
 
-    @model_validator(mode="after")
-    def _full_distribution(self) -> SamplingConfig:
+    def problems(self) -> Iterator[str]:
         if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
+            yield (
                 f"top_p {self.top_p:g} and top_k {self.top_k} truncate the distribution, and the trainer's "
                 "log-probabilities are of the whole one: the importance weights would be wrong. "
                 "Set sampling.top_p to 1.0 and sampling.top_k to 0"
             )
-        return self
 
 
 OURS = frozenset(
@@ -66,37 +65,27 @@ class VllmConfig(StrictModel):
     extra: dict[str, Any] = {}
     """Passed to AsyncEngineArgs unchanged."""
 
-    @model_validator(mode="after")
-    def _of_this_platform(self) -> VllmConfig:
+    def problems(self) -> Iterator[str]:
         accelerators = ("cuda", "ascend")
         dials = {"kv_cache_bytes": ("cpu",), "gpu_memory_utilization": accelerators, "additional_config": ("ascend",)}
         dials["device_memory_gib"] = accelerators
         for name, platforms in dials.items():
             changed = getattr(self, name) != type(self).model_fields[name].default
             if changed and self.platform not in platforms:
-                raise ValueError(
+                yield (
                     f"{name} would have no effect: it is a dial of {' and '.join(platforms)}, and the platform is "
                     f"{self.platform}. Remove it, or set rollout.vllm.platform"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _workers_have_processes(self) -> VllmConfig:
         if self.tensor_parallel > 1 and not self.multiprocessing:
-            raise ValueError(
+            yield (
                 f"tensor_parallel ({self.tensor_parallel}) needs a process for each worker, but multiprocessing is "
                 "false. Set rollout.vllm.multiprocessing to true, or tensor_parallel to 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _guarantees_stay(self) -> VllmConfig:
         if taken := sorted(OURS & self.extra.keys()):
-            raise ValueError(
+            yield (
                 f"extra sets {', '.join(taken)}: these have keys of their own, or exact log-probabilities and weight "
                 "updates depend on them. Take them out of rollout.vllm.extra"
             )
-        return self
 
 
 class ToolConfig(StrictModel):
@@ -120,16 +109,12 @@ class MultiTurnConfig(StrictModel):
     max_result_chars: PositiveInt = 2000
     """A longer answer is cut."""
 
-    @model_validator(mode="after")
-    def _has_a_place(self) -> MultiTurnConfig:
+    def problems(self) -> Iterator[str]:
         if "{result}" not in self.observation:
-            raise ValueError(
-                f"observation {self.observation!r} does not contain {{result}}. Add it where the answer goes"
-            )
+            yield (f"observation {self.observation!r} does not contain {{result}}. Add it where the answer goes")
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError(f"tools {names} have one name twice: the policy could not tell them apart. Rename one")
-        return self
+            yield f"tools {names} have one name twice: the policy could not tell them apart. Rename one"
 
 
 class RolloutConfig(StrictModel):
@@ -174,11 +159,9 @@ class RolloutConfig(StrictModel):
     http: HttpConfig = HttpConfig()
     vllm: VllmConfig = VllmConfig()
 
-    @model_validator(mode="after")
-    def _room_to_move(self) -> RolloutConfig:
+    def problems(self) -> Iterator[str]:
         if self.min_concurrency > self.max_concurrency:
-            raise ValueError(
+            yield (
                 f"min_concurrency ({self.min_concurrency}) is above max_concurrency ({self.max_concurrency}): there is "
                 "no number between them. Lower min_concurrency"
             )
-        return self

@@ -7,10 +7,11 @@ used in the YAML file, in `-o key=value` overrides, in the code and in the docs.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import PositiveInt, StrictModel
 from async_grpo.config.buffer import AdmissionConfig, BufferConfig, RedisConfig
@@ -104,102 +105,76 @@ class RunConfig(StrictModel):
         error_buffer = admission.error_buffer or 2.0 * self.groups_per_step
         return RateLimit.ratio(admission.samples_per_insert, min_size=size, error_buffer=error_buffer)
 
-    @model_validator(mode="after")
-    def _buffer_moves(self) -> RunConfig:
+    def problems(self) -> Iterator[str]:
+        yield from self._clashing_times()
+        yield from self._clashing_lengths()
+        yield from self._clashing_data()
+
+    def _clashing_times(self) -> Iterator[str]:
         try:
             self.replay_policy  # noqa: B018  (its own checks speak)
         except ValueError as error:
-            raise ValueError(f"buffer.{error}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _leases_last(self) -> RunConfig:
+            yield f"buffer.{error}"
         if self.lease_s < self.redis.timeout_s:
-            raise ValueError(
+            yield (
                 f"rollout.lease_s ({self.lease_s:g}) is below redis.timeout_s ({self.redis.timeout_s:g}): calls "
                 "outlive a Redis server that is away for that long, but every lease would expire meanwhile and cost "
                 "its group an attempt. Leave rollout.lease_s out (it is then 1.5 times redis.timeout_s), raise it, or "
                 "lower redis.timeout_s"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> RunConfig:
-        need = self.sampling.max_tokens + 1
-        if self.rollout.vllm.max_model_len < need:
-            raise ValueError(
-                f"rollout.vllm.max_model_len ({self.rollout.vllm.max_model_len}) leaves no room for a prompt "
-                f"beside sampling.max_tokens ({self.sampling.max_tokens}). "
-                "Raise rollout.vllm.max_model_len or lower sampling.max_tokens"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_end_before_the_trainer_gives_up(self) -> RunConfig:
         if self.longest_sample_s >= self.trainer.take_timeout_s:
-            raise ValueError(
+            yield (
                 f"rollout.sample_deadline_s ({self.longest_sample_s:g}) is not below trainer.take_timeout_s "
                 f"({self.trainer.take_timeout_s:g}): a sample that hangs would end the trainer, which waits for its "
                 "group. Lower rollout.sample_deadline_s or raise trainer.take_timeout_s"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _punishment_fits(self) -> RunConfig:
-        longest, punished = self.sampling.max_tokens, self.rewards.soft_overlong_tokens
-        if punished is not None and punished >= longest:
-            raise ValueError(
-                f"rewards.soft_overlong_tokens ({punished}) is not below sampling.max_tokens ({longest}): "
+    def _clashing_lengths(self) -> Iterator[str]:
+        longest, completion = self.rollout.vllm.max_model_len, self.sampling.max_tokens
+        if longest <= completion:
+            yield (
+                f"rollout.vllm.max_model_len ({longest}) leaves no room for a prompt "
+                f"beside sampling.max_tokens ({completion}). "
+                "Raise rollout.vllm.max_model_len or lower sampling.max_tokens"
+            )
+        punished = self.rewards.soft_overlong_tokens
+        if punished is not None and punished >= completion:
+            yield (
+                f"rewards.soft_overlong_tokens ({punished}) is not below sampling.max_tokens ({completion}): "
                 "every completion would be punished for its length. Lower rewards.soft_overlong_tokens"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_sequences_fit(self) -> RunConfig:
-        longest = self.rollout.vllm.max_model_len
         if self.trainer.micro_batch_tokens < longest and self.trainer.overlong == "error":
-            raise ValueError(
+            yield (
                 f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below rollout.vllm.max_model_len "
                 f"({longest}): a long sequence would fit no micro-batch. Raise trainer.micro_batch_tokens, or set "
                 "trainer.overlong to truncate or drop"
             )
         made = self.model.warmup or self.model.random
         if made is not None and made.max_positions < longest:
-            raise ValueError(
+            yield (
                 f"rollout.vllm.max_model_len ({longest}) is above the {made.max_positions} positions of the model that "
                 "is made. Lower it, or raise max_positions of model.warmup or model.random"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _groups_for_every_mini_batch(self) -> RunConfig:
+    def _clashing_data(self) -> Iterator[str]:
         if self.trainer.mini_batches > self.groups_per_step:
-            raise ValueError(
+            yield (
                 f"trainer.mini_batches ({self.trainer.mini_batches}) is above groups_per_step "
                 f"({self.groups_per_step}): some updates would have no group. Lower trainer.mini_batches"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _enough_held_out(self) -> RunConfig:
         kept = self.data.arithmetic.held_out
         if self.data.kind == "arithmetic" and self.eval.prompts > kept:
-            raise ValueError(
+            yield (
                 f"eval.prompts ({self.eval.prompts}) is above data.arithmetic.held_out ({kept}). "
                 "Lower eval.prompts or hold out more"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _task_fits_model(self) -> RunConfig:
         if self.model.warmup is not None and self.data.kind != "arithmetic":
-            raise ValueError(
+            yield (
                 "model.warmup makes a policy for the arithmetic task, but data.kind is "
                 f"{self.data.kind!r}. Set data.kind to arithmetic, or give model.path or model.random"
             )
         if self.model.warmup is not None and self.model.warmup.task != self.data.arithmetic:
-            raise ValueError(
+            yield (
                 f"model.warmup.task ({self.model.warmup.task}) and data.arithmetic ({self.data.arithmetic}) differ: "
                 "the policy would be taught one task and trained on another. Give both the same values"
             )
-        return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import PositiveInt, Seconds, StrictModel
 from async_grpo.config.objective import ObjectiveConfig
@@ -41,54 +42,16 @@ class ReferenceConfig(StrictModel):
     """`swap`: its weights lie in CPU memory, in the policy's own dtype, and are exchanged with the policy's for each
     pass. `model`: a second model beside the policy; no exchange, and the memory of its weights."""
 
-    @model_validator(mode="after")
-    def _no_key_in_vain(self) -> ReferenceConfig:
+    def problems(self) -> Iterator[str]:
         if self.source == "synced" and self.sync_every is None:
-            raise ValueError(
-                "source synced needs sync_every, or it would stay frozen. Set trainer.reference.sync_every"
-            )
+            yield ("source synced needs sync_every, or it would stay frozen. Set trainer.reference.sync_every")
         if self.source != "synced" and self.sync_every is not None:
-            raise ValueError(
+            yield (
                 f"sync_every ({self.sync_every}) has no effect with source {self.source}. Set "
                 "trainer.reference.source to synced, or leave sync_every out"
             )
         if self.source == "none" and self.path is not None:
-            raise ValueError("path has no effect with source none. Set trainer.reference.source to frozen")
-        return self
-
-
-def check_kl(objective: ObjectiveConfig, reference: ReferenceConfig) -> None:
-    """Raise ValueError for a divergence from nothing."""
-    if objective.kl_beta > 0 and reference.source == "none":
-        raise ValueError(
-            f"objective.kl_beta is {objective.kl_beta:g}, but there is no reference model to diverge from: the term "
-            "would be missing. Set trainer.reference.source to frozen or synced, or trainer.objective.kl_beta to 0"
-        )
-
-
-def check_streaming(objective: ObjectiveConfig, *, num_iterations: int, mini_batches: int) -> None:
-    """Raise ValueError for an objective that must see the whole batch before its first micro-batch."""
-    obstacle = _obstacle(objective, num_iterations, mini_batches)
-    if obstacle:
-        raise ValueError(
-            f"streaming trains a group before the others have arrived, but {obstacle}. Change that, or set "
-            "trainer.streaming to false"
-        )
-
-
-def _obstacle(objective: ObjectiveConfig, num_iterations: int, mini_batches: int) -> str:
-    if num_iterations > 1:
-        return f"num_iterations ({num_iterations}) goes over the batch more than once"
-    if mini_batches > 1:
-        return f"mini_batches ({mini_batches}) deals out the groups of the whole batch"
-    if objective.advantage in WHOLE_BATCH_ADVANTAGES:
-        return f"objective.advantage {objective.advantage} needs the rewards of the whole batch"
-    if is_own(objective.advantage):
-        return f"objective.advantage {objective.advantage}, of your own, is given the rewards of the whole batch"
-    for correction in objective.corrections:
-        if correction.needs_whole_batch:
-            return f"correction {correction.kind} needs the log-probabilities of the whole batch"
-    return ""
+            yield "path has no effect with source none. Set trainer.reference.source to frozen"
 
 
 class OptimizerConfig(StrictModel):
@@ -107,11 +70,9 @@ class OptimizerConfig(StrictModel):
     offload: bool = False
     """Keep fp32 masters and moments in the host's memory between updates: room for activations, the same numbers."""
 
-    @model_validator(mode="after")
-    def _floor_below_peak(self) -> OptimizerConfig:
+    def problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g}): the rate would rise. Lower min_lr")
-        return self
+            yield f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g}): the rate would rise. Lower min_lr"
 
 
 class CheckpointConfig(StrictModel):
@@ -192,64 +153,72 @@ class TrainerConfig(StrictModel):
         """Ranks of one machine."""
         return self.processes // self.nodes
 
-    @model_validator(mode="after")
-    def _step_can_be_made(self) -> TrainerConfig:
-        check_kl(self.objective, self.reference)
-        if self.streaming:
-            check_streaming(self.objective, num_iterations=self.num_iterations, mini_batches=self.mini_batches)
-        return self
+    def problems(self) -> Iterator[str]:
+        yield from self._clashing_steps()
+        yield from self._clashing_ranks()
 
-    @model_validator(mode="after")
-    def _of_this_platform(self) -> TrainerConfig:
+    def _clashing_steps(self) -> Iterator[str]:
+        if self.objective.kl_beta > 0 and self.reference.source == "none":
+            yield (
+                f"objective.kl_beta is {self.objective.kl_beta:g}, but there is no reference model to diverge from: "
+                "the term would be missing. Set trainer.reference.source to frozen or synced, or "
+                "trainer.objective.kl_beta to 0"
+            )
+        if self.streaming and (obstacle := self._obstacle_to_streaming()):
+            yield (
+                f"streaming trains a group before the others have arrived, but {obstacle}. Change that, or set "
+                "trainer.streaming to false"
+            )
         if self.platform == "cpu" and (self.device_memory_gib or self.device_peak_tflops):
-            raise ValueError(
+            yield (
                 "device_memory_gib and device_peak_tflops describe an accelerator and would have no effect: the "
                 "platform is cpu. Remove them, or set trainer.platform to cuda or npu"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ranks_divide(self) -> TrainerConfig:
+    def _obstacle_to_streaming(self) -> str:
+        """What must see the whole batch before its first micro-batch; "" if nothing."""
+        if self.num_iterations > 1:
+            return f"num_iterations ({self.num_iterations}) goes over the batch more than once"
+        if self.mini_batches > 1:
+            return f"mini_batches ({self.mini_batches}) deals out the groups of the whole batch"
+        advantage = self.objective.advantage
+        if advantage in WHOLE_BATCH_ADVANTAGES:
+            return f"objective.advantage {advantage} needs the rewards of the whole batch"
+        if is_own(advantage):
+            return f"objective.advantage {advantage}, of your own, is given the rewards of the whole batch"
+        for correction in self.objective.corrections:
+            if correction.needs_whole_batch:
+                return f"correction {correction.kind} needs the log-probabilities of the whole batch"
+        return ""
+
+    def _clashing_ranks(self) -> Iterator[str]:
         block = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if self.processes % block:
-            raise ValueError(
+            yield (
                 f"processes ({self.processes}) is not a multiple of tensor_parallel * pipeline_parallel * "
                 f"context_parallel ({self.tensor_parallel} * {self.pipeline_parallel} * {self.context_parallel} = "
                 f"{block}): some ranks would have no part. "
                 f"Set trainer.processes to {block} times the data-parallel size"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_share_evenly_and_meet(self) -> TrainerConfig:
         if self.processes % self.nodes:
-            raise ValueError(
+            yield (
                 f"processes ({self.processes}) is not a multiple of nodes ({self.nodes}), and every node starts as "
                 "many ranks as the others. Set trainer.processes to the number of all ranks, a multiple of nodes"
             )
         if self.nodes > 1 and self.rendezvous.address is None:
-            raise ValueError(
+            yield (
                 f"nodes is {self.nodes}, but rendezvous.address is not set, so that they would not find each other. "
                 "Set trainer.rendezvous.address to an address of node 0 that every node reaches"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit_into_a_stage(self) -> TrainerConfig:
         ranks = self.processes // self.pipeline_parallel
         if ranks % self.expert_parallel:
-            raise ValueError(
+            yield (
                 f"expert_parallel ({self.expert_parallel}) does not divide the {ranks} ranks of a pipeline stage "
                 f"(processes {self.processes} / pipeline_parallel {self.pipeline_parallel}): the experts could not be "
                 f"laid out evenly. Set trainer.expert_parallel to a divisor of {ranks}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sequence_parallel_has_ranks(self) -> TrainerConfig:
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError(
+            yield (
                 "sequence_parallel shares activations over the tensor-parallel ranks, but tensor_parallel is 1, so "
                 "there is nobody to share with. Set trainer.tensor_parallel above 1, or leave sequence_parallel out"
             )
-        return self

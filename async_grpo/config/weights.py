@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
@@ -50,16 +51,14 @@ class WeightsConfig(StrictModel):
     update_timeout_s: Seconds = 300.0
     """A whole update that has not come by then is an error; no engine is protected longer while it loads."""
 
-    @model_validator(mode="after")
-    def _advertised_where_it_listens(self) -> WeightsConfig:
+    def problems(self) -> Iterator[str]:
         for bind, told in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
             endpoint: str = getattr(self, bind)
             if told is not None and _on_loopback(endpoint) and not _on_loopback(f"tcp://{told}"):
-                raise ValueError(
+                yield (
                     f"{bind} ({endpoint}) listens on the loopback only, but others would be told to come to {told}, "
                     f"where nobody answers. Set weights.{bind} to tcp://0.0.0.0:PORT, or to an address of this machine"
                 )
-        return self
 
 
 def _on_loopback(endpoint: str) -> bool:
