@@ -25,6 +25,8 @@ class AdmissionConfig(StrictModel):
     """When generation may begin and training may sample, beside the staleness window, which always holds."""
 
     kind: Literal["staleness_window", "min_size", "sample_to_insert_ratio"] = "staleness_window"
+    """`staleness_window`: no further rule. `min_size`: wait for so many ready groups. `sample_to_insert_ratio`: keep
+    training and generation near a ratio."""
     min_size: NonNegativeInt = 0
     """Groups that must be ready before a batch is taken (at least groups_per_step are)."""
     samples_per_insert: Annotated[float, Field(gt=0)] = 1.0
@@ -84,6 +86,7 @@ class RedisConfig(StrictModel):
     """The server of `url` must keep an append-only file. False: one without is warned of instead of refused, and its
     death loses the run."""
     timeout_s: Seconds = 30.0
+    """How long a call is repeated while the server does not answer; then the role ends with an error."""
 
     def problems(self) -> Iterator[str]:
         parts = urlsplit(self.url or "")

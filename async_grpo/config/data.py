@@ -18,6 +18,7 @@ class DataConfig(StrictModel):
     """The prompts and their reference answers."""
 
     kind: Literal["arithmetic", "jsonl"] = "arithmetic"
+    """`arithmetic`: generated additions. `jsonl`: the rows of `path`."""
     arithmetic: ArithmeticTaskConfig = ArithmeticTaskConfig()
     path: Path | None = None
     """A JSON-lines file, or a folder that `async-grpo prepare` has made (kind: jsonl)."""
@@ -25,12 +26,15 @@ class DataConfig(StrictModel):
     """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out. A prepared folder
     has its own."""
     prompt_field: str = "question"
+    """Field of a row that holds the question."""
     answer_field: str = "answer"
+    """Field of a row that holds the reference answer."""
     template: str = PLAIN_TEMPLATE
     """Text around the prompt; `{prompt}` is replaced. A prepared folder has its own."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are dropped when a JSON-lines file is loaded, with a count; a prepared folder may have none."""
     shuffle: bool = True
+    """Shuffle the training rows, in every pass anew; false: the order of the file."""
 
     def problems(self) -> Iterator[str]:
         if self.kind == "jsonl" and self.path is None:

@@ -14,14 +14,17 @@ class EvalConfig(StrictModel):
     """Evaluation on held-out prompts, before, after and every `every_steps` versions."""
 
     prompts: PositiveInt = 256
+    """Held-out prompts of an evaluation."""
     samples: PositiveInt = 4
     """mean@k: completions a prompt at temperature 1."""
     greedy: bool = True
+    """Also generate one completion a prompt at temperature 0."""
     every_steps: Annotated[int, Field(ge=0)] = 0
     """0: only before and after."""
     right_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """A completion counts as right, for pass@k and maj@k, if the first reward function gives it at least this."""
     timeout_s: Seconds = 600.0
+    """Seconds for a whole evaluation; after that the rollout server ends with an error."""
 
 
 class RestartConfig(StrictModel):
@@ -30,6 +33,7 @@ class RestartConfig(StrictModel):
     rollout: Annotated[int, Field(ge=0)] = 3
     """Restarts of one rollout server before the run is given up."""
     trainer: Annotated[int, Field(ge=0)] = 3
+    """Restarts of the trainer before the run is given up."""
 
 
 class CoresConfig(StrictModel):
@@ -38,6 +42,7 @@ class CoresConfig(StrictModel):
     rollout: list[NonNegativeInt] = []
     """All rollout servers together."""
     trainer: list[NonNegativeInt] = []
+    """The trainer with all its ranks."""
 
 
 class LaunchConfig(StrictModel):
@@ -47,6 +52,7 @@ class LaunchConfig(StrictModel):
     cores: CoresConfig = CoresConfig()
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
     ready_timeout_s: Seconds = 300.0
+    """Seconds for a role to become ready after its start; then the run is given up."""
     stop_timeout_s: Seconds = 30.0
     """From SIGTERM to SIGKILL, for every role; a trainer that has more to save can be given more, with -o."""
 
@@ -55,6 +61,7 @@ class TelemetryConfig(StrictModel):
     """What a run writes, and what its trainer shows."""
 
     tensorboard: bool = True
+    """Write TensorBoard event files."""
     samples_every: PositiveInt = 8
     """One finished group in so many is written to samples/*.jsonl."""
     http: ListenConfig = ListenConfig()

@@ -18,13 +18,19 @@ class TinyQwen2Config(StrictModel):
     """Sizes and initialisation; the vocabulary is that of the tokenizer."""
 
     hidden_size: PositiveInt = 128
+    """Width of the residual stream."""
     layers: PositiveInt = 2
+    """Decoder layers."""
     heads: PositiveInt = 4
     """hidden_size / heads is the size of a head: 32, 64 or 128."""
     kv_heads: PositiveInt = 2
+    """Key and value heads; a divisor of heads."""
     intermediate_size: PositiveInt = 256
+    """Width of an MLP."""
     tie_embeddings: bool = True
+    """Whether the output layer is the embedding."""
     max_positions: PositiveInt = 2048
+    """Longest sequence, in tokens."""
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Standard deviation of the initial values of all matrices."""
 
@@ -71,7 +77,9 @@ class WarmupConfig(TinyQwen2Config):
     layers: PositiveInt = 2
     """Two are enough to reason digit by digit, and too few to add three digits in one go."""
     intermediate_size: PositiveInt = 384
+    """Width of an MLP."""
     max_positions: PositiveInt = 128
+    """Longest sequence, in tokens; a whole demonstration must fit."""
     init_std: Annotated[float, Field(gt=0)] = 0.05
     """Standard deviation of the initial values of all matrices. At the customary 0.02 the same accuracy takes twice as
     many steps."""
@@ -79,11 +87,13 @@ class WarmupConfig(TinyQwen2Config):
     reasoning_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """Share of the demonstrations that reason before they answer."""
     steps: PositiveInt = 340
+    """Most optimizer steps of the supervised stage; it ends earlier once accuracy_limit is passed."""
     batch_size: Annotated[int, Field(ge=2)] = 96
     """Demonstrations of one step."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
     """Peak; then a cosine down to a twentieth."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Steps over which the rate rises linearly to lr."""
 
     probe_every: PositiveInt = 40
     """Steps between two measurements of the sampled accuracy."""

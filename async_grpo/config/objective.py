@@ -85,6 +85,7 @@ class ObjectiveConfig(StrictModel):
     """Where pi_prox comes from: the weights just before the step, their approximation by token version (A-3PO), or
     the policy that sampled the token (plain PPO)."""
     clip_low: Positive | None = None
+    """Lower edge of the trust region; see clip_high."""
     clip_high: Positive | None = None
     """Trust region: [1 - clip_low, 1 + clip_high] of a ratio; of its logarithm (gmpo); of pi - mu (dppo_tv).
     cispo: without clip_low (the default) there is no lower bound."""
@@ -95,14 +96,17 @@ class ObjectiveConfig(StrictModel):
     behaviour_cap_mode: Literal["mask", "clamp"] | None = None
     """decoupled: tokens whose w is above the cap are left out (mask), or trained with w = behaviour_cap (clamp)."""
     sapo_tau_positive: Positive | None = None
+    """sapo: how fast the gate closes, for A >= 0."""
     sapo_tau_negative: Positive | None = None
-    """sapo: how fast the gate closes, for A >= 0 and for A < 0."""
+    """sapo: how fast the gate closes, for A < 0."""
     corrections: list[CorrectionConfig] = []
     """Applied together: [geo_rs, {kind: token_tis, cap: 3}]."""
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the policy of trainer.reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
+    """Estimate of the divergence at a token (docs/algorithms.md); `k3+`: the value of k3 with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: beta * KL is added to the loss of each token. `reward`: it is subtracted from the sample's reward."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     options: Options = {}

@@ -28,11 +28,13 @@ class HttpRewardConfig(StrictModel):
     backoff_s: Seconds = 0.5
     """The n-th pause is random in (0, backoff_s * 2^n], at most `backoff_max_s`."""
     backoff_max_s: Seconds = 10.0
+    """Longest pause between two attempts."""
     concurrency: PositiveInt = 16
     """Requests at the same time, of one rollout server."""
     score_pointer: str = "/score"
     """Where the score stands in the reply: a JSON pointer (RFC 6901)."""
     max_reply_bytes: PositiveInt = 64 << 10
+    """A longer reply is a failure."""
     extra: dict[str, Any] = {}
     """Added to the body of every request."""
     headers: dict[str, str] = {}
@@ -40,7 +42,9 @@ class HttpRewardConfig(StrictModel):
     token_env: EnvironmentName | None = None
     """Name of the environment variable that holds the token; its value is read at the start and never written."""
     token_header: str = "Authorization"
+    """Header that carries the token."""
     token_prefix: str = "Bearer "
+    """Text before the token in that header."""
 
     @field_validator("url")
     @classmethod
@@ -71,6 +75,7 @@ class RewardConfig(StrictModel):
     name: str
     """A verifier that ships (docs/verifiers.md), or `module:attribute`; with `http`, any name you like."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of its score in the sum."""
     required: bool = True
     """Whether a failure of this reward makes the sample unverifiable; if not, it is left out of the sum."""
     http: HttpRewardConfig | None = None
@@ -87,6 +92,7 @@ class RewardsConfig(StrictModel):
     """Verifiers run outside the event loop, in processes that can be killed."""
 
     functions: Annotated[list[RewardConfig], Field(min_length=1)] = [RewardConfig(name="answer_tag")]
+    """The rewards of a sample."""
     workers: PositiveInt = 1
     """Verifier processes of one rollout server."""
     deadline_s: Seconds = 10.0

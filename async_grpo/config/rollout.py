@@ -15,10 +15,13 @@ class SamplingConfig(StrictModel):
     """The behaviour policy: what completions are sampled from."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must stay 1.0: the trainer's log-probabilities are of the whole distribution."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: all tokens."""
     max_tokens: PositiveInt = 64
+    """Most tokens of a completion."""
 
     def problems(self) -> Iterator[str]:
         if self.top_p != 1.0 or self.top_k != 0:
@@ -45,6 +48,7 @@ class VllmConfig(StrictModel):
     platform: Literal["cpu", "cuda", "ascend"] = "cpu"
     """What it computes on; the installed vLLM must be the one for it."""
     max_model_len: PositiveInt = 256
+    """Longest sequence, prompt and completion together, in tokens."""
     kv_cache_bytes: PositiveInt = 256 << 20
     """Memory for the KV cache on CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -53,7 +57,9 @@ class VllmConfig(StrictModel):
     """Memory of one accelerator, for the plan that is checked before a run starts. None: what the machine says of
     itself, and no check where it says nothing."""
     tensor_parallel: PositiveInt = 1
+    """Devices that share one engine."""
     enforce_eager: bool = True
+    """Run without compilation and graph capture: a quicker start, slower generation."""
     multiprocessing: bool = True
     """The engine core in a process of its own: generation and Python's bookkeeping overlap."""
     threads: PositiveInt = 1
@@ -96,12 +102,14 @@ class ToolConfig(StrictModel):
     function: str = "calculator"
     """`calculator` (arithmetic), or `module:attribute`: a function of keyword arguments that returns text."""
     timeout_s: Seconds = 5.0
+    """Seconds for one call."""
 
 
 class MultiTurnConfig(StrictModel):
     """Conversations with tools: the policy writes, a tool answers, the policy goes on."""
 
     tools: list[ToolConfig] = [ToolConfig(name="calculator")]
+    """What the policy may call."""
     max_calls: PositiveInt = 4
     """Tool calls of one completion; after that its end is final."""
     observation: str = "\n<tool_response>\n{result}\n</tool_response>\n"

@@ -32,8 +32,11 @@ class RunConfig(StrictModel):
     """A whole run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Name of the run, of its folder in `runs_dir`, and of its keys in Redis."""
     runs_dir: Path = Path("runs")
+    """Folder that holds the folders of all runs."""
     seed: Annotated[int, Field(ge=0)] = 1
+    """Seed of the first policy, the order of the data and the sampling."""
     steps: PositiveInt = 100
     """Optimizer steps; the run ends at policy version `steps`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2

@@ -58,15 +58,23 @@ class OptimizerConfig(StrictModel):
     """AdamW and its schedule."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Where linear and cosine end."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises linearly to lr."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient; a longer one is scaled down to it."""
     offload: bool = False
     """Keep fp32 masters and moments in the host's memory between updates: room for activations, the same numbers."""
 
@@ -79,6 +87,7 @@ class CheckpointConfig(StrictModel):
     """Resumable checkpoints under `runs/<name>/checkpoints`."""
 
     every_steps: PositiveInt = 10
+    """Optimizer steps between two checkpoints."""
     keep: PositiveInt = 2
     """The newest so many stay."""
     keep_best: Annotated[int, Field(ge=0)] = 0

@@ -43,9 +43,11 @@ class WeightsConfig(StrictModel):
     """`control`: announcements, manifests and registration under CURVE; `all`: the chunks too, at a sixth of the
     speed. Both need ASYNC_GRPO_WEIGHTS_SECRET in the environment of every process."""
     chunk_bytes: Annotated[int, Field(gt=0, multiple_of=64)] = 2 << 20
+    """Size of the pieces in which weights travel."""
     credits: PositiveInt = 8
     """Chunk requests in flight of one receiver."""
     heartbeat_s: Seconds = 0.5
+    """Seconds between two signs of life of the publisher and of every receiver."""
     request_timeout_s: Seconds = 5.0
     """A chunk that has not come by then is asked for again, from another relay if there is one."""
     update_timeout_s: Seconds = 300.0
