@@ -33,7 +33,7 @@ def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wa
     platform.configure(config)
     timeout = timedelta(seconds=longest_wait_s + _SLACK_S)
     if started == 1:
-        set_defaults(card_environment(platform.name, LOOPBACK))
+        set_defaults(card_environment(LOOPBACK, platform.network_variables))
         dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(platform.backend, timeout=timeout)

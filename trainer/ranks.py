@@ -25,6 +25,7 @@ from async_grpo.telemetry.logging import redact_secrets
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import card_environment
+from trainer.platform import select_platform
 
 GRACE_S = 10.0
 """Seconds that ranks have to end, and to write their last output, before they are killed."""
@@ -78,7 +79,7 @@ def network_environment(platform: str, own_address: str, environment: Mapping[st
 
     What the user has set stands; nothing is said of an address that no card has.
     """
-    found = card_environment(platform, own_address)
+    found = card_environment(own_address, select_platform(platform).network_variables)
     return {name: value for name, value in found.items() if name not in environment}
 
 

@@ -103,5 +103,5 @@ def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
 
 
 def examine(platform: str = "cpu") -> list[Finding]:
-    """Run every check of a platform (cpu, cuda or npu), in order."""
+    """Run every check of a platform, in order."""
     return [check() for check in checks_of(platform)]

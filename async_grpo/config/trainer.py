@@ -100,10 +100,14 @@ class CheckpointConfig(StrictModel):
     """Export weights as checkpoints/hf-VERSION, too, kept like checkpoints. 0: only at the end, as checkpoints/hf."""
 
 
+PlatformName = Literal["cpu", "cuda", "npu"]
+"""The platforms of `trainer.platform.platforms`."""
+
+
 class TrainerConfig(StrictModel):
     """The Megatron-core trainer."""
 
-    platform: Literal["cpu", "cuda", "npu"] = "cpu"
+    platform: PlatformName = "cpu"
     """What the trainer computes on. Never chosen by what happens to be installed; see docs/platforms.md."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one device, for the plan that is checked before a run starts. None: what the machine says of itself,
@@ -181,7 +185,7 @@ class TrainerConfig(StrictModel):
         if self.platform == "cpu" and (self.device_memory_gib or self.device_peak_tflops):
             yield (
                 "device_memory_gib and device_peak_tflops describe an accelerator and would have no effect: the "
-                "platform is cpu. Remove them, or set trainer.platform to cuda or npu"
+                "platform is cpu. Remove them, or set trainer.platform to that of the accelerator"
             )
 
     def _obstacle_to_streaming(self) -> str:

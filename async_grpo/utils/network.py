@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
@@ -13,9 +14,6 @@ from async_grpo.utils.private_names import check_private_names
 LOOPBACK = "127.0.0.1"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
-_BESIDE_GLOO = {"cpu": (), "cuda": ("NCCL_SOCKET_IFNAME",), "npu": ("HCCL_SOCKET_IFNAME",)}
-"""`=` before the name asks for this very card, where `eth1` would also mean eth10."""
-
 
 def card_of(address: str) -> str | None:
     """The name of the network card that has the address, as `eth0`; None if none has."""
@@ -24,11 +22,14 @@ def card_of(address: str) -> str | None:
     return next((card for card, found in cards if any(entry.address == wanted for entry in found)), None)
 
 
-def card_environment(kind: str, address: str) -> dict[str, str]:
-    """Environment in which collectives of a cpu, of cuda or of an npu run over the card that has the address; empty if
-    none has."""
+def card_environment(address: str, variables: Iterable[str] = ()) -> dict[str, str]:
+    """Environment in which collectives run over the card that has the address; empty if none has.
+
+    `variables` are those of libraries other than gloo. They get `=` before the name, which asks for exactly this card:
+    `eth1` would also mean eth10.
+    """
     card = card_of(address)
-    return {} if card is None else {GLOO_VARIABLE: card} | {name: f"={card}" for name in _BESIDE_GLOO[kind]}
+    return {} if card is None else {GLOO_VARIABLE: card} | {name: f"={card}" for name in variables}
 
 
 def keep_stores_at_their_address() -> None:

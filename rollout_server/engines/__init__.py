@@ -31,7 +31,7 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
 
 
 def engine_probes(engine: str, platform: str) -> Sequence[Check]:
-    """Checks of an engine's installation on a platform (cpu, cuda or npu) for `async-grpo doctor`; () if none."""
+    """Checks of an engine's installation on a platform of the trainer for `async-grpo doctor`; () if none."""
     match engine:
         case "vllm":
             from rollout_server.engines.vllm.platform import probes

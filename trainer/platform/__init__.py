@@ -5,25 +5,24 @@ from __future__ import annotations
 from async_grpo.errors import ConfigError
 from trainer.platform.base import Platform
 
-PLATFORMS = ("cpu", "cuda", "npu")
+
+def platforms() -> tuple[Platform, ...]:
+    """All platforms. This imports their modules, none of which imports torch or its framework."""
+    from trainer.platform.cpu import CpuPlatform
+    from trainer.platform.cuda import CudaPlatform
+    from trainer.platform.npu import NpuPlatform
+
+    return CpuPlatform(), CudaPlatform(), NpuPlatform()
 
 
 def select_platform(name: str) -> Platform:
-    """The platform of that name; its framework is neither imported nor checked yet. Raises ConfigError."""
-    match name:
-        case "cpu":
-            from trainer.platform.cpu import CpuPlatform
-
-            return CpuPlatform()
-        case "cuda":
-            from trainer.platform.cuda import CudaPlatform
-
-            return CudaPlatform()
-        case "npu":
-            from trainer.platform.npu import NpuPlatform
-
-            return NpuPlatform()
-    raise ConfigError(f"trainer.platform is {name!r}, and there is none of that name. Set it to cpu, cuda or npu")
+    """The platform with that name or alias; its framework is neither imported nor checked yet. Raises ConfigError."""
+    known = platforms()
+    for platform in known:
+        if name in (platform.name, *platform.aliases):
+            return platform
+    *others, last = (platform.name for platform in known)
+    raise ConfigError(f"there is no platform {name!r}. Set trainer.platform to {', '.join(others)} or {last}")
 
 
-__all__ = ["PLATFORMS", "Platform", "select_platform"]
+__all__ = ["Platform", "platforms", "select_platform"]

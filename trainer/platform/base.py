@@ -2,6 +2,7 @@
 
     main --activate--> megatron may be imported --configure--> process groups --layer_replacements--> model
     doctor --probes--> findings          launcher, sweep --devices--> which role gets which
+    dry run --memory_plan--> bytes on one device
 
 Nothing else in the trainer asks for the kind of device: tensors of the model and of its micro-batches live on
 `device`, everything that ranks tell each other beside Megatron (bytes, integers, statistics) lives on the CPU, and
@@ -23,8 +24,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
+from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.models.shapes import ModelShape
 from async_grpo.utils.private_names import PRIVATE_NAMES
 from async_grpo.utils.requirements import (
     INSTALL_CPU,
@@ -37,6 +40,7 @@ from async_grpo.utils.requirements import (
     optional,
     present,
 )
+from trainer.platform.memory import TrainerMemory, trainer_memory
 
 TOOL_TIMEOUT_S = 20.0
 """Seconds to wait for a vendor's tool."""
@@ -90,26 +94,34 @@ class LayerRole(StrEnum):
 
 
 class Platform(Protocol):
-    """One kind of accelerator (or none)."""
+    """One kind of accelerator, or none. What a platform does not define itself is that of the CPU."""
 
     name: str
-    """Value of `trainer.platform`: cpu, cuda or npu."""
+    """Value of `trainer.platform`."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same devices, such as the one that vLLM uses."""
     device: str
     """torch device of parameters and micro-batches."""
     backend: str
     """torch.distributed backends, by kind of device."""
-    visible_variable: str
+    visible_variable: str = ""
     """Environment variable that says which devices a process may use; "" for the CPU."""
-    tool: str
+    network_variables: tuple[str, ...] = ()
+    """Environment variables that name the network card of its collectives, beside gloo's."""
+    tool: str = ""
     """The vendor's tool that lists the devices; "" for the CPU."""
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """All devices of this machine, visible to this process or not; [] without the vendor's tool."""
-        ...
+        return []
 
     def probes(self) -> Sequence[Check]:
         """Checks of devices and installation for `async-grpo doctor`, in the order in which to mend what they find."""
         ...
+
+    def memory_plan(self, config: RunConfig, shape: ModelShape) -> TrainerMemory | None:
+        """The memory that training needs on one device, at worst; None for the CPU."""
+        return None
 
     def activate(self, threads: int) -> None:
         """Prepare this process, once, before anything imports megatron: environment, packages, its own device.
@@ -120,38 +132,45 @@ class Platform(Protocol):
 
     def configure(self, config: TrainerConfig) -> None:
         """Tell the software below Megatron how the ranks are laid out; before Megatron's groups are made."""
-        ...
+        return
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
         """Classes that replace our own layers, for a `TransformerConfig`; {} where ours are used.
 
         Raises DependencyError if a package that has them is installed but does not load.
         """
-        ...
+        return {}
 
     def synchronize(self) -> None:
         """Wait until the device has finished its work, so that a clock measures it."""
-        ...
+        return
 
     def memory(self) -> MemoryUse:
         """Memory of this rank's device, now."""
         ...
 
     def reset_peak_memory(self) -> None:
-        """Begin a new measurement of the peak."""
-        ...
+        """Begin a new measurement of the peak; does nothing where the system does not reset it."""
+        return
 
     def peak_flops(self, precision: str) -> float | None:
         """Dense FLOP/s of one device at `precision` (float32, bfloat16); None where it is not known."""
-        ...
+        return None
 
 
-class Accelerator:
-    """What CUDA and NPU have in common: torch has a module of the same functions for each, `torch.DEVICE`."""
+class Accelerator(Platform, Protocol):
+    """What all accelerators have in common: torch has a module of the same functions for each, `torch.DEVICE`."""
 
-    device: str
     _peak_tflops: float | None = None
     """`trainer.device_peak_tflops`."""
+
+    def memory_plan(self, config: RunConfig, shape: ModelShape) -> TrainerMemory:
+        """The plan of `trainer_memory`."""
+        return trainer_memory(config, shape)
+
+    def configure(self, config: TrainerConfig) -> None:
+        """Keep `trainer.device_peak_tflops`."""
+        self._peak_tflops = config.device_peak_tflops
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -166,6 +185,33 @@ class Accelerator:
     def reset_peak_memory(self) -> None:
         """Begin a new peak of torch's allocator."""
         self._torch().reset_peak_memory_stats()
+
+    def peak_flops(self, precision: str) -> float | None:
+        """`trainer.device_peak_tflops`, else the vendor's figure for a device of this name."""
+        tflops = self._peak_tflops if self._peak_tflops is not None else self.stated_tflops(precision)
+        return None if tflops is None else tflops * 1e12
+
+    def stated_tflops(self, precision: str) -> float | None:
+        """Dense TFLOP/s that the vendor states for this device; None where it is not known."""
+        return None
+
+    def take_device(self, threads: int) -> None:
+        """Take the device with this rank's number on its machine, and set the number of torch threads.
+
+        Raises ConfigError if too few devices are visible.
+        """
+        import torch
+
+        rank, devices, variable = int(os.environ.get("LOCAL_RANK", "0")), self._torch(), self.visible_variable
+        count = devices.device_count()
+        if rank >= count:
+            raise ConfigError(
+                f"rank {rank} of this machine needs a {self.name} device of its own, but {count} are visible "
+                f"({variable}={os.environ.get(variable, 'not set')}). Lower trainer.processes, or give more in "
+                f"{variable}"
+            )
+        devices.set_device(rank)
+        torch.set_num_threads(threads)
 
     def _torch(self) -> Any:
         import torch
@@ -256,11 +302,6 @@ COMMON_PROBES: tuple[Check, ...] = (check_transformers, check_megatron, check_te
 """The installation, alike on every platform."""
 
 
-def local_rank() -> int:
-    """The number of this rank on its machine; 0 for a rank that was started by itself."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def set_defaults(environment: dict[str, str]) -> None:
     """Set variables that the user's environment does not set."""
     for name, value in environment.items():
@@ -274,15 +315,6 @@ def require_megatron(platform: str) -> None:
         raise ConfigError(
             f"the {platform} platform is written for megatron-core {MEGATRON_CORE}, but {found or 'none'} is "
             f"installed. Run: {INSTALL_MEGATRON}"
-        )
-
-
-def require_own_device(platform: str, rank: int, devices: int, variable: str) -> None:
-    """Raises ConfigError if this rank has no device of its own among those that are visible."""
-    if rank >= devices:
-        raise ConfigError(
-            f"rank {rank} of this machine needs a {platform} device of its own, but {devices} are visible "
-            f"({variable}={os.environ.get(variable, 'not set')}). Lower trainer.processes, or give more in {variable}"
         )
 
 

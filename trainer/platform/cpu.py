@@ -11,30 +11,22 @@ from __future__ import annotations
 import resource
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import psutil
 
-from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.requirements import INSTALL_CPU, STAND_IN, Check, Finding, installed, present
-from trainer.platform.base import COMMON_PROBES, Device, LayerRole, MemoryUse, Run, require_megatron, run_tool
+from trainer.platform.base import COMMON_PROBES, MemoryUse, Platform, require_megatron
 
 
-class CpuPlatform:
-    """Gloo, float32 or bfloat16, a pure-PyTorch layer spec."""
+class CpuPlatform(Platform):
+    """Gloo, float32 or bfloat16, our own layers in plain PyTorch."""
 
     name = "cpu"
     device = "cpu"
     backend = "gloo"
-    visible_variable = ""
-    tool = ""
-
-    def devices(self, run: Run = run_tool) -> list[Device]:
-        """None: a CPU is no accelerator."""
-        return []
 
     def probes(self) -> Sequence[Check]:
         """The installation for CPUs."""
@@ -54,27 +46,10 @@ class CpuPlatform:
 
         patch_for_cpu()
 
-    def configure(self, config: TrainerConfig) -> None:
-        """Nothing to tell: there is no software below Megatron here."""
-
-    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """None: our own layers in plain PyTorch are used."""
-        return {}
-
-    def synchronize(self) -> None:
-        """Nothing to wait for: operations of the CPU are done when they return."""
-
     def memory(self) -> MemoryUse:
         """Memory of this process; the peak is that of its whole life, which Linux does not reset."""
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, psutil.virtual_memory().total)
-
-    def reset_peak_memory(self) -> None:
-        """Does nothing: Linux does not reset the peak."""
-
-    def peak_flops(self, precision: str) -> float | None:
-        """None: it depends on cores, clock and instruction set."""
-        return None
 
 
 def check_torch() -> Finding:

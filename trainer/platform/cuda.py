@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import (
     INSTALL_CUDA,
@@ -39,10 +38,8 @@ from trainer.platform.base import (
     check_devices,
     check_driver,
     check_torch_sees,
-    local_rank,
     missing,
     require_megatron,
-    require_own_device,
     run_tool,
     set_defaults,
 )
@@ -56,7 +53,6 @@ ENVIRONMENT = {
 """Set only where the user's environment does not."""
 
 DRIVER_FIX = "install the NVIDIA driver; in a container: docker run --gpus all"
-TERA = 1e12
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "B200": {"bfloat16": 2250, "float32": 75},
@@ -89,6 +85,7 @@ class CudaPlatform(Accelerator):
     device = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     visible_variable = "CUDA_VISIBLE_DEVICES"
+    network_variables = ("NCCL_SOCKET_IFNAME",)
     tool = "nvidia-smi"
 
     def devices(self, run: Run = run_tool) -> list[Device]:
@@ -120,40 +117,27 @@ class CudaPlatform(Accelerator):
                 "CUDA_VISIBLE_DEVICES, and that torch is a CUDA build (async-grpo doctor --platform cuda); "
                 "or set trainer.platform to cpu"
             )
-        rank = local_rank()
-        require_own_device(self.name, rank, torch.cuda.device_count(), self.visible_variable)
-        torch.cuda.set_device(rank)
-        torch.set_num_threads(threads)
-
-    def configure(self, config: TrainerConfig) -> None:
-        """Nothing to tell: Megatron itself knows this device."""
-        self._peak_tflops = config.device_peak_tflops
+        self.take_device(threads)
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
         """Transformer Engine's layers where it is installed, else none."""
         return transformer_engine_layers(config) if importlib.util.find_spec("transformer_engine") else {}
 
-    def peak_flops(self, precision: str) -> float | None:
-        """`trainer.device_peak_tflops`, else what the vendor states for a device of this name."""
-        import torch
-
-        if self._peak_tflops is not None:
-            return self._peak_tflops * TERA
-        return stated_peak_flops(torch.cuda.get_device_name(), precision)
+    def stated_tflops(self, precision: str) -> float | None:
+        """The figure for the name that torch reports of this rank's device."""
+        return peak_tflops(self._torch().get_device_name(), precision)
 
 
-def stated_peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense FLOP/s of one device by the vendor's data sheet; None for a device that is not listed.
+def peak_tflops(device_name: str, precision: str) -> float | None:
+    """Dense TFLOP/s of one device by the vendor's data sheet; None for a device that is not listed.
 
-    >>> stated_peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
-    312000000000000.0
+    >>> peak_tflops("NVIDIA A100-SXM4-80GB", "bfloat16")
+    312
     """
     words = device_name.replace("-", " ").split()
     for name in sorted(PEAK_TFLOPS, key=len, reverse=True):  # the longer name is the more exact one
-        parts = name.split()
-        if all(part in words for part in parts):
-            stated = PEAK_TFLOPS[name].get(precision)
-            return None if stated is None else stated * TERA
+        if all(part in words for part in name.split()):
+            return PEAK_TFLOPS[name].get(precision)
     return None
 
 

@@ -47,10 +47,8 @@ from trainer.platform.base import (
     check_devices,
     check_driver,
     check_torch_sees,
-    local_rank,
     missing,
     require_megatron,
-    require_own_device,
     run_tool,
     set_defaults,
 )
@@ -95,12 +93,14 @@ _DRIVER = re.compile(r"Version:\s*(\S+)")
 
 
 class NpuPlatform(Accelerator):
-    """HCCL between devices and gloo between processes."""
+    """HCCL between devices and gloo between processes. One device name stands for bins of different peak FLOP/s."""
 
     name = "npu"
+    aliases = ("ascend",)
     device = "npu"
     backend = "cpu:gloo,npu:hccl"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    network_variables = ("HCCL_SOCKET_IFNAME",)
     tool = "npu-smi"
 
     def devices(self, run: Run = run_tool) -> list[Device]:
@@ -136,16 +136,13 @@ class NpuPlatform(Accelerator):
                 "trainer.platform is npu, but torch_npu sees no NPU. Check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, "
                 f"and that CANN's environment is set: {SOURCE_CANN}; or set trainer.platform to cpu"
             )
-        rank = local_rank()
-        require_own_device(self.name, rank, torch.npu.device_count(), self.visible_variable)
-        torch.npu.set_device(rank)
-        torch.set_num_threads(threads)
+        self.take_device(threads)
         with _empty_command_line():
             _import("mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
 
     def configure(self, config: TrainerConfig) -> None:
         """MindSpeed patches by its arguments: give it ours. Raises DependencyError if it has no `repatch`."""
-        self._peak_tflops = config.device_peak_tflops
+        super().configure(config)
         adaptor = _import("mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
         if not hasattr(adaptor, "repatch"):
             raise DependencyError(
@@ -160,10 +157,6 @@ class NpuPlatform(Accelerator):
         from trainer.platform.npu_attention import FusedAttention
 
         return {} if config.context_parallel_size > 1 else {LayerRole.attention: FusedAttention}
-
-    def peak_flops(self, precision: str) -> float | None:
-        """`trainer.device_peak_tflops`, else None: one device name stands for bins of different speed."""
-        return None if self._peak_tflops is None else self._peak_tflops * 1e12
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:

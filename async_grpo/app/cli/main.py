@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,34 +21,27 @@ from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.doctor import examine
+from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import Finding
 
 MARKS = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]optional[/]"}
 
 
-class PlatformChoice(StrEnum):
-    """What the trainer computes on."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-    npu = "npu"
-
-
-def report(platform: PlatformChoice, *, as_json: bool) -> int:
+def report(platform: PlatformName, *, as_json: bool) -> int:
     """Print the findings of the doctor; returns the exit code: 1 if something that is needed is missing."""
-    findings = examine(platform.value)
+    findings = examine(platform)
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
-        document = {"platform": platform.value, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
+        document = {"platform": platform, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(document, indent=2))
     else:
         Console().print(_table(platform, findings))
     return 0 if healthy else 1
 
 
-def _table(platform: PlatformChoice, findings: list[Finding]) -> Table:
-    table = Table(title=f"async-grpo doctor (platform: {platform.value})", show_lines=False)
+def _table(platform: PlatformName, findings: list[Finding]) -> Table:
+    table = Table(title=f"async-grpo doctor (platform: {platform})", show_lines=False)
     for column in ("", "what", "found", "what to type"):
         table.add_column(column)
     for finding in findings:
@@ -157,9 +149,7 @@ def trainer(
 
 @app.command()
 def doctor(
-    platform: Annotated[PlatformChoice, typer.Option(help="What trainer and engine are to compute on.")] = (
-        PlatformChoice.cpu
-    ),
+    platform: Annotated[PlatformName, typer.Option(help="What trainer and engine are to compute on.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
     """Say what is installed, what is missing and what to type. Exit code 1: something that is needed is missing."""

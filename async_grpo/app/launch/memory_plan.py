@@ -20,7 +20,8 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import ModelShape
 from async_grpo.utils.text import GIB, gib
-from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory, trainer_memory
+from trainer.platform import select_platform
+from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
 
 BATCHED_TOKENS = 8192
 """Prompt tokens of one step, unless rollout.vllm.extra.max_num_batched_tokens says otherwise."""
@@ -140,10 +141,9 @@ class DevicePlan:
 
 def device_plan(config: RunConfig, shape: ModelShape) -> DevicePlan:
     """The plan for the sides that compute on an accelerator."""
-    trains = config.trainer.platform != "cpu"
-    generates = config.rollout.vllm.platform != "cpu"
+    generates = bool(select_platform(config.rollout.vllm.platform).visible_variable)
     return DevicePlan(
-        trainer=trainer_memory(config, shape) if trains else None,
+        trainer=select_platform(config.trainer.platform).memory_plan(config, shape),
         engine=engine_memory(config, shape) if generates else None,
         model_bytes=ELEMENT_BYTES[config.model.precision] * shape.parameters,
     )

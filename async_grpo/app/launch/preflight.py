@@ -16,7 +16,7 @@ from rich.text import Text
 from async_grpo.app.launch.first_policy import check_first_policy, missing_files
 from async_grpo.app.launch.memory_plan import DevicePlan, device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
-from async_grpo.app.launch.role_specs import KINDS, assign_devices
+from async_grpo.app.launch.role_specs import assign_devices
 from async_grpo.app.launch.run_folder import run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.config.data import DataConfig
@@ -183,8 +183,8 @@ def _device_memory(config: RunConfig) -> tuple[float | None, float | None]:
     """GiB of a device of the trainer and of a rollout server: as configured, else as this machine's tools say."""
     trainer, vllm = config.trainer, config.rollout.vllm
     return (
-        trainer.device_memory_gib or smallest_memory_gib(select_platform(KINDS[trainer.platform])),
-        vllm.device_memory_gib or smallest_memory_gib(select_platform(KINDS[vllm.platform])),
+        trainer.device_memory_gib or smallest_memory_gib(select_platform(trainer.platform)),
+        vllm.device_memory_gib or smallest_memory_gib(select_platform(vllm.platform)),
     )
 
 

@@ -18,12 +18,8 @@ from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
-from trainer.platform import select_platform
+from trainer.platform import Platform, select_platform
 from trainer.platform.base import visible
-
-KINDS = {"cpu": "cpu", "cuda": "cuda", "npu": "npu", "ascend": "npu"}
-"""By platform, as trainer and rollout servers call it."""
-
 
 Environments = dict[str, dict[str, str]]
 """By role."""
@@ -36,7 +32,7 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
     sides need different kinds.
     """
     wanted = _wanted(config)
-    kinds = {kind for kind, count in wanted.values() if count}
+    kinds = {platform.name: platform for platform, count in wanted.values() if count}
     if len(kinds) > 1:
         raise ConfigError(
             f"trainer.platform is {config.trainer.platform} and rollout.vllm.platform {config.rollout.vllm.platform}: "
@@ -44,28 +40,25 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
         )
     if not kinds:
         return {role: {} for role in wanted}
-    (kind,) = kinds
-    pool = _pool(kind, sum(count for _, count in wanted.values()), environment, there)
-    variable = select_platform(kind).visible_variable
+    (platform,) = kinds.values()
+    pool = _pool(platform, sum(count for _, count in wanted.values()), environment, there)
     dealt: Environments = {}
     for role, (_, count) in wanted.items():
         own, pool = pool[:count], pool[count:]
-        dealt[role] = {variable: ",".join(own)}
+        dealt[role] = {platform.visible_variable: ",".join(own)}
     return dealt
 
 
-def _wanted(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """Role -> kind and number of its devices."""
-    trainer, vllm = KINDS[config.trainer.platform], config.rollout.vllm
-    server = KINDS[vllm.platform]
-    roles = {"trainer": (trainer, config.trainer.processes if trainer != "cpu" else 0)}
-    for index in range(config.rollout.servers):
-        roles[f"rollout-{index}"] = (server, vllm.tensor_parallel if server != "cpu" else 0)
-    return roles
+def _wanted(config: RunConfig) -> dict[str, tuple[Platform, int]]:
+    """Role -> platform and number of its devices, which is 0 on the CPU."""
+    trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.vllm.platform)
+    ranks = config.trainer.processes if trains.visible_variable else 0
+    workers = config.rollout.vllm.tensor_parallel if generates.visible_variable else 0
+    servers = {f"rollout-{index}": (generates, workers) for index in range(config.rollout.servers)}
+    return {"trainer": (trains, ranks), **servers}
 
 
-def _pool(kind: str, needed: int, environment: Mapping[str, str], there: int | None) -> list[str]:
-    platform = select_platform(kind)
+def _pool(platform: Platform, needed: int, environment: Mapping[str, str], there: int | None) -> list[str]:
     named = visible(platform, environment)
     pool = named if named is not None else [str(index) for index in range(needed if there is None else there)]
     if len(pool) < needed:
@@ -142,6 +135,6 @@ def _files(config_file: Path, model: Path) -> list[str]:
 
 
 def _devices_here(config: RunConfig) -> int | None:
-    """None where the vendor's tool is not there to ask: the roles find out."""
-    kinds = {KINDS[config.trainer.platform], KINDS[config.rollout.vllm.platform]} - {"cpu"}
-    return sum(len(select_platform(kind).devices()) for kind in kinds) or None
+    """The number of devices that the vendor's tool lists; None if it lists none: then the roles find out."""
+    wanted = {platform.name: platform for platform, _ in _wanted(config).values()}
+    return sum(len(platform.devices()) for platform in wanted.values()) or None

@@ -33,7 +33,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.rows import Row, number
 from async_grpo.utils.aio import stop_signals
-from trainer.platform import PLATFORMS, select_platform
+from trainer.platform import platforms, select_platform
 from trainer.platform.base import visible
 
 LOOK_EVERY_S = 0.5
@@ -47,10 +47,10 @@ def devices_wanted(config: RunConfig) -> tuple[str, int]:
     """Platform and number of the accelerators that a run needs; ("", 0) if it needs none. Raises ConfigError if its two
     sides need different kinds."""
     shown = [own for own in assign_devices(config, {}).values() if own]
-    for platform in PLATFORMS:
-        count = sum(len(visible(select_platform(platform), own) or ()) for own in shown)
+    for platform in platforms():
+        count = sum(len(visible(platform, own) or ()) for own in shown)
         if count:
-            return platform, count
+            return platform.name, count
     return "", 0
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ from async_grpo.utils.requirements import (
     release,
 )
 
-DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu"}
-"""vLLM's name of the device, by platform."""
-EXTRAS = {"cpu": "rollout-cpu", "cuda": "rollout-cuda", "ascend": "rollout-ascend"}
 _IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 CPU_STEP_TOKENS = 2048
 """Most prompt tokens in one step of the CPU engine (or one whole prompt, if that is longer)."""
@@ -36,10 +34,11 @@ CPU_STEP_TOKENS = 2048
 
 def check_platform(config: VllmConfig, device: str) -> None:
     """Raises EngineError if the installed vLLM computes on something else than `rollout.vllm.platform`."""
-    if device != DEVICES[config.platform]:
+    build = BUILDS[config.platform]
+    if device != build.device:
         raise EngineError(
             f"rollout.vllm.platform is {config.platform}, but the installed vLLM computes on {device or 'nothing'}. "
-            f"Install the extra {EXTRAS[config.platform]}, or set rollout.vllm.platform"
+            f"Install the extra {build.extra}, or set rollout.vllm.platform"
         )
 
 
@@ -85,7 +84,7 @@ def environment(config: VllmConfig) -> dict[str, str]:
     if config.platform == "ascend":
         values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}
     # An engine is on one machine: its workers find each other on the loopback, not where the machine's name leads.
-    values |= {"VLLM_HOST_IP": LOOPBACK} | card_environment(DEVICES[config.platform], LOOPBACK)
+    values |= {"VLLM_HOST_IP": LOOPBACK} | card_environment(LOOPBACK, BUILDS[config.platform].network_variables)
     return values | config.environment
 
 
@@ -102,9 +101,10 @@ def _can_compile() -> bool:
 
 
 def probes(platform: str) -> Sequence[Check]:
-    """Checks of the installed vLLM for `async-grpo doctor`; `platform`: cpu, cuda or npu."""
-    checks: dict[str, Check] = {"cpu": check_vllm_cpu, "cuda": check_vllm_cuda, "npu": check_vllm_ascend}
-    return (checks[platform],)
+    """Checks of the installed vLLM for `async-grpo doctor`; `platform` is one of the trainer's."""
+    checks = tuple(build.check for build in BUILDS.values() if build.device == platform)
+    fix = f"set rollout.vllm.platform to {' or '.join(BUILDS)}, on this machine or another"
+    return checks or (lambda: Finding("vLLM", False, f"no engine is written for {platform}", fix),)
 
 
 def check_vllm_cpu() -> Finding:
@@ -132,3 +132,24 @@ def _one_vllm(wanted: str, fix: str) -> Finding:
     if builds[wanted] and others:
         fix = f"pip uninstall {' '.join(others)}"
     return Finding("vLLM", bool(builds[wanted]) and not others, found or "not installed", fix)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmBuild:
+    """The vLLM of one platform."""
+
+    device: str
+    """vLLM's name of the device, which is also the name of the trainer's platform."""
+    extra: str
+    """The extra that installs it."""
+    check: Check
+    network_variables: tuple[str, ...] = ()
+    """Environment variables that name the network card of its collectives, beside gloo's."""
+
+
+BUILDS = {
+    "cpu": VllmBuild("cpu", "rollout-cpu", check_vllm_cpu),
+    "cuda": VllmBuild("cuda", "rollout-cuda", check_vllm_cuda, ("NCCL_SOCKET_IFNAME",)),
+    "ascend": VllmBuild("npu", "rollout-ascend", check_vllm_ascend, ("HCCL_SOCKET_IFNAME",)),
+}
+"""By `rollout.vllm.platform`."""

@@ -238,7 +238,7 @@ async def gloo(target: Path, folder: Path) -> AsyncIterator[TransferBaseline]:
     """Over the loopback; the two ranks meet in a file of `folder`."""
     import torch.distributed as dist
 
-    for name, value in card_environment("cpu", LOOPBACK).items():
+    for name, value in card_environment(LOOPBACK).items():
         os.environ.setdefault(name, value)  # for the far end, too
     where = f"file://{folder / 'gloo'}"
     timeout = timedelta(seconds=WAIT_S)
