@@ -91,16 +91,19 @@ def run(
     Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so each
     experiment has a folder of its own under runs/.
     """
-    from async_grpo.app.launch.local import run as run_all
+    from async_grpo.app.launch.base import make_launcher
     from async_grpo.app.launch.preflight import describe, resolve
 
     def work() -> int:
         resolved = resolve(config, override or [], planning=dry_run)
+        launcher = make_launcher(_always if yes else _ask)
         if dry_run:
-            Console().print(describe(resolved))
+            console = Console()
+            console.print(describe(resolved))
+            for file, text in launcher.render(resolved).items():
+                console.print(f"{file}:\n{text}", markup=False)
             return 0
-        confirm = _always if yes else _ask
-        return asyncio.run(run_all(resolved, fresh=fresh, command=_command_line(), confirm=confirm))
+        return asyncio.run(launcher.launch(resolved, fresh=fresh, command=_command_line()))
 
     exit_with(work)
 

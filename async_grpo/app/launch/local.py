@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -91,37 +92,42 @@ def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.1%}"
 
 
-async def run(
-    config: RunConfig, *, fresh: bool, command: str, confirm: Callable[[str], bool] = lambda question: False
-) -> int:
-    """Run or resume; returns the exit code: 0 trained, 130 interrupted.
+class LocalLauncher:
+    """Launches on this machine alone, without any files of its own."""
 
-    `confirm` is asked before `fresh` deletes a run from a shared server. Raises ConfigError for a run that cannot be
-    started here, RoleFailed if a role fails more often than it may be restarted.
-    """
-    _check_one_machine(config)
-    role_cores(config, cores_here())  # checked now, read again when the roles start
-    adopt_orphans()
-    if fresh:
-        await check_fresh(config, confirm)
-    folder = open_run(config, fresh=fresh)
-    state = folder.read_state()
-    interrupted = asyncio.Event()
-    with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
-        if state.finished_steps >= config.steps:
-            view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
-            return 0
-        try:
-            model = await _unless(interrupted, prepare_model(config, view.phase))
-            view.phase("starting the server")
-            async with open_state_plane(config, folder, fresh=fresh) as plane:
-                write_config(folder, config, for_roles=plane.config)
-                specs = await _needed(plane, role_specs(plane.config, folder, model))
-                await LocalLauncher(plane, folder, specs, view, state, command).go(interrupted)
-        except Interrupted:
-            view.say("stopped; the same command resumes")
-            return INTERRUPTED
-    return 0
+    def __init__(self, confirm: Callable[[str], bool]) -> None:
+        """`confirm` is asked before `fresh` deletes a run from a shared server."""
+        self._confirm = confirm
+
+    def render(self, config: RunConfig) -> Mapping[Path, str]:
+        """{}: the roles are started directly."""
+        return {}
+
+    async def launch(self, config: RunConfig, *, fresh: bool, command: str) -> int:
+        """Run or resume; see `Launcher`."""
+        _check_one_machine(config)
+        role_cores(config, cores_here())  # checked now, read again when the roles start
+        adopt_orphans()
+        if fresh:
+            await check_fresh(config, self._confirm)
+        folder = open_run(config, fresh=fresh)
+        state = folder.read_state()
+        interrupted = asyncio.Event()
+        with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
+            if state.finished_steps >= config.steps:
+                view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
+                return 0
+            try:
+                model = await _unless(interrupted, prepare_model(config, view.phase))
+                view.phase("starting the server")
+                async with open_state_plane(config, folder, fresh=fresh) as plane:
+                    write_config(folder, config, for_roles=plane.config)
+                    specs = await _needed(plane, role_specs(plane.config, folder, model))
+                    await LocalRun(plane, folder, specs, view, state, command).go(interrupted)
+            except Interrupted:
+                view.say("stopped; the same command resumes")
+                return INTERRUPTED
+        return 0
 
 
 def _check_one_machine(config: RunConfig) -> None:
@@ -144,7 +150,7 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM; not an error."""
 
 
-class LocalLauncher:
+class LocalRun:
     """The roles of one invocation, from their start to the report."""
 
     def __init__(

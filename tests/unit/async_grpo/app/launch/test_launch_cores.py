@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.launch.local import run
 from async_grpo.app.launch.preflight import describe
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
@@ -58,13 +57,6 @@ def test_a_core_that_is_not_there_is_refused_with_those_that_are() -> None:
         role_cores(config(trainer=[1, 7]), here=[0, 1])
     with pytest.raises(ConfigError, match="pins no process"):
         role_cores(config(rollout=[0]), here=[])
-
-
-async def test_a_run_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"launch.cores.rollout names 99999"):
-        await run(config(rollout=[99999]), fresh=False, command="")
-    assert not list(tmp_path.iterdir())
 
 
 @needs_affinity
