@@ -85,8 +85,8 @@ async def _open_api(
             f"HTTP needs FastAPI, uvicorn and prometheus-client ({error}). Install the extra http, or set "
             "rollout.http.port to -1"
         ) from error
-    longest = config.rollout.vllm.max_model_len
-    api = ApiServer(config, name, PromptEncoder(tokenizer, vocabulary=vocabulary_size(model), longest=longest))
+    prompts = PromptEncoder(tokenizer, vocabulary=vocabulary_size(model), limits=config.rollout.limits)
+    api = ApiServer(config, name, prompts)
     await api.open()
     stack.push_async_callback(api.aclose)
     return api

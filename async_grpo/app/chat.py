@@ -114,7 +114,7 @@ class ChatSession:
 
     def __init__(self, config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
         """Temperature and longest reply are those of `config.sampling`, until they are set otherwise."""
-        self._longest = config.rollout.vllm.max_model_len
+        self._limits = config.rollout.limits
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._prompt = prompt
@@ -133,7 +133,7 @@ class ChatSession:
         request = GenerationRequest(
             request_id=f"chat-{next(self._numbers)}",
             prompt=tokens,
-            max_tokens=min(self.max_tokens, self._longest - len(tokens)),
+            max_tokens=min(self.max_tokens, self._limits.max_length - len(tokens)),
             temperature=self.temperature,
             seed=self.seed,
             interruptible=False,
@@ -167,9 +167,9 @@ class ChatSession:
             prompt, tokens = self._prompt.prompt(self._said, question)
         except Exception as error:  # whatever a template or a tokenizer raises for a text that it does not know
             raise DataError(f"this cannot be a prompt of the policy: {type(error).__name__}: {error}") from error
-        if not tokens or len(tokens) >= self._longest:
+        if not tokens or len(tokens) >= self._limits.max_length:
             raise DataError(
                 f"the prompt has {len(tokens)} tokens: it must have some, and leave room for a reply within "
-                f"rollout.vllm.max_model_len ({self._longest}). Say less, or forget what was said (/reset)"
+                f"{self._limits.length_key} ({self._limits.max_length}). Say less, or forget what was said (/reset)"
             )
         return prompt, tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -42,6 +43,34 @@ OURS = frozenset(
 """Arguments of the engine that have a key of their own, or on which its guarantees depend."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the rest of the system reads of the chosen engine's section, whatever its keys are called.
+
+    `length_key`, `platform_key` and `devices_key` name the keys in error texts; `memory_advice` says how an engine that
+    does not fit on its devices is made to fit.
+    """
+
+    engine: str
+    """Name of the engine, as its makers write it."""
+    max_length: int
+    """Tokens of a prompt and its completion together, at most."""
+    platform: str
+    devices: int
+    """Accelerators of one server, which share one copy of the model; on CPU processes."""
+    device_memory_gib: float | None
+    """Memory of one accelerator. None: ask the machine."""
+    memory_share: float
+    """Share of an accelerator's memory that the engine may use."""
+    batched_tokens: int
+    """Tokens of prompts in one forward pass, at most."""
+    length_key: str
+    platform_key: str
+    devices_key: str
+    device_memory_key: str
+    memory_advice: str
+
+
 class VllmConfig(StrictModel):
     """The inference engine."""
 
@@ -70,6 +99,25 @@ class VllmConfig(StrictModel):
     """Environment variables of the engine; those that the server was started with take precedence."""
     extra: dict[str, Any] = {}
     """Passed to AsyncEngineArgs unchanged."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the rest of the system reads of this section."""
+        return EngineLimits(
+            engine="vLLM",
+            max_length=self.max_model_len,
+            platform=self.platform,
+            devices=self.tensor_parallel,
+            device_memory_gib=self.device_memory_gib,
+            memory_share=self.gpu_memory_utilization,
+            batched_tokens=int(self.extra.get("max_num_batched_tokens", 8192)),
+            length_key="rollout.vllm.max_model_len",
+            platform_key="rollout.vllm.platform",
+            devices_key="rollout.vllm.tensor_parallel",
+            device_memory_key="rollout.vllm.device_memory_gib",
+            memory_advice="Raise rollout.vllm.tensor_parallel or gpu_memory_utilization, or lower "
+            "rollout.vllm.max_model_len",
+        )
 
     def problems(self) -> Iterator[str]:
         accelerators = ("cuda", "ascend")
@@ -166,6 +214,12 @@ class RolloutConfig(StrictModel):
     """How often a server starts its engine again after its death, before it gives up."""
     http: HttpConfig = HttpConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits of the chosen engine, from the section of its name."""
+        limits: EngineLimits = getattr(self, self.engine).limits
+        return limits
 
     def problems(self) -> Iterator[str]:
         if self.min_concurrency > self.max_concurrency:

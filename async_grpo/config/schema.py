@@ -133,12 +133,13 @@ class RunConfig(StrictModel):
             )
 
     def _clashing_lengths(self) -> Iterator[str]:
-        longest, completion = self.rollout.vllm.max_model_len, self.sampling.max_tokens
+        limits, completion = self.rollout.limits, self.sampling.max_tokens
+        longest = limits.max_length
         if longest <= completion:
             yield (
-                f"rollout.vllm.max_model_len ({longest}) leaves no room for a prompt "
+                f"{limits.length_key} ({longest}) leaves no room for a prompt "
                 f"beside sampling.max_tokens ({completion}). "
-                "Raise rollout.vllm.max_model_len or lower sampling.max_tokens"
+                f"Raise {limits.length_key} or lower sampling.max_tokens"
             )
         punished = self.rewards.soft_overlong_tokens
         if punished is not None and punished >= completion:
@@ -148,14 +149,14 @@ class RunConfig(StrictModel):
             )
         if self.trainer.micro_batch_tokens < longest and self.trainer.overlong == "error":
             yield (
-                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below rollout.vllm.max_model_len "
+                f"trainer.micro_batch_tokens ({self.trainer.micro_batch_tokens}) is below {limits.length_key} "
                 f"({longest}): a long sequence would fit no micro-batch. Raise trainer.micro_batch_tokens, or set "
                 "trainer.overlong to truncate or drop"
             )
         made = self.model.warmup or self.model.random
         if made is not None and made.max_positions < longest:
             yield (
-                f"rollout.vllm.max_model_len ({longest}) is above the {made.max_positions} positions of the model that "
+                f"{limits.length_key} ({longest}) is above the {made.max_positions} positions of the model that "
                 "is made. Lower it, or raise max_positions of model.warmup or model.random"
             )
 

@@ -17,7 +17,7 @@ from itertools import count
 
 from async_grpo.config import RunConfig
 from async_grpo.config.model import ArithmeticTaskConfig
-from async_grpo.data.base import make_task, prompt_limit
+from async_grpo.data.base import make_task, prompt_limit, prompt_limit_reason
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import DataError
 from async_grpo.wire import Task
@@ -142,12 +142,10 @@ class ArithmeticSource:
     def _check_fits(self, prompt: str, tokens: int) -> None:
         if tokens <= (limit := prompt_limit(self._config)):
             return
-        data, vllm = self._config.data, self._config.rollout.vllm
         raise DataError(
-            f"the prompt {prompt[:80]!r} takes {tokens} tokens, but {limit} is the most: data.max_prompt_tokens is "
-            f"{data.max_prompt_tokens}, and rollout.vllm.max_model_len ({vllm.max_model_len}) less "
-            f"sampling.max_tokens ({self._config.sampling.max_tokens}) must hold it. "
-            "Shorten data.template, or raise data.max_prompt_tokens or rollout.vllm.max_model_len"
+            f"the prompt {prompt[:80]!r} takes {tokens} tokens, but {limit} is the most: "
+            f"{prompt_limit_reason(self._config)}. Shorten data.template, or raise data.max_prompt_tokens or "
+            f"{self._config.rollout.limits.length_key}"
         )
 
 

@@ -51,5 +51,14 @@ def make_task(index: int, prompt: str, tokens: list[int], answer: str, metadata:
 
 def prompt_limit(config: RunConfig) -> int:
     """The most tokens of a prompt that leaves room for a whole completion."""
-    room = config.rollout.vllm.max_model_len - config.sampling.max_tokens
+    room = config.rollout.limits.max_length - config.sampling.max_tokens
     return min(config.data.max_prompt_tokens, room)
+
+
+def prompt_limit_reason(config: RunConfig) -> str:
+    """The keys that make `prompt_limit`, for error texts."""
+    limits = config.rollout.limits
+    return (
+        f"data.max_prompt_tokens is {config.data.max_prompt_tokens}, and {limits.length_key} ({limits.max_length}) "
+        f"less sampling.max_tokens ({config.sampling.max_tokens}) must hold it"
+    )

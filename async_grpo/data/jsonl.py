@@ -65,7 +65,7 @@ class JsonlSource:
         self._rows = self._without(rows, held_out[:kept], ALSO_HELD_OUT)
         held_out = held_out[:kept] + self._without(held_out[kept:], self._rows, ALSO_TRAINED_ON)
         self._held_out = [self._task(index, prompt) for index, prompt in enumerate(held_out)]
-        _check_not_empty(data, len(self._rows), len(held_out), wanted, self.dropped)
+        _check_not_empty(config, len(self._rows), len(held_out), wanted, self.dropped)
         self._passes = ShuffledPasses(len(self._rows), seed=config.seed, shuffle=data.shuffle)
 
     def task(self, index: int) -> Task:
@@ -133,9 +133,9 @@ def check_rows(config: RunConfig) -> Rejections:
     rows = sum(1 for _ in usable_rows(data.path, data, dropped))
     if data.eval_path is not None:
         held_out = sum(1 for _ in usable_rows(data.eval_path, data, dropped))
-        _check_not_empty(data, rows, held_out, wanted, dropped)
+        _check_not_empty(config, rows, held_out, wanted, dropped)
     else:
-        _check_not_empty(data, max(0, rows - wanted), min(rows, wanted), wanted, dropped)
+        _check_not_empty(config, max(0, rows - wanted), min(rows, wanted), wanted, dropped)
     return dropped
 
 
@@ -170,11 +170,12 @@ def _check_kind(path: Path, data: DataConfig) -> None:
         raise DataError(f"{key}: {path} is {kind}, not JSON lines. Unpack it, or name what it is a part of")
 
 
-def _check_not_empty(data: DataConfig, training: int, held_out: int, wanted: int, dropped: Rejections) -> None:
+def _check_not_empty(config: RunConfig, training: int, held_out: int, wanted: int, dropped: Rejections) -> None:
     if training and held_out:
         return
     raise DataError(
-        f"{data.path} leaves {training} training rows and {held_out} held-out rows (not taken: {dropped or 'none'}). "
-        f"eval.prompts holds out {wanted}: lower it or set data.eval_path; mend the rows that are not taken; "
-        "raise data.max_prompt_tokens or rollout.vllm.max_model_len if prompts are too long"
+        f"{config.data.path} leaves {training} training rows and {held_out} held-out rows "
+        f"(not taken: {dropped or 'none'}). eval.prompts holds out {wanted}: lower it or set "
+        "data.eval_path; mend the rows that are not taken; "
+        f"raise data.max_prompt_tokens or {config.rollout.limits.length_key} if prompts are too long"
     )

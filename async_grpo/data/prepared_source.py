@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PLAIN_TEMPLATE, DataConfig
-from async_grpo.data.base import prompt_limit
+from async_grpo.data.base import prompt_limit, prompt_limit_reason
 from async_grpo.data.prepared_dataset import DatasetManifest, DatasetSplit, PreparedSet, open_prepared
 from async_grpo.data.shuffle import ShuffledPasses
 from async_grpo.data.tokenizer import Tokenizer, encode_one
@@ -96,9 +96,7 @@ def _check_lengths(config: RunConfig, manifest: DatasetManifest) -> None:
     if longest > limit:
         raise DataError(
             f"the longest prompt of {config.data.path} has {longest} tokens, but {limit} is the most: "
-            f"data.max_prompt_tokens is {config.data.max_prompt_tokens}, and rollout.vllm.max_model_len "
-            f"({config.rollout.vllm.max_model_len}) less sampling.max_tokens ({config.sampling.max_tokens}) must hold "
-            f"it. Prepare the data again with --max-prompt-tokens {limit}, or raise those"
+            f"{prompt_limit_reason(config)}. Prepare the data again with --max-prompt-tokens {limit}, or raise those"
         )
 
 

@@ -146,6 +146,7 @@ class CompletionApi:
 
     def _bounded(self, asked: int | None, *, room: int) -> int:
         config, limit = self._http.config, self._limits.max_tokens
+        engine = config.rollout.limits
         if asked is None:
             return min(config.sampling.max_tokens, limit, room)
         if asked > limit:
@@ -154,7 +155,7 @@ class CompletionApi:
             raise HttpError(
                 400,
                 f"max_tokens: {asked} do not fit: beside this prompt there is room for {room} within "
-                f"rollout.vllm.max_model_len ({config.rollout.vllm.max_model_len}). Ask for less",
+                f"{engine.length_key} ({engine.max_length}). Ask for less",
                 code="context_length_exceeded",
             )
         return asked

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from async_grpo.config.rollout import EngineLimits
 from async_grpo.data.tokenizer import Tokenizer
 from rollout_server.http.requests import Message
 from rollout_server.http.streaming import HttpError
@@ -17,11 +18,11 @@ class PromptEncoder:
     """Encodes and checks prompts: never empty, never too long, and no token that the model does not have. Such a token
     may take the engine down, and training with it."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, longest: int) -> None:
-        """`vocabulary`: token ids are below it. `longest`: prompt and completion together, in tokens."""
+    def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, limits: EngineLimits) -> None:
+        """`vocabulary`: token ids are below it. `limits`: of the engine; they bound prompt and completion together."""
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._longest = longest
+        self._limits = limits
 
     async def of_text(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt without a chat template. Raises HttpError 400."""
@@ -40,7 +41,7 @@ class PromptEncoder:
 
     def room(self, prompt: Sequence[int]) -> int:
         """Most tokens that a completion of this prompt may have."""
-        return self._longest - len(prompt)
+        return self._limits.max_length - len(prompt)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, without special tokens."""
@@ -69,8 +70,8 @@ class PromptEncoder:
         if self.room(prompt) < 1:
             raise HttpError(
                 400,
-                f"prompt: {len(prompt)} tokens leave no room for a completion within rollout.vllm.max_model_len "
-                f"({self._longest}). Send a shorter one",
+                f"prompt: {len(prompt)} tokens leave no room for a completion within {self._limits.length_key} "
+                f"({self._limits.max_length}). Send a shorter one",
                 code="context_length_exceeded",
             )
         return prompt

@@ -77,7 +77,7 @@ def http_config(http: dict[str, Any] | None = None, **changes: Any) -> RunConfig
 
 
 def prompts_of(tokenizer: Letters | None = None) -> PromptEncoder:
-    return PromptEncoder(tokenizer or Letters(), vocabulary=256, longest=CONTEXT)
+    return PromptEncoder(tokenizer or Letters(), vocabulary=256, limits=http_config().rollout.limits)
 
 
 async def scripted(script: Callable[[GenerationRequest], list[int]], tokens_per_s: float = 10_000.0) -> ScriptedEngine:

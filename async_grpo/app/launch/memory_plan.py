@@ -17,15 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.config import RunConfig
+from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import ModelShape
 from async_grpo.utils.text import GIB, gib
 from trainer.platform import select_platform
 from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
-
-BATCHED_TOKENS = 8192
-"""Prompt tokens of one step, unless rollout.vllm.extra.max_num_batched_tokens says otherwise."""
-
 
 RESERVED_BYTES = 1 * GIB
 """Captured graphs, workspaces, one layer of new weights on its way in."""
@@ -39,56 +36,48 @@ class EngineMemory:
     work_space: int
     token: int
     """Bytes of one token in the KV cache."""
-    wanted_tokens: int
-    max_model_len: int
-    utilization: float
+    wanted_samples: int
+    """Samples that may be in flight at once."""
+    limits: EngineLimits
 
     @property
     def least(self) -> int:
         """The least memory with which the engine starts: room for one sample of full length."""
-        return self.weights + self.work_space + self.token * self.max_model_len
+        return self.weights + self.work_space + self.token * self.limits.max_length
 
     def cache(self, memory_bytes: float) -> int:
         """Bytes left for the KV cache on a device of `memory_bytes`; may be negative."""
-        return int(self.utilization * memory_bytes) - self.weights - self.work_space
+        return int(self.limits.memory_share * memory_bytes) - self.weights - self.work_space
 
     def samples(self, memory_bytes: float) -> int:
         """Samples of full length that fit into the cache."""
-        return max(0, self.cache(memory_bytes) // (self.token * self.max_model_len))
+        return max(0, self.cache(memory_bytes) // (self.token * self.limits.max_length))
 
     def __str__(self) -> str:
-        cache = self.token * self.wanted_tokens
+        tokens = self.wanted_samples * self.limits.max_length
         return (
-            f"weights {gib(self.weights)} + work space {gib(self.work_space)} + KV cache {gib(cache)} GiB at worst "
-            f"({self.wanted_tokens} tokens * {self.token} bytes)"
+            f"weights {gib(self.weights)} + work space {gib(self.work_space)} + "
+            f"KV cache {gib(self.token * tokens)} GiB at worst ({tokens} tokens * {self.token} bytes)"
         )
 
 
 def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
     """The memory that a rollout server needs on one device."""
-    vllm, element = config.rollout.vllm, ELEMENT_BYTES[config.model.precision]
-    ranks, samples = vllm.tensor_parallel, config.rollout.max_concurrency
-    batched = int(vllm.extra.get("max_num_batched_tokens", BATCHED_TOKENS))
+    limits, element = config.rollout.limits, ELEMENT_BYTES[config.model.precision]
+    ranks, samples = limits.devices, config.rollout.max_concurrency
     widths = 4 * shape.hidden + (2 * shape.ffn + shape.query + 2 * shape.key) // ranks
     return EngineMemory(
         weights=element * shape.parameters // ranks,
-        work_space=batched * element * widths + 4 * samples * shape.vocab + RESERVED_BYTES,
+        work_space=limits.batched_tokens * element * widths + 4 * samples * shape.vocab + RESERVED_BYTES,
         token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
-        wanted_tokens=samples * vllm.max_model_len,
-        max_model_len=vllm.max_model_len,
-        utilization=vllm.gpu_memory_utilization,
+        wanted_samples=samples,
+        limits=limits,
     )
 
 
 TRAINER_FIX = (
     "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "
     "trainer.sequence_parallel or trainer.recompute: full, or lower trainer.micro_batch_tokens"
-)
-
-
-ENGINE_FIX = (
-    "Raise rollout.vllm.tensor_parallel or gpu_memory_utilization, or lower rollout.vllm.max_model_len or "
-    "rollout.max_concurrency"
 )
 
 
@@ -108,11 +97,11 @@ class DevicePlan:
                 f"memory. {TRAINER_FIX}"
             )
         if self.engine is not None and engine_gib is not None and not self.engine.samples(engine_gib * GIB):
-            share = self.engine.utilization * engine_gib
+            share = self.engine.limits.memory_share * engine_gib
             raise ConfigError(
                 f"a device of a rollout server has {engine_gib:g} GiB, of which the engine may use {share:.1f}, but "
-                f"one sample of {self.engine.max_model_len} tokens needs {gib(self.engine.least)}: {self.engine}. "
-                f"{ENGINE_FIX}"
+                f"one sample of {self.engine.limits.max_length} tokens needs {gib(self.engine.least)}: {self.engine}. "
+                f"{self.engine.limits.memory_advice} or rollout.max_concurrency"
             )
 
     def rows(self, trainer_gib: float | None, engine_gib: float | None) -> list[tuple[str, str]]:
@@ -129,19 +118,18 @@ class DevicePlan:
     @staticmethod
     def _cache(engine: EngineMemory, engine_gib: float | None) -> str:
         if engine_gib is None:
-            return "the device's memory is not known (rollout.vllm.device_memory_gib)"
+            return f"the device's memory is not known ({engine.limits.device_memory_key})"
         cache, samples = engine.cache(engine_gib * GIB), engine.samples(engine_gib * GIB)
-        wanted = engine.wanted_tokens // engine.max_model_len
-        room = "all" if samples >= wanted else f"{samples}"
+        room = "all" if samples >= engine.wanted_samples else f"{samples}"
         return (
-            f"of {engine_gib:g} GiB, {engine.utilization:g} leave {gib(cache)} for the cache: {room} of {wanted} "
-            "samples at full length"
+            f"of {engine_gib:g} GiB, {engine.limits.memory_share:g} leave {gib(cache)} for the cache: {room} of "
+            f"{engine.wanted_samples} samples at full length"
         )
 
 
 def device_plan(config: RunConfig, shape: ModelShape) -> DevicePlan:
     """The plan for the sides that compute on an accelerator."""
-    generates = bool(select_platform(config.rollout.vllm.platform).visible_variable)
+    generates = bool(select_platform(config.rollout.limits.platform).visible_variable)
     return DevicePlan(
         trainer=select_platform(config.trainer.platform).memory_plan(config, shape),
         engine=engine_memory(config, shape) if generates else None,

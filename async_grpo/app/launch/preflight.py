@@ -93,7 +93,8 @@ def describe(config: RunConfig) -> Table:
     table.add_row("server", config.redis.url or "embedded Valkey, private to the run")
     rollout = config.rollout
     table.add_row(
-        "rollout servers", f"{rollout.servers} x vLLM, {rollout.max_concurrency} samples in flight for training"
+        "rollout servers",
+        f"{rollout.servers} x {rollout.limits.engine}, {rollout.max_concurrency} samples in flight for training",
     )
     table.add_row("trainer", f"{_ranks(config)} on {config.trainer.platform}, {config.steps} steps")
     table.add_row("objective", config.trainer.objective.summary)
@@ -158,7 +159,7 @@ def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 def _device_plan(config: RunConfig) -> DevicePlan | None:
     """The plan of device memory; None if all compute on the CPU, or for a model that the run makes itself."""
-    if {config.trainer.platform, config.rollout.vllm.platform} == {"cpu"} or config.model.path is None:
+    if {config.trainer.platform, config.rollout.limits.platform} == {"cpu"} or config.model.path is None:
         return None
     shape = _shape(config.model.path / "config.json", config.model.architecture)
     return None if shape is None else device_plan(config, shape)
@@ -181,10 +182,10 @@ def _shape(file: Path, architecture: str | None) -> ModelShape | None:
 
 def _device_memory(config: RunConfig) -> tuple[float | None, float | None]:
     """GiB of a device of the trainer and of a rollout server: as configured, else as this machine's tools say."""
-    trainer, vllm = config.trainer, config.rollout.vllm
+    trainer, limits = config.trainer, config.rollout.limits
     return (
         trainer.device_memory_gib or smallest_memory_gib(select_platform(trainer.platform)),
-        vllm.device_memory_gib or smallest_memory_gib(select_platform(vllm.platform)),
+        limits.device_memory_gib or smallest_memory_gib(select_platform(limits.platform)),
     )
 
 

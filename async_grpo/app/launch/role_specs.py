@@ -1,7 +1,7 @@
 """RoleSpecs of a run: the command, environment, cores and accelerators of each role. No device belongs to two roles.
 
     trainer     the first trainer.processes devices
-    rollout-i   the next rollout.vllm.tensor_parallel ones, server after server
+    rollout-i   the next ones, as many as its engine shares a model over, server after server
 
 The devices are those of CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES, if set; else they are numbered from 0. A
 role that computes on the CPU sees none. A server that dies and is started again gets the same devices.
@@ -31,17 +31,17 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
     `there` is the number of devices of this machine, None if unknown. Raises ConfigError if they are too few or the two
     sides need different kinds.
     """
-    wanted = _wanted(config)
+    wanted, limits = _wanted(config), config.rollout.limits
     kinds = {platform.name: platform for platform, count in wanted.values() if count}
     if len(kinds) > 1:
         raise ConfigError(
-            f"trainer.platform is {config.trainer.platform} and rollout.vllm.platform {config.rollout.vllm.platform}: "
+            f"trainer.platform is {config.trainer.platform} and {limits.platform_key} {limits.platform}: "
             "one machine has accelerators of one kind. Start the roles on different ones (async-grpo trainer, rollout)"
         )
     if not kinds:
         return {role: {} for role in wanted}
     (platform,) = kinds.values()
-    pool = _pool(platform, sum(count for _, count in wanted.values()), environment, there)
+    pool = _pool(config, platform, sum(count for _, count in wanted.values()), environment, there)
     dealt: Environments = {}
     for role, (_, count) in wanted.items():
         own, pool = pool[:count], pool[count:]
@@ -51,21 +51,24 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
 
 def _wanted(config: RunConfig) -> dict[str, tuple[Platform, int]]:
     """Role -> platform and number of its devices, which is 0 on the CPU."""
-    trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.vllm.platform)
+    trains, generates = select_platform(config.trainer.platform), select_platform(config.rollout.limits.platform)
     ranks = config.trainer.processes if trains.visible_variable else 0
-    workers = config.rollout.vllm.tensor_parallel if generates.visible_variable else 0
+    workers = config.rollout.limits.devices if generates.visible_variable else 0
     servers = {f"rollout-{index}": (generates, workers) for index in range(config.rollout.servers)}
     return {"trainer": (trains, ranks), **servers}
 
 
-def _pool(platform: Platform, needed: int, environment: Mapping[str, str], there: int | None) -> list[str]:
+def _pool(
+    config: RunConfig, platform: Platform, needed: int, environment: Mapping[str, str], there: int | None
+) -> list[str]:
     named = visible(platform, environment)
     pool = named if named is not None else [str(index) for index in range(needed if there is None else there)]
     if len(pool) < needed:
         source = f"{platform.visible_variable} names" if named is not None else "this machine has"
         raise ConfigError(
-            f"trainer.processes and rollout.servers * rollout.vllm.tensor_parallel make {needed} devices, but {source} "
-            f"{len(pool)}. Lower them, give more, or start the roles on several machines (async-grpo trainer, rollout)"
+            f"trainer.processes and rollout.servers * {config.rollout.limits.devices_key} make {needed} devices, but "
+            f"{source} {len(pool)}. Lower them, give more, or start the roles on several machines "
+            "(async-grpo trainer, rollout)"
         )
     return pool
 

@@ -73,7 +73,8 @@ async def client(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
             "rollout": {"vllm": {"max_model_len": 1024}},
         }
     )
-    api = ApiServer(config, "rollout-0", PromptEncoder(OneCharacterEach(), vocabulary=VOCABULARY, longest=1024))
+    prompts = PromptEncoder(OneCharacterEach(), vocabulary=VOCABULARY, limits=config.rollout.limits)
+    api = ApiServer(config, "rollout-0", prompts)
     await api.open()
     nouns: list[Any] = [
         SimpleNamespace(engine=lab.engine),
