@@ -28,14 +28,14 @@ Resolve = Callable[[], Awaitable[PublisherAddress | None]]
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """How long the trainer stood still for one version, in seconds."""
+    """What publishing one version cost the trainer, in seconds."""
 
     stall_s: float
     """From the call to its return."""
     waited_s: float
-    """The part of it that waited for the encoding of the version before."""
+    """The part of it spent waiting for the encoding of the version before."""
     copied_s: float
-    """The part of it that gathered and copied the tensors."""
+    """The part of it spent gathering and copying the tensors."""
 
 
 class WeightSender(Protocol):
@@ -47,8 +47,10 @@ class WeightSender(Protocol):
     def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
         """Take over all tensors, each name of the layout exactly once, in any order, and have them published.
 
-        When this returns the arrays may change. Raises WeightsError on arrays that do not fit, PublisherLost if the
-        transport has died, WaitTimeout if it does not answer.
+        Arrays are C-contiguous, of the layout's dtype and shape, or raw bytes (uint8, or uint16 for bfloat16, which
+        numpy does not know). When this returns they may change. Raises WeightsError on arrays that do not fit and on
+        a version that is not above the last one, PublisherLost if the transport has died, WaitTimeout if it does not
+        answer.
         """
         ...
 
@@ -85,11 +87,15 @@ class WeightReceiver(Protocol):
     """The newest weights, as one rollout server sees them."""
 
     async def next_version(self, after: WeightVersion, timeout_s: float) -> WeightVersion:
-        """Wait for weights newer than `after`. Raises WaitTimeout, or PublisherLost if the publisher is silent."""
+        """Wait for weights newer than `after`; versions in between may be skipped, older epochs are refused.
+
+        Raises WaitTimeout if none come in time, PublisherLost if that is because the sender is gone, and
+        WeightsCorrupt for bytes that keep failing their hash or belong to another model.
+        """
         ...
 
     def hold(self) -> AbstractAsyncContextManager[HeldWeights]:
-        """The newest weights; they stay readable for the length of the block. Raises WaitTimeout."""
+        """The newest weights; they stay as they are for the length of the block. Raises WaitTimeout if there are none."""
         ...
 
     async def close(self) -> None:

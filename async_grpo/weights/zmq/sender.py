@@ -89,13 +89,9 @@ class ZmqWeightSender:
         return self._process.pid
 
     def publish(self, version: int, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> Publication:
-        """Copy all tensors and have `version` published; the announcement follows when it can be served.
+        """Copy all tensors and have `version` published; it is announced as soon as it can be served.
 
-        `tensors` gives every name of the layout exactly once, in any order, as C-contiguous arrays
-        of the layout's dtype and shape, or as raw bytes (uint8, or uint16 for bfloat16, which numpy
-        does not know). When this returns the arrays may change.
-        Raises WeightsError on arrays that do not fit, PublisherLost if the process has ended and
-        WaitTimeout if it does not answer.
+        Otherwise as `WeightSender.publish` says.
         """
         started = time.monotonic()
         if self._newest is not None and version <= self._newest:

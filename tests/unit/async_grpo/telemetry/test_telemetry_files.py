@@ -6,20 +6,15 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines, RowFollower, read_rows
 from async_grpo.telemetry.logging import configure_logging, redact_secrets
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
-from async_grpo.telemetry.trackers import Trackers, make_trackers
-from async_grpo.telemetry.trackers.tensorboard import TensorBoardTracker
-from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -121,67 +116,6 @@ def test_a_damaged_timeline_row_is_left_out(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"role": "trainer", "track": "loop"}\n{"role": "tra')
     assert [event["name"] for event in merged(tmp_path) if event["ph"] == "X"] == ["train"]
-
-
-def test_scalars_are_event_files_that_tensorboard_reads(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = Trackers([TensorBoardTracker(tmp_path)])
-    writer.step({"kind": "step", "step": 7, "loss": 0.25, "wait_s": 1.5, "lr": math.nan, "novel": 2})
-    figures = EvalMetrics(prompts=4, completions=8, pass_at={"2": Estimate(0.75, 0.5, 1.0)})
-    writer.evaluation(Evaluation(version=8, prompts=4, samples=2, sampled_accuracy=0.5, figures=figures))
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    expected = {
-        "train/loss": (7, 0.25),
-        "time/wait_s": (7, 1.5),
-        "other/novel": (7, 2),
-        "eval/sampled_accuracy": (8, 0.5),
-        "eval/pass@2": (8, 0.75),
-        "eval_low/pass@2": (8, 0.5),
-        "eval_high/pass@2": (8, 1.0),
-    }
-    assert set(events.Tags()["scalars"]) == expected.keys()
-    for tag, point in expected.items():
-        assert [(event.step, event.value) for event in events.Scalars(tag)] == [point]
-
-
-def test_scalars_that_are_off_write_nothing(tmp_path: Path) -> None:
-    raw = {"name": "off", "runs_dir": str(tmp_path), "model": {"random": {}}, "telemetry": {"tensorboard": False}}
-    writer = make_trackers(RunConfig.model_validate(raw))
-    writer.step({"step": 1, "loss": 0.5})
-    writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-class Counting:
-    """A tracker that counts, until it fails."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.steps: list[int] = []
-        self.closed = False
-        self._fails_at = fails_at
-
-    def log(self, step: int, scalars: Mapping[str, float], at_s: float | None = None) -> None:
-        if step == self._fails_at:
-            raise OSError("the tracker's server is gone")
-        self.steps.append(step)
-
-    def close(self) -> None:
-        self.closed = True
-        if self._fails_at is not None:
-            raise OSError("the tracker's server is gone")
-
-
-def test_a_tracker_that_fails_is_left_out_and_ends_no_run() -> None:
-    failing, other = Counting(fails_at=2), Counting()
-    trackers = Trackers([failing, other])
-    for step in (1, 2, 3):
-        trackers.step({"step": step, "loss": 0.5})
-    trackers.close()
-    assert (failing.steps, other.steps) == ([1], [1, 2, 3])
-    assert failing.closed and other.closed
 
 
 @pytest.mark.parametrize(
