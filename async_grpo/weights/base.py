@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.errors import WeightsError
 from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire.board import PublisherAddress
@@ -57,6 +58,26 @@ class WeightSender(Protocol):
     def close(self) -> None:
         """End the transport on this side. Safe to call twice."""
         ...
+
+
+def fill(block: memoryview, layout: TensorLayout, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> None:
+    """Copy all tensors to their places in `block`. Raises WeightsError if they are not those of the layout."""
+    target, missing = np.frombuffer(block, np.uint8), layout.by_name()
+    for name, array in tensors:
+        spec = missing.pop(name, None)
+        if spec is None:
+            raise WeightsError(f"tensor {name!r} is not in the layout, or was given twice.")
+        same = array.dtype.name == spec.dtype and list(array.shape) == spec.shape
+        raw = array.dtype.kind == "u"
+        if not (same or raw) or array.nbytes != spec.nbytes or not array.flags.c_contiguous:
+            memory = "contiguous" if array.flags.c_contiguous else "strided"
+            raise WeightsError(
+                f"tensor {name!r} is {spec.dtype} {spec.shape} ({spec.nbytes} bytes) in the layout, but "
+                f"{array.dtype.name} {list(array.shape)} ({array.nbytes} bytes, {memory}) was given."
+            )
+        target[spec.offset : spec.offset + spec.nbytes] = array.reshape(-1).view(np.uint8)
+    if missing:
+        raise WeightsError(f"{len(missing)} tensors of the layout were not given: {sorted(missing)[:3]} ...")
 
 
 class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):

@@ -24,8 +24,8 @@ import zmq
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsError
 from async_grpo.utils.child_process import child_argv
-from async_grpo.weights.base import Publication
-from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
+from async_grpo.weights.base import Publication, fill
+from async_grpo.weights.manifest import TensorLayout, WeightVersion
 from async_grpo.weights.shared_memory import store_path
 from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.messages import (
@@ -64,7 +64,6 @@ class ZmqWeightSender:
         self._epoch = epoch
         self._config = config
         self._newest: int | None = None
-        self._specs = layout.by_name()
         self._store = WeightStore.create(store_path(run, "trainer"), layout)
         self._control_path = self._store.path.parent / f"ctl-{os.getpid()}"
         self._control: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -98,7 +97,8 @@ class ZmqWeightSender:
             raise WeightsError(f"version {version} was published after version {self._newest}; versions only rise.")
         cleared = self._ask(Prepare(), Cleared, "the publisher to clear a slot")
         waited_s = time.monotonic() - started
-        self._fill(self._store.begin(WeightVersion(*cleared.spare) if cleared.spare else None), tensors)
+        block = self._store.begin(WeightVersion(*cleared.spare) if cleared.spare else None)
+        fill(block, self._store.layout, tensors)
         identity = WeightVersion(self._epoch, version)
         self._store.commit(identity)
         self._newest = version
@@ -131,19 +131,6 @@ class ZmqWeightSender:
     ) -> None:
         self.close()
 
-    def _fill(self, block: memoryview, tensors: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> None:
-        target = np.frombuffer(block, np.uint8)
-        missing = set(self._specs)
-        for name, array in tensors:
-            if name not in missing:
-                raise WeightsError(f"tensor {name!r} is not in the layout, or was given twice.")
-            missing.remove(name)
-            spec = self._specs[name]
-            _check_fits(spec, array)
-            target[spec.offset : spec.offset + spec.nbytes] = array.reshape(-1).view(np.uint8)
-        if missing:
-            raise WeightsError(f"{len(missing)} tensors of the layout were not given: {sorted(missing)[:3]} ...")
-
     def _start_process(self) -> subprocess.Popen[bytes]:
         options = {
             "store": str(self._store.path),
@@ -174,14 +161,3 @@ class ZmqWeightSender:
                 )
             if time.monotonic() > deadline:
                 raise WaitTimeout(waited_for, timeout_s)
-
-
-def _check_fits(spec: TensorSpec, array: npt.NDArray[np.generic]) -> None:
-    raw = array.dtype.kind == "u"
-    same = array.dtype.name == spec.dtype and list(array.shape) == spec.shape
-    if not (same or raw) or array.nbytes != spec.nbytes or not array.flags.c_contiguous:
-        layout = "contiguous" if array.flags.c_contiguous else "strided"
-        raise WeightsError(
-            f"tensor {spec.name!r} is {spec.dtype} {spec.shape} ({spec.nbytes} bytes) in the layout, but "
-            f"{array.dtype.name} {list(array.shape)} ({array.nbytes} bytes, {layout}) was given."
-        )
