@@ -116,7 +116,7 @@ class WeightReceiver(Protocol):
         ...
 
     def hold(self) -> AbstractAsyncContextManager[HeldWeights]:
-        """The newest weights; they stay as they are for the length of the block. Raises WaitTimeout if there are none."""
+        """The newest weights, unchanged for the length of the block. Raises WaitTimeout if there are none."""
         ...
 
     async def close(self) -> None:
