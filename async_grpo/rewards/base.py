@@ -97,6 +97,9 @@ class RewardFailure:
 
 
 Outcome = float | RewardFailure
+"""What judging a completion by one verifier gives."""
+Extracted = str | RewardFailure | None
+"""What looking for the answer in a completion gives; None if it has no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +116,6 @@ class RewardResult:
     failures: dict[str, RewardFailure] = field(default_factory=dict)
     failure: FailureKind | Literal[""] = ""
     reason: str = ""
-
-
-def unverifiable(kind: FailureKind, reason: str, *, name: str = "reward") -> RewardResult:
-    """A result without a reward, because of one failure of the reward `name`."""
-    return RewardResult(failures={name: RewardFailure(kind, reason)}, failure=kind, reason=reason)
 
 
 def combine(outcomes: Mapping[str, Outcome], functions: Sequence[RewardConfig]) -> RewardResult:
@@ -148,7 +146,10 @@ def with_length(
     if result.reward is None or rule.overlong == "none":
         return result
     if rule.overlong == "filter":
-        return _masked(result, max_tokens) if finish_reason == CUT else result
+        if finish_reason != CUT:
+            return result
+        cut = RewardFailure("overlong", f"the completion was cut at {max_tokens} tokens. Raise sampling.max_tokens")
+        return RewardResult(result.scores, None, {**result.failures, OVERLONG: cut}, cut.kind, cut.reason)
     assert rule.soft_overlong_tokens is not None
     punishment = soft_punishment(
         length, max_tokens=max_tokens, last=rule.soft_overlong_tokens, factor=rule.soft_overlong_factor
@@ -165,13 +166,6 @@ def soft_punishment(length: int, *, max_tokens: int, last: int, factor: float) -
     """
     exceed = min(max(0, length - (max_tokens - last)), last)
     return 0.0 if exceed == 0 else -factor * exceed / last
-
-
-def _masked(result: RewardResult, max_tokens: int) -> RewardResult:
-    cut = unverifiable(
-        "overlong", f"the completion was cut at {max_tokens} tokens. Raise sampling.max_tokens", name=OVERLONG
-    )
-    return dataclasses.replace(cut, scores=result.scores, failures={**result.failures, **cut.failures})
 
 
 def as_score(value: object) -> float:

@@ -17,18 +17,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import structlog
 
 from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.rewards.base import DRY_ITEM, Outcome, RewardFailure, RewardInput, RewardResult, combine
+from async_grpo.rewards.base import DRY_ITEM, Extracted, Outcome, RewardFailure, RewardInput, RewardResult, combine
 from async_grpo.rewards.http_judge import HttpJudge
 from async_grpo.rewards.registry import BUILTIN, SIGNATURE, check_name
 from async_grpo.rewards.workers.client import SupervisorClient, worker_environment
-from async_grpo.rewards.workers.slot import WorkerLimits, WorkerSlot
+from async_grpo.rewards.workers.slot import WorkerSlot
 
 T = TypeVar("T")
 
@@ -57,10 +58,9 @@ class RewardPool:
         self._http_judges = {
             f.name: HttpJudge(f.name, f.http, os.environ) for f in rewards.functions if f.http is not None
         }
-        self._supervisor = SupervisorClient(self._names, rewards.memory_bytes, environment)
-        limits = WorkerLimits(rewards.deadline_s, rewards.start_timeout_s, rewards.items_per_worker)
+        self.supervisor = SupervisorClient(self._names, rewards.memory_bytes, environment)
         self._slots = [
-            WorkerSlot(self._supervisor, self._names, limits) for _ in range(rewards.workers if self._names else 0)
+            WorkerSlot(self.supervisor, self._names, rewards) for _ in range(rewards.workers if self._names else 0)
         ]
         self._free: asyncio.LifoQueue[WorkerSlot] = asyncio.LifoQueue()
         self.failures: Counter[tuple[str, str]] = Counter()
@@ -69,19 +69,6 @@ class RewardPool:
         self._closed = False
         self.judged = 0
         """Number of items judged, with or without a reward."""
-
-    @property
-    def failures_by_kind(self) -> dict[str, int]:
-        """Number of failures of all rewards, by kind of failure."""
-        totals: Counter[str] = Counter()
-        for (_, kind), count in self.failures.items():
-            totals[kind] += count
-        return dict(totals)
-
-    @property
-    def supervisor_pid(self) -> int | None:
-        """Process id of the worker supervisor; None if none runs."""
-        return self._supervisor.pid
 
     async def start(self) -> None:
         """Load every verifier and try it on DRY_ITEM. Raises ConfigError for one that cannot be used, and says why."""
@@ -113,7 +100,7 @@ class RewardPool:
             return f"{name} is a judge behind HTTP, which gives a score and no answer"
         return f"the reward function {name} does not say which answer a completion gives (it has no `extract`)"
 
-    async def extract(self, name: str, completions: Sequence[str]) -> list[str | RewardFailure | None]:
+    async def extract(self, name: str, completions: Sequence[str]) -> list[Extracted]:
         """The answer that the reward function `name` finds in each completion, in order.
 
         None where it finds none, RewardFailure where it failed. Raises as `judge` does.
@@ -125,7 +112,7 @@ class RewardPool:
     async def aclose(self) -> None:
         """End all workers and close all connections."""
         self._closed = True
-        await self._supervisor.aclose()
+        await self.supervisor.aclose()
         for judge in self._http_judges.values():
             await judge.aclose()
 
@@ -168,21 +155,23 @@ class RewardPool:
     async def _in_process(self, item: RewardInput) -> dict[str, Outcome]:
         if not self._slots:
             return {}
-        slot = await self._free.get()
-        try:
+        async with self._free_slot() as slot:
             return await slot.judge(item)
-        finally:
-            self._free.put_nowait(slot)
 
-    async def _extract(self, name: str, completion: str) -> str | RewardFailure | None:
-        slot = await self._free.get()
-        try:
+    async def _extract(self, name: str, completion: str) -> Extracted:
+        async with self._free_slot() as slot:
             found = await slot.extract(completion, name)
-        finally:
-            self._free.put_nowait(slot)
         if isinstance(found, RewardFailure):
             self._count(name, found)
         return found
+
+    @asynccontextmanager
+    async def _free_slot(self) -> AsyncIterator[WorkerSlot]:
+        slot = await self._free.get()
+        try:
+            yield slot
+        finally:
+            self._free.put_nowait(slot)
 
     def _count(self, name: str, failure: RewardFailure) -> None:
         """Count it, and log it the 1st, 10th, 100th... time: a verifier that always fails must not fill the disk."""

@@ -43,47 +43,38 @@ BUILTIN = {
 }
 """Built-in verifiers by name. docs/verifiers.md says what each scores."""
 
-EXTRACTIONS = {
-    "answer_tag": "async_grpo.rewards.verifiers.answers:tagged_answer",
-    "gsm8k": "async_grpo.rewards.verifiers.answers:gsm8k_answer",
-    "math_verify": "async_grpo.rewards.verifiers.symbolic:final_expression",
-    "accuracy_reward": "async_grpo.rewards.verifiers.text:last_number",
-    "qwen_accuracy_reward": "async_grpo.rewards.verifiers.text:last_boxed_number",
-    "acc": "async_grpo.rewards.verifiers.symbolic:behind_box",
-    "acc_for_ppo": "async_grpo.rewards.verifiers.prm800k:boxed",
-    "base_acc": "async_grpo.rewards.verifiers.prm800k:boxed_in_whole",
-    "math_17k_acc": "async_grpo.rewards.verifiers.prm800k:boxed",
-    "math_verify_reward": "async_grpo.rewards.verifiers.symbolic:formatted_expression",
-    "acc_for_dapo": "async_grpo.rewards.verifiers.text:dapo_answer",
-    "retool_reward": "async_grpo.rewards.verifiers.text:tail_box",
-}
-"""How a built-in verifier extracts the answer of a completion. Those that only look at the form are not here, nor is
-kk_reward, whose answer may begin in the prompt."""
-
 NEED_PACKAGES = frozenset(name for name, where in BUILTIN.items() if "symbolic" in where or "prm800k" in where)
 """Built-in verifiers that do algebra and import packages that may not be installed."""
 
 SIGNATURE = (
     "(completion: str, answer: str) -> float, with the keywords prompt, metadata and tool_calls where it wants them"
 )
-_EXTRAS = ("prompt", "metadata", "tool_calls")
+_KEYWORDS = ("prompt", "metadata", "tool_calls")
 
 
-def load_verifier(name: str) -> Judge:
-    """A built-in verifier, or the user's `module:attribute` (on the Python path or in the working folder).
-
-    Raises ConfigError with what to change.
-    """
-    return load_with_extraction(name)[0]
-
-
-def load_with_extraction(name: str) -> tuple[Judge, Extract | None]:
-    """The verifier, and its function that extracts the answer, if any: a user's function has it as `extract`.
+def load_verifier(name: str) -> tuple[Judge, Extract | None]:
+    """The built-in verifier or the user's `module:attribute` (on the Python path or in the working folder), and its
+    attribute `extract`, the function that extracts the answer, if it has one.
 
     Raises ConfigError with what to change.
     """
     found = _find(name)
-    return _adapt(name, found), _extraction(name, found)
+    if not callable(found):
+        raise ConfigError(
+            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function {SIGNATURE}. Name a callable"
+        )
+    function: Callable[..., Any] = found
+    extras = _extras(name, function)
+    extract: Extract | None = getattr(function, "extract", None)
+    if extract is not None and not callable(extract):
+        raise ConfigError(
+            f"rewards.functions: {name!r} has an attribute `extract` that is a {type(extract).__name__}. Make it a "
+            "function (completion: str) -> str | None, or give it another name"
+        )
+    return (
+        lambda item: function(item.completion, item.answer, **{extra: getattr(item, extra) for extra in extras}),
+        extract,
+    )
 
 
 def check_name(name: str) -> None:
@@ -110,36 +101,13 @@ def _find(name: str) -> object:
         ) from error
 
 
-def _adapt(name: str, found: object) -> Judge:
-    if not callable(found):
-        raise ConfigError(
-            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function {SIGNATURE}. Name a callable"
-        )
-    function: Callable[..., Any] = found
-    extras = _check_signature(name, function)
-    return lambda item: function(item.completion, item.answer, **{extra: getattr(item, extra) for extra in extras})
-
-
-def _extraction(name: str, found: object) -> Extract | None:
-    if name in BUILTIN:
-        where = EXTRACTIONS.get(name)
-        return None if where is None else load_plugin(where, key="rewards.functions")
-    extract: Extract | None = getattr(found, "extract", None)
-    if extract is not None and not callable(extract):
-        raise ConfigError(
-            f"rewards.functions: {name!r} has an attribute `extract` that is a {type(extract).__name__}. Make it a "
-            "function (completion: str) -> str | None, or give it another name"
-        )
-    return extract
-
-
-def _check_signature(name: str, function: Callable[..., Any]) -> list[str]:
+def _extras(name: str, function: Callable[..., Any]) -> list[str]:
     """The extra keywords that the function takes. Raises ConfigError if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions of C modules have no signature
         return []
-    extras = [extra for extra in _EXTRAS if _takes(signature, extra)]
+    extras = [extra for extra in _KEYWORDS if _takes(signature, extra)]
     try:
         signature.bind("", "", **dict.fromkeys(extras))
     except TypeError as error:

@@ -13,7 +13,7 @@ import numpy as np
 from async_grpo.config import RunConfig
 from async_grpo.data.base import make_task
 from async_grpo.errors import WaitTimeout
-from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult, unverifiable
+from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
@@ -170,7 +170,7 @@ class FakePool:
 
     def _verdict(self, completion: str, answer: str) -> RewardResult:
         if completion == "?":
-            return unverifiable("raised", "cannot say")
+            return RewardResult(failure="raised", reason="cannot say")
         score = float(completion == answer)
         return RewardResult(scores={"answer_tag": score}, reward=score)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from async_grpo.rewards.verifiers import extracts
 from async_grpo.rewards.verifiers.boxed import last_boxed
 
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
@@ -19,6 +20,13 @@ _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 _MAX_DIGITS = 64
 
 
+def tagged_answer(completion: str) -> str | None:
+    """The text that `answer_tag` compares; None if there is no well-formed tag."""
+    found = _ANSWER.findall(completion)
+    return found[-1].strip() if found else None
+
+
+@extracts(tagged_answer)
 def answer_tag(completion: str, answer: str) -> float:
     """1 if the text of the last well-formed `<answer>..</answer>` equals the reference, else 0.
 
@@ -28,12 +36,6 @@ def answer_tag(completion: str, answer: str) -> float:
     1.0
     """
     return float(tagged_answer(completion) == answer.strip())
-
-
-def tagged_answer(completion: str) -> str | None:
-    """The text that `answer_tag` compares; None if there is no well-formed tag."""
-    found = _ANSWER.findall(completion)
-    return found[-1].strip() if found else None
 
 
 def format_tags(completion: str, answer: str) -> float:
@@ -50,6 +52,17 @@ def format_tags(completion: str, answer: str) -> float:
     return float(between is not None and between.end() <= _last_line_end(completion))
 
 
+def gsm8k_answer(completion: str) -> str | None:
+    """The number that `gsm8k` compares, in lowest terms; None if the completion gives none.
+
+    >>> [gsm8k_answer(text) for text in ("#### 1,800.00", "half: #### .5", "nothing")]
+    ['1800', '1/2', None]
+    """
+    number = _final_number(completion)
+    return None if number is None else str(number)
+
+
+@extracts(gsm8k_answer)
 def gsm8k(completion: str, answer: str) -> float:
     """1 if the final answer equals the reference as a number, else 0.
 
@@ -65,16 +78,6 @@ def gsm8k(completion: str, answer: str) -> float:
     if gold is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is not a number")
     return float(_final_number(completion) == gold)
-
-
-def gsm8k_answer(completion: str) -> str | None:
-    """The number that `gsm8k` compares, in lowest terms; None if the completion gives none.
-
-    >>> [gsm8k_answer(text) for text in ("#### 1,800.00", "half: #### .5", "nothing")]
-    ['1800', '1/2', None]
-    """
-    number = _final_number(completion)
-    return None if number is None else str(number)
 
 
 def _final_number(completion: str) -> Fraction | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_grpo.errors import DependencyError
+from async_grpo.rewards.verifiers import extracts
 from async_grpo.rewards.verifiers.boxed import in_last_box, is_whole
 from async_grpo.rewards.verifiers.latex import plain_text
 
@@ -72,6 +73,13 @@ _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 _TRANSFORMATIONS = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
 
 
+def boxed(completion: str) -> str | None:
+    """What `math_17k_acc` compares, in the normal form of PRM800K; None without a box."""
+    given = in_last_box(completion)
+    return None if given is None else normal_form(given.strip())
+
+
+@extracts(boxed)
 def math_17k_acc(completion: str, answer: str) -> float:
     r"""1 if the content of the last `\boxed{..}` equals the reference (after `####`, where it has that), else 0; 0
     also if that box never closes.
@@ -83,20 +91,15 @@ def math_17k_acc(completion: str, answer: str) -> float:
     return float(given is not None and equal(given.strip(), answer.rpartition("####")[2].strip()))
 
 
-def base_acc(completion: str, answer: str) -> float:
-    r"""`math_17k_acc` for a completion that is `<think>..</think>..<answer>..\boxed{..}..</answer>`, else 0."""
-    return math_17k_acc(completion, answer) if is_whole(completion) else 0.0
-
-
-def boxed(completion: str) -> str | None:
-    """What `math_17k_acc` compares, in the normal form of PRM800K; None without a box."""
-    given = in_last_box(completion)
-    return None if given is None else normal_form(given.strip())
-
-
 def boxed_in_whole(completion: str) -> str | None:
     """What `base_acc` compares: None for a completion without its form."""
     return boxed(completion) if is_whole(completion) else None
+
+
+@extracts(boxed_in_whole)
+def base_acc(completion: str, answer: str) -> float:
+    r"""`math_17k_acc` for a completion that is `<think>..</think>..<answer>..\boxed{..}..</answer>`, else 0."""
+    return math_17k_acc(completion, answer) if is_whole(completion) else 0.0
 
 
 def equal(given: str, answer: str) -> bool:

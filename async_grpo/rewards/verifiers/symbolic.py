@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from async_grpo.errors import DependencyError
+from async_grpo.rewards.verifiers import extracts
 from async_grpo.rewards.verifiers.boxed import behind_last_boxed, is_whole
 
 try:
@@ -36,6 +37,13 @@ _MARKED = re.compile(r"\\boxed|(?<!\\)\$")
 """LaTeX with a mark where it begins. An escaped dollar is a sum of money."""
 
 
+def final_expression(completion: str) -> str | None:
+    """The expression that `math_verify` compares, as sympy writes it; None if there is none."""
+    found = _parse(completion)
+    return str(found[0]) if found else None
+
+
+@extracts(final_expression)
 def math_verify(completion: str, answer: str) -> float:
     """1 if the final expression of the completion equals the reference (after `####`, where it has that), else 0.
 
@@ -53,6 +61,12 @@ def math_verify(completion: str, answer: str) -> float:
     return float(verify(_expected(answer), _parse(completion), timeout_seconds=None))
 
 
+def formatted_expression(completion: str) -> str | None:
+    """`final_expression` for `math_verify_reward`: None for a completion without its form."""
+    return final_expression(completion) if is_whole(completion) else None
+
+
+@extracts(formatted_expression)
 def math_verify_reward(completion: str, answer: str) -> float:
     """`math_verify` for a completion that is `<think>..</think>..<answer>..\\boxed{..}..</answer>`, else 0. The
     reference is always boxed, and read as LaTeX only."""
@@ -62,6 +76,12 @@ def math_verify_reward(completion: str, answer: str) -> float:
     return float(verify(_some(expected, answer), _parse(completion), timeout_seconds=None))
 
 
+def behind_box(completion: str) -> str | None:
+    """What `acc` compares, as one text for all spellings of an integer; None if there is nothing."""
+    return canonical(behind_last_boxed(completion).strip()) or None
+
+
+@extracts(behind_box)
 def acc(completion: str, answer: str) -> float:
     """1 if what stands in (or behind) the last "boxed" equals the reference, -0.5 if it does not, -1 if there is no
     "boxed" or nothing in it; 0 if comparing takes longer than a second or fails.
@@ -77,22 +97,6 @@ def acc(completion: str, answer: str) -> float:
             return 1.0 if equal(given, answer) else -0.5
     except (Exception, _TimeIsUp):
         return 0.0
-
-
-def final_expression(completion: str) -> str | None:
-    """The expression that `math_verify` compares, as sympy writes it; None if there is none."""
-    found = _parse(completion)
-    return str(found[0]) if found else None
-
-
-def formatted_expression(completion: str) -> str | None:
-    """`final_expression` for `math_verify_reward`: None for a completion without its form."""
-    return final_expression(completion) if is_whole(completion) else None
-
-
-def behind_box(completion: str) -> str | None:
-    """What `acc` compares, as one text for all spellings of an integer; None if there is nothing."""
-    return canonical(behind_last_boxed(completion).strip()) or None
 
 
 def canonical(given: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from async_grpo.rewards.verifiers import extracts
 from async_grpo.rewards.verifiers.boxed import in_last_box
 
 _DIGIT_COMMA = re.compile(r"(\d),(\d)")
@@ -47,6 +48,13 @@ _UNWRAPPED = (
 )
 
 
+def last_number(completion: str) -> str:
+    """What `accuracy_reward` compares: the last number, or the whole text in lower case if it has none."""
+    numbers = _NUMBER.findall(given := _without_commas(completion))
+    return (numbers[-1] if numbers else given).lower()
+
+
+@extracts(last_number)
 def accuracy_reward(completion: str, answer: str) -> float:
     """1 if the last number of the completion is the first number of the reference, as texts, else 0.
 
@@ -59,12 +67,14 @@ def accuracy_reward(completion: str, answer: str) -> float:
     return _same(last_number(completion), answer)
 
 
-def last_number(completion: str) -> str:
-    """What `accuracy_reward` compares: the last number, or the whole text in lower case if it has none."""
-    numbers = _NUMBER.findall(given := _without_commas(completion))
+def last_boxed_number(completion: str) -> str:
+    """What `qwen_accuracy_reward` compares: the last number in a box, or the whole text in lower case."""
+    boxes = _BOXED_NUMBER.findall(given := _without_commas(completion))
+    numbers = [sign + digits for sign, digits in boxes if _is_number(digits)]
     return (numbers[-1] if numbers else given).lower()
 
 
+@extracts(last_boxed_number)
 def qwen_accuracy_reward(completion: str, answer: str) -> float:
     r"""Like `accuracy_reward`, with the number from the last `boxed{..}` that holds nothing but `[-+]?\d*\.?\d+`.
 
@@ -74,13 +84,13 @@ def qwen_accuracy_reward(completion: str, answer: str) -> float:
     return _same(last_boxed_number(completion), answer)
 
 
-def last_boxed_number(completion: str) -> str:
-    """What `qwen_accuracy_reward` compares: the last number in a box, or the whole text in lower case."""
-    boxes = _BOXED_NUMBER.findall(given := _without_commas(completion))
-    numbers = [sign + digits for sign, digits in boxes if _is_number(digits)]
-    return (numbers[-1] if numbers else given).lower()
+def dapo_answer(completion: str) -> str | None:
+    """What `acc_for_dapo` compares, in Minerva's normal form; None without an `Answer:` line."""
+    lines = _ANSWER_LINE.findall(completion[-_TAIL_CHARACTERS:])
+    return minerva(lines[-1]) if lines else None
 
 
+@extracts(dapo_answer)
 def acc_for_dapo(completion: str, answer: str) -> float:
     """1 if the last `Answer: ...` line in the final 300 characters equals the reference, else -1.
 
@@ -95,12 +105,6 @@ def acc_for_dapo(completion: str, answer: str) -> float:
         raise ValueError(f"a reference answer of {len(answer)} characters is above {_LONGEST_REFERENCE}")
     given = dapo_answer(completion)
     return 1.0 if (minerva(_NO_ANSWER) if given is None else given) == minerva(answer) else -1.0
-
-
-def dapo_answer(completion: str) -> str | None:
-    """What `acc_for_dapo` compares, in Minerva's normal form; None without an `Answer:` line."""
-    lines = _ANSWER_LINE.findall(completion[-_TAIL_CHARACTERS:])
-    return minerva(lines[-1]) if lines else None
 
 
 def minerva(text: str) -> str:
@@ -121,6 +125,12 @@ def minerva(text: str) -> str:
     return (plain if plain.isdigit() else text).strip()
 
 
+def tail_box(completion: str) -> str | None:
+    """The text that `retool_reward` compares; None without a box in the final 100 characters."""
+    return in_last_box(completion[-_BOX_CHARACTERS:])
+
+
+@extracts(tail_box)
 def retool_reward(completion: str, answer: str, *, tool_calls: int = 0) -> float:
     r"""1 if the last `\boxed{..}` of the final 100 characters, `\boxed{` included, is exactly the reference. Else -1
     plus 0.1 for every tool call, 0 at most.
@@ -129,11 +139,6 @@ def retool_reward(completion: str, answer: str, *, tool_calls: int = 0) -> float
     [1.0, -0.8, -0.8]
     """
     return 1.0 if tail_box(completion) == answer else min(0.0, _TOOL_CALL_BONUS * tool_calls - 1.0)
-
-
-def tail_box(completion: str) -> str | None:
-    """The text that `retool_reward` compares; None without a box in the final 100 characters."""
-    return in_last_box(completion[-_BOX_CHARACTERS:])
 
 
 def _same(given: str, answer: str) -> float:

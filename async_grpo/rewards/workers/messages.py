@@ -1,7 +1,7 @@
 """Messages of the reward pool: frames between a slot and its worker, packets between the pool and its supervisor.
 
-slot --VerifierRequest--> worker              4 bytes of length, then MessagePack,
-slot <--WorkerReady, VerifierReply-- worker   on a stream that only the two hold
+slot --VerifierRequest--> worker                        4 bytes of length, then MessagePack,
+slot <--WorkerReady, then Outcome or Extracted-- worker   on a stream that only the two hold
 
 pool --SpawnWorker (with the worker's end of that stream), KillWorker--> supervisor    one message a packet
 pool <--WorkerExited-- supervisor
@@ -9,14 +9,13 @@ pool <--WorkerExited-- supervisor
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from async_grpo.errors import WireError
+from async_grpo.rewards.base import RewardInput
 from async_grpo.utils.frames import pack_frame
-
-M = TypeVar("M", bound=msgspec.Struct)
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_REPLY_BYTES = 1 << 20
@@ -32,27 +31,14 @@ class WorkerReady(msgspec.Struct, frozen=True):
 
 
 class VerifierRequest(msgspec.Struct, frozen=True):
-    """One completion for the verifiers `names`, in this order: to judge, or to extract its answer with `extract`."""
+    """One completion for the verifiers `names`, in this order: to judge, or to extract its answer with `extract`.
 
-    names: list[str]
-    completion: str
-    answer: str
-    prompt: str = ""
-    metadata: dict[str, str] = {}
-    tool_calls: int = 0
-    extract: bool = False
-
-
-class VerifierReply(msgspec.Struct, frozen=True):
-    """What one verifier returned: a score, or the kind of failure (a FailureKind; "" for none) and its reason.
-
-    After an extraction, `text` holds the answer instead of a score; None if the completion gives no answer.
+    Each verifier gives one reply: an Outcome, or an Extracted.
     """
 
-    score: float | None = None
-    kind: str = ""
-    reason: str = ""
-    text: str | None = None
+    names: list[str]
+    item: RewardInput
+    extract: bool = False
 
 
 class SpawnWorker(msgspec.Struct, frozen=True, tag="spawn"):
@@ -81,14 +67,14 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="ended"):
     output: str = ""
 
 
-def pack(message: msgspec.Struct) -> bytes:
+def pack(message: object) -> bytes:
     """The message as a frame. Raises ValueError for one above MAX_FRAME_BYTES."""
     return pack_frame(msgspec.msgpack.encode(message), MAX_FRAME_BYTES)
 
 
-def unpack(payload: bytes, kind: type[M]) -> M:
-    """The message in the payload of a frame. Raises WireError if it is not of that kind."""
+def unpack(payload: bytes, kind: Any) -> Any:
+    """The message of this type in the payload of a frame. Raises WireError if it is not of that type."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except msgspec.MsgspecError as error:
-        raise WireError(f"a frame is not a {kind.__name__}: {error}") from error
+        raise WireError(f"a frame is not a {getattr(kind, '__name__', kind)}: {error}") from error

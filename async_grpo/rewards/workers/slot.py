@@ -1,6 +1,6 @@
 """One slot of the pool: a worker, and its replacement when it hangs, dies or has served its number of items.
 
-    pool --judge(item)--> WorkerSlot --VerifierRequest--> worker --one VerifierReply a verifier--> WorkerSlot
+    pool --judge(item)--> WorkerSlot --VerifierRequest--> worker --one reply a verifier--> WorkerSlot
 
 It waits for one reply at a time, at most `deadline_s`. The worker's next frame unblocks it, or the end of its channel,
 or the deadline, at which the worker is killed. Before it requests a new worker, it waits until the last one and all
@@ -14,14 +14,16 @@ import contextlib
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any
 
+import msgspec
+
+from async_grpo.config.rewards import RewardsConfig
 from async_grpo.errors import WaitTimeout, WireError
-from async_grpo.rewards.base import FailureKind, Outcome, RewardFailure, RewardInput
+from async_grpo.rewards.base import Extracted, FailureKind, Outcome, RewardFailure, RewardInput
 from async_grpo.rewards.workers.client import SupervisorClient, WorkerHandle
 from async_grpo.rewards.workers.messages import (
     MAX_REPLY_BYTES,
-    VerifierReply,
     VerifierRequest,
     WorkerExited,
     WorkerReady,
@@ -42,15 +44,6 @@ _FATAL_KINDS: frozenset[FailureKind] = frozenset({"timeout", "crashed", "output"
 """Failures after which the worker is not used again."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Limits of every worker: seconds for one reply, seconds to load the verifiers, items until it is replaced."""
-
-    deadline_s: float
-    start_timeout_s: float
-    items: int
-
-
 @dataclass(eq=False)
 class _Worker:
     """A running worker that has loaded its verifiers."""
@@ -65,7 +58,7 @@ class _Worker:
 class WorkerSlot:
     """Runs verifiers in one worker at a time. One caller at a time may use it."""
 
-    def __init__(self, supervisor: SupervisorClient, names: Sequence[str], limits: WorkerLimits) -> None:
+    def __init__(self, supervisor: SupervisorClient, names: Sequence[str], limits: RewardsConfig) -> None:
         self._supervisor = supervisor
         self._names = names
         self._limits = limits
@@ -77,32 +70,31 @@ class WorkerSlot:
 
     async def judge(self, item: RewardInput) -> dict[str, Outcome]:
         """The outcome of every verifier, by name. One that hangs or crashes costs the worker, not the others."""
-        replies = await self._request_all(item, self._names)
-        return {name: _to_outcome(reply) for name, reply in replies.items()}
+        return await self._replies(VerifierRequest(list(self._names), item._replace(metadata=dict(item.metadata))))
 
-    async def extract(self, completion: str, name: str) -> str | RewardFailure | None:
-        """The answer that the verifier `name` finds in the completion; None if it finds none."""
-        replies = await self._request_all(RewardInput(completion, ""), [name], extract=True)
-        reply = replies[name]
-        return reply if isinstance(reply, RewardFailure) else reply.text
+    async def extract(self, completion: str, name: str) -> Extracted:
+        """The answer that the verifier `name` finds in the completion."""
+        replies: dict[str, Extracted] = await self._replies(
+            VerifierRequest([name], RewardInput(completion, ""), extract=True)
+        )
+        return replies[name]
 
     async def warm(self) -> None:
         """Start a worker ahead of the first item. A failure shows when the worker is needed."""
         if self._worker is None:
             await self._start()
 
-    async def _request_all(
-        self, item: RewardInput, names: Sequence[str], *, extract: bool = False
-    ) -> dict[str, VerifierReply | RewardFailure]:
+    async def _replies(self, request: VerifierRequest) -> dict[str, Any]:
         """The reply of every verifier, or why it has none."""
-        replies: dict[str, VerifierReply | RewardFailure] = {}
-        self._drop_if_dead()
+        replies: dict[str, Any] = {}
+        if self._worker is not None and self._worker.handle.exited.done():
+            self._drop()  # it died while it was idle, because of what an earlier item left behind
         try:
-            while left := [name for name in names if name not in replies]:
+            while left := [name for name in request.names if name not in replies]:
                 worker = self._worker or await self._start()
                 if isinstance(worker, RewardFailure):
                     return {**replies, **dict.fromkeys(left, worker)}
-                replies |= await self._request(worker, item, left, extract=extract)
+                replies |= await self._request(worker, msgspec.structs.replace(request, names=left))
         except BaseException:
             self._drop()  # replies may still be on their way: never reuse the worker
             raise
@@ -112,13 +104,8 @@ class WorkerSlot:
     def _count_item(self) -> None:
         if self._worker is not None:
             self._worker.items += 1
-            if self._worker.items >= self._limits.items or self._worker.broken:  # an import may succeed the next time
-                self._drop()
-
-    def _drop_if_dead(self) -> None:
-        """Drop a worker that died while it was idle, because of what an earlier item left behind."""
-        if self._worker is not None and self._worker.handle.exited.done():
-            self._drop()
+            if self._worker.items >= self._limits.items_per_worker or self._worker.broken:
+                self._drop()  # what is broken may be imported the next time
 
     def _drop(self) -> None:
         """Kill the worker, if there is one; its end is awaited before the next is started."""
@@ -152,43 +139,34 @@ class WorkerSlot:
                 writer.transport.abort()
                 self._supervisor.kill(handle)
 
-    async def _request(
-        self, worker: _Worker, item: RewardInput, names: Sequence[str], *, extract: bool
-    ) -> dict[str, VerifierReply | RewardFailure]:
+    async def _request(self, worker: _Worker, request: VerifierRequest) -> dict[str, Any]:
         """Replies of the verifiers, in order, up to and including the first that the worker did not survive."""
-        replies: dict[str, VerifierReply | RewardFailure] = {
-            name: RewardFailure("import", worker.broken[name]) for name in names if name in worker.broken
-        }
-        asked = [name for name in names if name not in replies]
-        task = (item.completion, item.answer, item.prompt, dict(item.metadata), item.tool_calls)
-        frame = pack(VerifierRequest(asked, *task, extract=extract))
+        broken = {name: RewardFailure("import", why) for name, why in worker.broken.items() if name in request.names}
+        asked = [name for name in request.names if name not in broken]
+        frame = pack(msgspec.structs.replace(request, names=asked))
         worker.writer.write(frame)  # not drained: the worker reads it all before it replies, under the deadline
+        replies: dict[str, Any] = dict(broken)
         for name in asked:
-            replies[name] = reply = await self._reply_or_failure(worker)
+            replies[name] = reply = await self._reply(worker, Extracted if request.extract else Outcome)
             if isinstance(reply, RewardFailure) and reply.kind in _FATAL_KINDS:
                 self._drop()
                 break
         return replies
 
-    async def _reply_or_failure(self, worker: _Worker) -> VerifierReply | RewardFailure:
-        """The next reply, or the failure that it reports, or why no reply came."""
+    async def _reply(self, worker: _Worker, kind: Any) -> Any:
+        """The next reply, of this type, or why no reply came."""
         try:
-            reply = await self._next_reply(worker.frames)
-            return RewardFailure(cast(FailureKind, reply.kind), reply.reason) if reply.kind else reply
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.deadline_s):
+                    return unpack(await worker.frames.next(), kind)
+            async with asyncio.timeout(_GRACE_S):
+                return unpack(await worker.frames.next(), kind)
         except TimeoutError:
             return RewardFailure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
             return await self._exit_failure(worker.handle)
         except WireError as error:
             return RewardFailure("output", f"something wrote to the pool's channel: {error}")
-
-    async def _next_reply(self, frames: FrameReader) -> VerifierReply:
-        """Raises TimeoutError after the deadline and its grace."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.deadline_s):
-                return unpack(await frames.next(), VerifierReply)
-        async with asyncio.timeout(_GRACE_S):
-            return unpack(await frames.next(), VerifierReply)
 
     async def _exit_failure(self, handle: WorkerHandle) -> RewardFailure:
         how = await self._exit_reason(handle)
@@ -211,12 +189,6 @@ class WorkerSlot:
             raise WaitTimeout(f"verifier process {handle.number} to end after SIGKILL", _KILL_TIMEOUT_S)
         self._handle = None
         return handle.exited.result()
-
-
-def _to_outcome(reply: VerifierReply | RewardFailure) -> Outcome:
-    if isinstance(reply, RewardFailure):
-        return reply
-    return RewardFailure("output", "it gave no score") if reply.score is None else reply.score
 
 
 def _describe_exit(exited: WorkerExited | None) -> str:

@@ -1,6 +1,6 @@
 """What runs in a verifier process: load the verifiers, then answer requests until the channel closes.
 
-    slot --VerifierRequest--> verifiers --one VerifierReply a verifier, in order--> slot
+    slot --VerifierRequest--> verifiers --one reply a verifier, in order--> slot
 
 It waits for the slot's next request. It enforces no limits itself: the slot watches the deadline and the supervisor
 the memory, both from outside, where a verifier cannot block them.
@@ -12,14 +12,13 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from async_grpo.errors import ConfigError
-from async_grpo.rewards.base import RewardInput, as_score
-from async_grpo.rewards.registry import Extract, Judge, load_with_extraction
+from async_grpo.rewards.base import Extracted, Outcome, RewardFailure, RewardInput, as_score
+from async_grpo.rewards.registry import Extract, Judge, load_verifier
 from async_grpo.rewards.workers.messages import (
     MAX_FRAME_BYTES,
-    VerifierReply,
     VerifierRequest,
     WorkerReady,
     pack,
@@ -39,7 +38,7 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
     broken: dict[str, str] = {}
     for name in names:
         try:
-            judges[name], extract = load_with_extraction(name)
+            judges[name], extract = load_verifier(name)
             if extract is not None:
                 extractions[name] = extract
         except ConfigError as error:
@@ -50,59 +49,43 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
     channel.sendall(pack(WorkerReady(broken, list(extractions))))
     with asyncio.Runner() as runner:
         while (payload := read_frame(requests, MAX_FRAME_BYTES)) is not None:
-            request = unpack(payload, VerifierRequest)
-            item = RewardInput(
-                request.completion,
-                request.answer,
-                request.prompt,
-                request.metadata,
-                request.tool_calls,
-            )
-            for reply in _replies(runner, request, item, judges, extractions):
+            request: VerifierRequest = unpack(payload, VerifierRequest)
+            for name in request.names:
+                reply = (
+                    _extract(extractions[name], request.item.completion)
+                    if request.extract
+                    else _judge(runner, judges[name], request.item)
+                )
                 if os.getpid() != me:
                     os._exit(0)  # a verifier has forked and its child came back here: only one may answer
                 channel.sendall(pack(reply))
 
 
-def _replies(
-    runner: asyncio.Runner,
-    request: VerifierRequest,
-    item: RewardInput,
-    judges: Mapping[str, Judge],
-    extractions: Mapping[str, Extract],
-) -> Iterator[VerifierReply]:
-    for name in request.names:
-        if request.extract:
-            yield _extract(extractions[name], item.completion)
-        else:
-            yield _judge(runner, judges[name], item)
-
-
-def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> VerifierReply:
+def _judge(runner: asyncio.Runner, judge: Judge, item: RewardInput) -> Outcome:
     try:
         value = judge(item)
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
     except MemoryError as error:
-        return VerifierReply(kind="memory", reason=_described(error))
+        return RewardFailure("memory", _described(error))
     except BaseException as error:  # a verifier may raise anything, SystemExit included: it costs only its own item
-        return VerifierReply(kind="raised", reason=_described(error))
+        return RewardFailure("raised", _described(error))
     if value is None:
-        return VerifierReply(kind="none", reason="it returned None")
+        return RewardFailure("none", "it returned None")
     try:
-        return VerifierReply(score=as_score(value))
+        return as_score(value)
     except ValueError as error:
-        return VerifierReply(kind="bad_value", reason=f"it returned no score: {error}"[:_REASON_CHARACTERS])
+        return RewardFailure("bad_value", f"it returned no score: {error}"[:_REASON_CHARACTERS])
 
 
-def _extract(extract: Extract, completion: str) -> VerifierReply:
+def _extract(extract: Extract, completion: str) -> Extracted:
     try:
         found = extract(completion)
     except BaseException as error:  # as in _judge
-        return VerifierReply(kind="extraction", reason=_described(error))
+        return RewardFailure("extraction", _described(error))
     if found is not None and not isinstance(found, str):
-        return VerifierReply(kind="extraction", reason=f"it returned a {type(found).__name__}, not a text or None")
-    return VerifierReply(text=found if found and len(found) <= _MAX_ANSWER_CHARACTERS else None)
+        return RewardFailure("extraction", f"it returned a {type(found).__name__}, not a text or None")
+    return found if found and len(found) <= _MAX_ANSWER_CHARACTERS else None
 
 
 async def _finish(value: object) -> object:

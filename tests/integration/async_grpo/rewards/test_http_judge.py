@@ -99,7 +99,7 @@ async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(co
     async with pool_of(f"{court.url}/right", extra={"rubric": "be right"}) as pool:
         right, wrong = await pool.judge([RewardInput("a", "a", "which letter?", {"level": "1"}), RewardInput("b", "a")])
     assert (right.reward, wrong.reward) == (1.0, 0.0)
-    assert pool.supervisor_pid is None
+    assert pool.supervisor.pid is None
     (body,) = [body for body in court.bodies if body["completion"] == "a"]
     assert body == {
         "completion": "a",
@@ -144,7 +144,7 @@ async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind(
         (verdict,) = await pool.judge([RewardInput("a", "a")])
     assert (verdict.reward, verdict.failure) == (None, kind)
     assert reason in verdict.reason
-    assert pool.failures_by_kind == {kind: 1}
+    assert pool.failures == {("judge", kind): 1}
     assert len(court.bodies) == requests
 
 

@@ -79,7 +79,7 @@ async def test_what_gives_no_score_is_unverifiable_and_counted_by_kind() -> None
             assert (bad.reward, bad.failure) == (None, kind), deed
             assert reason in bad.reason
             assert after.reward == 1.0
-    assert pool.failures_by_kind == Counter(kind for _, kind, _ in BAD_DEEDS)
+    assert pool.failures == Counter((TRICKY, kind) for _, kind, _ in BAD_DEEDS)
     assert pool.judged == 2 * len(BAD_DEEDS)
 
 
@@ -87,7 +87,7 @@ async def test_numbers_of_numpy_truth_values_and_100_mb_of_prints_are_no_failure
     async with pool_of(TRICKY) as pool:
         rewards = [verdict.reward for verdict in await judge(pool, "numpy", "bool", "print 100 MB", "a")]
     assert rewards == [0.5, 1.0, 1.0, 1.0]
-    assert pool.failures_by_kind == {}
+    assert not pool.failures
 
 
 async def test_after_failures_of_every_kind_everything_is_judged_as_before() -> None:
@@ -96,7 +96,7 @@ async def test_after_failures_of_every_kind_everything_is_judged_as_before() -> 
     async with pool_of(TRICKY, workers=2, deadline_s=1.5) as pool:
         rewards = [verdict.reward for verdict in await judge(pool, *mixed)]
         assert rewards == [None, 1.0, 0.0] * len(deeds)
-        assert sum(pool.failures_by_kind.values()) == len(deeds)
+        assert pool.failures.total() == len(deeds)
         good = await judge(pool, *["a"] * 300)
         assert [verdict.reward for verdict in good] == [1.0] * 300
         assert pool.judged == len(mixed) + 300

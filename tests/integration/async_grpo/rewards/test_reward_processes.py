@@ -38,8 +38,8 @@ async def main():
             await pool.judge([RewardInput(deed, "a", "", {{{{"file": str(folder / deed)}}}})])
         hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")] * 2))
         await asyncio.sleep(0.2)
-        family = process_tree.descendants(pool.supervisor_pid, process_tree.parents())
-        (folder / "family.part").write_text(" ".join(map(str, [pool.supervisor_pid, *family])))
+        family = process_tree.descendants(pool.supervisor.pid, process_tree.parents())
+        (folder / "family.part").write_text(" ".join(map(str, [pool.supervisor.pid, *family])))
         (folder / "family.part").rename(folder / "family")
         await hanging
 
@@ -53,8 +53,8 @@ def pool_of(name: str, **changes: Any) -> RewardPool:
 
 def family_of(pool: RewardPool) -> list[int]:
     """Workers, and whatever lives below them."""
-    assert pool.supervisor_pid is not None
-    return process_tree.descendants(pool.supervisor_pid, process_tree.parents())
+    assert pool.supervisor.pid is not None
+    return process_tree.descendants(pool.supervisor.pid, process_tree.parents())
 
 
 async def gone(pids: Iterable[int]) -> None:
@@ -119,7 +119,7 @@ async def test_a_worker_that_dies_between_two_items_costs_neither() -> None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)  # the supervisor has reaped it and reported it
         (verdict,) = await pool.judge([RewardInput("a", "a")])
-    assert (verdict.reward, pool.failures_by_kind) == (1.0, {})
+    assert (verdict.reward, pool.failures) == (1.0, {})
 
 
 async def test_a_worker_is_replaced_after_so_many_items() -> None:
@@ -147,7 +147,7 @@ async def test_all_processes_end_with_the_pool_and_leave_no_zombie(tmp_path: Pat
         hanging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
         await asyncio.sleep(0.1)
         hanging.cancel()
-        family = [pool.supervisor_pid or 0, *family_of(pool)]
+        family = [pool.supervisor.pid or 0, *family_of(pool)]
     assert not [pid for pid in family if _lives(pid)]
     assert {pid for pid, parent in process_tree.parents().items() if parent == os.getpid()} <= before
 
@@ -167,7 +167,7 @@ async def test_all_processes_end_with_a_server_that_is_killed(tmp_path: Path) ->
 
 async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced() -> None:
     async with pool_of(TRICKY) as pool:
-        first = pool.supervisor_pid or 0
+        first = pool.supervisor.pid or 0
         family = family_of(pool)
         judging = asyncio.create_task(pool.judge([RewardInput("hang", "a")]))
         await asyncio.sleep(0.1)
@@ -177,7 +177,7 @@ async def test_a_killed_supervisor_costs_the_items_under_way_and_is_replaced() -
         await gone(family)
         (verdict,) = await pool.judge([RewardInput("a", "a")])
         assert verdict.reward == 1.0
-        assert pool.supervisor_pid != first
+        assert pool.supervisor.pid != first
 
 
 async def test_a_verifier_sees_only_the_variables_that_it_needs_or_that_are_named(

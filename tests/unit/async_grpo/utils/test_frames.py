@@ -8,7 +8,8 @@ import io
 import pytest
 
 from async_grpo.errors import WireError
-from async_grpo.rewards.workers.messages import VerifierReply, VerifierRequest, pack, unpack
+from async_grpo.rewards.base import Outcome, RewardFailure, RewardInput
+from async_grpo.rewards.workers.messages import VerifierRequest, pack, unpack
 from async_grpo.utils.frames import LENGTH, FrameReader, pack_frame, read_frame, take_frame
 
 LIMIT = 1000
@@ -69,7 +70,10 @@ async def test_a_length_above_the_limit_is_refused_before_anything_is_read() -> 
 
 
 async def test_messages_of_the_verifiers_travel_in_frames() -> None:
-    request = VerifierRequest(["a", "b"], "completion", "answer", "prompt", {"key": "value"})
+    request = VerifierRequest(["a", "b"], RewardInput("completion", "answer", "prompt", {"key": "value"}, 2))
     assert unpack(await reader_of(pack(request)).next(), VerifierRequest) == request
-    with pytest.raises(WireError, match="not a VerifierReply"):
-        unpack(b"no", VerifierReply)
+    for outcome in (0.5, RewardFailure("raised", "ValueError: no")):
+        assert unpack(await reader_of(pack(outcome)).next(), Outcome) == outcome
+    for stray in (b"no", b"", pack("1.0")[4:], pack(None)[4:]):
+        with pytest.raises(WireError, match="a frame is not"):
+            unpack(stray, Outcome)

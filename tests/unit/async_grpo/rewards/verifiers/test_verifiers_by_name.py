@@ -94,7 +94,7 @@ SCORES = {
 
 @pytest.mark.parametrize("case", SCORES, ids=lambda case: case[0][:24] + "|" + case[1])
 def test_every_name_has_its_score(case: tuple[str, str]) -> None:
-    scores = {name: load_verifier(name)(RewardInput(*case)) for name in SCORES[case]}
+    scores = {name: load_verifier(name)[0](RewardInput(*case)) for name in SCORES[case]}
     assert scores == pytest.approx(SCORES[case])
 
 
@@ -282,12 +282,12 @@ RANGES = {
 @given(completion=st.one_of(st.text(), tag_soup, st.text(alphabet="0123456789.,-+$/\\{}boxedAnswer: #=\n²٣")))
 def test_no_text_makes_a_rule_fail_or_leave_its_range(name: str, completion: str) -> None:
     low, high = RANGES.get(name, (0.0, 1.0))
-    assert low <= load_verifier(name)(RewardInput(completion, REFERENCES.get(name, "18"))) <= high
+    assert low <= load_verifier(name)[0](RewardInput(completion, REFERENCES.get(name, "18"))) <= high
 
 
 @pytest.mark.parametrize("name", NO_ALGEBRA)
 def test_texts_that_are_made_to_be_hard_are_scored_like_any_other(name: str) -> None:
-    verifier = load_verifier(name)
+    verifier, _ = load_verifier(name)
     scores = {verifier(RewardInput(completion, REFERENCES.get(name, "18"))) for completion in HARD}
     assert scores <= {-3.0, -1.0, -0.5, 0.0, 1 / 3, 2 / 3, 1.0}
 

@@ -1,0 +1,169 @@
+"""From a name to a reward function: what it is called with, and which answer it takes a completion to give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+
+import pytest
+
+from async_grpo.errors import ConfigError
+from async_grpo.rewards.base import RewardInput
+from async_grpo.rewards.registry import BUILTIN, load_verifier
+
+NOT_A_FUNCTION = 3
+ITEM = RewardInput("completion", "answer", "prompt", {"key": "value"}, 2)
+FORM_ONLY = {"format", "format_reward", "strict_format", "step"}
+NEEDS_THE_PROMPT = {"kk_reward"}
+EXTRACTING = sorted(BUILTIN.keys() - FORM_ONLY - NEEDS_THE_PROMPT)
+
+COMPLETIONS = [
+    "<think>9 + 9</think><answer>18</answer>",
+    "<answer> 18 </answer>",
+    "<answer>17</answer><answer>18</answer>",
+    "#### 18",
+    "#### $18.00",
+    "so it is 18.",
+    r"\boxed{18}",
+    r"<think>a</think><answer>\boxed{18}</answer>",
+    r"<think>a</think><answer>\boxed{+18}</answer>",
+    r"\boxed{1,800}",
+    r"\boxed{1800}",
+    r"$\boxed{\frac{36}{2}}$",
+    "Answer: 18",
+    "Answer: $x = 18$",
+    "Answer: 17",
+    "Answer: 1,800",
+    "eighteen",
+    "Eighteen",
+    "",
+]
+
+
+class Shouting:
+    def __call__(self, completion: str, answer: str) -> object:
+        return (self.__class__.__name__, completion)
+
+    def extract(self, completion: str) -> str | None:
+        return completion.upper() or None
+
+    @staticmethod
+    def inner(completion: str, answer: str) -> object:
+        return completion
+
+
+def two(completion: str, answer: str) -> object:
+    return (completion, answer)
+
+
+def named(text: str, gold: str, *, prompt: str) -> object:
+    return (text, gold, prompt)
+
+
+def with_metadata(completion: str, answer: str, metadata: Mapping[str, str], more: int = 1) -> object:
+    return (completion, answer, metadata)
+
+
+def anything(*arguments: object, **extras: object) -> object:
+    return (*arguments, extras)
+
+
+def prompt_first(prompt: str, completion: str) -> float:
+    return 0.0
+
+
+def one(completion: str) -> float:
+    return 0.0
+
+
+def badly_extracting(completion: str, answer: str) -> float:
+    return 0.0
+
+
+badly_extracting.extract = 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "called_with"),
+    [
+        ("two", ("completion", "answer")),
+        ("named", ("completion", "answer", "prompt")),
+        ("with_metadata", ("completion", "answer", {"key": "value"})),
+        ("anything", ("completion", "answer", {"prompt": "prompt", "metadata": {"key": "value"}, "tool_calls": 2})),
+        ("Shouting", ("Shouting", "completion")),
+        ("Shouting.inner", "completion"),
+    ],
+)
+def test_a_function_is_called_with_what_it_names(name: str, called_with: object) -> None:
+    assert load_verifier(f"{__name__}:{name}")[0](ITEM) == called_with
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gms8k", r"no verifier 'gms8k'.*answer_tag, format, gsm8k"),
+        ("module:", "no verifier 'module:'"),
+        ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError"),
+        ("async_grpo.rewards.verifiers.answers:scores", r"cannot be imported \(AttributeError"),
+        (f"{__name__}:NOT_A_FUNCTION", "is a int, not a function"),
+        (f"{__name__}:one", r"has the signature \(completion: 'str'\).*too many positional"),
+        (f"{__name__}:prompt_first", r"cannot be called.*multiple values for argument 'prompt'"),
+        (f"{__name__}:badly_extracting", "`extract` that is a int"),
+    ],
+)
+def test_a_verifier_that_cannot_be_had_is_an_error_that_says_why(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_verifier(name)
+
+
+def test_a_function_of_ones_own_extracts_if_it_has_an_attribute_of_that_name() -> None:
+    _, extract = load_verifier(f"{__name__}:Shouting")
+    assert extract is not None and extract("yes") == "YES"
+    assert load_verifier(f"{__name__}:two")[1] is None
+
+
+def test_every_verifier_that_looks_at_the_answer_alone_says_which_it_is() -> None:
+    assert [name for name in sorted(BUILTIN) if load_verifier(name)[1] is not None] == EXTRACTING
+
+
+@pytest.mark.parametrize("name", EXTRACTING)
+@pytest.mark.parametrize("reference", ["18", "1800"])
+def test_the_same_answer_has_the_same_score_and_none_is_not_right(name: str, reference: str) -> None:
+    judge, extract = load_verifier(name)
+    assert extract is not None
+    graded = [(extract(text), judge(RewardInput(text, reference))) for text in COMPLETIONS]
+    assert reference != "18" or any(score == 1.0 for _, score in graded)
+    for (one, first), (other, second) in combinations(graded, 2):
+        if one is not None and one == other:
+            assert first == second, (one, name)
+    without = [score for answer, score in graded if not answer]
+    assert without and max(without) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer"),
+    [
+        ("answer_tag", "<answer>1</answer> no, <answer> 2 </answer>", "2"),
+        ("answer_tag", "<answer>1", None),
+        ("gsm8k", "#### 1,800.00 dollars", "1800"),
+        ("gsm8k", "half: #### .5", "1/2"),
+        ("gsm8k", "nothing", None),
+        ("accuracy_reward", "3 * 600 = 1,800", "1800"),
+        ("accuracy_reward", "No Number", "no number"),
+        ("qwen_accuracy_reward", r"\boxed{18}, not 17", "18"),
+        ("acc_for_dapo", "Answer: $x = 1/2$", "1/2"),
+        ("acc_for_dapo", "it is 1/2", None),
+        ("math_17k_acc", r"\boxed{1,800}", "1800"),
+        ("math_17k_acc", "1,800", None),
+        ("acc_for_ppo", r"\boxed{18\text{ cm}}", "18"),
+        ("retool_reward", r"\boxed{17} \boxed{ 18}", " 18"),
+        ("base_acc", r"\boxed{18}", None),
+        ("acc", r"$\boxed 12$", "12"),
+        ("math_verify", "so it is $0.5$", "1/2"),
+        ("math_verify_reward", "so it is $0.5$", None),
+    ],
+)
+def test_the_answer_is_the_one_that_is_compared(name: str, completion: str, answer: str | None) -> None:
+    _, extract = load_verifier(name)
+    assert extract is not None
+    assert extract(completion) == answer

@@ -1,0 +1,143 @@
+"""From outcomes to the one number that is trained on: scores, the weighted sum, samples that ran out of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_grpo.config.rewards import RewardConfig, RewardsConfig
+from async_grpo.rewards.base import RewardFailure, RewardResult, as_score, combine, soft_punishment, with_length
+from async_grpo.wire import Sample, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from rollout_server.dispatch.outcomes import apply_length_rule, with_rewards
+from tests.support.rollout_fakes import config_of
+
+HUNG, DOWN = RewardFailure("timeout", "it hung"), RewardFailure("http_status", "the judge is down")
+FUNCTIONS = [
+    RewardConfig(name="a", weight=2.0),
+    RewardConfig(name="b", weight=-0.5),
+    RewardConfig(name="c", required=False),
+]
+
+
+def test_the_reward_is_the_weighted_sum() -> None:
+    assert combine({"a": 1.0, "b": 1.0, "c": 0.25}, FUNCTIONS).reward == 1.75
+
+
+def test_a_required_reward_that_fails_makes_the_sample_unverifiable_and_the_first_one_says_why() -> None:
+    assert combine({"a": 1.0, "b": HUNG, "c": DOWN}, FUNCTIONS) == RewardResult(
+        scores={"a": 1.0}, reward=None, failures={"b": HUNG, "c": DOWN}, failure="timeout", reason="b: it hung"
+    )
+
+
+def test_a_reward_that_is_not_required_is_left_out_and_still_counted() -> None:
+    verdict = combine({"a": 1.0, "b": 0.0, "c": DOWN}, FUNCTIONS)
+    assert (verdict.reward, verdict.failure, verdict.failures) == (2.0, "", {"c": DOWN})
+
+
+def test_a_sum_that_overflows_is_no_reward() -> None:
+    verdict = combine({"a": 1e6}, [RewardConfig(name="a", weight=1e303)])
+    assert (verdict.reward, verdict.failure) == (None, "bad_value")
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (-0.5, -0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.array(2.0), 2.0),
+        (torch.tensor(0.25), 0.25),
+        (1e6, 1e6),
+    ],
+)
+def test_numbers_are_scores(value: object, score: float) -> None:
+    assert as_score(value) == score
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "value", ["1", b"1", None, [1.0], np.ones(1), np.ones(2), 1j, float("nan"), float("-inf"), 1e6 + 1, Unspeakable()]
+)
+def test_anything_else_is_none(value: object) -> None:
+    with pytest.raises(ValueError, match=r"not a number|not a finite number"):
+        as_score(value)
+
+
+RIGHT = RewardResult(scores={"gsm8k": 1.0}, reward=1.0)
+SOFT = RewardsConfig(overlong="soft", soft_overlong_tokens=20, soft_overlong_factor=0.5)
+FILTER = RewardsConfig(overlong="filter")
+
+
+def judged(
+    rule: RewardsConfig, verdict: RewardResult = RIGHT, *, length: int, finish_reason: str = "stop"
+) -> RewardResult:
+    return with_length(verdict, rule, length=length, finish_reason=finish_reason, max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"),
+    [(1, 0.0), (80, 0.0), (81, -0.025), (90, -0.25), (99, -0.475), (100, -0.5), (101, -0.5)],
+)
+def test_the_punishment_is_linear_over_the_last_tokens_and_stands_among_the_scores(
+    length: int, punishment: float
+) -> None:
+    verdict = judged(SOFT, length=length)
+    assert verdict.scores == {"gsm8k": 1.0, "overlong": pytest.approx(punishment)}
+    assert verdict.reward == pytest.approx(1.0 + punishment)
+
+
+@given(st.integers(1, 5000), st.integers(2, 4000), st.data(), st.floats(0.01, 10))
+def test_the_punishment_is_that_of_the_paper(length: int, max_tokens: int, data: st.DataObject, factor: float) -> None:
+    last = data.draw(st.integers(1, max_tokens - 1))
+    expected = max_tokens - last
+    paper = 0.0 if length <= expected else max(-1.0, (expected - length) / last)
+    assert soft_punishment(length, max_tokens=max_tokens, last=last, factor=factor) == pytest.approx(factor * paper)
+
+
+def test_a_sample_that_was_cut_is_masked_and_counted_by_the_filter() -> None:
+    verdict = judged(FILTER, length=100, finish_reason="length")
+    assert (verdict.reward, verdict.failure, verdict.scores) == (None, "overlong", {"gsm8k": 1.0})
+    assert verdict.failures["overlong"].kind == "overlong"
+    assert verdict.reason == "the completion was cut at 100 tokens. Raise sampling.max_tokens"
+
+
+@pytest.mark.parametrize(("rule", "finish_reason"), [(FILTER, "stop"), (RewardsConfig(), "length")])
+def test_a_completion_that_ended_by_itself_passes_and_without_a_rule_every_one(
+    rule: RewardsConfig, finish_reason: str
+) -> None:
+    assert judged(rule, length=100, finish_reason=finish_reason) is RIGHT
+
+
+@pytest.mark.parametrize("rule", [SOFT, FILTER])
+def test_what_is_unverifiable_stays_so_for_its_own_reason(rule: RewardsConfig) -> None:
+    crashed = RewardResult(failure="crashed", reason="its process ended")
+    assert judged(rule, crashed, length=100, finish_reason="length") is crashed
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reward", "unverifiable"),
+    [
+        ({"overlong": "soft", "soft_overlong_tokens": 4}, 0.0, ""),
+        ({"overlong": "filter"}, None, "overlong: the completion was cut at 8 tokens. Raise sampling.max_tokens"),
+    ],
+)
+def test_the_rule_reaches_the_sample(rewards: dict[str, Any], reward: float | None, unverifiable: str) -> None:
+    sample = Sample(
+        tokens=tokens_to_bytes([1] * 8),
+        logprobs=logprobs_to_bytes([-1.0] * 8),
+        spans=[VersionSpan(0, 0, 8)],
+        finish_reason="length",
+    )
+    finished = with_rewards(sample, apply_length_rule(sample, RIGHT, config_of(rewards=rewards)))
+    assert (finished.reward, finished.unverifiable) == (reward, unverifiable)
