@@ -11,8 +11,6 @@ from pydantic import Field
 from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
 from async_grpo.config.model import ArithmeticTaskConfig
 
-PLAIN_TEMPLATE = "{prompt}"
-
 
 class DataConfig(StrictModel):
     """The prompts and their reference answers."""
@@ -29,7 +27,7 @@ class DataConfig(StrictModel):
     """Field of a row that holds the question."""
     answer_field: str = "answer"
     """Field of a row that holds the reference answer."""
-    template: str = PLAIN_TEMPLATE
+    template: str = "{prompt}"
     """Text around the prompt; `{prompt}` is replaced. A prepared folder has its own."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are dropped when a JSON-lines file is loaded, with a count; a prepared folder may have none."""

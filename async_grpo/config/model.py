@@ -107,6 +107,7 @@ class WarmupConfig(TinyQwen2Config):
     """torch threads when run as a program."""
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         need = 2 * self.task.digits + 2 + self.task.max_completion_tokens
         if self.max_positions < need:
             yield (

@@ -35,12 +35,8 @@ class JsonlRow:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A row with the token ids of its prompt, which is not too long."""
-
-    row: JsonlRow
-    tokens: list[int]
+Prompt = tuple[JsonlRow, list[int]]
+"""A row with the token ids of its prompt, which is not too long."""
 
 
 class JsonlSource:
@@ -85,23 +81,23 @@ class JsonlSource:
         prompts = []
         for row in usable_rows(path, data, self.dropped):
             try:
-                prompts.append(Prompt(row, encoder.prompt(row.prompt)))
+                prompts.append((row, encoder.prompt(row.prompt)))
             except RejectedRow as why:
                 self.dropped.add(path, row.line, why)
         return prompts
 
     def _without(self, prompts: list[Prompt], others: list[Prompt], reason: str) -> list[Prompt]:
         """The prompts whose text none of the others has. The rest is counted as dropped."""
-        texts = {other.row.prompt for other in others}
-        for prompt in prompts:
-            if prompt.row.prompt in texts:
-                self.dropped.add(prompt.row.file, prompt.row.line, RejectedRow(reason))
-        return [prompt for prompt in prompts if prompt.row.prompt not in texts]
+        texts = {other.prompt for other, _ in others}
+        for row, _ in prompts:
+            if row.prompt in texts:
+                self.dropped.add(row.file, row.line, RejectedRow(reason))
+        return [prompt for prompt in prompts if prompt[0].prompt not in texts]
 
     @staticmethod
     def _task(index: int, prompt: Prompt) -> Task:
-        row = prompt.row
-        return make_task(index, row.prompt, prompt.tokens, row.answer, {"line": str(row.line)})
+        row, tokens = prompt
+        return make_task(index, row.prompt, tokens, row.answer, {"line": str(row.line)})
 
 
 def usable_rows(path: Path, data: DataConfig, dropped: Rejections) -> Iterator[JsonlRow]:

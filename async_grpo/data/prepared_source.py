@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from async_grpo.config import RunConfig
-from async_grpo.config.data import PLAIN_TEMPLATE, DataConfig
+from async_grpo.config.data import DataConfig
 from async_grpo.data.base import prompt_limit, prompt_limit_reason
 from async_grpo.data.prepared_dataset import DatasetManifest, DatasetSplit, PreparedSet, open_prepared
 from async_grpo.data.shuffle import ShuffledPasses
@@ -75,13 +75,9 @@ def _task(split: DatasetSplit, row: int, index: int) -> Task:
 
 
 def _check_unused_settings(data: DataConfig) -> None:
+    values = {key: getattr(data, key) for key in ("template", "eval_path")}
     given = [
-        f"data.{key} ({value!r})"
-        for key, value, default in (
-            ("template", data.template, PLAIN_TEMPLATE),
-            ("eval_path", data.eval_path, None),
-        )
-        if value != default
+        f"data.{key} ({value!r})" for key, value in values.items() if value != DataConfig.model_fields[key].default
     ]
     if given:
         raise DataError(

@@ -120,51 +120,24 @@ def named_shape(name: str) -> ModelShape:
     return SHAPES[name]
 
 
+_QWEN25_1B = ModelShape(
+    vocab=151_936, hidden=1536, layers=28, heads=12, groups=2, head_dim=128, ffn=8960, tied=True, qkv_bias=True
+)
 _QWEN25_7B = ModelShape(
     vocab=152_064, hidden=3584, layers=28, heads=28, groups=4, head_dim=128, ffn=18_944, qkv_bias=True
 )
+_QWEN3_8B = ModelShape(
+    vocab=151_936, hidden=4096, layers=36, heads=32, groups=8, head_dim=128, ffn=12_288, qk_norm=True
+)
 
 SHAPES: Mapping[str, ModelShape] = {
-    "qwen2.5-0.5b": ModelShape(
-        vocab=151_936,
-        hidden=896,
-        layers=24,
-        heads=14,
-        groups=2,
-        head_dim=64,
-        ffn=4864,
-        tied=True,
-        qkv_bias=True,
-    ),
-    "qwen2.5-1.5b": ModelShape(
-        vocab=151_936,
-        hidden=1536,
-        layers=28,
-        heads=12,
-        groups=2,
-        head_dim=128,
-        ffn=8960,
-        tied=True,
-        qkv_bias=True,
-    ),
+    "qwen2.5-0.5b": replace(_QWEN25_1B, hidden=896, layers=24, heads=14, head_dim=64, ffn=4864),
+    "qwen2.5-1.5b": _QWEN25_1B,
     "qwen2.5-7b": _QWEN25_7B,
     "qwen2.5-14b": replace(_QWEN25_7B, hidden=5120, layers=48, heads=40, groups=8, ffn=13_824),
     "qwen2.5-32b": replace(_QWEN25_7B, hidden=5120, layers=64, heads=40, groups=8, ffn=27_648),
-    "qwen3-8b": ModelShape(
-        vocab=151_936, hidden=4096, layers=36, heads=32, groups=8, head_dim=128, ffn=12_288, qk_norm=True
-    ),
-    "qwen3-30b-a3b": ModelShape(
-        vocab=151_936,
-        hidden=2048,
-        layers=48,
-        heads=32,
-        groups=4,
-        head_dim=128,
-        ffn=768,
-        qk_norm=True,
-        experts=128,
-        experts_per_token=8,
-    ),
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-30b-a3b": replace(_QWEN3_8B, hidden=2048, layers=48, groups=4, ffn=768, experts=128, experts_per_token=8),
     "llama3.1-8b": ModelShape(vocab=128_256, hidden=4096, layers=32, heads=32, groups=8, head_dim=128, ffn=14_336),
 }
 """Shapes of public models, as their config.json files state them."""

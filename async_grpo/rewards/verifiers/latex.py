@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 _TOKEN = re.compile(r"\\[A-Za-z]+\s*|\\.|[^\\]", re.DOTALL)
 
+_FUNCTIONS = "sin cos tan cot sec csc log ln exp min max gcd lim arcsin arccos arctan sinh cosh tanh det deg"
 _SYMBOLS = {
     **dict(zip(("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi"), "αβγδθλμπ", strict=True)),
     **dict(zip(("epsilon", "zeta", "eta", "kappa", "nu", "xi", "rho", "sigma"), "ϵζηκνξρσ", strict=True)),
@@ -24,35 +25,16 @@ _SYMBOLS = {
     ),
     **dict(zip(("langle", "rangle", "lfloor", "rfloor", "lceil", "rceil", "mid", "prime"), "⟨⟩⌊⌋⌈⌉|'", strict=True)),
     **dict(zip(("lbrace", "rbrace", "lvert", "rvert", ",", ";", ":", " "), "{}||    ", strict=True)),
-    **{
-        name: name
-        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "min", "max", "gcd", "lim")
-    },
-    **{name: name for name in ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "det", "deg")},
+    **{name: name for name in _FUNCTIONS.split()},
     **{"\\": "\n", "quad": "  ", "qquad": "    ", "!": ""},
     **{name: name for name in ("{", "}", "$", "%", "#", "&", "_")},
 }
-_WITHOUT_TEXT = frozenset(
-    (
-        *(
-            "left",
-            "right",
-            "big",
-            "Big",
-            "bigg",
-            "Bigg",
-            "text",
-            "textbf",
-            "textit",
-            "textrm",
-            "mathrm",
-            "operatorname",
-        ),
-        *("overline", "boxed", "binom", "ne", "implies", "degree", "triangle", "pmod", "mod", "bmod", "land", "bf"),
-        *("displaystyle", "large", "cfrac", "limits", "underline", "mathop", "lor", "iff", "lt", "gt"),
-    )
-)
+_WITHOUT_TEXT = """
+    left right big Big bigg Bigg text textbf textit textrm mathrm operatorname overline boxed binom ne implies degree
+    triangle pmod mod bmod land bf displaystyle large cfrac limits underline mathop lor iff lt gt
+"""
 """Macros that write nothing themselves; their arguments are plain groups."""
+_SILENT = frozenset(_WITHOUT_TEXT.split())
 _BLACKBOARD = dict(zip("RZQNC", "ℝℤℚℕℂ", strict=True))
 
 
@@ -105,7 +87,7 @@ class _Reader:
         name = token[1:]
         if macro := self._macros.get(name):
             return macro()
-        return "" if name in _WITHOUT_TEXT else _SYMBOLS.get(name, token)
+        return "" if name in _SILENT else _SYMBOLS.get(name, token)
 
     def _argument(self) -> str:
         """The text of the next argument: a group, a macro or one character. Raises ValueError if there is none."""

@@ -69,6 +69,8 @@ _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?\n?\Z")
 _NEAR = 1e-7
 
 _MOST_LETTERS = 2
+_SYMPY_NAMES = "Integer Float Number Symbol Function sqrt ln re im factorial pi oo zoo"
+"""What may be called or named in an expression."""
 _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 _TRANSFORMATIONS = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
 
@@ -250,24 +252,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_NAMES = {
-    name: getattr(sympy, name)
-    for name in (
-        "Integer",
-        "Float",
-        "Number",
-        "Symbol",
-        "Function",
-        "sqrt",
-        "ln",
-        "re",
-        "im",
-        "factorial",
-        "pi",
-        "oo",
-        "zoo",
-    )
-}
+_NAMES = {name: getattr(sympy, name) for name in _SYMPY_NAMES.split()}
 
 
 def parse(expression: str) -> Any:

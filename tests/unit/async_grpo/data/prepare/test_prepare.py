@@ -14,8 +14,7 @@ import pytest
 
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.prepare.filters import BATCH_ROWS
-from async_grpo.data.prepare.pipeline import PrepareResult, prepare
+from async_grpo.data.prepare.pipeline import BATCH_ROWS, PrepareResult, prepare
 from async_grpo.data.prepared_dataset import open_prepared
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, DataError
