@@ -19,7 +19,7 @@ from async_grpo.app import doctor
 from async_grpo.app.cli.main import app
 from async_grpo.utils.requirements import Finding, release
 from rollout_server.engines.vllm import platform as vllm_platform
-from tests.support.smi import NPU, NVIDIA, says
+from tests.support.imitated_devices import NPU, NVIDIA, says
 from trainer.platform import base, cpu, cuda, npu
 
 Installed = Callable[..., None]
