@@ -15,6 +15,8 @@ from typing import Any, TypedDict
 from async_grpo.telemetry.metrics import PHASES
 
 Row = Mapping[str, Any]
+Facts = dict[str, Any]
+"""Key -> value of a summary, as JSON has it; None where something is not known."""
 
 GENERATED_TOKENS = "generated_tokens"
 """Counter of the run board: completion tokens sampled by all rollout servers."""
@@ -81,6 +83,16 @@ def number(row: Row, key: str) -> float | None:
 def numbers(rows: Sequence[Row], key: str) -> list[float]:
     """A numeric field of every row that has it."""
     return [value for row in rows if (value := number(row, key)) is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean of the values, None if there are none."""
+    return sum(values) / len(values) if values else None
+
+
+def rate(amount: float | None, spent_s: float) -> float | None:
+    """The amount per second; None if the amount is not known or no time was spent."""
+    return amount / spent_s if amount is not None and spent_s > 0 else None
 
 
 def seconds_by_part(row: Row) -> dict[str, float]:

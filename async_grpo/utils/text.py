@@ -42,6 +42,11 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / GIB:.1f}"
 
 
+def figure(value: float | None, form: str) -> str:
+    """The value in the format `form`, "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
 def clean_text(text: str) -> str:
     """The text without control, bidirectional-override, surrogate and private-use characters; newline and tab stay."""
     return "".join(c for c in text if c in _KEPT or unicodedata.category(c) not in _UNSAFE_CATEGORIES)

@@ -1,4 +1,4 @@
-"""`async-grpo buffer`: look into the buffer of a live run, bring it to rest, take its groups out."""
+"""`async-grpo buffer`: inspect, drain and export the buffer of a live run."""
 
 from __future__ import annotations
 
@@ -12,41 +12,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from async_grpo.app.cli.common import exit_with
+from async_grpo.app.cli.common import RunConfigFile, RunDir, RunOverride, exit_with, print_line, progress_bar
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from buffer.inspector import Inspector, Overview
 
 app = typer.Typer(
-    help="Look into the buffer of a live run. Say which run by the CONFIG and -o it was started with, or by --run-dir.",
+    help="Inspect the buffer of a live run, named by the CONFIG and -o that it was started with, or by --run-dir.",
     no_args_is_help=True,
 )
 
-ConfigArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="Of the run; not with --run-dir.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="As the run was started; may be repeated."),
-]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="For example runs/quickstart.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
 def stats(
-    config: ConfigArgument = None,
-    override: Overrides = None,
+    config: RunConfigFile = None,
+    override: RunOverride = None,
     run_dir: RunDir = None,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
-    every_s: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Of --watch.")] = 1.0,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Seconds between refreshes with --watch.")
+    ] = 1.0,
 ) -> None:
-    """Counters, window fill, head version, releases by reason, ages, oldest lease, the server's memory.
+    """Show counters, window fill, head version, releases by reason, ages, the oldest lease and the server's memory.
 
-    Nothing is changed. With --watch --json: one line of JSON a look.
+    Changes nothing. With --watch --json, every refresh prints one line of JSON.
     """
     from async_grpo.app.inspector.export import plain_overview
     from async_grpo.app.inspector.views import overview_view
@@ -66,93 +61,107 @@ def stats(
                 await asyncio.sleep(every_s)
                 live.update(overview_view(await inspector.overview()), refresh=True)
 
-    _attached(config, override, run_dir, look)
+    exit_with(lambda: _attached(config, override, run_dir, look))
 
 
 @app.command()
 def inspect(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [ID]", help="ID: a sequence number.")] = None,
-    override: Overrides = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [ID]", help="CONFIG of the run, and the sequence number of one group."),
+    ] = None,
+    override: RunOverride = None,
     run_dir: RunDir = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Groups listed of each state.")] = 20,
-    characters: Annotated[int, typer.Option("--characters", min=1, help="Of a text, in a record.")] = 400,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Groups to list in each state.")] = 20,
+    characters: Annotated[int, typer.Option("--characters", min=1, help="Characters to show of each text.")] = 400,
     as_json: AsJson = False,
 ) -> None:
-    """List the groups by state, or show every record of the group (or waiting task) ID.
+    """List the groups by state, or show every record of the group or waiting task ID.
 
-    Records are decoded without their schema, so those of a newer release can be read as well. Text is
-    shown escaped: nothing that a model wrote reaches the terminal as a command. Nothing is changed.
+    Records are decoded without their schema, so those of a newer release can be read too. Text is escaped: nothing
+    that a model wrote can control the terminal. Changes nothing.
     """
-    config, ident = _config_and_id(words or [], run_dir)
 
-    async def look(inspector: Inspector) -> None:
-        await (
-            _show_groups(inspector, limit, as_json) if ident is None else _show(inspector, ident, characters, as_json)
-        )
+    def work() -> int:
+        config, ident = _config_and_id(words or [], run_dir)
 
-    _attached(config, override, run_dir, look)
+        async def look(inspector: Inspector) -> None:
+            if ident is None:
+                await _show_groups(inspector, limit, as_json)
+            else:
+                await _show(inspector, ident, characters, as_json)
+
+        return _attached(config, override, run_dir, look)
+
+    exit_with(work)
 
 
 @app.command()
 def drain(
-    config: ConfigArgument = None,
-    override: Overrides = None,
+    config: RunConfigFile = None,
+    override: RunOverride = None,
     run_dir: RunDir = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Seconds to wait for the groups in flight.")
+    ] = 600.0,
     discard_ready: Annotated[
-        bool, typer.Option("--discard-ready", help="At the end, release all READY groups untrained (stale).")
+        bool, typer.Option("--discard-ready", help="Finally release all READY groups untrained (as stale).")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Undo it: admission goes on as before.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Undo an earlier drain: reopen admission.")] = False,
 ) -> None:
-    """Stop admission, and wait until nothing is in flight.
+    """Stop admission and wait until no group is in flight.
 
-    1. The horizon of the run is set to 0 (and a limit of the ratio is lifted), so that no new group is
-    admitted, whatever is released. Processes that join or restart with the same configuration do not undo it.
+    1. The horizon of the run is set to 0 and a limit of the replay ratio is lifted, so no new group is admitted,
+    whatever is released. Processes that join or restart with the same configuration do not undo this.
 
-    2. Groups in flight come to their end: their servers insert or discard them, and those of a server that died
-    go to the next server when their lease expires. This command waits for that, at most --timeout seconds.
+    2. Groups in flight finish: their servers insert or discard them, and the groups of a dead server go to the next
+    server when their lease expires. This command waits for that, at most --timeout seconds.
 
-    3. READY groups stay: the trainer takes them as long as they fill its batches, then it waits for more, and
-    ends with an error after trainer.take_timeout_s. Waiting tasks stay as well.
+    3. READY groups stay. The trainer takes them as long as they fill its batches, then waits for more, and fails after
+    trainer.take_timeout_s. Waiting tasks stay too.
 
-    --resume puts horizon and limit back. What --discard-ready released stays released: those slots are filled
-    anew. A run that is resumed with other parameters, more steps for example, is open again, too.
+    --resume restores horizon and limit. Groups that --discard-ready released stay released, and new groups take their
+    slots. Resuming the run with other parameters, such as more steps, also reopens admission.
     """
 
     async def move(inspector: Inspector) -> None:
         if resume:
-            return _say_resumed(await inspector.resume_admission())
+            resumed = await inspector.resume_admission()
+            return print_line("admission is open again" if resumed else "admission was not stopped: nothing is changed")
         from async_grpo.app.inspector.export import wait_until_drained
 
         stopped = await inspector.stop_admission()
-        _say("admission is stopped" if stopped else "admission was stopped already")
-        with _progress() as progress:
+        print_line("admission is stopped" if stopped else "admission was already stopped")
+        with progress_bar() as progress:
             overview = await wait_until_drained(inspector, timeout_s, _follow(progress))
         if discard_ready:
-            return _say(f"nothing is in flight; {await inspector.discard_ready()} READY groups were released as stale")
-        _say(f"nothing is in flight; {overview.stats.ready} READY groups are left for the trainer")
+            discarded = await inspector.discard_ready()
+            return print_line(f"nothing is in flight; {discarded} READY groups were released as stale")
+        print_line(f"nothing is in flight; {overview.stats.ready} READY groups are left for the trainer")
 
-    _attached(config, override, run_dir, move)
+    exit_with(lambda: _attached(config, override, run_dir, move))
 
 
 @app.command()
 def export(
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="FILE.jsonl or FILE.msgpack.")],
-    config: ConfigArgument = None,
-    override: Overrides = None,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FILE", help="File to write; its name ends in .jsonl or .msgpack.")
+    ],
+    config: RunConfigFile = None,
+    override: RunOverride = None,
     run_dir: RunDir = None,
     state: Annotated[
-        list[str] | None, typer.Option("--state", help="ready, taken or kept; may be repeated. All of them else.")
+        list[str] | None, typer.Option("--state", help="ready, taken or kept; may be repeated (default: all three).")
     ] = None,
 ) -> None:
-    """Write the stored groups to a file, in the order of their sequence. Nothing is changed.
+    """Write the stored groups to a file, in the order of their sequence. Changes nothing.
 
-    READY groups wait for the trainer, TAKEN ones are being trained, KEPT ones were trained and stay until a
-    checkpoint contains them. Each entry has seq, state, step (that it was taken for) and group, the record:
+    READY groups wait for the trainer, TAKEN groups are being trained, and KEPT groups were trained and stay until a
+    checkpoint contains them. Each entry has seq, state, step (the one it was taken for) and group, the record itself:
     kind, format, seq, attempt, task, samples (tokens, logprobs, spans, text, rewards, ...), server, times.
 
-    .jsonl: one JSON object a line, arrays as lists of numbers. .msgpack: a stream of maps, arrays as raw
-    little-endian bytes (int32 token ids, float32 log-probabilities).
+    A .jsonl file has one JSON object per line, with arrays as lists of numbers. A .msgpack file is a stream of maps,
+    with arrays as raw little-endian bytes (int32 token ids, float32 log-probabilities).
     """
 
     async def move(inspector: Inspector) -> None:
@@ -161,33 +170,30 @@ def export(
 
         format_of(to)
         groups = await inspector.groups(_states(state))
-        with _progress() as progress:
+        with progress_bar() as progress:
             bar = progress.add_task("groups", total=len(groups))
             done = await write(inspector, groups, to, lambda: progress.advance(bar))
-        gone = f"; {done.gone} had ended before their turn" if done.gone else ""
-        _say(f"{done.groups} groups, {done.size_bytes:,} bytes in {to}{gone}")
+        gone = f"; {done.gone} ended before they could be written" if done.gone else ""
+        print_line(f"{done.groups} groups, {done.size_bytes:,} bytes in {to}{gone}")
 
-    _attached(config, override, run_dir, move)
+    exit_with(lambda: _attached(config, override, run_dir, move))
 
 
 def _attached(
     config: Path | None, override: list[str] | None, run_dir: Path | None, do: Callable[[Inspector], Awaitable[Any]]
-) -> None:
-    """Find the run, attach without changing it, and do something with it. Ctrl-C ends it quietly."""
+) -> int:
+    """Find the run, attach without changing it, and do something with it. Ctrl-C ends it without a traceback."""
     from async_grpo.app.launch.run_folder import find_run
 
     async def work() -> None:
         async with _inspector(find_run(config, override or [], run_dir)) as inspector:
             await do(inspector)
 
-    def interruptible() -> int:
-        try:
-            asyncio.run(work())
-        except KeyboardInterrupt:
-            return 130
-        return 0
-
-    exit_with(interruptible)
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 @asynccontextmanager
@@ -202,18 +208,14 @@ async def _inspector(config: Any) -> AsyncIterator[Inspector]:
 
 
 def _config_and_id(words: list[str], run_dir: Path | None) -> tuple[Path | None, int | None]:
-    """CONFIG comes first, and is left out with --run-dir."""
+    """CONFIG comes first and is left out with --run-dir. Raises ConfigError for anything but one sequence number."""
     config = Path(words[0]) if words and run_dir is None else None
     rest = words[1:] if config else words
     if not rest:
         return config, None
     if len(rest) > 1 or not rest[0].isdecimal():
-        exit_with(lambda: _refuse(f"{' '.join(rest)!r} is no ID: give one sequence number, as `inspect` lists them"))
+        raise ConfigError(f"{' '.join(rest)!r} is not an ID. Give one sequence number, as `buffer inspect` lists them")
     return config, int(rest[0])
-
-
-def _refuse(why: str) -> int:
-    raise ConfigError(why)
 
 
 async def _show_groups(inspector: Inspector, limit: int, as_json: bool) -> None:
@@ -237,8 +239,8 @@ async def _show(inspector: Inspector, seq: int, characters: int, as_json: bool) 
     records = await inspector.records(seq)
     if not records:
         raise ConfigError(
-            f"nothing is stored of group {seq}: it was never put, or it has ended and a checkpoint contains it. "
-            "`async-grpo buffer inspect` without ID lists what is there"
+            f"nothing is stored for group {seq}: it does not exist yet, or it has ended and a checkpoint contains it. "
+            "`async-grpo buffer inspect` without ID lists the groups"
         )
     unpacked = {kind: decode_untyped(payload) for kind, payload in records.items()}
     if as_json:
@@ -252,30 +254,17 @@ def _states(names: list[str] | None) -> Any:
 
     known = {state.value: state for state in EXPORTABLE}
     if unknown := sorted(set(names or ()) - known.keys()):
-        raise ConfigError(f"--state {unknown[0]}: there is no such state of stored groups. Known: {', '.join(known)}")
+        raise ConfigError(f"--state {unknown[0]} is unknown. Stored groups are {', '.join(known)}")
     return [known[name] for name in names or known]
 
 
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
-
-
 def _follow(progress: Progress) -> Callable[[Overview], None]:
-    """A bar from the groups that are in flight now to none."""
-    bar = progress.add_task("groups ended")
-    begun_with: list[int] = []
+    """A bar that counts the groups that end, from those in flight at the first look down to none."""
+    bar = progress.add_task("groups ended", total=None)
 
     def show(overview: Overview) -> None:
-        begun_with.append(overview.stats.inflight)
-        progress.update(bar, total=begun_with[0], completed=begun_with[0] - overview.stats.inflight)
+        inflight, total = overview.stats.inflight, progress.tasks[bar].total
+        total = inflight if total is None else total
+        progress.update(bar, total=total, completed=total - inflight)
 
     return show
-
-
-def _say(what: str) -> None:
-    Console().print(escape(what), highlight=False)
-
-
-def _say_resumed(resumed: bool) -> None:
-    _say("admission goes on" if resumed else "admission was not stopped by `buffer drain`: nothing is changed")

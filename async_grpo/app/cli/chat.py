@@ -1,6 +1,6 @@
 """`async-grpo chat`: talk to a policy in the terminal.
 
-    line --> ChatSession --> pieces of the reply --> clean_text --> stdout; who wrote it, and its reward --> stderr
+    line --> ChatSession --> pieces of the reply --> clean_text --> stdout;  its author and reward --> stderr
 
 It waits for a line, then for the reply. Replies are shown as plain text: control characters never reach the terminal,
 and markup is not interpreted.
@@ -19,7 +19,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from async_grpo.app.cli.common import CheckpointPath, ConfigFile, Live, Override, PolicyOptions, RunDir, exit_with
+from async_grpo.app.cli.common import (
+    CheckpointPath,
+    Live,
+    PolicyOptions,
+    RunConfigFile,
+    RunDir,
+    RunOverride,
+    exit_with,
+)
 from async_grpo.errors import ConfigError, DataError, EngineError, WaitTimeout
 from async_grpo.utils.text import clean_text
 
@@ -32,33 +40,37 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 Question = Annotated[
-    str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this and leave: the reply is all of stdout.")
+    str | None, typer.Option("--prompt", metavar="TEXT", help="Ask one question and exit; stdout is the reply alone.")
 ]
 Answer = Annotated[
-    str | None, typer.Option("--answer", metavar="TEXT", help="With --prompt: the reference; the reward is shown.")
+    str | None,
+    typer.Option("--answer", metavar="TEXT", help="With --prompt: also show the reward for this reference answer."),
 ]
 TemplateName = Annotated[
-    str, typer.Option(metavar="NAME|FILE", help="raw, qwen_r1, chat or a Jinja file; else that of the run's data.")
+    str,
+    typer.Option(metavar="NAME|FILE", help="raw, qwen_r1, chat or a Jinja file (default: the template of the data)."),
 ]
-System = Annotated[str, typer.Option(help="What stands before everything; with a chat template.")]
-Temperature = Annotated[float | None, typer.Option(min=0.0, max=10.0, help="0 is greedy; else sampling.temperature.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Of a reply; else sampling.max_tokens.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same question then has the same reply.")]
+System = Annotated[str, typer.Option(help="System message, for templates with a place for one.")]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, max=10.0, help="0 is greedy (default: sampling.temperature).")
+]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply, in tokens (default: sampling.max_tokens).")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed: the same question then gets the same reply.")]
 
 _LINE_ERRORS = (ConfigError, DataError, EngineError, WaitTimeout)
-"""Errors of one line; the conversation goes on after them."""
+"""Errors that end one line; the conversation continues after them."""
 HELP = """\
-/answer TEXT        the reward of the last reply, TEXT being the reference answer
-/temperature X      from here on; 0 is greedy
-/max-tokens N       of a reply, from here on
-/prompt             what the policy read, as it read it
-/reset              forget what was said
-/quit               leave (so does the end of the input)"""
+/answer TEXT        show the reward of the last reply for the reference answer TEXT
+/temperature X      set the temperature; 0 is greedy
+/max-tokens N       set the longest reply, in tokens
+/prompt             show the last prompt as the policy read it
+/reset              forget the conversation so far
+/quit               leave (as does the end of the input)"""
 
 
 def chat(
-    config: ConfigFile = None,
-    override: Override = None,
+    config: RunConfigFile = None,
+    override: RunOverride = None,
     run_dir: RunDir = None,
     checkpoint: CheckpointPath = None,
     live: Live = False,
@@ -70,10 +82,10 @@ def chat(
     max_tokens: MaxTokens = None,
     seed: Seed = None,
 ) -> None:
-    """Talk to the policy of a checkpoint or of a run that is going on.
+    """Talk to the policy of a checkpoint or of a run in progress.
 
-    Questions are written as the run's data writes its prompts. A policy that was trained on single questions is asked
-    single questions: only a chat template (or a file of your own) has what was said before in it.
+    Questions are formatted as the prompts of the run's data. A policy that was trained on single questions is asked
+    single questions: only a chat template or your own template file includes the conversation so far.
     """
     policy = PolicyOptions(config, override, run_dir, checkpoint, live)
     options = ChatOptions(template, system, temperature, max_tokens, seed)
@@ -82,7 +94,7 @@ def chat(
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the user wants to differ from the run's configuration; empty or None keeps the run's value."""
+    """Values of the user in place of the run's configuration; empty or None keeps the run's value."""
 
     template: str = ""
     system: str = ""
@@ -105,10 +117,10 @@ class ChatTerminal:
         self.session = session
 
     def allow(self, max_tokens: int) -> None:
-        """Set the longest reply, in tokens. Raises ConfigError above what the servers of a live run give."""
+        """Set the longest reply, in tokens. Raises ConfigError above the limit of a live run's servers."""
         if max_tokens > (most := most_tokens(self._config, self._policy)):
             raise ConfigError(
-                f"{max_tokens} tokens are above {most}, the most that the run's servers give in one reply "
+                f"{max_tokens} tokens are above {most}, the longest reply that the run's servers give "
                 "(rollout.http.max_tokens). Ask for less, or resume the run with a larger rollout.http.max_tokens"
             )
         self.session.max_tokens = max_tokens
@@ -117,10 +129,8 @@ class ChatTerminal:
         """Show the reply as it comes, then who wrote it. Raises what `ChatSession.ask` raises."""
         async with aclosing(self.session.ask(question)) as pieces:
             async for piece in pieces:
-                sys.stdout.write(clean_text(piece))
-                sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+                print(clean_text(piece), end="", flush=True)
+        print(flush=True)
         if (reply := self.session.last) is not None:
             note(f"[{self._author(reply.tokens_by_version)}, {reply.tokens} tokens, {reply.finish_reason}]")
 
@@ -131,7 +141,7 @@ class ChatTerminal:
 
         reply = self.session.last
         if reply is None:
-            raise DataError("there is no reply yet to judge. Ask something first")
+            raise DataError("there is no reply to judge yet. Ask something first")
         if self._pool is None:
             self._pool = await self._stack.enter_async_context(RewardPool(self._config.rewards))
         (result,) = await self._pool.judge([RewardInput(reply.text, answer, reply.prompt)])
@@ -142,7 +152,7 @@ class ChatTerminal:
     def handle_command(self, line: str, runner: asyncio.Runner) -> None:
         """Carry out a line that begins with a slash. Raises ConfigError for an unknown command or a bad value."""
         word, _, rest = line.partition(" ")
-        session = self.session
+        session, last = self.session, self.session.last
         match word:
             case "/help":
                 note(HELP)
@@ -150,7 +160,7 @@ class ChatTerminal:
                 session.reset()
                 note("forgotten")
             case "/prompt":
-                note(clean_text(session.last.prompt) if session.last is not None else "nothing was asked yet")
+                note(clean_text(last.prompt) if last is not None else "nothing was asked yet")
             case "/answer":
                 runner.run(self.judge(rest.strip()))
             case "/temperature":
@@ -179,12 +189,12 @@ def most_tokens(config: RunConfig, policy: Checkpoint | LiveRun) -> int:
 
 
 def note(text: str) -> None:
-    """Print what the policy did not write, dimmed, to standard error."""
+    """Print text that the policy did not write to standard error, dimmed."""
     Console(stderr=True).print(escape(text), style="dim", highlight=False, soft_wrap=True)
 
 
 def _chat(choice: PolicyOptions, options: ChatOptions, prompt: str | None, answer: str | None) -> int:
-    """The command: one question, or a conversation."""
+    """Ask one question, or hold a conversation; returns the exit code."""
     if answer is not None and prompt is None:
         raise ConfigError("--answer goes with --prompt. In a conversation type /answer TEXT")
     config, policy = choice.policy()
@@ -225,9 +235,9 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOp
 
 
 def _converse(runner: asyncio.Runner, terminal: ChatTerminal) -> None:
-    """Read line after line until the input ends."""
-    memory = "it remembers what was said" if terminal.session.remembers else "every question stands for itself"
-    note(f"Ask. /help lists the commands, /quit leaves; {memory}.")
+    """Answer line after line until the input ends."""
+    memory = "remembers the conversation" if terminal.session.remembers else "reads every question on its own"
+    note(f"Ask a question. /help lists the commands, /quit leaves. The policy {memory}.")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -1,4 +1,4 @@
-"""`async-grpo convert` and `async-grpo export`: weights from one form into the other."""
+"""`async-grpo convert` and `async-grpo export`: convert checkpoints between Megatron and Hugging Face formats."""
 
 from __future__ import annotations
 
@@ -8,29 +8,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from async_grpo.app.cli.common import exit_with
+from async_grpo.app.cli.common import exit_with, print_line, progress_bar
 from async_grpo.errors import ConfigError
 
 Convert = Callable[[Callable[[int, int], None]], None]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint folder of either form.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that is not there yet.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder or Megatron checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to create; it must not exist.")],
 ) -> None:
     """Convert a Hugging Face folder into a Megatron distributed checkpoint, or back.
 
-    The direction follows from SOURCE. No bit of the weights changes. Configuration and tokenizer travel along, so
-    that the way back needs nothing else. What comes out of the first is loaded by ranks in any layout (tensor,
-    pipeline, context, expert parallel).
+    The format of SOURCE decides the direction. The weights stay the same, bit for bit. Configuration and tokenizer are
+    copied too, so converting back needs nothing else. A converted Megatron checkpoint can be loaded in any layout of
+    ranks (tensor, pipeline, context, expert parallel).
 
-    One process, on the CPU, with the weights in memory once. A TARGET that exists is refused.
+    The conversion runs in one process on the CPU and holds the weights in memory once.
 
-    Of a run, use `async-grpo export`.
+    For the checkpoint of a run, use `async-grpo export`.
     """
 
     def work() -> int:
@@ -42,8 +39,8 @@ def convert(
             return _with_progress("Megatron", target, lambda progress: to_megatron(source, target, progress))
         if not (source / "config.json").is_file():
             raise ConfigError(
-                f"{source} has no config.json, so that its architecture and tokenizer are not known: `async-grpo "
-                "convert` did not write it. Of a run, use `async-grpo export runs/NAME TARGET`"
+                f"{source} has no config.json, so its architecture and tokenizer are unknown: `async-grpo convert` did "
+                "not write it. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
             )
         return _with_progress(
             "Hugging Face", target, lambda progress: to_hugging_face(source, source, target, progress)
@@ -53,16 +50,16 @@ def convert(
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="For example runs/quickstart.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that is not there yet.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of the run, such as runs/quickstart.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")],
     version: Annotated[
-        int | None, typer.Option("--version", help="Policy version; the newest checkpoint else.")
+        int | None, typer.Option("--version", help="Policy version (default: the newest checkpoint).")
     ] = None,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder, which transformers and vLLM load.
+    """Export a checkpoint of a run as a Hugging Face folder, which transformers and vLLM can load.
 
-    The run may be going on, or be over. Only versions with a checkpoint can be exported: see
-    trainer.checkpoint.every_steps and keep.
+    The run may still be in progress. Only policy versions with a checkpoint can be exported: see
+    trainer.checkpoint.every_steps and trainer.checkpoint.keep.
     """
 
     def work() -> int:
@@ -71,8 +68,8 @@ def export(
         from trainer.checkpoint.convert import to_hugging_face
 
         config, checkpoint = find_checkpoint(run_dir, version)
-        settings = asyncio.run(prepare_model(config, _say))
-        _say(f"policy version {int(checkpoint.name)} of {run_dir}")
+        settings = asyncio.run(prepare_model(config, print_line))
+        print_line(f"policy version {int(checkpoint.name)} of {run_dir}")
         return _with_progress(
             "Hugging Face", target, lambda progress: to_hugging_face(checkpoint, settings, target, progress)
         )
@@ -81,14 +78,9 @@ def export(
 
 
 def _with_progress(form: str, target: Path, do: Convert) -> int:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("tensors", total=None)
         do(lambda done, total: progress.update(bar, completed=done, total=total))
     size_bytes = sum(path.stat().st_size for path in target.iterdir())
-    _say(f"{target}: {form}, {size_bytes:,} bytes")
+    print_line(f"{target}: {form}, {size_bytes:,} bytes")
     return 0
-
-
-def _say(what: str) -> None:
-    Console().print(escape(what), highlight=False)

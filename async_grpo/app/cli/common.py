@@ -1,4 +1,4 @@
-"""What the commands share: how a command ends, and the options of `eval` and `chat` that name a policy."""
+"""What the commands share: how a command ends, what it prints, and the options that name a run or a policy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.utils.text import clean_text
@@ -19,33 +20,63 @@ if TYPE_CHECKING:
     from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
 
-
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG]", help="Of the run, such as configs/quickstart.yaml")
-]
+EXAMPLE = "Configuration file, such as configs/quickstart.yaml."
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=EXAMPLE)]
+OptionalConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=EXAMPLE)]
 Override = Annotated[
     list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="As the run was started; may be repeated."),
+    typer.Option(
+        "-o", "--override", metavar="KEY=VALUE", help="Override a key, such as max_staleness=0; may be repeated."
+    ),
 ]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="runs/NAME instead of CONFIG and -o.")]
+RunConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="Configuration file that the run was started with.")
+]
+RunOverride = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o", "--override", metavar="KEY=VALUE", help="Override that the run was started with; may be repeated."
+    ),
+]
+RunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", metavar="DIR", help="Folder of the run, such as runs/quickstart, in place of CONFIG."),
+]
 CheckpointPath = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="A Hugging Face folder or a checkpoint of a run; else the run's final one."),
+    typer.Option(
+        metavar="PATH", help="Hugging Face folder or checkpoint of a run (default: the run's final checkpoint)."
+    ),
 ]
-Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run that is going on.")]
+Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run in progress.")]
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A progress bar with the time elapsed, on standard error, so that standard output can be piped.
+
+    `columns` stand between bar and time; without any, it is `done/total`.
+    """
+    amount = columns or (MofNCompleteColumn(),)
+    shown = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn())
+    return Progress(*shown, console=Console(stderr=True))
+
+
+def print_line(text: str) -> None:
+    """Print a line of plain text to standard output."""
+    Console().print(escape(text), highlight=False)
 
 
 def exit_with(work: Callable[[], int]) -> None:
     """Run a command and exit with its code; raises typer.Exit.
 
-    An error raised on purpose, or about a file that the user named, is printed as a message instead of a traceback, and
-    the code is 1.
+    Errors raised on purpose, and those about a file that the user named, are printed as a message without a traceback;
+    the exit code is then 1.
     """
     try:
         code = work()
     except (AsyncGrpoError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
-            raise  # names no file: a fault of this program
+            raise  # it names no file, so it is a defect of this program
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         code = 1
     raise typer.Exit(code)
@@ -87,5 +118,5 @@ class PolicyOptions:
 
 
 def say(line: str) -> None:
-    """Print a line of plain text to standard error; standard output is for the answer."""
+    """Print a line of plain text to standard error, because standard output is for the answer."""
     Console(stderr=True, soft_wrap=True).print(clean_text(line), markup=False, highlight=False)

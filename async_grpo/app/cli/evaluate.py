@@ -1,39 +1,56 @@
-"""`async-grpo eval`: how good a policy is on the held-out prompts of a run."""
+"""`async-grpo eval`: evaluate a policy on the held-out prompts of a run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.table import Table
 
-from async_grpo.app.cli.common import CheckpointPath, ConfigFile, Live, Override, PolicyOptions, RunDir, exit_with, say
+from async_grpo.app.cli.common import (
+    CheckpointPath,
+    Live,
+    PolicyOptions,
+    RunConfigFile,
+    RunDir,
+    RunOverride,
+    exit_with,
+    progress_bar,
+    say,
+)
 from async_grpo.errors import ConfigError
-from async_grpo.utils.text import clean_text
+from async_grpo.utils.text import clean_text, figure
 
 if TYPE_CHECKING:
     from async_grpo.app.evaluate.evaluate import EvalReport
     from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
-    from async_grpo.rewards.base import RewardFailure
     from rollout_server.evaluation.eval_runner import EvalPlan
 
-Samples = Annotated[int | None, typer.Option(min=1, metavar="K", help="Completions a prompt; else eval.samples.")]
-Prompts = Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out prompts; else eval.prompts.")]
-Temperature = Annotated[float | None, typer.Option(help="Of the sampled completions; 1 else.")]
+Samples = Annotated[
+    int | None, typer.Option(min=1, metavar="K", help="Completions per prompt (default: eval.samples).")
+]
+Prompts = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Number of held-out prompts (default: eval.prompts).")
+]
+Temperature = Annotated[float | None, typer.Option(help="Temperature of the sampled completions (default: 1).")]
 SaveFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write every completion as a line of JSON.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")]
 Patience = Annotated[
     float | None,
-    typer.Option("--patience", min=1.0, metavar="SECONDS", help="For a completion, a grade; else eval.timeout_s."),
+    typer.Option(
+        "--patience",
+        min=1.0,
+        metavar="SECONDS",
+        help="Seconds to wait for each completion or grade (default: eval.timeout_s).",
+    ),
 ]
 
 _WIDTH = 200
@@ -41,8 +58,8 @@ _WIDTH = 200
 
 
 def evaluate(
-    config: ConfigFile = None,
-    override: Override = None,
+    config: RunConfigFile = None,
+    override: RunOverride = None,
     run_dir: RunDir = None,
     checkpoint: CheckpointPath = None,
     live: Live = False,
@@ -55,9 +72,9 @@ def evaluate(
 ) -> None:
     """Evaluate a policy on the held-out prompts of its run: mean@k, pass@k, maj@k and greedy, with 95% intervals.
 
-    Prompts, seeds, rewards and the engine's settings are those of the run, so that the final checkpoint gives the
-    accuracy again that the run's report states. With --live the weights may change meanwhile: it says which
-    versions wrote the answers.
+    Prompts, seeds, rewards and engine settings are those of the run, so the final checkpoint reproduces the accuracy in
+    the run's report. With --live the weights may change during the evaluation; the output then says which versions
+    wrote the answers.
     """
     from async_grpo.app.evaluate.evaluate import plan_of
 
@@ -67,7 +84,7 @@ def evaluate(
         choice.check()
         for file in (save, json_file):
             if file is not None and file.exists():
-                raise ConfigError(f"{file} is there already, and nothing is overwritten. Name another file")
+                raise ConfigError(f"{file} exists already, and nothing is overwritten. Name another file")
         run_config, policy = choice.policy()
         plan = plan_of(run_config, prompts=prompts, samples=samples, temperature=temperature)
         report = asyncio.run(_with_progress(run_config, policy, plan, patience_s or run_config.eval.timeout_s))
@@ -83,17 +100,14 @@ async def _with_progress(
 ) -> EvalReport:
     from async_grpo.app.evaluate.evaluate import evaluate as grade
 
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         bar = progress.add_task("completions", total=None)
-
-        def answered(total: int) -> None:
-            progress.update(bar, advance=1, total=total)
-
-        return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=answered)
+        return await grade(
+            *(config, policy, plan),
+            patience_s=patience_s,
+            say=say,
+            on_answer=lambda total: progress.update(bar, advance=1, total=total),
+        )
 
 
 def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> None:
@@ -114,8 +128,7 @@ def _print(report: EvalReport) -> None:
 
     grades, plan = report.grades, report.plan
     parts = {"all": grades.figures, **grades.by_source}
-    table = Table()
-    table.add_column("")
+    table = Table("")
     for source in parts:
         table.add_column(escape(clean_text(source)), justify="right")
     table.add_row("prompts", *(str(part.prompts) for part in parts.values()))
@@ -150,47 +163,39 @@ def _remarks(report: EvalReport) -> list[str]:
     if grades.figures.unjudged:
         lines.append(f"{grades.figures.unjudged} completions could not be judged and are left out.")
     if failures := grades.extraction_failures:
-        lines.append(f"{no_vote(len(failures), report.plan.samples)} ({_in_words(failures)}).")
+        kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(one.kind for one in failures).items())
+        reasons = clean_text(f"{kinds}; first {failures[0].reason}")
+        lines.append(f"{no_vote(len(failures), report.plan.samples)} ({reasons}).")
     if report.trained_on:
-        lines.append(f"{report.trained_on} of the prompts that were asked for are trained on, and were left out.")
+        lines.append(f"{report.trained_on} of the requested prompts were left out, because the run trains on them.")
     if (held_out := len(grades.prompts) + report.trained_on) < report.plan.prompts:
-        lines.append(f"The data hold out {held_out} prompts, {report.plan.prompts} were asked for.")
+        lines.append(f"The data hold out {held_out} prompts, fewer than the {report.plan.prompts} requested.")
     if isinstance(report.policy, LiveRun):
         lines.append(_versions(report.versions))
     return lines + _comparison(report)
 
 
-def _in_words(failures: Sequence[RewardFailure]) -> str:
-    """The number of failures of each kind, and the reason of the first."""
-    kinds = Counter(failure.kind for failure in failures)
-    return clean_text(f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}; first {failures[0].reason}")
-
-
 def _versions(versions: dict[int, int]) -> str:
-    total = sum(versions.values()) or 1
-    shares = ", ".join(f"{version} ({tokens / total:.0%} of the tokens)" for version, tokens in versions.items())
     if len(versions) == 1:
         return f"One policy version wrote all answers: {next(iter(versions))}."
-    return f"Policy versions that wrote the answers: {shares}. The figures are of this mixture."
+    total = sum(versions.values()) or 1
+    shares = ", ".join(f"{version} ({tokens / total:.0%} of the tokens)" for version, tokens in versions.items())
+    return f"Policy versions that wrote the answers: {shares}. The figures describe this mixture."
 
 
 def _comparison(report: EvalReport) -> list[str]:
+    """How the accuracies compare with those of the run's own report, if it states any."""
     if report.agrees is None:
         return []
-    stated = (
-        f"the run's report states {_accuracies(report.stated['sampled_accuracy'], report.stated['greedy_accuracy'])}"
-    )
-    measured = _accuracies(report.grades.sampled_accuracy, report.grades.greedy_accuracy)
+    stated = _accuracies(report.stated["sampled_accuracy"], report.stated["greedy_accuracy"])
     if report.agrees:
-        return [f"Exactly what {stated}."]
+        return [f"Exactly what the run's report states: {stated}."]
+    measured = _accuracies(report.grades.sampled_accuracy, report.grades.greedy_accuracy)
     return [
-        f"Measured {measured}; {stated}. Other batches round other bits, which may turn single tokens: see "
-        "docs/evaluation.md"
+        f"Measured {measured}; the run's report states {stated}. Other batches round differently, which may change "
+        "single tokens: see docs/evaluation.md"
     ]
 
 
 def _accuracies(sampled: float | None, greedy: float | None) -> str:
-    def figure(value: float | None) -> str:
-        return "-" if value is None else f"{value:.6g}"
-
-    return f"{figure(sampled)} sampled, {figure(greedy)} greedy"
+    return f"{figure(sampled, '.6g')} sampled, {figure(greedy, '.6g')} greedy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,49 +17,23 @@ from rich.table import Table
 
 from async_grpo.app.cli import bench, buffer, checkpoints
 from async_grpo.app.cli.chat import chat
-from async_grpo.app.cli.common import exit_with
+from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, exit_with
 from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.doctor import examine
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
-from async_grpo.utils.requirements import Finding
 
 MARKS = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]optional[/]"}
 
-
-def report(platform: PlatformName, *, as_json: bool) -> int:
-    """Print the findings of the doctor; returns the exit code: 1 if something that is needed is missing."""
-    findings = examine(platform)
-    healthy = all(finding.ok is not False for finding in findings)
-    if as_json:
-        document = {"platform": platform, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        Console().print(_table(platform, findings))
-    return 0 if healthy else 1
-
-
-def _table(platform: PlatformName, findings: list[Finding]) -> Table:
-    table = Table(title=f"async-grpo doctor (platform: {platform})", show_lines=False)
-    for column in ("", "what", "found", "what to type"):
-        table.add_column(column)
-    for finding in findings:
-        fix = "" if finding.ok else finding.fix
-        table.add_row(MARKS[finding.ok], finding.name, escape(finding.found), escape(fix))
-    return table
-
-
 app = typer.Typer(
-    help="Asynchronous GRPO: rollout servers generate without pause, the trainer takes what is ready.",
+    help="Asynchronous GRPO: rollout servers generate without pause, and the trainer takes what is ready.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs of a docstring flow
 )
-
-
 app.add_typer(bench.app, name="bench")
 app.add_typer(buffer.app, name="buffer")
 app.command()(prepare)
@@ -69,56 +44,54 @@ app.command("eval")(evaluate)
 app.command()(chat)
 
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml")]
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="For example -o max_staleness=0; may be repeated."),
-]
-
-
 @app.command()
 def run(
-    config: ConfigArgument,
-    override: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")] = False,
+    config: ConfigFile,
+    override: Override = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and show the plan; start nothing.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run of this name and start over.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Answer what --fresh asks, with a shared server, by yes.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before --fresh deletes a run from a shared server.")
+    ] = False,
 ) -> None:
     """Run everything on this machine: server, trainer, rollout servers, report.
 
-    Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so each
-    experiment has a folder of its own under runs/.
+    Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so every experiment
+    has its own folder under runs/.
     """
     from async_grpo.app.launch.base import make_launcher
     from async_grpo.app.launch.preflight import describe, resolve
 
     def work() -> int:
         resolved = resolve(config, override or [], planning=dry_run)
-        launcher = make_launcher(_always if yes else _ask)
+        launcher = make_launcher((lambda question: True) if yes else _ask)
         if dry_run:
             console = Console()
             console.print(describe(resolved))
             for file, text in launcher.render(resolved).items():
                 console.print(f"{file}:\n{text}", markup=False)
             return 0
-        return asyncio.run(launcher.launch(resolved, fresh=fresh, command=_command_line()))
+        command = shlex.join(["async-grpo", *sys.argv[1:]])
+        return asyncio.run(launcher.launch(resolved, fresh=fresh, command=command))
 
     exit_with(work)
 
 
 @app.command()
 def rollout(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file with redis.url set.")] = None,
-    override: Overrides = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Join a run of this machine: runs/NAME, no CONFIG.")] = None,
+    config: OptionalConfigFile = None,
+    override: Override = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Join this run of this machine, such as runs/quickstart.")
+    ] = None,
     name: Annotated[str, typer.Option(help="Name of this server, unique in the run.")] = "rollout-0",
 ) -> None:
-    """Run one rollout server, for containers and clusters, or as one more of a run that is going on.
+    """Run one rollout server: for containers and clusters (CONFIG with redis.url), or to join a run (--run-dir).
 
-    It joins and leaves as you start and stop it: the newest weights before its first token, and Ctrl-C stores what it
-    has begun and gives it back.
+    Start and stop it at any time. It fetches the newest weights before its first token. Ctrl-C stores its unfinished
+    groups and returns them to the buffer.
     """
     from async_grpo.app.launch.single_role import join_run, run_rollout
 
@@ -126,7 +99,9 @@ def rollout(
         if run_dir is not None and config is None and not override:
             return join_run(run_dir, name)
         if config is None or run_dir is not None:
-            raise ConfigError("say which run: CONFIG (and -o) of a run with redis.url, or only --run-dir runs/NAME")
+            raise ConfigError(
+                "which run? Give the CONFIG (and -o) of a run with redis.url, or --run-dir runs/NAME alone"
+            )
         return run_rollout(config, override or [], name)
 
     exit_with(work)
@@ -134,16 +109,16 @@ def rollout(
 
 @app.command()
 def trainer(
-    config: ConfigArgument,
-    override: Overrides = None,
+    config: ConfigFile,
+    override: Override = None,
     node_rank: Annotated[
         int | None,
-        typer.Option(envvar="ASYNC_GRPO_NODE_RANK", help="Which of trainer.nodes this machine is, from 0."),
+        typer.Option(envvar="ASYNC_GRPO_NODE_RANK", help="Rank of this machine among trainer.nodes, from 0."),
     ] = None,
 ) -> None:
     """Run the trainer, for containers and clusters (needs redis.url).
 
-    With trainer.nodes above 1, the same command on each of these machines; it starts when all are there.
+    With trainer.nodes above 1, run the same command on each machine; training starts once all have joined.
     """
     from async_grpo.app.launch.single_role import run_trainer
 
@@ -152,27 +127,28 @@ def trainer(
 
 @app.command()
 def doctor(
-    platform: Annotated[PlatformName, typer.Option(help="What trainer and engine are to compute on.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+    platform: Annotated[PlatformName, typer.Option(help="Platform of the trainer and the engine.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what is installed, what is missing and what to type. Exit code 1: something that is needed is missing."""
-    raise typer.Exit(report(platform, as_json=as_json))
-
-
-def _always(question: str) -> bool:
-    return True
+    """Report what is installed, what is missing and how to install it. Exits with 1 if a requirement is missing."""
+    findings = examine(platform)
+    healthy = all(finding.ok is not False for finding in findings)
+    if as_json:
+        document = {"platform": platform, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        table = Table("", "what", "found", "what to type", title=f"async-grpo doctor (platform: {platform})")
+        for finding in findings:
+            fix = "" if finding.ok else finding.fix
+            table.add_row(MARKS[finding.ok], finding.name, escape(finding.found), escape(fix))
+        Console().print(table)
+    raise typer.Exit(0 if healthy else 1)
 
 
 def _ask(question: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(f"{question} There is no terminal to ask. Pass --yes, or leave --fresh out")
     return typer.confirm(question)
-
-
-def _command_line() -> str:
-    import shlex
-
-    return shlex.join(["async-grpo", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -7,44 +7,49 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import DownloadColumn
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with
+from async_grpo.app.cli.common import exit_with, progress_bar
 
 if TYPE_CHECKING:
     from async_grpo.config.data import PrepareConfig
     from async_grpo.data.prepare.pipeline import PrepareResult
 
 Format = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
-KeepField = Annotated[list[str] | None, typer.Option(help="Becomes metadata for verifiers; may be repeated.")]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines, a JSON array, or Parquet.")]
+KeepField = Annotated[list[str] | None, typer.Option(help="Field to keep as metadata for verifiers; may be repeated.")]
 HeldOutFrom = Annotated[
     list[Path] | None, typer.Option(metavar="FILE", help="Hold out the rows of this file instead; may be repeated.")
 ]
 
 
 def prepare(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines, a JSON array, or Parquet.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="What to make; it must not exist.")],
-    model: Annotated[Path, typer.Option(metavar="FOLDER", help="The run's model: its tokenizer makes the token ids.")],
-    format: Annotated[Format, typer.Option(help="Which fields hold what; auto looks at the first row.")] = "auto",
-    prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot goes into an object.")] = "",
-    answer_field: Annotated[str, typer.Option(help="With --format generic; behind #### if it has that.")] = "",
+    files: Files,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create; it must not exist.")],
+    model: Annotated[Path, typer.Option(metavar="FOLDER", help="Model of the run, whose tokenizer is used.")],
+    format: Annotated[Format, typer.Option(help="Names of the fields; auto looks at the first row.")] = "auto",
+    prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot leads into an object.")] = "",
+    answer_field: Annotated[
+        str, typer.Option(help="With --format generic; only what follows ####, if it has it.")
+    ] = "",
     keep_field: KeepField = None,
-    template: Annotated[str, typer.Option(help="raw, qwen_r1, chat (the tokenizer's own), or a Jinja file.")] = "raw",
-    system: Annotated[str, typer.Option(help="The system message, with chat or a Jinja file.")] = "",
-    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are not taken.")] = 512,
-    held_out: Annotated[int, typer.Option(help="Rows kept from training, for evaluation.")] = 256,
+    template: Annotated[
+        str, typer.Option(help="raw, qwen_r1, chat (the tokenizer's own template), or a Jinja file.")
+    ] = "raw",
+    system: Annotated[str, typer.Option(help="System message for chat or a Jinja file.")] = "",
+    max_prompt_tokens: Annotated[int, typer.Option(help="Reject longer prompts.")] = 512,
+    held_out: Annotated[int, typer.Option(help="Rows to keep from training for evaluation.")] = 256,
     held_out_from: HeldOutFrom = None,
-    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Take a question more than once.")] = False,
-    shuffle: Annotated[bool, typer.Option(help="Or keep the order of the files.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the shuffling.")] = 1,
+    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep repeated questions.")] = False,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle the rows, or keep the order of the files.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffling.")] = 1,
 ) -> None:
-    """Tokenize, filter, deduplicate and split a data set, into a folder that `data.path` of a run may name.
+    """Tokenize, filter, deduplicate and split a data set into a folder for `data.path`.
 
-    Rows that are not taken stand in FOLDER/rejected.jsonl, each with its line and the reason. The folder appears when
-    it is whole, and is read in constant memory. docs/data.md has the formats.
+    FOLDER/rejected.jsonl lists the rejected rows, each with its line and the reason. The folder appears only once it is
+    complete; runs read it in constant memory. docs/data.md describes the formats.
     """
     paths = {"files": files, "out": out, "model": model, "held_out_from": held_out_from or []}
     fields = {"prompt_field": prompt_field, "answer_field": answer_field, "keep_fields": keep_field or []}
@@ -59,7 +64,7 @@ def _prepare(options: dict[str, Any]) -> int:
 
     config = _checked(options)
     tokenizer = find_tokenizer(config.model, "--model")
-    with _progress() as progress:
+    with progress_bar(DownloadColumn()) as progress:
         total = sum(file.stat().st_size for file in [*config.files, *config.held_out_from] if file.is_file())
         bar = progress.add_task("preparing", total=total)
         prepared = make(config, tokenizer, lambda done: progress.update(bar, completed=done))
@@ -77,13 +82,11 @@ def _checked(options: dict[str, Any]) -> PrepareConfig:
     try:
         return PrepareConfig.model_validate(options)
     except ValidationError as error:
-        problems = [_explained(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        problems = []
+        for one in error.errors():
+            option = "".join(f"--{key}: ".replace("_", "-") for key in one["loc"][:1])
+            problems.append(option + one["msg"].removeprefix("Value error, "))
         raise ConfigError("; ".join(problems)) from None
-
-
-def _explained(key: str, message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return f"--{key.replace('_', '-')}: {message}" if key else message
 
 
 def _summary(config: PrepareConfig, prepared: PrepareResult) -> Table:
@@ -97,9 +100,3 @@ def _summary(config: PrepareConfig, prepared: PrepareResult) -> Table:
         table.add_row(f"not taken: {reason}", Text(f"{count:,}, first {prepared.first_rejected[reason]}"))
     table.add_row("in a run", Text(f"-o data.kind=jsonl -o data.path={config.out}"))
     return table
-
-
-def _progress() -> Progress:
-    """A progress bar on standard error, so that the table can be piped."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))

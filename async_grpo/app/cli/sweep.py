@@ -6,45 +6,35 @@ import asyncio
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from async_grpo.app.cli.common import exit_with
+from async_grpo.app.cli.common import OptionalConfigFile, Override, exit_with
 from async_grpo.errors import ConfigError
 
-if TYPE_CHECKING:
-    from async_grpo.app.sweep.sweep import SweepOptions
-
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file, such as configs/quickstart.yaml")
-]
 Grid = Annotated[
     list[str] | None,
     typer.Option("--grid", metavar="KEY=A,B,C", help="Values to try, such as max_staleness=0,2,4; may be repeated."),
 ]
 Seeds = Annotated[
-    str | None, typer.Option(metavar="1,2,3", help="Every combination with each of them; else the CONFIG's own.")
+    str | None, typer.Option(metavar="1,2,3", help="Seeds to run every combination with (default: that of CONFIG).")
 ]
-Override = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="For every point; may be repeated."),
-]
-AtOnce = Annotated[int, typer.Option(min=1, help="How many runs share this machine.")]
-OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Else runs/NAME-sweep.")]
+AtOnce = Annotated[int, typer.Option(min=1, help="Number of runs that share this machine.")]
+OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the sweep (default: runs/NAME-sweep).")]
 Tolerance = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Learning that may be given up for speed; else one standard error of the best."),
+    typer.Option(min=0.0, help="Learning to give up for speed (default: one standard error of the best setting)."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check every point, list them, start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and list every point, but start nothing.")]
 ReportOnly = Annotated[
-    Path | None, typer.Option("--report", metavar="DIR", help="Only write the report of this sweep anew.")
+    Path | None, typer.Option("--report", metavar="DIR", help="Only rewrite the report of this sweep.")
 ]
 
 
 def sweep(
-    config: ConfigFile = None,
+    config: OptionalConfigFile = None,
     grid: Grid = None,
     seeds: Seeds = None,
     override: Override = None,
@@ -54,42 +44,29 @@ def sweep(
     dry_run: DryRun = False,
     report: ReportOnly = None,
 ) -> None:
-    """Run a grid of settings, a run each, and compare them: learning, throughput, ages, and which one to use.
+    """Run a grid of settings, one run each, and compare their learning, throughput and ages to recommend one.
 
-    Ctrl-C stops cleanly; the same command again resumes, keeps what is finished and tries again what failed. More
-    values or seeds are added to the sweep that is there.
+    Ctrl-C stops cleanly. The same command again resumes: it keeps finished runs and retries failed ones. More values or
+    seeds extend the existing sweep.
     """
-    from async_grpo.app.sweep.sweep import SweepOptions
+    from async_grpo.app.sweep.folder import SweepFolder
+    from async_grpo.app.sweep.report import write_report
+    from async_grpo.app.sweep.sweep import SweepOptions, describe_plan, make_plan, print_result, run_sweep
 
     def work() -> int:
         if report is not None:
             if config is not None or grid or override or seeds:
-                raise ConfigError("--report DIR runs nothing: leave out CONFIG, --grid, --seeds and -o")
-            return _report(report, tolerance)
+                raise ConfigError("--report DIR runs nothing. Leave out CONFIG, --grid, --seeds and -o")
+            print_result(SweepFolder(report), write_report(SweepFolder(report), tolerance))
+            return 0
         if config is None:
-            raise ConfigError("which runs? Give CONFIG and --grid, or --report DIR for the report of a sweep")
+            raise ConfigError("which runs? Give CONFIG and --grid, or --report DIR to rewrite the report of a sweep")
         command = shlex.join(["async-grpo", *sys.argv[1:]])
         options = SweepOptions(config, grid or [], seeds, override or [], out, at_once, tolerance, command)
-        return _sweep(options, dry_run=dry_run)
+        folder, plan = make_plan(options)
+        if dry_run:
+            Console().print(describe_plan(folder, plan))
+            return 0
+        return asyncio.run(run_sweep(folder, plan, options))
 
     exit_with(work)
-
-
-def _report(path: Path, tolerance: float | None) -> int:
-    from async_grpo.app.sweep.folder import SweepFolder
-    from async_grpo.app.sweep.report import write_report
-    from async_grpo.app.sweep.sweep import print_result
-
-    folder = SweepFolder(path)
-    print_result(folder, write_report(folder, tolerance))
-    return 0
-
-
-def _sweep(options: SweepOptions, *, dry_run: bool) -> int:
-    from async_grpo.app.sweep.sweep import describe_plan, make_plan, run_sweep
-
-    folder, plan = make_plan(options)
-    if dry_run:
-        Console().print(describe_plan(folder, plan))
-        return 0
-    return asyncio.run(run_sweep(folder, plan, options))

@@ -1,49 +1,50 @@
-"""LiveView: progress of a run, as a live panel in a terminal and as a line from time to time anywhere else.
+"""LiveView: the progress of a run, as a live panel in a terminal and as an occasional line anywhere else.
 
     with LiveView(config, console) as view:
         view.phase("preparing the model")
         view.update(state)
         view.say("rollout-0 was killed; restart 1 of 3")
 
-Its owner calls `update` as often as it likes; rich redraws from another thread.
+Its owner calls `update` as often as it likes; rich redraws from another thread. `LiveFrame` is what this view shares
+with that of a sweep, and `panel` and `line` turn a `LiveState` into what is shown.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
-from async_grpo.app.report.live_state import LiveState, RoleState
-from async_grpo.app.report.panel import line, panel, spinner
+from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
 from async_grpo.config.schema import RunConfig
-from async_grpo.telemetry.rows import number
-
-__all__ = ["LiveState", "LiveView", "RoleState"]
+from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part
+from async_grpo.utils.text import figure, sparkline
 
 _RECENT_STEPS = 20
+_BAR_CELLS = 24
+_GOOD, _BAD, _DIM, _KEY = "green", "red", "bright_black", "cyan"
+_STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting": "yellow", "restarting": "yellow"}
 
 
-class LiveView:
-    """Shows the newest `LiveState`. Without a terminal, one line at least `every_s` seconds apart."""
+class LiveFrame:
+    """A live display in a terminal; without one, lines at least `every_s` seconds apart."""
 
-    def __init__(self, config: RunConfig, console: Console, every_s: float = 10.0) -> None:
-        self._config = config
+    def __init__(self, console: Console, every_s: float) -> None:
         self._console = console
         self._every_s = every_s
-        self._lock = threading.Lock()
-        self._phase: RenderableType = ""
-        self._phase_step: float | None = None
-        self._last_step: float | None = None
-        self._state: LiveState | None = None
-        self._rewards: dict[int, float] = {}
-        self._step_s: dict[int, float] = {}
-        self._printed: LiveState | None = None
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+        self._printed_s: float | None = None
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> Self:
+        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -51,32 +52,70 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leave the last state on the screen."""
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """What the terminal shows now. It is called from rich's thread."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Print a line above the live display; it stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _is_line_due(self, elapsed_s: float) -> bool:
+        """Whether a line has to be printed for a state of that time."""
+        waited = self._printed_s is None or elapsed_s - self._printed_s >= self._every_s
+        return waited and not self._console.is_terminal
+
+
+class LiveView(LiveFrame):
+    """Shows the newest `LiveState` of a run."""
+
+    def __init__(self, config: RunConfig, console: Console, every_s: float = 10.0) -> None:
+        super().__init__(console, every_s)
+        self._config = config
+        self._lock = threading.Lock()
+        self._phase: RenderableType = ""
+        self._phase_step: float | None = None
+        self._last_step: float | None = None
+        self._state: LiveState | None = None
+        self._printed: LiveState | None = None
+        self._rewards: dict[int, float] = {}
+        self._step_s: dict[int, float] = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Leave the last state on the screen, or print it as the last line."""
         self.phase("")
-        if self._console.is_terminal:
-            self._live.stop()
-        elif self._state is not None and self._state is not self._printed:
+        super().__exit__(kind, error, trace)
+        if not self._console.is_terminal and self._state is not None and self._state is not self._printed:
             self._print_line(self._state)
 
     def phase(self, text: str) -> None:
         """Show what happens outside the steps (preparing, starting, stopping), until "" or the next step ends it."""
         with self._lock:
-            self._phase = spinner(text) if text else ""
+            self._phase = Spinner("dots", text=Text(text, style="bold")) if text else ""
             self._phase_step = self._last_step
         if text and not self._console.is_terminal:
-            self._print(text)
-
-    def say(self, text: str) -> None:
-        """Print a line above the panel; it stays."""
-        self._print(text)
+            self.say(text)
 
     def update(self, state: LiveState) -> None:
         """Show `state`; without a terminal, print a line if the last one is `every_s` old."""
         with self._lock:
             self._remember(state)
             self._state = state
-        if not self._console.is_terminal and self._is_due(state):
+        if self._is_line_due(state.elapsed_s):
             self._print_line(state)
+
+    def render(self) -> RenderableType:
+        """The panel of the newest state, or the phase before the first one."""
+        with self._lock:
+            if self._state is None:
+                return self._phase
+            rewards = [self._rewards[step] for step in sorted(self._rewards)]
+            return panel(self._config, self._state, rewards, self._eta_s(self._state), self._phase)
 
     def _remember(self, state: LiveState) -> None:
         """Rewards and durations by step, so that a state shown twice counts once; a new step ends the phase."""
@@ -92,24 +131,151 @@ class LiveView:
 
     def _eta_s(self, state: LiveState) -> float | None:
         """Steps left times the mean of the recent step times."""
-        recent = [self._step_s[step] for step in sorted(self._step_s)[-_RECENT_STEPS:]]
-        left = max(0, self._config.steps - state.steps_done)
-        return left * sum(recent) / len(recent) if recent else None
-
-    def _render(self) -> RenderableType:
-        with self._lock:
-            if self._state is None:
-                return self._phase
-            rewards = [self._rewards[step] for step in sorted(self._rewards)]
-            eta_s = self._eta_s(self._state)
-            return panel(self._config, self._state, rewards=rewards, eta_s=eta_s, phase=self._phase)
-
-    def _is_due(self, state: LiveState) -> bool:
-        return self._printed is None or state.elapsed_s - self._printed.elapsed_s >= self._every_s
+        step_s = mean([self._step_s[step] for step in sorted(self._step_s)[-_RECENT_STEPS:]])
+        return None if step_s is None else max(0, self._config.steps - state.steps_done) * step_s
 
     def _print_line(self, state: LiveState) -> None:
-        self._printed = state
-        self._print(line(self._config, state, eta_s=self._eta_s(state)))
+        self._printed, self._printed_s = state, state.elapsed_s
+        self.say(line(self._config, state, self._eta_s(state)))
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+def panel(
+    config: RunConfig, state: LiveState, rewards: Sequence[float], eta_s: float | None, phase: RenderableType
+) -> Panel:
+    """The state as a panel. `rewards` is the history so far; `phase` stands above everything ("" for none)."""
+    row = state.step or {}
+    left = "" if eta_s is None else f"   {clock(eta_s)} left"
+    groups = f"{state.inflight} in flight, {state.ready} ready, {state.taken} taken, {state.waiting} tasks left"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=_KEY, no_wrap=True)
+    table.add_column()
+    table.add_row("steps", _bar(state.steps_done, config.steps, f"{state.steps_done} of {config.steps}{left}", _GOOD))
+    table.add_row("reward", _reward(row, rewards))
+    table.add_row("accuracy", Text(_accuracy(state)))
+    table.add_row("staleness", _staleness(row, config.max_staleness))
+    table.add_row("buffer", _bar(state.active, state.capacity, f"{state.active}/{state.capacity}   {groups}", "blue"))
+    table.add_row("speed", Text(_speed(state)))
+    table.add_row("log-prob gap", Text(_gap(row)))
+    table.add_row("last step", Text(_time(row)))
+    table.add_row("who waits", Text(who_waits(state, config.groups_per_step), style="bold"))
+    table.add_row("roles", _roles(state))
+    title = f"{config.name}  S={config.max_staleness}  P={config.groups_per_step}  G={config.group_size}"
+    return Panel(
+        Group(phase, table) if phase else table,
+        title=Text(title, style="bold"),
+        title_align="left",
+        subtitle=Text(clock(state.elapsed_s), style=_DIM),
+        subtitle_align="right",
+        border_style=_DIM,
+        padding=(0, 1),
+        width=104,
+    )
+
+
+def line(config: RunConfig, state: LiveState, eta_s: float | None) -> str:
+    """The state in one line, for a log."""
+    row = state.step or {}
+    parts = [
+        f"[{clock(state.elapsed_s)}] step {state.steps_done}/{config.steps}",
+        f"reward {_figure(row, 'reward_mean', '.3f')}",
+        f"accuracy {_accuracy(state)}",
+        f"age {_figure(row, 'age_max', '.0f')}/{config.max_staleness}",
+        f"buffer {state.active}/{state.capacity}",
+        _speed(state),
+        f"gap {_figure(row, 'logprob_gap_mean', '.1e')}",
+        who_waits(state, config.groups_per_step),
+    ]
+    return " | ".join(parts if eta_s is None else [*parts, f"{clock(eta_s)} left"])
+
+
+def clock(seconds: float) -> str:
+    """125 -> "2:05"; 3725 -> "1:02:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def progress_bar(value: int, total: int, style: str = _GOOD) -> ProgressBar:
+    """A bar of the share `value` / `total`."""
+    return ProgressBar(max(1, total), value, width=_BAR_CELLS, complete_style=style, finished_style=style)
+
+
+def _bar(value: int, total: int, text: str, style: str) -> Table:
+    row = Table.grid(padding=(0, 2))
+    row.add_row(progress_bar(value, total, style), Text(text))
+    return row
+
+
+def _reward(row: Row, rewards: Sequence[float]) -> Text:
+    text = Text(f"{_figure(row, 'reward_mean', '.3f')} ± {_figure(row, 'reward_std', '.2f')}   ")
+    return text.append(sparkline(rewards, _BAR_CELLS), style=_GOOD)
+
+
+def _accuracy(state: LiveState) -> str:
+    """Held-out accuracy of the first policy and of the latest one measured."""
+    if not state.evaluations:
+        return "not measured yet"
+    ordered = sorted(state.evaluations, key=lambda evaluation: evaluation.version)
+    first, last = ordered[0], ordered[-1]
+    text = f"{first.sampled_accuracy:.1%}"
+    if last is not first:
+        text += f" -> {last.sampled_accuracy:.1%} (v{last.version})"
+    if last.greedy_accuracy is not None:
+        text += f", greedy {last.greedy_accuracy:.1%}"
+    return text
+
+
+def _staleness(row: Row, bound: int) -> Text:
+    oldest = number(row, "age_max")
+    if oldest is None:
+        return Text(f"no step yet; S = {bound}")
+    text = Text(f"max {oldest:.0f} of S = {bound}", style=_GOOD if oldest <= bound else _BAD)
+    return text.append(f"   mean {_figure(row, 'age_mean', '.2f')}", style="default")
+
+
+def _speed(state: LiveState) -> str:
+    """Tokens per second on both sides: servers now, trainer over its last step."""
+    generated = sum(server.tokens_per_s for server in state.servers)
+    row = state.step or {}
+    tokens, step_s = number(row, "trained_tokens"), number(row, "step_s")
+    trained = tokens / step_s if tokens is not None and step_s else None
+    return f"generate {generated:,.0f} tok/s, train {figure(trained, ',.0f')} tok/s"
+
+
+def _gap(row: Row) -> str:
+    """Difference between the log-probabilities of trainer and engine under the same weights."""
+    mean_gap, largest = _figure(row, "logprob_gap_mean", ".1e"), _figure(row, "logprob_gap_max", ".1e")
+    return f"mean {mean_gap}, max {largest} over {_figure(row, 'gap_tokens', ',.0f')} tokens of age 0"
+
+
+def _time(row: Row) -> str:
+    """Seconds of the trainer's last step and the shares of its parts, largest first."""
+    parts = seconds_by_part(row)
+    total = sum(parts.values())
+    if not total:
+        return "-"
+    shares = sorted(parts.items(), key=lambda part: -part[1])
+    shown = "  ".join(f"{name} {spent_s / total:.0%}" for name, spent_s in shares if spent_s / total >= 0.01)
+    return f"{total:.2f} s: {shown}"
+
+
+def _roles(state: LiveState) -> Text:
+    """A dot, the state and the load of every role; "-" without roles."""
+    text = Text()
+    for role in state.roles:
+        text.append("● ", style=_STATE_STYLES.get(role.state, _DIM))
+        text.append(f"{_role(role, state)}   ")
+    return text or Text("-")
+
+
+def _role(role: RoleState, state: LiveState) -> str:
+    text = f"{role.name} {role.state}"
+    for beat in (server for server in state.servers if server.name == role.name):
+        text += f" v{beat.version}, {beat.running} running"
+    if role.restarts:
+        text += f", {role.restarts} restart{'s' if role.restarts > 1 else ''}"
+    return text
+
+
+def _figure(row: Row, key: str, form: str) -> str:
+    return figure(number(row, key), form)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.telemetry.rows import Row, last_of_each, number, seconds_by_part
+from async_grpo.telemetry.rows import Facts, Row, last_of_each, number, seconds_by_part
 from async_grpo.utils.text import smooth
 
 if TYPE_CHECKING:
@@ -25,33 +25,50 @@ _PART_COLORS = {
     "checkpoint": GREEN,
     "other": "#b6a7c9",
 }
-Facts = dict[str, Any]
 Point = tuple[float, float]
 
 
 def write_plots(run_dir: Path, rows: Sequence[Row], summary: Facts) -> list[Path]:
     """Draw every plot for which there are data; returns the files in the order of the report."""
     steps = last_of_each(rows, "step")
-    drawings: dict[str, Callable[[Sequence[Row], Facts], Figure | None]] = {
-        "accuracy": _accuracy,
-        "reward": _reward,
-        "loss": _loss,
-        "staleness": _staleness,
-        "time_split": _time_split,
-        "throughput": _throughput,
+    figures = {
+        "accuracy": _accuracy(summary),
+        "reward": _reward(steps),
+        "loss": _loss(steps),
+        "staleness": _staleness(summary),
+        "time_split": _time_split(steps),
+        "throughput": _throughput(steps),
     }
-    folder = run_dir / "plots"
+    return save_figures(run_dir / "plots", figures)
+
+
+def save_figures(folder: Path, figures: Mapping[str, Figure | None]) -> list[Path]:
+    """Write the figures that are not None to `folder`/NAME.png; returns the files in order."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, draw in drawings.items():
-        figure = draw(steps, summary)
+    for name, figure in figures.items():
         if figure is not None:
             paths.append(folder / f"{name}.png")
             figure.savefig(paths[-1], dpi=144)
     return paths
 
 
-def _reward(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure of `rows` * `columns` panels with a quiet grid, `size` inches wide and high, and its panels by row."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = [figure.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def _reward(steps: Sequence[Row]) -> Figure | None:
     figure, (axes,) = _figure("Training reward", "optimizer step")
     if not _draw_series(axes, steps, "reward_mean", BLUE, "mean reward of a step"):
         return None
@@ -59,7 +76,7 @@ def _reward(steps: Sequence[Row], _summary: Facts) -> Figure | None:
     return figure
 
 
-def _accuracy(_steps: Sequence[Row], summary: Facts) -> Figure | None:
+def _accuracy(summary: Facts) -> Figure | None:
     """Held-out accuracy, its first and last points labelled."""
     evaluations = summary.get("evaluations") or []
     if not evaluations:
@@ -95,8 +112,8 @@ def _label_points(axes: Axes, points: Sequence[tuple[Point, str]]) -> None:
         axes.annotate(f"{y:.1%}", (x, y), offset, textcoords="offset points", **style)
 
 
-def _loss(steps: Sequence[Row], _summary: Facts) -> Figure | None:
-    figure, (loss, norm) = _figure("Loss and gradient norm", "optimizer step", panels=2)
+def _loss(steps: Sequence[Row]) -> Figure | None:
+    figure, (loss, norm) = _figure("Loss and gradient norm", "optimizer step", rows=2)
     drawn = _draw_series(loss, steps, "loss", BLUE, "loss")
     drawn = _draw_series(norm, steps, "grad_norm", RED, "gradient norm") or drawn
     loss.set_ylabel("loss")
@@ -104,7 +121,7 @@ def _loss(steps: Sequence[Row], _summary: Facts) -> Figure | None:
     return figure if drawn else None
 
 
-def _staleness(_steps: Sequence[Row], summary: Facts) -> Figure | None:
+def _staleness(summary: Facts) -> Figure | None:
     """Share of the trained tokens by age, with the bound."""
     tokens = {int(age): count for age, count in (summary.get("tokens_by_age") or {}).items()}
     total = sum(tokens.values())
@@ -125,7 +142,7 @@ def _staleness(_steps: Sequence[Row], summary: Facts) -> Figure | None:
     return figure
 
 
-def _time_split(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+def _time_split(steps: Sequence[Row]) -> Figure | None:
     """Where each step's wall time went, as stacked areas."""
     parts = [seconds_by_part(row) for row in steps]
     names = [name for name in _PART_COLORS if any(part.get(name) for part in parts)]
@@ -144,7 +161,7 @@ def _time_split(steps: Sequence[Row], _summary: Facts) -> Figure | None:
     return figure
 
 
-def _throughput(steps: Sequence[Row], _summary: Facts) -> Figure | None:
+def _throughput(steps: Sequence[Row]) -> Figure | None:
     timed = [row for row in steps if number(row, "step_s") and number(row, "trained_tokens") is not None]
     if not timed:
         return None
@@ -177,21 +194,15 @@ def _window(points: Sequence[object]) -> int:
     return max(1, min(25, len(points) // 10))
 
 
-def _figure(title: str, xlabel: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Panels one above the other, sharing their x axis, with a quiet grid."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _figure(title: str, xlabel: str, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """Panels one above the other, over the same integers."""
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 3.8 if panels == 1 else 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(panels, 1, 1)]
-    axes += [figure.add_subplot(panels, 1, i + 1, sharex=axes[0]) for i in range(1, panels)]
-    axes[0].set_title(title, loc="left", fontweight="bold")
-    axes[-1].set_xlabel(xlabel)
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-        panel.set_axisbelow(True)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
+    figure, panels = new_figure(rows, 1, (8, 3.8 if rows == 1 else 5.2))
+    panels[0].set_title(title, loc="left", fontweight="bold")
+    panels[-1].set_xlabel(xlabel)
+    for axes in panels[1:]:
+        axes.sharex(panels[0])
+    for axes in panels:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, panels

@@ -15,13 +15,11 @@ import msgspec
 from async_grpo.app.report.plots import write_plots
 from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Row, of_kind
+from async_grpo.telemetry.rows import Facts, Row, of_kind
 from async_grpo.utils.files import write_atomic
-from async_grpo.utils.text import fenced
+from async_grpo.utils.text import fenced, figure
 from async_grpo.wire.board import EvalMetrics
 from async_grpo.wire.records import ReleaseReason
-
-Facts = dict[str, Any]
 
 _GROUPS = 2
 """Groups shown of the beginning and of the end of a run."""
@@ -105,7 +103,7 @@ def samples_section(run_dir: Path) -> str:
 
 
 def _group(row: Row) -> str:
-    """The prompt, and its best and worst completion."""
+    """Markdown: the prompt, and its best and worst completion."""
     ranked = sorted(_completions(row), key=lambda completion: -(completion.get("reward") or 0.0))
     shown = ranked if len(ranked) <= _COMPLETIONS else [ranked[0], ranked[-1]]
     blocks = [f"Prompt (policy version {_version(row)}):", fenced(str(row.get("prompt", "")))]
@@ -115,7 +113,7 @@ def _group(row: Row) -> str:
 
 
 def _caption(completion: Row) -> str:
-    """Its reward and the policy versions that wrote it."""
+    """The reward of a completion and the policy versions that wrote it."""
     reward = completion.get("reward")
     judged = "not judged" if reward is None else f"{reward:g}"
     spans = completion.get("spans") or []
@@ -163,29 +161,22 @@ def _headline(summary: Facts) -> str:
     accuracy = _change(summary, "accuracy_before", "accuracy_after", ".1%")
     greedy = _change(summary, "greedy_accuracy_before", "greedy_accuracy_after", ".1%")
     restarts, failures = _counts(summary, "restarts"), _counts(summary, "reward_failures")
-    lines = [
-        ("**held-out accuracy, sampled**", f"**{accuracy}**"),
-        ("held-out accuracy, greedy", greedy),
-        ("training reward, first and last tenth", _change(summary, "reward_first", "reward_last", ".3f")),
-        ("optimizer steps", _figure(summary, "steps", ",")),
-        ("wall time", f"{_figure(summary, 'wall_s', ',.0f')} s"),
-        (
-            "tokens generated",
-            f"{_figure(summary, 'generated_tokens', ',')} ({_figure(summary, 'tokens_per_s', ',.0f')}/s)",
-        ),
-        (
-            "tokens trained",
-            f"{_figure(summary, 'trained_tokens', ',')} ({_figure(summary, 'trained_tokens_per_s', ',.0f')}/s)",
-        ),
-        (
-            "age of trained tokens",
-            f"max {_figure(summary, 'max_age', '')}, bound {_figure(summary, 'age_bound', '')}",
-        ),
-        ("log-probability gap, mean", _figure(summary, "logprob_gap_mean", ".2e")),
-        ("completions that could not be judged", failures),
-        ("restarts", restarts),
-    ]
-    return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in lines]])
+    generated = f"{_figure(summary, 'generated_tokens', ',')} ({_figure(summary, 'tokens_per_s', ',.0f')}/s)"
+    trained = f"{_figure(summary, 'trained_tokens', ',')} ({_figure(summary, 'trained_tokens_per_s', ',.0f')}/s)"
+    lines = {
+        "**held-out accuracy, sampled**": f"**{accuracy}**",
+        "held-out accuracy, greedy": greedy,
+        "training reward, first and last tenth": _change(summary, "reward_first", "reward_last", ".3f"),
+        "optimizer steps": _figure(summary, "steps", ","),
+        "wall time": f"{_figure(summary, 'wall_s', ',.0f')} s",
+        "tokens generated": generated,
+        "tokens trained": trained,
+        "age of trained tokens": f"max {_figure(summary, 'max_age', '')}, bound {_figure(summary, 'age_bound', '')}",
+        "log-probability gap, mean": _figure(summary, "logprob_gap_mean", ".2e"),
+        "completions that could not be judged": failures,
+        "restarts": restarts,
+    }
+    return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in lines.items()]])
 
 
 def _counts(summary: Facts, key: str) -> str:
@@ -242,7 +233,7 @@ def _time(summary: Facts) -> str:
         if spent_s > 0
     ]
     header = "| part of the step | seconds | share | |\n|---|---:|---:|---|"
-    return f"## Where the time went\n\n{_who_waited(split.get('wait', 0.0) / total)}\n\n" + "\n".join([header, *lines])
+    return "\n".join([f"## Where the time went\n\n{_who_waited(split.get('wait', 0.0) / total)}\n", header, *lines])
 
 
 def _who_waited(share: float) -> str:
@@ -266,21 +257,14 @@ def _warnings(warnings: list[Row]) -> str:
 
 def _reproduce(run_dir: Path, summary: Facts) -> str:
     name = summary.get("name", run_dir.name)
-    command = _first_command(run_dir) or f"async-grpo run {run_dir}/config.yaml -o name={name}-again"
+    state, config = run_dir / "run.json", run_dir / "config.yaml"
+    typed = json.loads(state.read_text(encoding="utf-8")).get("command") if state.exists() else None
+    command = typed or f"async-grpo run {run_dir}/config.yaml -o name={name}-again"
     text = f"## Reproduce\n\nSeed {_figure(summary, 'seed', '')}.\n\n{fenced(command)}"
-    config = run_dir / "config.yaml"
     if not config.exists():
         return text
     resolved = fenced(config.read_text(encoding="utf-8").rstrip(), limit=20_000)
     return f"{text}\n\n<details><summary>resolved configuration (config.yaml)</summary>\n\n{resolved}\n\n</details>"
-
-
-def _first_command(run_dir: Path) -> str:
-    """The command that the user typed, if run.json has it."""
-    path = run_dir / "run.json"
-    if not path.exists():
-        return ""
-    return str(json.loads(path.read_text(encoding="utf-8")).get("command") or "")
 
 
 def _timeline(run_dir: Path) -> str:
@@ -298,5 +282,4 @@ def _change(summary: Facts, before: str, after: str, form: str) -> str:
 
 
 def _figure(summary: Facts, key: str, form: str) -> str:
-    value = summary.get(key)
-    return "-" if value is None else format(value, form)
+    return figure(summary.get(key), form)

@@ -12,16 +12,17 @@ from async_grpo.telemetry.rows import (
     GENERATED_TOKENS,
     RESTARTS_PREFIX,
     REWARD_FAILURES_PREFIX,
+    Facts,
     Row,
     last_of_each,
+    mean,
     number,
     numbers,
+    rate,
     seconds_by_part,
 )
 from async_grpo.wire.board import Evaluation
 from async_grpo.wire.records import ReleaseReason
-
-Facts = dict[str, Any]
 
 
 def summarize(
@@ -49,15 +50,18 @@ def summarize(
         "generated_tokens": generated_tokens,
         "trained_tokens": trained_tokens,
         "wall_s": wall_s,
-        "tokens_per_s": _rate(generated_tokens, wall_s),
-        "trained_tokens_per_s": _rate(trained_tokens, wall_s),
+        "tokens_per_s": rate(generated_tokens, wall_s),
+        "trained_tokens_per_s": rate(trained_tokens, wall_s),
         **_ages(steps),
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
         **_groups(stats),
         "restarts": _counters_of(counters, RESTARTS_PREFIX),
         "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
         "time_split_s": _time_split(steps),
-        "evaluations": [_evaluation(evaluation) for evaluation in _by_version(evaluations)],
+        "evaluations": [
+            {key: value for key, value in msgspec.to_builtins(evaluation).items() if key not in ("kind", "server")}
+            for evaluation in _by_version(evaluations)
+        ],
     }
 
 
@@ -90,30 +94,18 @@ def _accuracy(evaluations: Sequence[Evaluation]) -> Facts:
     }
 
 
-def _evaluation(evaluation: Evaluation) -> Facts:
-    return {
-        "version": evaluation.version,
-        "prompts": evaluation.prompts,
-        "samples": evaluation.samples,
-        "sampled_accuracy": evaluation.sampled_accuracy,
-        "greedy_accuracy": evaluation.greedy_accuracy,
-        "completion_tokens_mean": evaluation.completion_tokens_mean,
-        "wall_s": evaluation.wall_s,
-        "figures": msgspec.to_builtins(evaluation.figures),
-        "by_source": msgspec.to_builtins(evaluation.by_source),
-        "no_majority": evaluation.no_majority,
-    }
-
-
 def _reward(steps: Sequence[Row]) -> Facts:
     """Mean training reward over the first and over the last tenth of the steps."""
     rewards = numbers(steps, "reward_mean")
     tenth = max(1, len(rewards) // 10)
-    return {"reward_first": _mean(rewards[:tenth]), "reward_last": _mean(rewards[-tenth:])}
+    return {"reward_first": mean(rewards[:tenth]), "reward_last": mean(rewards[-tenth:])}
 
 
 def _ages(steps: Sequence[Row]) -> Facts:
-    """Oldest token, token-weighted mean age, and trained tokens by age."""
+    """Age of the oldest token, token-weighted mean age, and trained tokens by age.
+
+    Without histograms, the mean age is the token-weighted mean of the steps' means.
+    """
     tokens_by_age: dict[int, float] = {}
     for row in steps:
         for age, tokens in (row.get("age_histogram") or {}).items():
@@ -123,18 +115,13 @@ def _ages(steps: Sequence[Row]) -> Facts:
     oldest = [*numbers(steps, "age_max"), *(age for age, count in tokens_by_age.items() if count)]
     return {
         "max_age": int(max(oldest)) if oldest else None,
-        "mean_age": weighted / tokens if tokens else _mean_age_of_rows(steps),
+        "mean_age": weighted / tokens if tokens else _weighted_mean(steps, "age_mean", "trained_tokens"),
         "tokens_by_age": {str(age): int(tokens_by_age[age]) for age in sorted(tokens_by_age)},
     }
 
 
-def _mean_age_of_rows(steps: Sequence[Row]) -> float | None:
-    """Token-weighted mean of the rows' means, for runs that wrote no histogram."""
-    return _weighted_mean(steps, "age_mean", "trained_tokens")
-
-
 def _logprob_gap(rows: Sequence[Row]) -> Facts:
-    """Over all tokens that both sides computed with the same weights: age 0 in training, and probes."""
+    """The gap over all tokens that both sides computed with the same weights: age 0 in training, and probes."""
     largest = numbers(rows, "logprob_gap_max")
     return {
         "logprob_gap_mean": _weighted_mean(rows, "logprob_gap_mean", "gap_tokens"),
@@ -149,9 +136,7 @@ def _groups(stats: Mapping[str, Any]) -> Facts:
     ended = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
     active = sum(int(stats.get(place) or 0) for place in ("inflight", "ready", "taken"))
     admitted = stats.get("admitted")
-    balanced = (
-        admitted == sum(released.values()) + active if admitted else None
-    )  # without groups there is nothing to balance
+    balanced = admitted == sum(released.values()) + active if admitted else None  # nothing to balance without groups
     return {"groups": {"admitted": admitted, **ended, "active": active}, "balanced": balanced}
 
 
@@ -175,11 +160,3 @@ def _weighted_mean(rows: Sequence[Row], key: str, weight_key: str) -> float | No
     known = [(value, weight) for value, weight in pairs if value is not None and weight is not None]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _rate(tokens: int | None, wall_s: float) -> float | None:
-    return tokens / wall_s if tokens is not None and wall_s > 0 else None

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from async_grpo.app.launch.run_folder import changed_keys, run_name
+from async_grpo.app.launch.run_folder import RunFolder, changed_keys, run_name
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 
@@ -131,6 +131,11 @@ class Point:
     def seed(self) -> int:
         """Seed of the run."""
         return self.config.seed
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run was trained, evaluated and reported to its last step."""
+        return RunFolder(self.config.run_dir).read_state().finished_steps >= self.config.steps
 
     def __str__(self) -> str:
         return describe(self.values, self.seed)

@@ -5,14 +5,13 @@ The colour shows the value of the first axis; line and marker show those of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.plots import GREY, RED
+from async_grpo.app.report.plots import GREY, RED, new_figure, save_figures
 from async_grpo.app.sweep.recommend import Candidate, Recommendation
-from async_grpo.app.sweep.results import PointMetrics
 from async_grpo.app.sweep.settings import Band, GridSetting, band
 
 if TYPE_CHECKING:
@@ -23,17 +22,18 @@ if TYPE_CHECKING:
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 _COLUMNS = 3
 
-_PANELS: tuple[tuple[str, Callable[[PointMetrics], float | None]], ...] = (
-    ("trained samples per second", lambda point: point.samples_per_s),
-    ("trained tokens per second", lambda point: point.tokens_per_s),
-    ("trainer idle", lambda point: point.trainer_idle),
-    ("rollout servers idle", lambda point: point.rollout_idle),
-    ("age of the trained tokens, mean", lambda point: point.age_mean),
-    ("age of the trained tokens, max", lambda point: point.age_max),
-    ("effective sample size", lambda point: point.ess),
-    ("clipped tokens", lambda point: point.clip_fraction),
-    ("log-probability gap, mean", lambda point: point.logprob_gap_mean),
-)
+_PANELS = {
+    "samples_per_s": "trained samples per second",
+    "tokens_per_s": "trained tokens per second",
+    "trainer_idle": "trainer idle",
+    "rollout_idle": "rollout servers idle",
+    "age_mean": "age of the trained tokens, mean",
+    "age_max": "age of the trained tokens, max",
+    "ess": "effective sample size",
+    "clip_fraction": "clipped tokens",
+    "logprob_gap_mean": "log-probability gap, mean",
+}
+"""Field of PointMetrics -> title of its panel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,13 @@ def write_plots(
     """Draw every plot for which there are data; returns the files in the order of the report."""
     counted = [setting for setting in settings if setting.finished]
     styles = styles_of(counted)
-    drawings: dict[str, Figure | None] = {
+    figures = {
         "tradeoff": _tradeoff(candidates, {setting.label: setting for setting in counted}, styles, choice),
         "reward_by_step": _rewards(counted, styles, over_seconds=False),
         "reward_by_time": _rewards(counted, styles, over_seconds=True),
         "figures": _figures(counted, styles),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in drawings.items():
-        if figure is not None:
-            paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=144)
-    return paths
+    return save_figures(folder, figures)
 
 
 def styles_of(settings: Sequence[GridSetting]) -> dict[str, LineStyle]:
@@ -102,7 +96,7 @@ def _tradeoff(
     """Learning against speed; up and to the right is better. Points show their values, the title the keys."""
     if not candidates:
         return None
-    figure, [axes] = _panels(1, 1)
+    figure, [axes] = new_figure(1, 1, (8, 4.4))
     keys = [key.split(".")[-1] for key in settings[candidates[0].label].values]
     axes.set_title(f"Learning against throughput, by {', '.join(keys)}", loc="left", fontweight="bold")
     front = pareto([(one.samples_per_s, one.learning) for one in candidates])
@@ -131,15 +125,12 @@ def _rewards(settings: Sequence[GridSetting], styles: dict[str, LineStyle], *, o
     rests = list(dict.fromkeys(_rest(setting) for setting in drawn))
     if not rests:
         return None
-    columns = min(_COLUMNS, len(rests))
-    figure, panels = _panels(-(-len(rests) // columns), columns)
-    for axes, rest in zip(panels, rests, strict=False):
+    figure, panels = _panels(len(rests), min(_COLUMNS, len(rests)))
+    for axes, rest in zip(panels, rests, strict=True):
         axes.set_title(", ".join(rest) or "Training reward", loc="left", fontsize=9, fontweight="bold")
         for setting in (each for each in drawn if _rest(each) == rest):
             _draw_band(axes, bands[setting.label], styles[setting.label].color, _first(setting))
-    for axes in panels[len(rests) :]:
-        axes.set_axis_off()
-    _to_one_scale(panels[: len(rests)])
+    _to_one_scale(panels)
     named, firsts = _named(panels), list(dict.fromkeys(_first(setting) for setting in drawn))
     handles = [named[first] for first in firsts]
     panels[0].legend(handles, firsts, title=next(iter(drawn[0].values)), loc="lower right", fontsize=8)
@@ -166,25 +157,22 @@ def _to_one_scale(panels: Sequence[Axes]) -> None:
 def _figures(settings: Sequence[GridSetting], styles: dict[str, LineStyle]) -> Figure | None:
     """Small multiples over the first axis: a dot for each seed, a line through the means of each combination of the
     other axes."""
-    shown = [(title, read) for title, read in _PANELS if any(setting.measure(read) for setting in settings)]
+    shown = {key: title for key, title in _PANELS.items() if any(setting.values_of(key) for setting in settings)}
     if not shown:
         return None
-    figure, panels = _panels(-(-len(shown) // _COLUMNS), _COLUMNS)
+    figure, panels = _panels(len(shown), _COLUMNS)
     firsts = list(dict.fromkeys(_first(setting) for setting in settings))
-    for axes, (title, read) in zip(panels, shown, strict=False):
+    for axes, (key, title) in zip(panels, shown.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=9)
         for rest in dict.fromkeys(_rest(setting) for setting in settings):
-            of_rest = [setting for setting in settings if _rest(setting) == rest]
-            _draw_panel(axes, of_rest, firsts, read, styles)
+            _draw_panel(axes, [setting for setting in settings if _rest(setting) == rest], firsts, key, styles)
         axes.set_xticks(range(len(firsts)), firsts)
-        highest = max(found.high for setting in settings if (found := setting.measure(read)) is not None)
+        highest = max(value for setting in settings for value in setting.values_of(key))
         axes.set_ylim(0, 1.15 * highest or 1.0)
         axes.margins(x=0.15)
-    for axes in panels[len(shown) :]:
-        axes.set_axis_off()
-    panels[0].figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
+    figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
     if named := _named(panels):
-        panels[0].figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4, fontsize=8)
+        figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 
@@ -195,38 +183,27 @@ def _named(panels: Sequence[Axes]) -> dict[str, Artist]:
 
 
 def _draw_panel(
-    axes: Axes,
-    settings: Sequence[GridSetting],
-    firsts: Sequence[str],
-    read: Callable[[PointMetrics], float | None],
-    styles: dict[str, LineStyle],
+    axes: Axes, settings: Sequence[GridSetting], firsts: Sequence[str], key: str, styles: dict[str, LineStyle]
 ) -> None:
-    means = [(firsts.index(_first(s)), found.mean) for s in settings if (found := s.measure(read)) is not None]
+    """Draw the settings of one combination of the other axes."""
+    means = [(firsts.index(_first(setting)), value) for setting in settings if (value := setting.mean(key)) is not None]
     if not means:
         return
-    style = styles[settings[0].label]
-    label = ", ".join(_rest(settings[0]))
+    style, label = styles[settings[0].label], ", ".join(_rest(settings[0]))
     axes.plot(*zip(*means, strict=True), color=GREY, linestyle=style.line, marker=style.marker, label=label, zorder=1)
     for setting in settings:
-        place, style = firsts.index(_first(setting)), styles[setting.label]
-        values = [value for point in setting.finished if (value := read(point)) is not None]
+        place, style, values = firsts.index(_first(setting)), styles[setting.label], setting.values_of(key)
         dots: dict[str, Any] = {"color": style.color, "marker": style.marker, "s": 28, "zorder": 2}
         axes.scatter([place] * len(values), values, clip_on=False, **dots)
 
 
-def _panels(rows: int, columns: int) -> tuple[Figure, list[Axes]]:
-    """A figure of rows * columns panels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.4) if columns == 1 else (10, 2.3 * rows + 0.7), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = [figure.add_subplot(rows, columns, index + 1) for index in range(rows * columns)]
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    return figure, panels
+def _panels(count: int, columns: int) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels in so many columns."""
+    rows = -(-count // columns)
+    figure, panels = new_figure(rows, columns, (8, 4.4) if columns == 1 else (10, 2.3 * rows + 0.7))
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
 
 
 def _first(setting: GridSetting) -> str:

@@ -1,25 +1,15 @@
-"""Progress of a sweep: a live table in a terminal, a line from time to time anywhere else.
-
-with SweepView(console) as view:
-    view.say("max_staleness=4, seed=1: finished")
-    view.update(state)
-"""
+"""SweepView: the progress of a sweep, as a live table in a terminal and as an occasional line anywhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.report.panel import clock
-
-_BAR_CELLS = 24
+from async_grpo.app.report.live_view import LiveFrame, clock, progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,51 +62,36 @@ def line(state: SweepState) -> str:
     return " | ".join([f"[{clock(state.elapsed_s)}] {_counts(state)}", *running])
 
 
-class SweepView:
-    """Shows the newest state. Without a terminal, one line at least `every_s` seconds apart."""
+class SweepView(LiveFrame):
+    """Shows the newest `SweepState`."""
 
     def __init__(self, console: Console, every_s: float = 30.0) -> None:
-        self._console = console
-        self._every_s = every_s
+        super().__init__(console, every_s)
+        self._printed_s = 0.0  # the plan is printed at the start, the first line only after `every_s`
         self._state: SweepState | None = None
-        self._printed_s = 0.0
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
-
-    def __enter__(self) -> SweepView:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
-
-    def say(self, text: str) -> None:
-        """Print a line above the table; it stays."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, state: SweepState) -> None:
         """Show `state`; without a terminal, print a line if the last one is `every_s` old."""
         self._state = state
-        if not self._console.is_terminal and state.elapsed_s - self._printed_s >= self._every_s:
+        if self._is_line_due(state.elapsed_s):
             self._printed_s = state.elapsed_s
             self.say(line(state))
 
-    def _render(self) -> RenderableType:
-        return table(self._state) if self._state is not None else Text("")
+    def render(self) -> RenderableType:
+        """The table of the newest state."""
+        return "" if self._state is None else table(self._state)
 
 
-def table(state: SweepState) -> RenderableType:
-    """A row for the sweep and one for every run that is going on."""
+def table(state: SweepState) -> Table:
+    """The state as a table: a row for the sweep and one for every run that is going on."""
     rows = Table.grid(padding=(0, 2))
     done = state.finished + state.failed
-    rows.add_row(Text("points", style="bold"), _bar(done, state.total), Text(_counts(state), style="bold"))
+    rows.add_row(Text("points", style="bold"), progress_bar(done, state.total), Text(_counts(state), style="bold"))
     for run in state.running:
         reward = "" if run.reward is None else f", reward {run.reward:.3f}"
         at = f"step {run.step} of {run.steps}{reward}, {clock(run.elapsed_s)}" if run.step else "starting"
-        rows.add_row(Text(run.label, style="cyan"), _bar(run.step, run.steps), Text(at))
-    return Group(rows)
+        rows.add_row(Text(run.label, style="cyan"), progress_bar(run.step, run.steps), Text(at))
+    return rows
 
 
 def _counts(state: SweepState) -> str:
@@ -126,7 +101,3 @@ def _counts(state: SweepState) -> str:
     if state.stopping:
         left = ", stopping (Ctrl-C again: at once)"
     return f"{state.finished} of {state.total} points finished{failed}{left}"
-
-
-def _bar(done: int, total: int) -> ProgressBar:
-    return ProgressBar(max(1, total), done, width=_BAR_CELLS, complete_style="green", finished_style="green")

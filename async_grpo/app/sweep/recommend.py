@@ -13,21 +13,18 @@ This is the one-standard-error rule: speed is not given up for a difference that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from async_grpo.app.sweep.results import PointMetrics
 from async_grpo.app.sweep.settings import GridSetting
 
 DEFAULT_TOLERANCE = 0.02
 """Margin of the learning measure if neither seeds nor an evaluation give an error."""
 
 ACCURACY, REWARD = "held-out accuracy at the end (sampled)", "mean training reward"
-_LEARNING: dict[str, Callable[[PointMetrics], float | None]] = {
-    ACCURACY: lambda point: point.accuracy_after,
-    REWARD: lambda point: point.reward_mean,
-}
+_LEARNING = {ACCURACY: "accuracy_after", REWARD: "reward_mean"}
+"""Learning measure -> field of PointMetrics."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,18 +89,17 @@ def learning_measure(settings: Sequence[GridSetting]) -> str:
 
 def candidate(setting: GridSetting, measure: str) -> Candidate | None:
     """The setting as a candidate; None if its learning or its speed is not known."""
-    learning = setting.measure(_LEARNING[measure])
-    speed = setting.measure(lambda point: point.samples_per_s)
+    key = _LEARNING[measure]
+    learning, speed = setting.mean(key), setting.mean("samples_per_s")
     if learning is None or speed is None:
         return None
-    before = setting.measure(lambda point: point.accuracy_before) if measure == ACCURACY else None
-    errors = [setting.standard_error(_LEARNING[measure]), _evaluation_error(setting) if measure == ACCURACY else None]
+    errors = [setting.standard_error(key), _evaluation_error(setting) if measure == ACCURACY else None]
     return Candidate(
         label=setting.label,
-        learning=learning.mean,
+        learning=learning,
         error=max((error for error in errors if error is not None), default=None),
-        samples_per_s=speed.mean,
-        before=before.mean if before is not None else None,
+        samples_per_s=speed,
+        before=setting.mean("accuracy_before") if measure == ACCURACY else None,
     )
 
 
@@ -126,9 +122,8 @@ def _why_not(setting: GridSetting) -> str:
         if point.balanced is False:
             return f"seed {point.seed}: its books do not balance"
         if point.age_max is not None and point.age_bound is not None and point.age_max > point.age_bound:
-            return (
-                f"seed {point.seed}: a trained token was {point.age_max} steps old, above the bound {point.age_bound}"
-            )
+            ages = f"a trained token was {point.age_max} steps old, above the bound {point.age_bound}"
+            return f"seed {point.seed}: {ages}"
     return ""
 
 
@@ -156,11 +151,7 @@ def _in_words(
     else:
         of = f"of the best, {best.label} with {best.learning:.3f}"
         compared = f"It is the fastest of the {len(within)} settings within {margin[0]:.3g} {of}; that is {margin[1]}."
-    return f"{lead}{before}. {compared}{_nothing_learned(best)}"
-
-
-def _nothing_learned(best: Candidate) -> str:
-    """A caution if no policy improved; else ""."""
-    if best.before is None or best.learning - best.before > (best.error or 0.0):
-        return ""
-    return " No setting learned anything that the evaluation shows, so this compares their speed only."
+    caution = ""
+    if best.before is not None and best.learning - best.before <= (best.error or 0.0):
+        caution = " No setting learned anything that the evaluation shows, so this compares their speed only."
+    return f"{lead}{before}. {compared}{caution}"

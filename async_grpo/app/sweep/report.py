@@ -5,8 +5,9 @@ points.json, configs/, runs/NAME/  -->  PointMetrics  -->  GridSetting  -->  Rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -14,11 +15,12 @@ from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import write_plots
 from async_grpo.app.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
 from async_grpo.app.sweep.results import FINISHED, PointMetrics, read_metrics
-from async_grpo.app.sweep.settings import GridSetting, SeedStatistic, settings_of, shown_values
+from async_grpo.app.sweep.settings import GridSetting, settings_of, shown_values
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import write_atomic
-from async_grpo.utils.text import fenced
+from async_grpo.utils.text import fenced, figure
 
+T = TypeVar("T")
 FORMAT = 1
 _WINDOWS = 4
 """A run shorter than this many windows of S + 1 steps does not reach its usual pace."""
@@ -54,9 +56,8 @@ def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepCo
     """Read every point's folder and write all files; safe to repeat. Raises ConfigError if there is no sweep."""
     record = folder.read()
     if not record.points:
-        raise ConfigError(
-            f"{folder.path} holds no sweep ({folder.record_file.name} is missing). Give the folder of one"
-        )
+        missing = folder.record_file.name
+        raise ConfigError(f"{folder.path} holds no sweep ({missing} is missing). Give the folder of one")
     figures = read_all(folder, record)
     settings = settings_of(figures)
     comparison = compare(record, figures, settings, tolerance)
@@ -68,16 +69,11 @@ def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepCo
 
 def read_all(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
     """The metrics of every point, with the resolved values of every axis."""
-    keys = axes_of(record)
-    return [
-        read_metrics(
-            point,
-            shown_values(point.config.model_dump(mode="json"), keys),
-            error=known.error,
-            at_once=known.at_once,
-        )
-        for point, known in zip(folder.points(record), record.points, strict=True)
-    ]
+    keys, found = axes_of(record), []
+    for point, known in zip(folder.points(record), record.points, strict=True):
+        values = shown_values(point.config.model_dump(mode="json"), keys)
+        found.append(read_metrics(point, values, error=known.error, at_once=known.at_once))
+    return found
 
 
 def axes_of(record: SweepRecord) -> list[str]:
@@ -103,12 +99,13 @@ def compare(
 
 def page(name: str, comparison: SweepComparison, settings: Sequence[GridSetting], plots: Sequence[Path]) -> str:
     """The text of report.md."""
+    pictures = [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots]
     sections = [
         f"# {name}",
         _recommendation(comparison.choice),
-        *[f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots[:1]],
+        *pictures[:1],
         _settings_table(settings, comparison),
-        *[f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in plots[1:]],
+        *pictures[1:],
         _points_table(comparison.points),
         _troubles(comparison),
         f"## How to read this\n\n{_READING.format(measure=f'the {comparison.choice.measure or REWARD}')}",
@@ -124,38 +121,35 @@ def _recommendation(choice: Recommendation) -> str:
 
 
 def _settings_table(settings: Sequence[GridSetting], comparison: SweepComparison) -> str:
-    learned = {one.label: one for one in comparison.settings}
-    head = [
-        *("setting", "seeds", "accuracy before", "after", "learning", "reward, mean", "samples/s", "tokens/s"),
-        *("wall s", "trainer idle", "rollout idle", "age", "ESS", "clipped", "gap", "balanced"),
-    ]
-    rows = [_settings_row(setting, learned.get(setting.label), comparison.choice) for setting in settings]
-    return f"## Settings (means over finished seeds)\n\n{_table(head, rows)}"
+    learned, chosen = {one.label: one for one in comparison.settings}, comparison.choice.label
+    columns: dict[str, Callable[[GridSetting], str]] = {
+        "setting": lambda setting: _name(setting.label, bold=setting.label == chosen),
+        "seeds": lambda setting: f"{len(setting.finished)} of {len(setting.points)}",
+        "accuracy before": _mean("accuracy_before", ".1%"),
+        "after": _mean("accuracy_after", ".1%"),
+        "learning": lambda setting: _learned(learned.get(setting.label)),
+        "reward, mean": _mean("reward_mean", ".3f"),
+        "samples/s": _mean("samples_per_s", ",.3g"),
+        "tokens/s": _mean("tokens_per_s", ",.0f"),
+        "wall s": _mean("wall_s", ",.0f"),
+        "trainer idle": _mean("trainer_idle", ".0%"),
+        "rollout idle": _mean("rollout_idle", ".0%"),
+        "age": _ages,
+        "ESS": _mean("ess", ".3f"),
+        "clipped": _mean("clip_fraction", ".2%"),
+        "gap": _mean("logprob_gap_mean", ".1e"),
+        "balanced": _balanced,
+    }
+    return f"## Settings (means over finished seeds)\n\n{_table(columns, settings)}"
 
 
-def _settings_row(setting: GridSetting, learned: Candidate | None, choice: Recommendation) -> list[str]:
-    def mean(figure: Callable[[PointMetrics], float | None], form: str) -> str:
-        return _mean(setting.measure(figure), form)
+def _mean(key: str, form: str) -> Callable[[GridSetting], str]:
+    return lambda setting: figure(setting.mean(key), form)
 
-    bold = "**" if setting.label == choice.label else ""
-    return [
-        f"{bold}{_cell(setting.label)}{bold}",
-        f"{len(setting.finished)} of {len(setting.points)}",
-        mean(lambda point: point.accuracy_before, ".1%"),
-        mean(lambda point: point.accuracy_after, ".1%"),
-        _learned(learned),
-        mean(lambda point: point.reward_mean, ".3f"),
-        mean(lambda point: point.samples_per_s, ",.3g"),
-        mean(lambda point: point.tokens_per_s, ",.0f"),
-        mean(lambda point: point.wall_s, ",.0f"),
-        mean(lambda point: point.trainer_idle, ".0%"),
-        mean(lambda point: point.rollout_idle, ".0%"),
-        _ages(setting),
-        mean(lambda point: point.ess, ".3f"),
-        mean(lambda point: point.clip_fraction, ".2%"),
-        mean(lambda point: point.logprob_gap_mean, ".1e"),
-        _balanced(setting.finished),
-    ]
+
+def _name(label: str, *, bold: bool) -> str:
+    name = label.replace("|", "\\|")
+    return f"**{name}**" if bold else name
 
 
 def _learned(one: Candidate | None) -> str:
@@ -165,36 +159,31 @@ def _learned(one: Candidate | None) -> str:
 
 
 def _ages(setting: GridSetting) -> str:
-    mean, oldest = setting.measure(lambda point: point.age_mean), setting.measure(lambda point: point.age_max)
-    bound = setting.measure(lambda point: point.age_bound)
-    if mean is None or oldest is None or bound is None:
+    mean, oldest, bounds = setting.mean("age_mean"), setting.values_of("age_max"), setting.values_of("age_bound")
+    if mean is None or not oldest or not bounds:
         return "-"
-    return f"{mean.mean:.2f} / {oldest.high:.0f} ({bound.high:.0f})"
+    return f"{mean:.2f} / {max(oldest):.0f} ({max(bounds):.0f})"
 
 
-def _balanced(points: Sequence[PointMetrics]) -> str:
-    if not points:
+def _balanced(setting: GridSetting) -> str:
+    if not setting.finished:
         return "-"
-    return "yes" if all(point.balanced for point in points) else "**NO**"
+    return "yes" if all(point.balanced for point in setting.finished) else "**NO**"
 
 
 def _points_table(points: Sequence[PointMetrics]) -> str:
-    head = ["run", "seed", "state", "steps", "accuracy after", "reward, last tenth", "samples/s", "wall s", "at once"]
-    rows = [
-        [
-            f"[{point.name}](runs/{point.name}/report.md)" if point.state == FINISHED else point.name,
-            str(point.seed),
-            point.state,
-            f"{point.steps_done} of {point.steps}",
-            _figure(point.accuracy_after, ".1%"),
-            _figure(point.reward_last, ".3f"),
-            _figure(point.samples_per_s, ",.3g"),
-            _figure(point.wall_s, ",.0f"),
-            str(point.at_once),
-        ]
-        for point in points
-    ]
-    return f"## Points\n\n{_table(head, rows)}"
+    columns: dict[str, Callable[[PointMetrics], str]] = {
+        "run": lambda one: f"[{one.name}](runs/{one.name}/report.md)" if one.state == FINISHED else one.name,
+        "seed": lambda one: str(one.seed),
+        "state": lambda one: one.state,
+        "steps": lambda one: f"{one.steps_done} of {one.steps}",
+        "accuracy after": lambda one: figure(one.accuracy_after, ".1%"),
+        "reward, last tenth": lambda one: figure(one.reward_last, ".3f"),
+        "samples/s": lambda one: figure(one.samples_per_s, ",.3g"),
+        "wall s": lambda one: figure(one.wall_s, ",.0f"),
+        "at once": lambda one: str(one.at_once),
+    }
+    return f"## Points\n\n{_table(columns, points)}"
 
 
 def _troubles(comparison: SweepComparison) -> str:
@@ -215,18 +204,8 @@ def _troubles(comparison: SweepComparison) -> str:
     return "## Mind\n\n" + "\n".join(lines) if lines else ""
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _mean(measure: SeedStatistic | None, form: str) -> str:
-    return "-" if measure is None else format(measure.mean, form)
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _table(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> str:
+    """Markdown: a row for each item; `columns` gives the header and the cell of every column."""
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    rows = [[read(item) for read in columns.values()] for item in items]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [list(columns), rule, *rows])

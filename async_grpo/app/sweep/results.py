@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kind
+from async_grpo.telemetry.rows import Facts, Row, last_of_each, mean, number, numbers, of_kind, rate
 
-Facts = dict[str, Any]
 Span = tuple[float, float]
 """Start and end, in seconds."""
 
@@ -97,29 +94,21 @@ def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_on
         read_rows(timelines / "trainer.jsonl"),
         [read_rows(path) for path in sorted(timelines.glob("rollout-*.jsonl"))],
     )
-    finished = folder.read_state().finished_steps >= point.config.steps
+    summary = folder.path / "summary.json"
+    finished = point.is_finished
     return PointMetrics(
         name=point.name,
         values=values,
         seed=point.seed,
-        state=state_of(finished=finished, error=error, steps_done=len(rows)),
+        state=FINISHED if finished else FAILED if error else UNFINISHED if rows else NEW,
         error="" if finished else error,
         at_once=at_once,
         steps_done=len(rows),
         steps=point.config.steps,
         rollout_idle=idle,
-        **from_summary(_read_summary(folder.path / "summary.json")),
+        **from_summary(json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}),
         **from_rows(rows, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
     )
-
-
-def state_of(*, finished: bool, error: str, steps_done: int) -> str:
-    """The state of a run: FINISHED, FAILED, UNFINISHED or NEW."""
-    if finished:
-        return FINISHED
-    if error:
-        return FAILED
-    return UNFINISHED if steps_done else NEW
 
 
 def from_summary(summary: Facts) -> Facts:
@@ -144,13 +133,13 @@ def from_rows(rows: Sequence[Row], *, group_size: int, max_staleness: int) -> Fa
     spent_s = sum(numbers(steady, "step_s"))
     rewards = numbers(rows, "reward_mean")
     return {
-        "reward_mean": _mean(rewards),
+        "reward_mean": mean(rewards),
         "steps_s": sum(numbers(rows, "step_s")) if rows else None,
-        "tokens_per_s": _rate(sum(numbers(steady, "trained_tokens")), spent_s),
-        "samples_per_s": _rate(sum(numbers(steady, "groups")) * group_size, spent_s),
-        "trainer_idle": sum(numbers(steady, "wait_s")) / spent_s if spent_s > 0 else None,
-        "ess": _mean(numbers(rows, "ess")),
-        "clip_fraction": _mean(numbers(rows, "clip_fraction")),
+        "tokens_per_s": rate(sum(numbers(steady, "trained_tokens")) or None, spent_s),
+        "samples_per_s": rate(sum(numbers(steady, "groups")) * group_size or None, spent_s),
+        "trainer_idle": rate(sum(numbers(steady, "wait_s")), spent_s),
+        "ess": mean(numbers(rows, "ess")),
+        "clip_fraction": mean(numbers(rows, "clip_fraction")),
         "curve": _curve(rows),
     }
 
@@ -227,18 +216,3 @@ def _curve(rows: Sequence[Row]) -> Curve:
             seconds.append(spent_s)
             rewards.append(reward)
     return Curve(steps=steps, seconds=seconds, reward=rewards)
-
-
-def _read_summary(path: Path) -> Facts:
-    if not path.exists():
-        return {}
-    summary: Facts = json.loads(path.read_text(encoding="utf-8"))
-    return summary
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _rate(amount: float, spent_s: float) -> float | None:
-    return amount / spent_s if amount and spent_s > 0 else None

@@ -24,7 +24,6 @@ from enum import Enum
 
 from async_grpo.app.launch.role_process import RoleProcess, RoleSpec
 from async_grpo.app.launch.role_specs import assign_devices
-from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import RunningPoint, SweepState
@@ -133,11 +132,6 @@ def outcome_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
     if finished:
         return AttemptOutcome.FINISHED
     return AttemptOutcome.STOPPED if stopping else AttemptOutcome.FAILED
-
-
-def is_finished(point: Point) -> bool:
-    """Whether the point's run was trained, evaluated and reported to its last step."""
-    return RunFolder(point.config.run_dir).read_state().finished_steps >= point.config.steps
 
 
 @dataclass(slots=True)
@@ -253,7 +247,7 @@ class SweepRunner:
         self._made_steps += run.step - run.begun_at
         self._spent_s += time.monotonic() - run.started_s
         code = task.result()
-        outcome = outcome_of(code=code, finished=is_finished(run.point), stopping=self.stopping)
+        outcome = outcome_of(code=code, finished=run.point.is_finished, stopping=self.stopping)
         error = run.role.explain(code) if outcome is AttemptOutcome.FAILED else ""
         self._results.append(AttemptResult(run.point, outcome, error))
         self._ended(self._results[-1])

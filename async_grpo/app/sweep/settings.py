@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from async_grpo.app.sweep.results import FINISHED, Curve, PointMetrics
+from async_grpo.telemetry.rows import mean
 from async_grpo.utils.text import smooth
 
 _BAND_POINTS = 200
 _SMOOTHED_STEPS = 25
-
-
-@dataclass(frozen=True, slots=True)
-class SeedStatistic:
-    """Mean, lowest and highest value of a figure over the seeds that have it."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +38,7 @@ class GridSetting:
 
     @property
     def label(self) -> str:
-        """Such as `max_staleness=4, preset=grpo`: the last word of each key, or whole keys if two would be alike."""
+        """The values, such as `max_staleness=4, preset=grpo`: keys by their last word, whole if two would be alike."""
         leaves = [key.split(".")[-1] for key in self.values]
         names = leaves if len(set(leaves)) == len(leaves) else list(self.values)
         return ", ".join(f"{name}={value}" for name, value in zip(names, self.values.values(), strict=True))
@@ -57,14 +48,17 @@ class GridSetting:
         """The points whose runs have finished."""
         return [point for point in self.points if point.state == FINISHED]
 
-    def measure(self, figure: Callable[[PointMetrics], float | None]) -> SeedStatistic | None:
-        """The statistic of a figure over the finished seeds; None if no seed has it."""
-        values = [value for point in self.finished if (value := figure(point)) is not None]
-        return SeedStatistic(statistics.fmean(values), min(values), max(values), len(values)) if values else None
+    def values_of(self, key: str) -> list[float]:
+        """The field `key` of `PointMetrics`, for every finished seed that has it."""
+        return [value for point in self.finished if (value := getattr(point, key)) is not None]
 
-    def standard_error(self, figure: Callable[[PointMetrics], float | None]) -> float | None:
-        """Standard error of a figure's mean over the finished seeds; None for fewer than two seeds."""
-        values = [value for point in self.finished if (value := figure(point)) is not None]
+    def mean(self, key: str) -> float | None:
+        """The mean of that field; None if no seed has it."""
+        return mean(self.values_of(key))
+
+    def standard_error(self, key: str) -> float | None:
+        """The standard error of that mean; None for fewer than two seeds."""
+        values = self.values_of(key)
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
@@ -132,9 +126,8 @@ def band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
         return None
     start, end = max(xs[0] for xs, _ in series), min(xs[-1] for xs, _ in series)
     longest = max((xs for xs, _ in series), key=len)
-    grid = (
-        np.linspace(start, end, _BAND_POINTS) if over_seconds else np.array([x for x in longest if start <= x <= end])
-    )
+    steps = np.array([x for x in longest if start <= x <= end])
+    grid = np.linspace(start, end, _BAND_POINTS) if over_seconds else steps
     if start > end or not len(grid):
         return None
     rewards = np.array([np.interp(grid, xs, ys) for xs, ys in series])

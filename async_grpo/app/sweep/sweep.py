@@ -32,7 +32,7 @@ from async_grpo.app.sweep.plan import (
 )
 from async_grpo.app.sweep.progress import SweepView
 from async_grpo.app.sweep.report import SweepComparison, write_report
-from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, is_finished, pool_for
+from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, pool_for
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import read_rows
@@ -79,7 +79,7 @@ async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions)
     Raises ConfigError before anything is started if another sweep works in the folder or devices are missing.
     """
     with folder.locked(), SweepView(Console()) as view:
-        todo = [point for point in plan.points if point.name in plan.asked and not is_finished(point)]
+        todo = [point for point in plan.points if point.name in plan.asked and not point.is_finished]
         pool = pool_for([point.config for point in todo], options.at_once, os.environ)
         folder.write_configs(plan.points)
         points = PointsFile(folder, view, plan, options)
@@ -128,7 +128,7 @@ def describe_plan(folder: SweepFolder, plan: SweepPlan) -> Table:
 
 
 def _future(point: Point, asked: bool) -> str:
-    if is_finished(point):
+    if point.is_finished:
         return "finished, is kept"
     if not asked:
         return "not in this grid, stays as it is"

@@ -115,7 +115,7 @@ def test_a_run_is_drained_and_goes_on(folder: RunFolder) -> None:
     assert stats_of(folder).horizon == 0
     assert "stopped by" in type_in("stats", "--run-dir", folder.path).output
     resumed = type_in("drain", "--run-dir", folder.path, "--resume")
-    assert (resumed.exit_code, resumed.output) == (0, "admission goes on\n")
+    assert (resumed.exit_code, resumed.output) == (0, "admission is open again\n")
     assert stats_of(folder).horizon == 200
     assert "nothing is changed" in type_in("drain", "--run-dir", folder.path, "--resume").output
 
@@ -158,10 +158,10 @@ def test_only_the_states_asked_for_are_exported(folder: RunFolder, tmp_path: Pat
         (["stats", "--run-dir", "/nowhere"], "no run that was started"),
         (["stats", CONFIGS / "quickstart.yaml", "--run-dir", "/nowhere"], "Leave out CONFIG"),
         (["stats", CONFIGS / "quickstart.yaml", "-o", "name=never-started"], "no run that was started"),
-        (["inspect", CONFIGS / "quickstart.yaml", "first"], "is no ID"),
+        (["inspect", CONFIGS / "quickstart.yaml", "first"], "is not an ID"),
         (["export", "--run-dir", "RUN", "--to", "groups.csv"], ".jsonl"),
-        (["export", "--run-dir", "RUN", "--to", "groups.jsonl", "--state", "waiting"], "no such state"),
-        (["inspect", "--run-dir", "RUN", "999"], "nothing is stored of group 999"),
+        (["export", "--run-dir", "RUN", "--to", "groups.jsonl", "--state", "waiting"], "--state waiting is unknown"),
+        (["inspect", "--run-dir", "RUN", "999"], "nothing is stored for group 999"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(folder: RunFolder, words: list[object], message: str) -> None:

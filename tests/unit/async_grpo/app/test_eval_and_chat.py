@@ -282,10 +282,10 @@ async def test_answers_that_could_not_be_looked_for_are_remarked_with_the_reason
 
 async def test_prompts_that_are_trained_on_are_left_out_with_a_remark(tmp_path: Path) -> None:
     report = await report_of(config_of(), Checkpoint(tmp_path, 4), EvalPlan(7, 2))
-    assert "The data hold out 4 prompts, 7 were asked for." in _remarks(report)
+    assert "The data hold out 4 prompts, fewer than the 7 requested." in _remarks(report)
     without = replace(report, trained_on=3)
     assert [line for line in _remarks(without) if "prompts" in line] == [
-        "3 of the prompts that were asked for are trained on, and were left out."
+        "3 of the requested prompts were left out, because the run trains on them."
     ]
     assert facts(without)["prompts_trained_on"] == 3
 
@@ -482,7 +482,7 @@ def test_the_commands_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> N
             with pytest.raises(ConfigError):
                 terminal.handle_command(wrong, runner)
         terminal.handle_command("/reset", runner)
-        with pytest.raises(DataError, match="no reply yet"):
+        with pytest.raises(DataError, match="no reply to judge"):
             terminal.handle_command("/answer 4", runner)
 
 

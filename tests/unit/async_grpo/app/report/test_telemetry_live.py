@@ -160,7 +160,7 @@ def test_the_next_step_ends_a_phase() -> None:
 
 def drawn(view: LiveView) -> str:
     console = terminal()
-    console.print(view._render())
+    console.print(view.render())
     return shown(console)
 
 

@@ -107,14 +107,12 @@ def test_seeds_of_one_combination_make_one_setting_with_numbers_in_order() -> No
     made = settings_of([figures(8), figures(0, 2, samples_per_s=20.0), figures(0), figures(2)])
     assert [setting.label for setting in made] == ["max_staleness=0", "max_staleness=2", "max_staleness=8"]
     assert [point.seed for point in made[0].points] == [1, 2]
-    speed = made[0].measure(lambda point: point.samples_per_s)
-    assert speed is not None and (speed.mean, speed.low, speed.high, speed.seeds) == (15.0, 10.0, 20.0, 2)
+    assert made[0].values_of("samples_per_s") == [10.0, 20.0] and made[0].mean("samples_per_s") == 15.0
 
 
 def test_only_finished_seeds_count_in_a_mean() -> None:
     [setting] = settings_of([figures(0), figures(0, 2, state=FAILED, samples_per_s=99.0)])
-    speed = setting.measure(lambda point: point.samples_per_s)
-    assert speed is not None and (speed.mean, speed.seeds) == (10.0, 1)
+    assert setting.values_of("samples_per_s") == [10.0]
 
 
 def test_words_keep_their_order_and_numbers_get_theirs() -> None:
