@@ -12,15 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.measure import Measurement, Stopwatch, progress_bar
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
@@ -45,36 +43,33 @@ async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
 
 def _measure(progress: Progress, quick: bool) -> list[Measurement]:
     rows, pairs = (_QUICK_ROWS, _QUICK_PAIRS) if quick else (_FULL_ROWS, _FULL_PAIRS)
-    task = progress.add_task("preparing data", total=2 * pairs)
+    step = progress_bar(progress, "preparing data", 2 * pairs)
+
+    def seconds(work: Callable[[], object]) -> float:
+        with Stopwatch() as spent:
+            work()
+        return spent.seconds
+
+    def timed(ours: Callable[[], object], theirs: Callable[[], object]) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(pairs):
+            found.append((seconds(ours), seconds(theirs)))
+            step()
+        return found
+
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as name:
         bench = _Bench(Path(name), rows)
-
-        def timed(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[list[float], list[float]]:
-            seconds = []
-            for _ in range(pairs):
-                seconds.append((_seconds(ours), _seconds(theirs)))
-                progress.advance(task)
-            one, other = zip(*seconds, strict=True)
-            return list(one), list(other)
-
-        preparing, looping = timed(bench.prepare, bench.loop)
-        opening, loading = timed(bench.open, bench.load)
+        preparing = timed(bench.prepare, bench.loop)
+        opening = timed(bench.open, bench.load)
     return [
-        Measurement(
-            name=f"prepare, {rows:,} rows",
-            value=rows / statistics.median(preparing),
-            unit="rows/s",
-            baseline=rows / statistics.median(looping),
-            baseline_name="a loop that parses and tokenizes line by line, one process, and keeps nothing",
-            ratio=statistics.median(b / a for a, b in zip(preparing, looping, strict=True)),
+        Measurement.paired(
+            f"prepare, {rows:,} rows",
+            "rows/s",
+            [(rows / ours_s, rows / theirs_s) for ours_s, theirs_s in preparing],
+            "a loop that parses and tokenizes line by line, one process, and keeps nothing",
         ),
-        Measurement(
-            name=f"a run's data at hand, {rows:,} rows",
-            value=statistics.median(opening),
-            unit="s",
-            baseline=statistics.median(loading),
-            baseline_name="the JSON-lines file, tokenized when it is loaded",
-            ratio=statistics.median(a / b for a, b in zip(opening, loading, strict=True)),
+        Measurement.paired(
+            f"a run's data at hand, {rows:,} rows", "s", opening, "the JSON-lines file, tokenized when it is loaded"
         ),
     ]
 
@@ -146,9 +141,3 @@ def _write_rows(path: Path, rows: int) -> list[str]:
         for question in questions:
             file.write(json.dumps({"question": question, "answer": f"#### {rng.randint(1, 999)}"}) + "\n")
     return questions
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

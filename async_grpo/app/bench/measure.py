@@ -1,31 +1,35 @@
-"""Measurements: as a table for people, as JSON for machines, with the machine they were made on.
+"""What every bench is made of: measurements, turns, stopwatches; the table for people and the file for machines.
 
-`bench_server` is the Redis server of a bench of the state plane: a private one, or a given one.
+    value, baseline | baseline, value | value, baseline | ...     the ratio of each pair, and the median of the ratios
+
+What slows the machine down for a while slows down all contestants of a turn. The order alternates, so that being second
+favours none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import TypeVar
 
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError
-from buffer import PASSWORD_VARIABLE, EmbeddedServer
 
 Picture = Callable[[Path], None]
 """Draws into a file."""
+Step = Callable[[], None]
+"""Moves a progress bar by one."""
 _CPU_FACTS = Path("/proc/cpuinfo")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,69 @@ class Measurement:
     baseline: float | None = None
     baseline_name: str = ""
     ratio: float | None = None
+
+    @classmethod
+    def paired(cls, name: str, unit: str, pairs: Iterable[tuple[float, float]], baseline_name: str) -> Measurement:
+        """The medians of (value, baseline) pairs, and the median of the pairs' ratios."""
+        values, baselines = zip(*pairs, strict=True)
+        return cls(name, median(values), unit, median(baselines), baseline_name, Spread.of(values, baselines).median)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of several values, and the lowest and the highest of them."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Iterable[float], baselines: Iterable[float] | None = None) -> Spread:
+        """The spread of at least one value; with baselines, of the ratios of value to baseline, pair by pair."""
+        found = list(values)
+        if baselines is not None:
+            found = [value / baseline for value, baseline in zip(found, baselines, strict=True)]
+        return cls(median(found), min(found), max(found))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
+
+
+class Stopwatch:
+    """`with Stopwatch() as spent: ...` leaves in `spent.seconds` what the block took by `clock`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self.seconds = -self._clock()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += self._clock()
+
+
+def in_turns(contestants: Iterable[T], rounds: int) -> Iterator[list[T]]:
+    """The contestants of each round: in their order, and reversed in every second round.
+
+    >>> list(in_turns("ab", 3))
+    [['a', 'b'], ['b', 'a'], ['a', 'b']]
+    """
+    order = list(contestants)
+    for number in range(rounds):
+        yield order if number % 2 == 0 else order[::-1]
+
+
+def progress_bar(progress: Progress, what: str, total: int) -> Step:
+    """A new bar of `total` steps; each call of the result moves it by one."""
+    task = progress.add_task(what, total=total)
+    return lambda: progress.advance(task)
+
+
+def final_load() -> Measurement:
+    """The load average of the last five minutes, to be taken when all has been measured."""
+    return Measurement("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +153,8 @@ def table(title: str, figures: Sequence[Measurement], machine: Machine) -> Table
 
 
 def make_room(path: Path) -> None:
-    """Make the folder of a file that will be written when all has been measured. Raises ConfigError where that could
-    not be done."""
+    """Make the folder of a file that will be written when everything has been measured. Raises ConfigError if that
+    is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,36 +170,15 @@ def write(path: Path, figures: Sequence[Measurement], machine: Machine) -> None:
 
 
 def _short(value: float) -> str:
-    """Three significant digits, and whole numbers with separators."""
+    """Three significant digits; whole numbers with separators from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _cpu_model() -> str:
-    """Of the first core; the architecture where the kernel does not say."""
+    """The model of the first core, or the architecture if the kernel does not say."""
     try:
         lines = _CPU_FACTS.read_text().splitlines()
     except OSError:
         lines = []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-Fsync = Literal["everysec", "always"]
-PATIENCE_S = 5.0
-"""For a given server that does not answer."""
-
-
-@contextlib.contextmanager
-def bench_server(url: str | None, fsync: Fsync = "always") -> Iterator[RedisConfig]:
-    """The configuration that reaches it. The embedded one is that of a run (append-only file included), except
-    for `fsync`, and is gone afterwards. Call it in the main thread: the server dies with its starter."""
-    if url is not None:
-        yield RedisConfig(url=url, timeout_s=PATIENCE_S, durable=False)
-        return
-    os.environ.pop(PASSWORD_VARIABLE, None)  # it is another server's; ours has none and would refuse it
-    with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
-        server = EmbeddedServer(Path(folder) / "server", RedisConfig(fsync=fsync))
-        try:
-            yield RedisConfig(url=server.start())
-        finally:
-            server.stop()

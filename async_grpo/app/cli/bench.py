@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from async_grpo.app.bench.measure import Fsync
+from async_grpo.app.bench.rig import Fsync
 from async_grpo.app.cli.common import exit_with, progress_bar
 
 MODULES = {

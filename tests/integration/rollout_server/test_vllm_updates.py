@@ -13,10 +13,9 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 
-from async_grpo.app.bench.rollout.updates import BenchModelSize, UpdateBench, measure_updates
 from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.base import Generation, GenerationRequest
 from tests.support.vllm_lab import EXACT, Lab, engine_of, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -120,14 +119,36 @@ async def test_two_workers_load_their_shards_from_one_store(tmp_path: Path) -> N
         await lab.engine.aclose()
 
 
-async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact() -> None:
-    small = BenchModelSize(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=160, vocab_size=512)
-    bench = UpdateBench(seconds=4.5, interval_s=0.5, concurrency=32, max_tokens=(50, 200), model=small)
-    figures = {figure.name: figure.value for figure in await measure_updates(bench)}
-    assert figures["updates"] == 9
-    assert figures["requests across updates"] > 0
-    for name in ("requests cut short", "requests with inexact spans", "requests whose spans vLLM disputes"):
-        assert figures[name] == 0
+async def test_under_updates_no_request_is_lost_or_cut_and_spans_are_exact(tmp_path: Path) -> None:
+    lab = probed_lab(tmp_path, tied=True, multiprocessing=True)
+    ended = asyncio.Event()
+    done: list[tuple[int, Generation]] = []
+
+    async def stream(index: int) -> None:
+        random = np.random.default_rng(index)
+        while not ended.is_set():
+            asked = int(random.integers(50, 201))
+            done.append((asked, await lab.generate(prompt_of(16, index), asked)))
+
+    await lab.engine.start()
+    try:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as streams:
+            for index in range(32):
+                streams.create_task(stream(index))
+            for _ in range(9):
+                await lab.update("keep")
+                await asyncio.sleep(0.5)
+            ended.set()
+    finally:
+        await lab.engine.aclose()
+    assert any(len(generation.spans) > 1 for _, generation in done)
+    assert lab.engine.disputed_spans == 0
+    for asked, generation in done:
+        assert (len(generation.tokens), generation.finish_reason) == (asked, "length")
+        edges = [0, *(span.end for span in generation.spans)]
+        versions = [span.version for span in generation.spans]
+        assert [span.start for span in generation.spans] == edges[:-1] and edges[-1] == asked
+        assert versions == sorted(set(versions))
 
 
 def probed_lab(model_dir: Path, *, tied: bool, **vllm: Any) -> Lab:

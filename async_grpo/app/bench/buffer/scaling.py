@@ -10,15 +10,16 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
 from async_grpo.app.bench.buffer.groups import tiny_group, tiny_task
 from async_grpo.app.bench.buffer.systems import attach
-from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.measure import Measurement, Step
 from async_grpo.config.buffer import RedisConfig
+from async_grpo.staleness import StalenessWindow
 from async_grpo.wire import Partial, ReleaseReason, Ticket
 from buffer import RedisBuffer, wipe_run
 
@@ -37,7 +38,7 @@ class Size:
     ready: int
 
 
-async def scaling(redis: RedisConfig, large: Size, cycles: int, step: Callable[[], None]) -> list[Measurement]:
+async def scaling(redis: RedisConfig, large: Size, cycles: int, step: Step) -> list[Measurement]:
     """p50 of every transition, in microseconds. `step` is called after every cycle and every fill."""
     room = 2 * large.ready
     small_run = await FullRun.open(redis, Size(SMALL, SMALL), room)
@@ -53,7 +54,12 @@ async def scaling(redis: RedisConfig, large: Size, cycles: int, step: Callable[[
     finally:
         await small_run.aclose()
         await large_run.aclose()
-    return [_figure(name, large_run, small_run) for name in small_run.costs_us]
+    figures = []
+    for transition in small_run.costs_us:
+        name = f"{transition} at {large.waiting:,} waiting, {large.ready:,} ready, p50"
+        cost, of_small = large_run.cost_us(transition), small_run.cost_us(transition)
+        figures.append(Measurement(name, cost, "us", of_small, f"the same at {SMALL} and {SMALL}", cost / of_small))
+    return figures
 
 
 @dataclass(slots=True)
@@ -73,11 +79,11 @@ class FullRun:
     async def open(cls, redis: RedisConfig, size: Size, room: int) -> FullRun:
         """A new run, empty. Batches are of one group, and up to `room` groups fit."""
         name = f"bench-{uuid.uuid4().hex}"
-        buffer = await attach(redis, name, max_staleness=room, groups_per_step=1, horizon=1 << 40)
+        buffer = await attach(redis, name, StalenessWindow(max_staleness=room, groups_per_step=1, horizon=1 << 40))
         return cls(redis, name, size, buffer, (await buffer.rollback(0)).epoch)
 
     async def fill(self) -> None:
-        """To its size."""
+        """Fill the run to its size."""
         total = self.size.waiting + self.size.ready
         while self.tasks_put < total:
             await self._put(min(AT_ONCE, total - self.tasks_put))
@@ -108,12 +114,12 @@ class FullRun:
         await timed("stats", buffer.stats())
 
     async def aclose(self) -> None:
-        """Leaves nothing on the server."""
+        """Close, and leave nothing on the server."""
         await self.buffer.aclose()
         await wipe_run(self.redis, self.name)
 
     def cost_us(self, transition: str) -> float:
-        """p50, without the warm-up."""
+        """The median cost of a transition in microseconds, without the warm-up."""
         return median(self.costs_us[transition][WARM_UP_CYCLES:])
 
     async def _put(self, count: int) -> None:
@@ -128,15 +134,3 @@ class FullRun:
         result = await call
         self.costs_us[transition].append(1e6 * (time.perf_counter() - begin_s))
         return result
-
-
-def _figure(transition: str, large: FullRun, small: FullRun) -> Measurement:
-    size, value, baseline = large.size, large.cost_us(transition), small.cost_us(transition)
-    return Measurement(
-        name=f"{transition} at {size.waiting:,} waiting, {size.ready:,} ready, p50",
-        value=value,
-        unit="us",
-        baseline=baseline,
-        baseline_name=f"the same at {SMALL} and {SMALL}",
-        ratio=value / baseline,
-    )

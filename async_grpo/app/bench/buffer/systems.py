@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,26 +40,17 @@ from buffer.redis.scripts import RunKeys
 
 LEASE_S = 60.0
 MAX_ATTEMPTS = 3
-
-
-async def attach(
-    redis: RedisConfig, run: str, *, max_staleness: int, groups_per_step: int, horizon: int
-) -> RedisBuffer:
-    """The run, begun or joined: every process of a loop gives the same numbers."""
-    window = StalenessWindow(max_staleness=max_staleness, groups_per_step=groups_per_step, horizon=horizon)
-    policy = ReplayPolicy(window=window)
-    return await connect(redis, run, policy=policy, lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS)
-
-
 READY, GO = b"ready\n", b"go\n"
 WAIT_S = 120.0
-"""For whatever a worker waits for: a bench that takes longer is broken."""
+"""Longest wait of a worker: a bench that takes longer is broken."""
+AT_ONCE = 8
+"""Groups that one producer finishes at a time."""
 System = Literal["buffer", "plain"]
 Role = Literal["producer", "consumer"]
 
 
-class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of one loop over `groups` groups of the run `run`."""
+class BenchJob(msgspec.Struct, frozen=True):
+    """One worker's part of one loop of the run `run`: to make or to take `groups` groups."""
 
     url: str
     run: str
@@ -68,15 +59,14 @@ class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     """Producers count from 0; each makes its own groups."""
     groups: int
-    max_staleness: int
-    groups_per_step: int
-    horizon: int
+    window: StalenessWindow
     interval_s: float = 0.0
-    """Between two groups of a paced producer; 0: as fast as it can."""
+    """Seconds between two groups of a paced producer; 0: as fast as it can."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`latencies_s`: of every group, from just before its insert until the consumer had it decoded."""
+    """What a worker has seen. `latencies_s`: of every group, from just before its insert until the consumer had it
+    decoded."""
 
     started_s: float = 0.0
     ended_s: float = 0.0
@@ -84,62 +74,35 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-AT_ONCE = 8
-"""Groups that one producer finishes at a time."""
-
-
-class Loop(Protocol):
-    """One worker's end of a system."""
-
-    async def tickets(self, limit: int) -> list[Ticket]:
-        """The right to make 1..limit groups."""
-        ...
-
-    async def push(self, ticket: Ticket, group: Group) -> None:
-        """Hand over a finished group."""
-        ...
-
-    def batches(self, groups: int) -> AsyncIterator[list[Group]]:
-        """Batches until so many groups were delivered, decoded; each is settled before the next is asked for."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close connections."""
-        ...
-
-
-async def open_loop(job: BenchJob) -> Loop:
-    """Connected, and nothing left to prepare."""
-    redis = RedisConfig(url=job.url, durable=False)
-    if job.system == "plain":
-        return PlainLoop(make_client(redis), job)
-    dials = {"max_staleness": job.max_staleness, "groups_per_step": job.groups_per_step, "horizon": job.horizon}
-    loop = BufferLoop(await attach(redis, job.run, **dials), job)
-    if job.role == "consumer":
-        await loop.take_over()
-    return loop
+async def attach(redis: RedisConfig, run: str, window: StalenessWindow) -> RedisBuffer:
+    """Begin the run or join it: every process of a loop gives the same window."""
+    policy = ReplayPolicy(window=window)
+    return await connect(redis, run, policy=policy, lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS)
 
 
 class BufferLoop:
-    """The buffer, called as the rollout server and the trainer call it."""
+    """One worker's end of the buffer, called as the rollout server and the trainer call it."""
 
     def __init__(self, buffer: RedisBuffer, job: BenchJob) -> None:
         self._buffer = buffer
         self._holder = f"producer-{job.worker}"
-        self._batch = job.groups_per_step
+        self._batch = job.window.groups_per_step
         self._epoch = 0
 
     async def take_over(self) -> None:
-        """As a trainer does when it starts."""
+        """Begin an epoch, as a trainer does when it starts."""
         self._epoch = (await self._buffer.rollback(0)).epoch
 
     async def tickets(self, limit: int) -> list[Ticket]:
+        """The right to make 1..limit groups."""
         return await self._buffer.admit(limit, holder=self._holder, timeout_s=WAIT_S)
 
     async def push(self, ticket: Ticket, group: Group) -> None:
+        """Hand over a finished group."""
         await self._buffer.insert(ticket, group)
 
     async def batches(self, groups: int) -> AsyncIterator[list[Group]]:
+        """Batches until so many groups were delivered, decoded; each is settled before the next is asked for."""
         for version in range(groups // self._batch):
             batch = await self._buffer.take(epoch=self._epoch, version=version, timeout_s=WAIT_S)
             yield batch.groups
@@ -148,17 +111,19 @@ class BufferLoop:
             await self._buffer.commit_checkpoint(epoch=self._epoch, version=version + 1)
 
     async def aclose(self) -> None:
+        """Close connections."""
         await self._buffer.aclose()
 
 
 class PlainLoop:
-    """A list of keys, and the payloads beside it."""
+    """The same with a list of keys, and the payloads beside it."""
 
     def __init__(self, client: Any, job: BenchJob) -> None:
         self._client = client
         self._keys = RunKeys(job.run)
+        self._list = self._keys.of("plain:list")
         self._holder = f"producer-{job.worker}"
-        self._batch = job.groups_per_step
+        self._batch = job.window.groups_per_step
         self._made = 0
         self._task = task(0)
 
@@ -188,47 +153,40 @@ class PlainLoop:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    @property
-    def _list(self) -> str:
-        return self._keys.of("plain:list")
+
+Loop = BufferLoop | PlainLoop
 
 
-class Slots:
-    """The groups that a producer may still start."""
-
-    def __init__(self, free: int) -> None:
-        self._free = free
-        self._freed = asyncio.Event()
-
-    async def claim(self, most: int) -> int:
-        """1..most slots, as soon as any is free."""
-        while not self._free:
-            self._freed.clear()
-            await self._freed.wait()
-        claimed = min(self._free, most)
-        self._free -= claimed
-        return claimed
-
-    def give_back(self, slots: int) -> None:
-        """They are free again."""
-        self._free += slots
-        self._freed.set()
+async def open_loop(job: BenchJob) -> Loop:
+    """A connected loop with nothing left to prepare."""
+    redis = RedisConfig(url=job.url, durable=False)
+    if job.system == "plain":
+        return PlainLoop(make_client(redis), job)
+    loop = BufferLoop(await attach(redis, job.run, job.window), job)
+    if job.role == "consumer":
+        await loop.take_over()
+    return loop
 
 
 async def produce(loop: Loop, job: BenchJob, maker: GroupMaker) -> None:
     """Make the job's groups, and return when the last one is stored."""
-    slots, left = Slots(AT_ONCE), job.groups
+    slots, left = asyncio.Semaphore(AT_ONCE), job.groups
 
     async def finish(ticket: Ticket) -> None:
         await loop.push(ticket, maker.group(ticket))
-        slots.give_back(1)
+        slots.release()
 
     async with asyncio.TaskGroup() as finishing:
         while left:
-            claimed = await slots.claim(left)
+            await slots.acquire()
+            claimed = 1
+            while claimed < left and not slots.locked():
+                await slots.acquire()
+                claimed += 1
             tickets = await loop.tickets(claimed)
-            slots.give_back(claimed - len(tickets))
             left -= len(tickets)
+            for _ in range(claimed - len(tickets)):
+                slots.release()
             for ticket in tickets:
                 finishing.create_task(finish(ticket))
 

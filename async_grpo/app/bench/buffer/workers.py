@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from types import TracebackType
 
 import msgspec
@@ -27,86 +28,50 @@ from async_grpo.app.bench.buffer.systems import (
     produce,
     produce_paced,
 )
-from async_grpo.errors import AsyncGrpoError, RoleFailed, WaitTimeout
-from async_grpo.utils.child_process import child_argv
-
-LONGEST_ANSWER_BYTES = 16 << 20
-STOP_S = 5.0
+from async_grpo.app.bench.rig import LineChild
+from async_grpo.errors import AsyncGrpoError, RoleFailed
 
 
 class BenchWorkers:
     """`async with BenchWorkers(9) as workers`: nine processes, which end with the block, and with this process."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._workers: list[asyncio.subprocess.Process] = []
+        self._workers = [LineChild("async_grpo.app.bench.buffer.workers") for _ in range(size)]
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> BenchWorkers:
-        for _ in range(self._size):
-            worker = await asyncio.create_subprocess_exec(
-                *child_argv([sys.executable, "-m", "async_grpo.app.bench.buffer.workers"]),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=LONGEST_ANSWER_BYTES,
-                start_new_session=True,  # Ctrl-C is for the bench, which ends its workers
-            )
-            self._workers.append(worker)
+        for worker in self._workers:
+            await self._stack.enter_async_context(worker)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(_end(worker, at_once=error is not None) for worker in self._workers))
+        await self._stack.__aexit__(kind, error, at)
 
     async def run(self, jobs: Sequence[BenchJob]) -> list[WorkerReport]:
         """Each job in a worker of its own, all begun at once, when the last one is ready. The answers are in
         the order of the jobs. Raises RoleFailed, WaitTimeout."""
-        workers = self._workers[: len(jobs)]
-        for worker, job in zip(workers, jobs, strict=True):
-            _tell(worker, msgspec.json.encode(job) + b"\n")
-        for worker, job in zip(workers, jobs, strict=True):
+        pairs = list(zip(self._workers, jobs, strict=False))
+        for worker, job in pairs:
+            worker.tell(msgspec.json.encode(job) + b"\n")
+        for worker, job in pairs:
             if (line := await _hear(worker, job)) != READY:
-                raise RoleFailed(f"a {job.role} of the bench failed: {_decoded(line).error}")
-        for worker in workers:
-            _tell(worker, GO)
-        answers = [_decoded(await _hear(worker, job)) for worker, job in zip(workers, jobs, strict=True)]
-        for answer, job in zip(answers, jobs, strict=True):
-            if answer.error:
-                raise RoleFailed(f"a {job.role} of the bench failed: {answer.error}")
-        return answers
+                _report(line, job)
+        for worker, _ in pairs:
+            worker.tell(GO)
+        return [_report(await _hear(worker, job), job) for worker, job in pairs]
 
 
-def _tell(worker: asyncio.subprocess.Process, line: bytes) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write(line)
+async def _hear(worker: LineChild, job: BenchJob) -> bytes:
+    return await worker.hear(f"a {job.role} of the bench (process {worker.process_id})", 2 * WAIT_S)
 
 
-async def _hear(worker: asyncio.subprocess.Process, job: BenchJob) -> bytes:
-    assert worker.stdout is not None
-    try:
-        async with asyncio.timeout(2 * WAIT_S):
-            line = await worker.stdout.readline()
-    except TimeoutError:
-        raise WaitTimeout(f"a {job.role} of the bench (process {worker.pid})", 2 * WAIT_S) from None
-    if not line:
-        raise RoleFailed(f"a {job.role} of the bench (process {worker.pid}) ended. Its error stands above")
-    return line
-
-
-def _decoded(line: bytes) -> WorkerReport:
-    return msgspec.json.decode(line, type=WorkerReport)
-
-
-async def _end(worker: asyncio.subprocess.Process, *, at_once: bool) -> None:
-    """It ends when its input closes; killed if it has something better to do."""
-    assert worker.stdin is not None
-    worker.stdin.close()
-    try:
-        async with asyncio.timeout(0 if at_once else STOP_S):
-            await worker.wait()
-    except TimeoutError:
-        worker.kill()
-        await worker.wait()
+def _report(line: bytes, job: BenchJob) -> WorkerReport:
+    report = msgspec.json.decode(line, type=WorkerReport)
+    if report.error:
+        raise RoleFailed(f"a {job.role} of the bench failed: {report.error}")
+    return report
 
 
 async def serve() -> None:

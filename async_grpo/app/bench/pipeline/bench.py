@@ -14,7 +14,6 @@ token (`workload`) and checked afterwards (`observe.check`). Only the timed part
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Measurement, Picture
+from async_grpo.app.bench.measure import Measurement, Picture, final_load
 from async_grpo.app.bench.pipeline.observe import (
     Observed,
     RunRecord,
@@ -37,71 +36,62 @@ from async_grpo.app.bench.pipeline.observe import (
     timed_rows,
 )
 from async_grpo.app.bench.pipeline.plot import write_plot
-from async_grpo.app.bench.pipeline.results import PromptProbe, Results, Sides, balanced_prompt, figures_of, in_turns
+from async_grpo.app.bench.pipeline.results import (
+    PromptProbe,
+    Results,
+    Sides,
+    balanced_prompt,
+    figures_of,
+    rotated_turns,
+)
+from async_grpo.app.bench.pipeline.results import view as view  # shown in place of the usual table
 from async_grpo.app.bench.pipeline.setup import (
     POLICY,
     TINY,
     PipelineSetup,
-    make_model,
     run_all,
     speed_beside,
     split_cores,
 )
-from async_grpo.app.bench.pipeline.workload import FixedWork, Kind, StepPlan, describe, draw
+from async_grpo.app.bench.pipeline.workload import VOCABULARY, FixedWork, Kind, StepPlan, describe, draw
+from async_grpo.app.bench.rollout.workload import number_model
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import configure_logging
 
 STALENESS, REPETITIONS, STEPS = "0,1,2,4,8", 3, 12
 QUICK_STALENESS, QUICK_REPETITIONS, QUICK_STEPS = "0,2", 1, 2
+GROUPS_PER_STEP, GROUP_SIZE = 4, 8
+PROBED = (16, 128)
+"""Tokens of the prompts of the calibration."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
     """The options of the bench, checked."""
 
     staleness: tuple[int, ...]
     repetitions: int
     steps: int
-    """M: timed ones of a run."""
-    lengths: Kind
-    lengths_from: Path | None
-    prompt_tokens: int | None
-    """None: calibrated."""
-    cores: int
-    """Of each side."""
-    quick: bool
+    """M: timed steps of a run."""
+    lengths: Kind = "lognormal"
+    lengths_from: Path | None = None
+    prompt_tokens: int | None = None
+    """Length of the prompts; None: calibrated."""
+    cores: int = 1
+    """Cores of each side."""
+    quick: bool = False
 
 
 def checked_options(
-    *,
-    quick: bool,
-    staleness: str = "",
-    repetitions: int | None = None,
-    steps: int | None = None,
-    lengths: Kind = "lognormal",
-    lengths_from: Path | None = None,
-    prompt_tokens: int | None = None,
-    cores: int = 1,
+    *, quick: bool, staleness: str = "", repetitions: int | None = None, steps: int | None = None, **others: Any
 ) -> PipelineOptions:
-    """Defaults where nothing was said. Raises ConfigError for a list of S without the baseline.
+    """Options with their defaults. Raises ConfigError for a list of S without the baseline.
 
     >>> checked_options(quick=False, staleness="0,2").staleness
     (0, 2)
     """
-    return PipelineOptions(
-        staleness=_parse(staleness or (QUICK_STALENESS if quick else STALENESS)),
-        repetitions=repetitions or (QUICK_REPETITIONS if quick else REPETITIONS),
-        steps=steps or (QUICK_STEPS if quick else STEPS),
-        lengths=lengths,
-        lengths_from=lengths_from,
-        prompt_tokens=prompt_tokens,
-        cores=cores,
-        quick=quick,
-    )
-
-
-def _parse(text: str) -> tuple[int, ...]:
+    text = staleness or (QUICK_STALENESS if quick else STALENESS)
     values = [part.strip() for part in text.split(",")]
     numbers = tuple(int(value) for value in values if value.isdecimal())
     if len(numbers) < len(values) or 0 not in numbers or len(set(numbers)) < len(numbers):
@@ -109,12 +99,13 @@ def _parse(text: str) -> tuple[int, ...]:
             f"--staleness is {text!r}, and must be whole numbers, each once, with 0 among them: that is the "
             "synchronous loop, with which the others are compared. Give for example --staleness 0,2"
         )
-    return numbers
-
-
-GROUPS_PER_STEP, GROUP_SIZE = 4, 8
-PROBED = (16, 128)
-"""Tokens of the prompts of the calibration."""
+    return PipelineOptions(
+        staleness=numbers,
+        repetitions=repetitions or (QUICK_REPETITIONS if quick else REPETITIONS),
+        steps=steps or (QUICK_STEPS if quick else STEPS),
+        quick=quick,
+        **others,
+    )
 
 
 async def measure(
@@ -138,7 +129,8 @@ async def measure(
     beside = speed_beside(split)
     with _folder(out, lambda line: progress.console.print(line, markup=False, soft_wrap=True)) as folder:
         shape = TINY if chosen.quick else POLICY
-        setup = PipelineSetup(folder, make_model(folder / "model", shape), shape, split)
+        number_model(folder / "model", shape, VOCABULARY)
+        setup = PipelineSetup(folder, folder / "model", shape, split)
         work = _work(chosen)
         if chosen.prompt_tokens is None:
             work = await _calibrated(setup, work, progress)
@@ -150,7 +142,7 @@ async def measure(
         *([] if beside is None else [Measurement("speed of a core beside the other side's", beside, "x")]),
         Measurement("prompts", work.prompt_tokens[0], "tokens"),
         Measurement("completion tokens of a timed part", work.tokens, "tokens"),
-        Measurement("load average of the last 5 minutes, at the end", os.getloadavg()[1], "processes"),
+        final_load(),
     ]
 
 
@@ -176,30 +168,25 @@ def probing_work(work: FixedWork) -> FixedWork:
     return replace(work, lengths=work.lengths * 2, prompt_tokens=(*turns, *swapped))
 
 
-def probes_of(record: RunRecord, probing: FixedWork, plan: StepPlan) -> tuple[PromptProbe, PromptProbe]:
-    """What the two lengths have shown."""
-    timed = [
-        (probing.prompt_tokens[int(row["version"]) % probing.steps], times)
-        for row, times in zip(timed_rows(record, plan), step_times(record, plan), strict=True)
-    ]
-    return _probe(PROBED[0], timed), _probe(PROBED[1], timed)
-
-
-def _probe(tokens: int, timed: Sequence[tuple[int, tuple[float, float]]]) -> PromptProbe:
-    waits, rests = zip(*(times for prompt, times in timed if prompt == tokens), strict=True)
-    return PromptProbe(tokens, Sides(fmean(waits), fmean(rests)))
+def probes_of(record: RunRecord, probing: FixedWork, plan: StepPlan) -> list[PromptProbe]:
+    """What the two lengths have shown, the shorter first."""
+    rows, times = timed_rows(record, plan), step_times(record, plan)
+    prompts = [probing.prompt_tokens[int(row["version"]) % probing.steps] for row in rows]
+    probes = []
+    for tokens in PROBED:
+        waits, rests = zip(*(one for prompt, one in zip(prompts, times, strict=True) if prompt == tokens), strict=True)
+        probes.append(PromptProbe(tokens, Sides(fmean(waits), fmean(rests))))
+    return probes
 
 
 async def _compare(setup: PipelineSetup, work: FixedWork, chosen: PipelineOptions, progress: Progress) -> Results:
-    turns = in_turns(chosen.staleness, chosen.repetitions)
+    turns = rotated_turns(chosen.staleness, chosen.repetitions)
     planned = [(f"s{one}-r{repetition + 1}", work, StepPlan(one, work.steps)) for repetition, one in turns]
     records = await _run(setup, planned, progress)
-    found: dict[tuple[int, int], Observed] = {
-        turn: observe(record, work, plan) for turn, record, (_, _, plan) in zip(turns, records, planned, strict=True)
-    }
-    return Results(
-        {one: [found[repetition, one] for repetition in range(chosen.repetitions)] for one in chosen.staleness}
-    )
+    found: dict[int, list[Observed]] = {one: [] for one in chosen.staleness}
+    for (_, one), record, (_, _, plan) in zip(turns, records, planned, strict=True):
+        found[one].append(observe(record, work, plan))
+    return Results(found)
 
 
 async def _run(
@@ -220,8 +207,8 @@ async def _run(
 
 @contextmanager
 def _folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
-    """Where the runs are: `out`, which stays and must be empty, or a folder of the bench's own, which does not, unless
-    something fails: the error names logs in it."""
+    """The folder of the runs: `out`, which must be empty and stays, or a temporary one, which stays only if something
+    fails, because the error names logs in it."""
     if out is not None:
         if out.exists() and any(out.iterdir()):
             raise ConfigError(f"--out: {out} is not empty, and the runs in it would be resumed. Name a new folder")
@@ -231,7 +218,7 @@ def _folder(out: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
     own, failed = Path(tempfile.mkdtemp(prefix="async-grpo-bench-")), False
     try:
         yield own
-    except Exception:  # whatever it is: its logs are needed; Ctrl-C is no failure
+    except Exception:  # the logs of any failure are needed; Ctrl-C is no failure
         failed = True
         say(f"The runs, with their logs, stay in {own}. Delete it when you have seen them")
         raise

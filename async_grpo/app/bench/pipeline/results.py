@@ -19,15 +19,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_grpo.app.bench.measure import Machine, Measurement, table
+from async_grpo.app.bench.measure import Machine, Measurement, Spread, table
 from async_grpo.app.bench.pipeline.observe import Observed
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 8, 384
+TOKENS, SHARE = "tokens/s", "share of the overlap bound"
+LOWEST, HIGHEST = "lowest", "highest"
+_SYNC = "S=0 of the same repetition"
+_MEASURES: tuple[tuple[str, str, Callable[[Observed], float]], ...] = (
+    ("samples/s", "samples/s", lambda one: one.samples_per_s),
+    ("step", "s", lambda one: one.step_s),
+    ("trainer idle", "share", lambda one: one.trainer_idle),
+    ("rollout idle", "share", lambda one: one.rollout_idle),
+    ("weights into the engine", "s/step", lambda one: one.update_s),
+    ("generated to trained", "x", lambda one: one.generated),
+    ("age, mean", "steps", lambda one: one.age_mean),
+    ("age, largest", "steps", lambda one: one.age_max),
+)
+_COLUMNS = (TOKENS, "samples/s", "step", "trainer idle", "rollout idle", "age, mean", "age, largest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +97,6 @@ def balanced_prompt(short: PromptProbe, long: PromptProbe) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Of one figure over the repetitions."""
-
-    median: float
-    lowest: float
-    highest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """At least one value."""
-        return cls(median(values), min(values), max(values))
-
-
-@dataclass(frozen=True, slots=True)
 class Results:
     """`by_staleness[S]` has one entry a repetition; S = 0 is always there."""
 
@@ -114,64 +113,42 @@ class Results:
         return [Sides(one.wait_s, one.step_s - one.wait_s) for one in self.by_staleness[0]]
 
     def spread(self, staleness: int, figure: Callable[[Observed], float]) -> Spread:
-        """A figure of that staleness."""
-        return Spread.of([figure(one) for one in self.by_staleness[staleness]])
+        """A figure of that staleness, over the repetitions."""
+        return Spread.of(figure(one) for one in self.by_staleness[staleness])
 
     def speedup(self, staleness: int) -> Spread:
         """Tokens a second to those of S = 0, repetition by repetition."""
-        return Spread.of(self._speedups(staleness))
+        return Spread.of(self._speeds(staleness), self._speeds(0))
 
     def share_of_bound(self, staleness: int) -> Spread:
-        """The same, to the overlap bound of the repetition."""
-        pairs = zip(self._speedups(staleness), self.sides, strict=True)
-        return Spread.of([speedup / sides.bound for speedup, sides in pairs])
+        """The speedup to the overlap bound, repetition by repetition."""
+        bounds = (sides.bound * speed for sides, speed in zip(self.sides, self._speeds(0), strict=True))
+        return Spread.of(self._speeds(staleness), bounds)
 
-    def _speedups(self, staleness: int) -> list[float]:
-        pairs = zip(self.by_staleness[staleness], self.by_staleness[0], strict=True)
-        return [one.tokens_per_s / sync.tokens_per_s for one, sync in pairs]
+    def _speeds(self, staleness: int) -> list[float]:
+        return [one.tokens_per_s for one in self.by_staleness[staleness]]
 
 
-def in_turns(staleness: Sequence[int], repetitions: int) -> list[tuple[int, int]]:
+def rotated_turns(staleness: Sequence[int], repetitions: int) -> list[tuple[int, int]]:
     """(repetition, S), every repetition beginning one further along, so that no S is always first.
 
-    >>> in_turns([0, 2], 2)
+    >>> rotated_turns([0, 2], 2)
     [(0, 0), (0, 2), (1, 2), (1, 0)]
     """
-    order = list(staleness)
-    turns = []
-    for repetition in range(repetitions):
-        first = repetition % len(order)
-        turns += [(repetition, one) for one in [*order[first:], *order[:first]]]
-    return turns
-
-
-TOKENS, SHARE = "tokens/s", "share of the overlap bound"
-LOWEST, HIGHEST = "lowest", "highest"
-_SYNC = "S=0 of the same repetition"
-_MEASURES: tuple[tuple[str, str, Callable[[Observed], float]], ...] = (
-    ("samples/s", "samples/s", lambda one: one.samples_per_s),
-    ("step", "s", lambda one: one.step_s),
-    ("trainer idle", "share", lambda one: one.trainer_idle),
-    ("rollout idle", "share", lambda one: one.rollout_idle),
-    ("weights into the engine", "s/step", lambda one: one.update_s),
-    ("generated to trained", "x", lambda one: one.generated),
-    ("age, mean", "steps", lambda one: one.age_mean),
-    ("age, largest", "steps", lambda one: one.age_max),
-)
-_COLUMNS = (TOKENS, "samples/s", "step", "trainer idle", "rollout idle", "age, mean", "age, largest")
+    count = len(staleness)
+    return [(turn, staleness[(turn + place) % count]) for turn in range(repetitions) for place in range(count)]
 
 
 def figures_of(results: Results) -> list[Measurement]:
     """Those of every S, then those of the two sides. Values are medians over the repetitions."""
     found = [figure for staleness in results.staleness for figure in _of_staleness(results, staleness)]
-    sides = results.sides
-    return [
-        *found,
-        Measurement("T_gen, S=0", Spread.of([one.gen_s for one in sides]).median, "s/step"),
-        Measurement("T_train, S=0", Spread.of([one.train_s for one in sides]).median, "s/step"),
-        Measurement("T_gen / T_train, S=0", Spread.of([one.ratio for one in sides]).median, "x"),
-        Measurement("overlap bound, S=0", Spread.of([one.bound for one in sides]).median, "x"),
-    ]
+    sides = (
+        ("T_gen, S=0", "s/step", lambda one: one.gen_s),
+        ("T_train, S=0", "s/step", lambda one: one.train_s),
+        ("T_gen / T_train, S=0", "x", lambda one: one.ratio),
+        ("overlap bound, S=0", "x", lambda one: one.bound),
+    )
+    return found + [Measurement(name, Spread.of(map(side, results.sides)).median, unit) for name, unit, side in sides]
 
 
 def view(title: str, figures: Sequence[Measurement], machine: Machine) -> RenderableType:
@@ -193,12 +170,10 @@ def view(title: str, figures: Sequence[Measurement], machine: Machine) -> Render
 
 def _of_staleness(results: Results, staleness: int) -> list[Measurement]:
     name = f"S={staleness}"
-    speed = results.spread(staleness, lambda one: one.tokens_per_s)
-    sync = results.spread(0, lambda one: one.tokens_per_s)
-    found = [
-        Measurement(f"{name}: {TOKENS}", speed.median, "tokens/s", *_beside(results, staleness, sync)),
-        *_ends(f"{name}: {TOKENS}", speed, "tokens/s"),
-    ]
+    speed = results.spread(staleness, _tokens_per_s)
+    sync = (results.spread(0, _tokens_per_s).median, _SYNC, results.speedup(staleness).median) if staleness else ()
+    found = [Measurement(f"{name}: {TOKENS}", speed.median, "tokens/s", *sync)]
+    found += _ends(f"{name}: {TOKENS}", speed, "tokens/s")
     if staleness:
         share = results.share_of_bound(staleness)
         found += [Measurement(f"{name}: {SHARE}", share.median, "x"), *_ends(f"{name}: {SHARE}", share, "x")]
@@ -208,8 +183,8 @@ def _of_staleness(results: Results, staleness: int) -> list[Measurement]:
     ]
 
 
-def _beside(results: Results, staleness: int, sync: Spread) -> tuple[float, str, float] | tuple[()]:
-    return (sync.median, _SYNC, results.speedup(staleness).median) if staleness else ()
+def _tokens_per_s(one: Observed) -> float:
+    return one.tokens_per_s
 
 
 def _ends(name: str, spread: Spread, unit: str) -> list[Measurement]:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from async_grpo.app.bench.pipeline.workload import VOCABULARY, FixedWork, StepPlan
-from async_grpo.app.bench.rollout.workload import number_words
+from async_grpo.app.bench.pipeline.workload import FixedWork, StepPlan
 from async_grpo.app.launch.role_process import pin
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
@@ -29,10 +28,20 @@ from async_grpo.app.sweep.sweep import INTERRUPTED, run_argv
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.model import TinyQwen2Config
 from async_grpo.errors import ConfigError, RoleFailed
-from async_grpo.models.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
 _TIMED_S = 1.0
+POLICY = TinyQwen2Config(hidden_size=256, layers=4, heads=4, kv_heads=2, intermediate_size=704, max_positions=8192)
+"""3 million parameters: large enough that a step of either side is mostly arithmetic."""
+TINY = TinyQwen2Config(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=128)
+_FLOAT32_BYTES = 4
+LEARNING_RATE = 1e-5
+"""All weights change and are loaded again at every step, but the policy stays random."""
+NEVER = 1_000_000
+MICRO_BATCH_TOKENS = 8192
+KV_BLOCK, LEAST_KV_BYTES = 128, 256 << 20
+READY_TIMEOUT_S = 900.0
+"""All processes of a side start on its one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int]
     `sibling_of`: the first hardware thread of the physical core that a core belongs to.
 
     >>> split_cores([0, 1, 2, 3], 1, sibling_of=lambda core: core // 2 * 2)
-    Split(rollout=(0,), trainer=(2,))
+    CoreSplit(rollout=(0,), trainer=(2,))
     """
     if not here:
         return CoreSplit((), ())
@@ -64,20 +73,15 @@ def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int]
             f"--cores is {each} a side, which makes {2 * each}, and this process may use {len(here)}: the sides would "
             "take time from each other. Lower --cores, or measure on a larger machine"
         )
-    physical = _physical_cores(here, sibling_of or first_sibling)
-    near, far = physical[: len(physical) // 2], physical[(len(physical) + 1) // 2 :]  # an odd one out is nobody's half
+    threads: dict[int, list[int]] = {}  # the hardware threads of each physical core; its first may be missing
+    for core in sorted(here):
+        threads.setdefault((sibling_of or first_sibling)(core), []).append(core)
+    physical = list(threads.values())
+    near, far = physical[: len(physical) // 2], physical[(len(physical) + 1) // 2 :]  # an odd one out is in neither
     rollout = (_one_thread_each_first(near) + _one_thread_each_first(physical[len(near) :]))[:each]
     rest = _one_thread_each_first(far) + _one_thread_each_first(physical[: len(physical) - len(far)])
     trainer = [core for core in rest if core not in rollout][:each]
     return CoreSplit(tuple(sorted(rollout)), tuple(sorted(trainer)))
-
-
-def _physical_cores(here: Sequence[int], first: Callable[[int], int]) -> list[list[int]]:
-    """The hardware threads of each; its first thread may be missing."""
-    threads: dict[int, list[int]] = {}
-    for core in sorted(here):
-        threads.setdefault(first(core), []).append(core)
-    return list(threads.values())
 
 
 def _one_thread_each_first(physical: Sequence[list[int]]) -> list[int]:
@@ -86,7 +90,7 @@ def _one_thread_each_first(physical: Sequence[list[int]]) -> list[int]:
 
 
 def first_sibling(core: int) -> int:
-    """As the kernel says; the core itself where it does not."""
+    """The first hardware thread of a physical core, from the kernel; the core itself if the kernel does not say."""
     try:
         text = Path(_SIBLINGS.format(core=core)).read_text()
     except OSError:
@@ -112,17 +116,17 @@ def _speed(core: int) -> float:
     pin((core,))
     try:
         values, rounds, started_s = np.linspace(0.0, 1.0, 32_768), 0, time.perf_counter()
-        while time.perf_counter() - started_s < _TIMED_S / 2:
+        while (spent_s := time.perf_counter() - started_s) < _TIMED_S / 2:
             np.exp(values, out=values)
             np.negative(values, out=values)
             rounds += 1
-        return rounds / (time.perf_counter() - started_s)
+        return rounds / spent_s
     finally:
         pin(tuple(before))
 
 
 async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[str, int], None]) -> None:
-    """See every run to its end. `show` is told, twice a second, what runs and how many have finished.
+    """Run all to their ends. `show` is told, twice a second, what runs and how many have finished.
 
     Raises RoleFailed for a run that failed; on Ctrl-C, exits with 130 once what ran has stopped.
     """
@@ -134,9 +138,9 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
     def ended(ending: AttemptResult) -> None:
         endings.append(ending)
         if ending.outcome is not AttemptOutcome.FINISHED:
-            crew.stop()
+            runner.stop()
 
-    crew = SweepRunner(
+    runner = SweepRunner(
         points,
         files,
         argv=lambda point: run_argv(files.config_file(point.name)),
@@ -146,10 +150,10 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
         show=lambda state: show(_in_words(state), state.finished),
         ended=ended,
     )
-    await crew.work()
+    await runner.work()
     if failed := [ending for ending in endings if ending.outcome is AttemptOutcome.FAILED]:
         raise RoleFailed(f"the run {failed[0].point.name} of the bench failed: {failed[0].error}")
-    if crew.stopping:
+    if runner.stopping:
         raise SystemExit(INTERRUPTED)
 
 
@@ -158,19 +162,6 @@ def _in_words(state: SweepState) -> str:
         name = run.label.partition(",")[0].removeprefix("run=")
         return f"{name} at step {run.step} of {run.steps}"
     return "starting"
-
-
-POLICY = TinyQwen2Config(hidden_size=256, layers=4, heads=4, kv_heads=2, intermediate_size=704, max_positions=8192)
-"""3 million parameters: large enough that a step of either side is mostly arithmetic."""
-TINY = TinyQwen2Config(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=128)
-_FLOAT32_BYTES = 4
-LEARNING_RATE = 1e-5
-"""Weights change, and all of them are loaded anew at every step, but the policy stays the random one that it was."""
-NEVER = 1_000_000
-MICRO_BATCH_TOKENS = 8192
-KV_BLOCK, LEAST_KV_BYTES = 128, 256 << 20
-READY_TIMEOUT_S = 900.0
-"""All processes of a side start on its one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +221,7 @@ class PipelineSetup:
             )
 
     def _kv_bytes(self, work: FixedWork) -> int:
-        """So much that no sample in flight is ever pushed out."""
+        """Bytes of cache with which no sample in flight is ever pushed out."""
         shape = self.shape
         token_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden_size // shape.heads) * _FLOAT32_BYTES
         return max(LEAST_KV_BYTES, work.samples_per_step * (work.longest + KV_BLOCK) * token_bytes)
-
-
-def make_model(folder: Path, shape: TinyQwen2Config) -> Path:
-    """A random checkpoint without a stop token, and the tokenizer of the prompts."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # the bench has one of its own
-    with whole_checkpoint(folder) as draft:
-        tokenizer = number_words(draft, VOCABULARY)
-        build_tiny_qwen2(shape, tokenizer, vocab_size=VOCABULARY, seed=1).save_pretrained(draft)
-    return folder

@@ -9,17 +9,23 @@ The tokenizer of the benches has numbers as tokens: a prompt of N digits with sp
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from async_grpo.config.model import Precision, TinyQwen2Config
 from async_grpo.data.base import make_task
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import EngineError
+from async_grpo.models.tiny_qwen2 import build_tiny_qwen2, whole_checkpoint
 from async_grpo.wire import Task
 from rollout_server.engines.base import GenerationRequest, sample_seed
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
 
 
 class Lengths(Protocol):
@@ -27,11 +33,11 @@ class Lengths(Protocol):
 
     @property
     def longest(self) -> int:
-        """No completion has more."""
+        """The largest number of tokens."""
         ...
 
     def of(self, seed: int) -> int:
-        """Of the request with this seed, >= 1; the same whoever asks."""
+        """Tokens of the completion of the request with this seed, >= 1; always the same."""
         ...
 
 
@@ -81,7 +87,7 @@ class RolloutWork:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that may be, prompt included."""
+        """Tokens of the longest possible sequence, prompt included."""
         return self.prompt_tokens + self.lengths.longest
 
     def task(self, index: int, vocabulary: int) -> Task:
@@ -91,16 +97,17 @@ class RolloutWork:
 
     def requests(self, vocabulary: int) -> list[GenerationRequest]:
         """All of them, group by group, with the seeds that a rollout server gives them."""
-        return [
-            self._request(group, place, self.task(group, vocabulary).prompt_ids().tolist())
-            for group in range(self.groups)
-            for place in range(self.group_size)
-        ]
+        requests = []
+        for group, place, seed in self._seeds():
+            prompt = self.task(group, vocabulary).prompt_ids().tolist()
+            request = GenerationRequest(f"{group}-{place}", prompt, max_tokens=self.lengths.of(seed), seed=seed)
+            requests.append(request)
+        return requests
 
     def check(self, tokens: list[int]) -> None:
         """Raises EngineError unless the completions, in the order of the requests, have exactly the lengths that
         were drawn: less work would look like more speed."""
-        drawn = self._drawn()
+        drawn = [self.lengths.of(seed) for _, _, seed in self._seeds()]
         if tokens != drawn:
             wrong = sum(a != b for a, b in zip(tokens, drawn, strict=False)) + abs(len(tokens) - len(drawn))
             raise EngineError(
@@ -109,16 +116,32 @@ class RolloutWork:
                 "Did the engine stop early, or do the seeds of requests differ"
             )
 
-    def _request(self, group: int, place: int, prompt: list[int]) -> GenerationRequest:
-        seed = self._seed_of(group, place)
-        return GenerationRequest(f"{group}-{place}", prompt, max_tokens=self.lengths.of(seed), seed=seed)
+    def _seeds(self) -> Iterator[tuple[int, int, int]]:
+        """(group, place, seed) of every request."""
+        for group in range(self.groups):
+            for place in range(self.group_size):
+                yield group, place, sample_seed(self.seed, "train", group, place, 1)
 
-    def _seed_of(self, group: int, place: int) -> int:
-        return sample_seed(self.seed, "train", group, place, 1)
 
-    def _drawn(self) -> list[int]:
-        places = [(group, place) for group in range(self.groups) for place in range(self.group_size)]
-        return [self.lengths.of(self._seed_of(group, place)) for group, place in places]
+@dataclass(frozen=True, slots=True)
+class RolloutRound:
+    """What one round made and took."""
+
+    tokens: list[int]
+    """Tokens of every completion, in the order of the requests."""
+    seconds: float
+    cpu_s: float
+    """CPU seconds of this process."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed over the whole round, in which the engine fills up and runs empty."""
+        return sum(self.tokens) / self.seconds
+
+    @property
+    def cpu_us_per_token(self) -> float:
+        """CPU time of the feeding process, without that of the engine's processes."""
+        return 1e6 * self.cpu_s / sum(self.tokens)
 
 
 def number_words(model: Path, size: int) -> Tokenizer:
@@ -137,3 +160,18 @@ def number_words(model: Path, size: int) -> Tokenizer:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(model)
     return load_tokenizer(model)
+
+
+def number_model(
+    folder: Path, size: TinyQwen2Config, vocabulary: int, dtype: Precision = "float32"
+) -> Qwen2ForCausalLM:
+    """Write a random checkpoint without a stop token, and the tokenizer of the benches; returns the model."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # the bench has one of its own
+    with whole_checkpoint(folder) as draft:
+        tokenizer = number_words(draft, vocabulary)
+        model = build_tiny_qwen2(size, tokenizer, vocab_size=vocabulary, seed=1).to(getattr(torch, dtype))
+        model.save_pretrained(draft)
+    return model

@@ -27,7 +27,7 @@ Ceilings: the Hugging Face model without a padded position, forward and backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,11 +37,24 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from async_grpo.app.bench.paired import BenchStep
 from async_grpo.config import RunConfig
 from trainer.batch import sequences as ours
 
 Attention = Literal["sdpa", "sdpa without mask", "eager"]
+USUAL_ROWS = 8
+_BY_HAND = "packed_by_hand"
+Forward = Callable[[Sequence[ours.Sequence]], tuple[Tensor, int]]
+"""The log-probabilities of the trained tokens of some sequences, and the positions that were computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchStep:
+    """The result of one step of a contestant."""
+
+    loss: float
+    grad_norm: float
+    efficiency: float
+    """Tokens of sequences / positions computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,88 +116,88 @@ class PlainModel:
         rule = self.config.trainer.objective
         assert rule.clip_low is not None and rule.clip_high is not None and rule.behaviour_cap is not None
         constant_N = logprobs_N.detach()
-        behaviour_N = _joined(members, lambda m: torch.from_numpy(m.behaviour_C[m.places_N]))
-        advantage_N = _joined(members, lambda m: torch.full((m.trained_tokens,), m.advantage))
-        weight_N = _joined(members, lambda m: torch.full((m.trained_tokens,), m.weight))
+        behaviour_N = torch.cat([torch.from_numpy(m.behaviour_C[m.places_N]) for m in members])
+        advantage_N = torch.cat([torch.full((m.trained_tokens,), m.advantage) for m in members])
+        weight_N = torch.cat([torch.full((m.trained_tokens,), m.weight) for m in members])
         ratio_N = (logprobs_N - constant_N).exp()
         clipped_N = ratio_N.clamp(1 - rule.clip_low, 1 + rule.clip_high)
         importance_N = (constant_N - behaviour_N).exp()
         importance_N = importance_N.masked_fill(importance_N > rule.behaviour_cap, 0.0)
         return (weight_N * importance_N * -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum()
 
+    def step(self, batches: Iterable[Sequence[ours.Sequence]], forward: Forward, *, update: bool = True) -> BenchStep:
+        """Forward and backward over all micro-batches, then the optimizer's step, or none of it."""
+        loss, tokens, cells = 0.0, 0, 0
+        for members in batches:
+            logprobs_N, computed = forward(members)
+            value = self.loss(logprobs_N, members)
+            value.backward()
+            loss += value.item()
+            tokens += sum(member.length for member in members)
+            cells += computed
+        return BenchStep(loss, self.update() if update else self.forget(), tokens / cells)
 
-def padded_step(plain: PlainModel, members: Sequence[ours.Sequence], setting: PaddedSetting) -> BenchStep:
-    """One step over the whole batch."""
-    loss, cells = padded_gradients(plain, members, setting)
-    return BenchStep(loss, plain.update(), sum(member.length for member in members) / cells)
 
-
-def padded_gradients(plain: PlainModel, members: Sequence[ours.Sequence], setting: PaddedSetting) -> tuple[float, int]:
-    """Forward and backward over the whole batch; returns the loss, and the positions that were computed."""
+def padded_step(
+    plain: PlainModel, members: Sequence[ours.Sequence], setting: PaddedSetting, *, update: bool = True
+) -> BenchStep:
+    """One step over the whole batch, in padded micro-batches."""
     plain.model.set_attn_implementation("eager" if setting.attention == "eager" else "sdpa")
-    loss, cells = 0.0, 0
-    for rows in _micro_batches(members, setting):
-        value, width = _padded_loss(plain, rows, masked=setting.attention != "sdpa without mask")
-        value.backward()
-        loss += value.item()
-        cells += len(rows) * width
-    return loss, cells
+    ordered = sorted(members, key=lambda member: member.length) if setting.by_length else members
+    masked = setting.attention != "sdpa without mask"
+    return plain.step(_cut(ordered, setting.rows), lambda rows: _padded_forward(plain, rows, masked), update=update)
 
 
-def _micro_batches(members: Sequence[ours.Sequence], setting: PaddedSetting) -> Iterator[list[ours.Sequence]]:
-    ordered = sorted(members, key=lambda member: member.length) if setting.by_length else list(members)
-    for start in range(0, len(ordered), setting.rows):
-        yield ordered[start : start + setting.rows]
+def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
+    """Forward and backward without padding, and as many micro-batches as sequences."""
+    return padded_step(plain, members, PaddedSetting(1, "sdpa without mask"), update=False)
 
 
-def _padded_loss(plain: PlainModel, rows: Sequence[ours.Sequence], *, masked: bool) -> tuple[Tensor, int]:
-    """B rows, padded to L."""
+def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> BenchStep:
+    """Forward and backward over packed rows. `packs`: the sequences of each micro-batch."""
+    AttentionInterface.register(_BY_HAND, _attention)
+    plain.model.set_attn_implementation(_BY_HAND)
+    return plain.step(packs, lambda members: _packed_forward(plain, members), update=False)
+
+
+def usual_step(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
+    """One step over the whole batch, as it is usually made."""
+    plain.model.set_attn_implementation("sdpa")
+    return plain.step(_cut(members, USUAL_ROWS), lambda rows: _usual_forward(plain, rows))
+
+
+def _cut(members: Sequence[ours.Sequence], rows: int) -> Iterator[Sequence[ours.Sequence]]:
+    for start in range(0, len(members), rows):
+        yield members[start : start + rows]
+
+
+def _padded_forward(plain: PlainModel, rows: Sequence[ours.Sequence], masked: bool) -> tuple[Tensor, int]:
+    """B rows, padded to L at the right; only trained positions reach the output layer."""
     tokens_BL = pad_sequence([torch.from_numpy(row.tokens[:-1]).long() for row in rows], batch_first=True)
-    mask_BL = torch.arange(tokens_BL.shape[1]) < torch.tensor([row.length for row in rows])[:, None]
+    width = tokens_BL.shape[1]
+    mask_BL = torch.arange(width) < torch.tensor([row.length for row in rows])[:, None]
     hidden_BLH = plain.model.model(
         input_ids=tokens_BL, attention_mask=mask_BL if masked else None, use_cache=False
     ).last_hidden_state
-    width = tokens_BL.shape[1]
     places_N = torch.cat(
         [torch.from_numpy(i * width + row.prompt_tokens - 1 + row.places_N) for i, row in enumerate(rows)]
     )
     labels_N = torch.cat([torch.from_numpy(row.tokens[row.prompt_tokens + row.places_N]).long() for row in rows])
-    logprobs_N = plain.logprobs(hidden_BLH.flatten(0, 1).index_select(0, places_N), labels_N)
-    return plain.loss(logprobs_N, rows), width
+    return plain.logprobs(hidden_BLH.flatten(0, 1).index_select(0, places_N), labels_N), tokens_BL.numel()
 
 
-def _joined(members: Sequence[ours.Sequence], part: Callable[[ours.Sequence], Tensor]) -> Tensor:
-    return torch.cat([part(member) for member in members])
-
-
-_BY_HAND = "packed_by_hand"
-
-
-def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
-    """No padding, and as many micro-batches as sequences."""
-    loss, _ = padded_gradients(plain, members, PaddedSetting(1, "sdpa without mask"))
-    return BenchStep(loss, plain.forget(), 1.0)
-
-
-def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> BenchStep:
-    """`packs`: the sequences of each micro-batch."""
-    AttentionInterface.register(_BY_HAND, _attention)
-    plain.model.set_attn_implementation(_BY_HAND)
-    total = 0.0
-    for members in packs:
-        batch = ours.micro_batch(members)
-        hidden_1TH = plain.model.model(
-            input_ids=batch.tokens_1T,
-            position_ids=batch.positions_1T,
-            attention_mask={"full_attention": None},
-            use_cache=False,
-            lengths=[member.length for member in members],
-        ).last_hidden_state
-        logprobs_N = plain.logprobs(hidden_1TH[0].index_select(0, batch.trained_N), batch.labels_N)
-        loss = plain.loss(logprobs_N, members)
-        loss.backward()
-        total += loss.item()
-    return BenchStep(total, plain.forget(), 1.0)
+def _packed_forward(plain: PlainModel, members: Sequence[ours.Sequence]) -> tuple[Tensor, int]:
+    """One row of T tokens, without padding."""
+    batch = ours.micro_batch(members)
+    lengths = [member.length for member in members]
+    hidden_1TH = plain.model.model(
+        input_ids=batch.tokens_1T,
+        position_ids=batch.positions_1T,
+        attention_mask={"full_attention": None},
+        use_cache=False,
+        lengths=lengths,
+    ).last_hidden_state
+    return plain.logprobs(hidden_1TH[0].index_select(0, batch.trained_N), batch.labels_N), sum(lengths)
 
 
 def _attention(
@@ -196,28 +209,20 @@ def _attention(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-ROWS = 8
-
-
-def usual_step(plain: PlainModel, members: Sequence[ours.Sequence], rows: int = ROWS) -> BenchStep:
-    """One step over the whole batch."""
-    plain.model.set_attn_implementation("sdpa")
-    loss, cells = 0.0, 0
-    for start in range(0, len(members), rows):
-        chosen = members[start : start + rows]
-        tokens_BL, mask_BL, longest = _padded(chosen)
-        logits_BCV = plain.model(
-            input_ids=tokens_BL, attention_mask=mask_BL, logits_to_keep=longest + 1, use_cache=False
-        ).logits[:, :-1]
-        logits_BCV = logits_BCV / plain.config.sampling.temperature
-        labels_BC = tokens_BL[:, -longest:]
-        taken_BC = logits_BCV.gather(-1, labels_BC[..., None])[..., 0]
-        logprobs_BC = taken_BC - logits_BCV.float().logsumexp(-1)
-        value = plain.loss(logprobs_BC[_trained(chosen, longest)], chosen)
-        value.backward()
-        loss += value.item()
-        cells += tokens_BL.numel()
-    return BenchStep(loss, plain.update(), sum(member.length for member in members) / cells)
+def _usual_forward(plain: PlainModel, rows: Sequence[ours.Sequence]) -> tuple[Tensor, int]:
+    """B rows, prompts padded at the left and completions to C at the right; logits of C positions."""
+    tokens_BL, mask_BL, longest = _padded(rows)
+    logits_BCV = plain.model(
+        input_ids=tokens_BL, attention_mask=mask_BL, logits_to_keep=longest + 1, use_cache=False
+    ).logits[:, :-1]
+    logits_BCV = logits_BCV / plain.config.sampling.temperature
+    labels_BC = tokens_BL[:, -longest:]
+    taken_BC = logits_BCV.gather(-1, labels_BC[..., None])[..., 0]
+    logprobs_BC = taken_BC - logits_BCV.float().logsumexp(-1)
+    trained_BC = torch.zeros(len(rows), longest, dtype=torch.bool)  # the completion tokens that get a gradient
+    for index, row in enumerate(rows):
+        trained_BC[index, torch.from_numpy(row.places_N)] = True
+    return logprobs_BC[trained_BC], tokens_BL.numel()
 
 
 def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:
@@ -231,11 +236,3 @@ def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:
     tokens_BL = torch.cat([left_BP, right_BC], 1)
     mask_BL = (tokens_BL >= 0).long()
     return tokens_BL.clamp(min=0), mask_BL, right_BC.shape[1]
-
-
-def _trained(rows: Sequence[ours.Sequence], longest: int) -> Tensor:
-    """bool [B, C]: the completion tokens that get a gradient."""
-    trained_BC = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        trained_BC[index, torch.from_numpy(row.places_N)] = True
-    return trained_BC

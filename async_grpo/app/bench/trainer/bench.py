@@ -9,20 +9,17 @@ It waits for lines of that process, and kills it if none comes for too long.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.rig import LineChild
 from async_grpo.app.launch.role_specs import kept_memory
-from async_grpo.errors import TrainingError, WaitTimeout
-from async_grpo.utils.child_process import child_argv
+from async_grpo.errors import TrainingError
 
 _ROUND_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 2000
@@ -35,39 +32,19 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
         out, log = Path(folder) / "figures.json", Path(folder) / "log"
         arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
+        environment = os.environ | kept_memory(os.environ)  # as a trainer has it
+        task = progress.add_task("training steps", total=None)
         with log.open("w") as stderr:
-            process = await asyncio.create_subprocess_exec(
-                *child_argv([sys.executable, "-m", "async_grpo.app.bench.trainer.main", *arguments]),
-                env=os.environ | kept_memory(os.environ),  # as a trainer has it
-                stdout=PIPE,
-                stderr=stderr,
-            )
-            try:
-                await _follow(process, progress, progress.add_task("training steps", total=None))
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-        if process.returncode:
+            child = LineChild("async_grpo.app.bench.trainer.main", *arguments, env=environment, stderr=stderr)
+            async with child:
+                while line := await child.read("a round of the trainer's bench", _ROUND_TIMEOUT_S):
+                    word, _, number = line.decode().strip().partition(" ")
+                    if word == "total":
+                        progress.update(task, total=int(number))
+                    else:
+                        progress.advance(task)
+                code = await child.wait(_ROUND_TIMEOUT_S)
+        if code:
             end = log.read_text()[-_SHOWN_CHARACTERS:]
-            raise TrainingError(f"the bench of the trainer ended with exit code {process.returncode}:\n{end}")
+            raise TrainingError(f"the bench of the trainer ended with exit code {code}:\n{end}")
         return [Measurement(**figure) for figure in json.loads(out.read_text())]
-
-
-async def _follow(process: Process, progress: Progress, task: TaskID) -> None:
-    assert process.stdout is not None
-    while True:
-        try:
-            async with asyncio.timeout(_ROUND_TIMEOUT_S):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            raise WaitTimeout("a round of the trainer's bench", _ROUND_TIMEOUT_S) from None
-        if not line:
-            break
-        word, _, number = line.decode().strip().partition(" ")
-        if word == "total":
-            progress.update(task, total=int(number))
-        else:
-            progress.advance(task)
-    async with asyncio.timeout(_ROUND_TIMEOUT_S):
-        await process.wait()

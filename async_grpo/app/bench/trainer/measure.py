@@ -7,21 +7,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
-from async_grpo.app.bench.measure import Measurement
-from async_grpo.app.bench.paired import Timed, cpu_ratio, in_turns, ratio
-from async_grpo.app.bench.trainer.baselines import ROWS, Attention, PaddedSetting
-from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, BatchShape, TrainerSetup, lengths_of
+from async_grpo.app.bench.measure import Measurement, Stopwatch, in_turns
+from async_grpo.app.bench.trainer.baselines import USUAL_ROWS, Attention, BenchStep, PaddedSetting
+from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, BatchShape, Contestant, TrainerSetup, lengths_of
 from async_grpo.config.model import RandomModelConfig
+from async_grpo.errors import TrainingError
 from trainer.batch.packing import pack_batch
 
 Say = Callable[[str], None]
-
+"""Gets the name of each contestant when its turn is done."""
+TOLERANCE = 1e-4
+"""Largest difference of losses (absolute) and of gradient norms (relative)."""
 TRAINER, ONE_BY_ONE, BY_HAND = "trainer", "one by one", "packed by hand"
-USUAL = f"padded as in TRL: {ROWS} rows, prompts at the left, logits of all completion positions, sdpa"
+USUAL = f"padded as in TRL: {USUAL_ROWS} rows, prompts at the left, logits of all completion positions, sdpa"
 FULL_ROWS, BEST, SORTED = "padded, as many rows as fit the same room", "padded, the best", "padded, sorted by length"
 ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
 
@@ -80,7 +83,7 @@ def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measu
     say(f"total {1 + len(counts) * (len(ATTENTIONS) + 1) + plan.rounds * (7 + 2)}")
     finalists = _heats(setup, plan, say)
     setup.phases.reset()
-    final = in_turns(
+    final = take_turns(
         {
             TRAINER: setup.trainer,
             USUAL: setup.usual,
@@ -92,13 +95,54 @@ def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measu
         say,
     )
     compute_s = median(final[TRAINER].seconds)
-    stream = in_turns(setup.streaming(compute_s), plan.rounds, say)
+    stream = take_turns(setup.streaming(compute_s), plan.rounds, say)
     return [
         *_speeds(setup, plan, final, finalists),
         *_packing(plan, final),
         *_phases(setup, final[TRAINER]),
         _streaming(stream, compute_s),
     ]
+
+
+@dataclass(slots=True)
+class Timed:
+    """The rounds of one contestant: seconds on the clock, CPU seconds; `done` is the last step."""
+
+    done: BenchStep
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds of all threads. On a busy machine they say more than the clock."""
+
+
+def take_turns(contestants: Mapping[str, Contestant], rounds: int, say: Say) -> dict[str, Timed]:
+    """Run all contestants `rounds` times, in alternating order.
+
+    Raises TrainingError if their losses or gradient norms differ.
+    """
+    found: dict[str, Timed] = {}
+    for names in in_turns(contestants, rounds):
+        for name in names:
+            with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
+                done = contestants[name]()
+            timed = found.setdefault(name, Timed(done))
+            timed.seconds.append(spent.seconds)
+            timed.cpu_s.append(cpu.seconds)
+            timed.done = done
+            say(name)
+    _check(found)
+    return found
+
+
+def _check(found: Mapping[str, Timed]) -> None:
+    first_name, first = next(iter(found.items()))
+    for name, timed in found.items():
+        loss, norm = timed.done.loss - first.done.loss, timed.done.grad_norm / first.done.grad_norm - 1
+        if not (abs(loss) <= TOLERANCE and abs(norm) <= TOLERANCE):  # neither if one is nan
+            raise TrainingError(
+                f"{name} comes to a loss of {timed.done.loss:.6g} and a gradient norm of {timed.done.grad_norm:.6g}, "
+                f"{first_name} to {first.done.loss:.6g} and {first.done.grad_norm:.6g}: they would not do the same "
+                "work, and their speeds would not compare"
+            )
 
 
 def _heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, PaddedSetting]:
@@ -108,11 +152,11 @@ def _heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, P
     """
     counts = plan.row_counts
     tried = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
-    found = in_turns({TRAINER: setup.trainer, **{str(s): setup.padded(s) for s in tried}}, 1, say)
+    found = take_turns({TRAINER: setup.trainer, **{str(s): setup.padded(s) for s in tried}}, 1, say)
     best = min(tried, key=lambda setting: found[str(setting)].cpu_s)
     full = min((s for s in tried if s.rows == counts[-1]), key=lambda setting: found[str(setting)].cpu_s)
     by_length = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
-    found = in_turns({str(s): setup.padded(s) for s in by_length}, 1, say)
+    found = take_turns({str(s): setup.padded(s) for s in by_length}, 1, say)
     return {FULL_ROWS: full, BEST: best, SORTED: min(by_length, key=lambda setting: found[str(setting)].cpu_s)}
 
 
@@ -121,23 +165,22 @@ def _speeds(
 ) -> list[Measurement]:
     """Tokens of sequences a second, padding not counted."""
     tokens = sum(member.length for member in setup.members())
-    mine = final[TRAINER]
+    mine, by_hand = final[TRAINER], "plain PyTorch, packed by hand, no optimizer"
+    padded = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
+    unpadded = {ONE_BY_ONE: "plain PyTorch, unpadded, one by one, no optimizer", BY_HAND: by_hand}
 
-    def beside(name: str, what: str) -> Measurement:
-        speed, other = tokens / median(mine.seconds), tokens / median(final[name].seconds)
-        return Measurement("training step", speed, "tokens/s", other, what, ratio(mine, final[name]))
+    def speed_beside(name: str, what: str) -> Measurement:
+        pairs = zip(mine.seconds, final[name].seconds, strict=True)
+        return Measurement.paired("training step", "tokens/s", [(tokens / a, tokens / b) for a, b in pairs], what)
 
     def work_beside(name: str, what: str) -> Measurement:
-        mean, other = 1e6 * median(mine.cpu_s) / tokens, 1e6 * median(final[name].cpu_s) / tokens
-        return Measurement("processor time", mean, "us/token", other, what, cpu_ratio(mine, final[name]))
+        pairs = zip(mine.cpu_s, final[name].cpu_s, strict=True)
+        each = [(1e6 * a / tokens, 1e6 * b / tokens) for a, b in pairs]
+        return Measurement.paired("processor time", "us/token", each, what)
 
-    named = {USUAL: USUAL, **{name: f"{name}: {setting}" for name, setting in finalists.items()}}
     return [
-        *(beside(name, what) for name, what in named.items()),
-        beside(ONE_BY_ONE, "plain PyTorch, unpadded, one by one, no optimizer"),
-        beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
-        *(work_beside(name, what) for name, what in named.items()),
-        work_beside(BY_HAND, "plain PyTorch, packed by hand, no optimizer"),
+        *(speed_beside(name, what) for name, what in (padded | unpadded).items()),
+        *(work_beside(name, what) for name, what in (padded | {BY_HAND: by_hand}).items()),
         Measurement("loss", mine.done.loss, "", final[BEST].done.loss, "padded"),
         Measurement("gradient norm", mine.done.grad_norm, "", final[BEST].done.grad_norm, "padded"),
         Measurement("tokens of the batch", tokens, "tokens"),
@@ -146,7 +189,7 @@ def _speeds(
 
 
 def _packing(plan: TrainerBenchPlan, final: Mapping[str, Timed]) -> list[Measurement]:
-    """Of the batch that was trained, and of one of the usual size."""
+    """Packing of the batch that was trained, and of one of the usual size."""
     name = f"padded to the longest of {plan.most_rows} rows"
     found = [("the batch", final[TRAINER].done.efficiency, final[FULL_ROWS].done.efficiency)]
     lengths = lengths_of(plan.usual, plan.model.vocab_size)
@@ -170,12 +213,6 @@ def _phases(setup: TrainerSetup, mine: Timed) -> list[Measurement]:
 
 def _streaming(stream: Mapping[str, Timed], compute_s: float) -> Measurement:
     """Time until the new weights are there, from the moment at which generation began."""
-    early, late = stream[STREAMED], stream[WAITED]
-    return Measurement(
-        f"step with a producer that takes {compute_s:.2g} s: streamed",
-        median(early.seconds),
-        "s",
-        median(late.seconds),
-        "waits for the whole batch",
-        ratio(late, early),
-    )
+    pairs = zip(stream[STREAMED].seconds, stream[WAITED].seconds, strict=True)
+    name = f"step with a producer that takes {compute_s:.2g} s: streamed"
+    return Measurement.paired(name, "s", pairs, "waits for the whole batch")

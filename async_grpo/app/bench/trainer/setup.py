@@ -18,12 +18,10 @@ The producer is a clock: it costs no computing time, like rollout servers on mac
 
 from __future__ import annotations
 
-import collections.abc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,8 @@ import numpy as np
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from async_grpo.app.bench.paired import BenchStep, Contestant
 from async_grpo.app.bench.trainer.baselines import (
+    BenchStep,
     PaddedSetting,
     PlainModel,
     one_by_one,
@@ -49,8 +47,8 @@ from async_grpo.data.tokenizer import load_tokenizer
 from async_grpo.models.random_model import make_random_model
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from trainer.batch import sequences as ours
 from trainer.batch.packing import pack_batch
-from trainer.batch.sequences import Sequence, sequences_of
 from trainer.distributed import start_ranks
 from trainer.model.policy import Policy, load_policy
 from trainer.platform import Platform
@@ -58,6 +56,77 @@ from trainer.step.step import train_step
 from trainer.step.streaming import StreamedStep
 
 STREAMED, WAITED = "streamed", "waited"
+Contestant = Callable[[], BenchStep]
+"""Makes one step over the batch, from the same weights as all contestants."""
+_SPECIAL = 3
+"""Tokens of `make_random_model` that stand for no text: the first ones."""
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How long prompts and completions are, in tokens, and how many there are in a batch."""
+
+    groups: int = 8
+    group_size: int = 8
+    prompt: tuple[int, int] = (50, 200)
+    """Evenly between these, both included; not asked where the prompts are given."""
+    median: int = 150
+    sigma: float = 0.8
+    """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
+    longest: int = 1024
+    """The few that would be longer end here, as at max_tokens."""
+    seed: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.groups} groups of {self.group_size}, completions lognormal, median {self.median}, "
+            f"sigma {self.sigma:g}, at most {self.longest} tokens"
+        )
+
+
+def make_batch(mix: BatchShape, vocab_size: int, prompts: Sequence[list[int]] = ()) -> Batch:
+    """The same for the same arguments. `prompts`: real ones as token ids, drawn from; else random ones."""
+    random = np.random.default_rng(mix.seed)
+    groups = []
+    for index in range(mix.groups):
+        prompt = (
+            np.asarray(prompts[int(random.integers(len(prompts)))])
+            if prompts
+            else _random_prompt(mix, vocab_size, random)
+        )
+        task = Task(index=index, prompt=f"bench {index}", prompt_tokens=tokens_to_bytes(prompt), answer="")
+        samples = [_sample(mix, vocab_size, random) for _ in range(mix.group_size)]
+        groups.append(Group(seq=index, attempt=1, task=task, samples=samples))
+    return Batch(epoch=1, version=0, groups=groups)
+
+
+def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
+    """Positions that the network reads, of each sequence of the batch."""
+    groups = make_batch(mix, vocab_size).groups
+    return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
+
+
+def _question_texts(path: Path) -> list[str]:
+    """The prompts of a JSON-lines file with GSM8K's fields. Raises DataError."""
+    data = DataConfig(kind="jsonl", path=path)
+    return [row.prompt for row in usable_rows(path, data, Rejections())]
+
+
+def _random_prompt(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> list[int]:
+    shortest, longest = mix.prompt
+    prompt: list[int] = random.integers(_SPECIAL, vocab_size, random.integers(shortest, longest + 1)).tolist()
+    return prompt
+
+
+def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sample:
+    length = int(min(max(round(random.lognormal(math.log(mix.median), mix.sigma)), 1), mix.longest))
+    return Sample(
+        tokens=tokens_to_bytes(random.integers(_SPECIAL, vocab_size, length)),
+        logprobs=logprobs_to_bytes(-np.log(vocab_size) + random.normal(0, 0.5, length)),
+        spans=[VersionSpan(0, 0, length)],
+        reward=float(random.random() < 0.5),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,94 +154,6 @@ class SlowProducer:
         return self.batch
 
 
-def streamed(policy: Policy, producer: SlowProducer, config: RunConfig) -> BenchStep:
-    """Each part is trained when it is there."""
-    step = StreamedStep(policy, config, producer.batch.version, PhaseTimer())
-    for part in producer.parts():
-        step.add(part)
-    result = step.close(lr=0.0)
-    return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
-
-
-def waited(policy: Policy, producer: SlowProducer, config: RunConfig) -> BenchStep:
-    """The step begins when all groups are there."""
-    result = train_step(policy, producer.whole(), config, lr=0.0, phases=PhaseTimer())
-    return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
-
-
-_SPECIAL = 3
-"""Tokens of `make_random_model` that stand for no text: the first ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """How long prompts and completions are, in tokens, and how many there are in a batch."""
-
-    groups: int = 8
-    group_size: int = 8
-    prompt: tuple[int, int] = (50, 200)
-    """Evenly between these, both included; not asked where the prompts are given."""
-    median: int = 150
-    sigma: float = 0.8
-    """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
-    longest: int = 1024
-    """The few that would be longer end here, as at max_tokens."""
-    seed: int = 1
-
-    def __str__(self) -> str:
-        return (
-            f"{self.groups} groups of {self.group_size}, completions lognormal, median {self.median}, "
-            f"sigma {self.sigma:g}, at most {self.longest} tokens"
-        )
-
-
-def make_batch(mix: BatchShape, vocab_size: int, prompts: collections.abc.Sequence[list[int]] = ()) -> Batch:
-    """The same for the same arguments. `prompts`: real ones as token ids, drawn from; else random ones."""
-    random = np.random.default_rng(mix.seed)
-    groups = []
-    for index in range(mix.groups):
-        prompt = (
-            np.asarray(prompts[int(random.integers(len(prompts)))])
-            if prompts
-            else _random_prompt(mix, vocab_size, random)
-        )
-        task = Task(index=index, prompt=f"bench {index}", prompt_tokens=tokens_to_bytes(prompt), answer="")
-        samples = [_sample(mix, vocab_size, random) for _ in range(mix.group_size)]
-        groups.append(Group(seq=index, attempt=1, task=task, samples=samples))
-    return Batch(epoch=1, version=0, groups=groups)
-
-
-def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
-    """Positions that the network reads, of each sequence of the batch."""
-    groups = make_batch(mix, vocab_size).groups
-    return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
-
-
-def question_texts(path: Path) -> list[str]:
-    """The prompts of a JSON-lines file with GSM8K's fields. Raises DataError."""
-    data = DataConfig(kind="jsonl", path=path)
-    return [row.prompt for row in usable_rows(path, data, Rejections())]
-
-
-def _random_prompt(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> list[int]:
-    shortest, longest = mix.prompt
-    prompt: list[int] = random.integers(_SPECIAL, vocab_size, random.integers(shortest, longest + 1)).tolist()
-    return prompt
-
-
-def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sample:
-    length = int(min(max(round(random.lognormal(math.log(mix.median), mix.sigma)), 1), mix.longest))
-    return Sample(
-        tokens=tokens_to_bytes(random.integers(_SPECIAL, vocab_size, length)),
-        logprobs=logprobs_to_bytes(-np.log(vocab_size) + random.normal(0, 0.5, length)),
-        spans=[VersionSpan(0, 0, length)],
-        reward=float(random.random() < 0.5),
-    )
-
-
-_WAIT_S = 60.0
-
-
 @dataclass(frozen=True, slots=True)
 class TrainerSetup:
     """What every round works on. The learning rate is 0: a step costs the same, and leaves the weights."""
@@ -186,8 +167,7 @@ class TrainerSetup:
 
     def trainer(self) -> BenchStep:
         """The step that is measured."""
-        result = train_step(self.policy, self.batch, self.config, lr=0.0, phases=self.phases)
-        return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
+        return self._step(self.batch, self.phases)
 
     def padded(self, setting: PaddedSetting) -> Contestant:
         """A baseline."""
@@ -209,16 +189,28 @@ class TrainerSetup:
         return packed_by_hand(self.plain, [[members[i] for i in chosen] for chosen in packing])
 
     def streaming(self, seconds: float) -> dict[str, Contestant]:
-        """With a producer that takes so long for the batch."""
+        """Steps with a producer that takes so long for the batch: each part trained when it is there, or all of them
+        when the last has come."""
         producer = SlowProducer(self.batch, seconds)
-        return {
-            STREAMED: partial(streamed, self.policy, producer, self.config),
-            WAITED: partial(waited, self.policy, producer, self.config),
-        }
 
-    def members(self) -> list[Sequence]:
+        def streamed() -> BenchStep:
+            step = StreamedStep(self.policy, self.config, self.batch.version, PhaseTimer())
+            for part in producer.parts():
+                step.add(part)
+            return _outcome(step.close(lr=0.0))
+
+        return {STREAMED: streamed, WAITED: lambda: self._step(producer.whole(), PhaseTimer())}
+
+    def _step(self, batch: Batch, phases: PhaseTimer) -> BenchStep:
+        return _outcome(train_step(self.policy, batch, self.config, lr=0.0, phases=phases))
+
+    def members(self) -> list[ours.Sequence]:
         """The batch as sequences, with advantages and weights: part of every step."""
-        return sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
+        return ours.sequences_of(self.batch, self.config.trainer.objective, longest=self.config.sampling.max_tokens)
+
+
+def _outcome(result: Mapping[str, Any]) -> BenchStep:
+    return BenchStep(result["loss"], result["grad_norm"], result["packing_efficiency"])
 
 
 def open_setup(
@@ -233,19 +225,16 @@ def open_setup(
 ) -> TrainerSetup:
     """`room`: tokens of a micro-batch. `folder` gets the model; `data`: a file with real prompts. Raises DataError."""
     model = folder / "model"
-    texts = [] if data is None else question_texts(data)
+    texts = [] if data is None else _question_texts(data)
     make_random_model(shape, texts, model, seed=1)
     config = _config(model, mix, room, threads)
     start_ranks(config.trainer, platform, config.seed, _WAIT_S)
     policy = load_policy(config, model, platform)
     plain = PlainModel(AutoModelForCausalLM.from_pretrained(model).float(), config)
-    batch = make_batch(mix, shape.vocab_size, _tokens(model, texts))
-    return TrainerSetup(config, policy, plain, batch, PhaseTimer())
-
-
-def _tokens(model: Path, texts: collections.abc.Sequence[str]) -> list[list[int]]:
     tokenizer = load_tokenizer(model)
-    return [tokenizer.encode(text) for text in texts]
+    prompts = [tokenizer.encode(text) for text in texts]
+    batch = make_batch(mix, shape.vocab_size, prompts)
+    return TrainerSetup(config, policy, plain, batch, PhaseTimer())
 
 
 def _config(model: Path, mix: BatchShape, room: int, threads: int) -> RunConfig:

@@ -16,19 +16,16 @@ import mmap
 import os
 import socket
 import sys
-import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 
-from async_grpo.errors import RoleFailed, WaitTimeout
-from async_grpo.utils.child_process import child_argv
+from async_grpo.app.bench.measure import Stopwatch
+from async_grpo.app.bench.rig import LineChild
+from async_grpo.errors import RoleFailed
 from async_grpo.utils.network import LOOPBACK, card_environment
 from async_grpo.weights.manifest import TensorLayout
 
@@ -68,7 +65,6 @@ def take_gloo(where: str, target: memoryview) -> Take:
 
 def take_disk(where: str, target: memoryview) -> Take:
     """Take blocks from this safetensors file."""
-    import numpy as np
     from safetensors import safe_open
 
     block = np.frombuffer(target, np.uint8)
@@ -99,165 +95,91 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-STOP_S = 5.0
+class TransferBaseline:
+    """One way, ready to move blocks to its worker process."""
 
-
-class BaselineProcess:
-    """The process that takes blocks; it ends with the `async with` block, and with this process."""
-
-    def __init__(self, baseline: str, where: str, target: Path) -> None:
-        self._baseline = baseline
-        self._arguments = (baseline, where, str(target))
-        self._process: asyncio.subprocess.Process
-
-    async def __aenter__(self) -> BaselineProcess:
-        self._process = await asyncio.create_subprocess_exec(
-            *child_argv([sys.executable, "-m", "async_grpo.app.bench.weights.baselines", *self._arguments]),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the bench, which ends it
-        )
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    def __init__(
+        self, name: str, far: LineChild, send: Callable[[memoryview], object], *, announced: bool = True
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(STOP_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-    @property
-    def process_id(self) -> int:
-        """Its PID."""
-        return self._process.pid
-
-    def go(self) -> None:
-        """Take the next block."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(GO)
-
-    async def done(self) -> None:
-        """It has it. Raises RoleFailed, WaitTimeout."""
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(WAIT_S):
-                line = await self._process.stdout.readline()
-        except TimeoutError:
-            raise WaitTimeout(f"the other end of the bench's {self._baseline} loop", WAIT_S) from None
-        if line != DONE:
-            raise RoleFailed(f"the other end of the bench's {self._baseline} loop ended. Its error stands above")
-
-
-class TransferBaseline(ABC):
-    """One way, ready to move blocks."""
-
-    def __init__(self, far: BaselineProcess) -> None:
+        """`send`: this end's half of a move. `announced`: whether the worker is told to go before it, or after."""
+        self._who = f"the other end of the bench's {name} loop"
         self._far = far
+        self._send = send
+        self._announced = announced
 
     @property
     def process_ids(self) -> list[int]:
-        """Of both ends."""
+        """The processes of both ends."""
         return [os.getpid(), self._far.process_id]
 
     async def seconds(self, block: memoryview) -> float:
-        """To move the block until the far end has all of it."""
-        started_s = time.monotonic()
-        await self._move(self._far, block)
-        await self._far.done()
-        return time.monotonic() - started_s
-
-    @abstractmethod
-    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
-        """Tell the far end to go, and do this end's half."""
-
-
-class Tcp(TransferBaseline):
-    """One connection."""
-
-    def __init__(self, far: BaselineProcess, connection: socket.socket) -> None:
-        super().__init__(far)
-        self._connection = connection
-
-    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
-        far.go()
-        await asyncio.to_thread(self._connection.sendall, block)
+        """Seconds to move the block until the far end has all of it. Raises RoleFailed, WaitTimeout."""
+        with Stopwatch() as spent:
+            if self._announced:
+                self._far.tell(GO)
+            await asyncio.to_thread(self._send, block)
+            if not self._announced:
+                self._far.tell(GO)
+            if await self._far.hear(self._who, WAIT_S) != DONE:
+                raise RoleFailed(f"{self._who} ended. Its error stands above")
+        return spent.seconds
 
 
-class Gloo(TransferBaseline):
-    """Rank 0 of two."""
-
-    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
-        import torch
-        import torch.distributed as dist
-
-        far.go()
-        await asyncio.to_thread(dist.broadcast, torch.frombuffer(block, dtype=torch.uint8), src=0)
-
-
-class Disk(TransferBaseline):
-    """A file, written anew for every block."""
-
-    def __init__(self, far: BaselineProcess, file: Path, layout: TensorLayout) -> None:
-        super().__init__(far)
-        self._file = file
-        self._layout = layout
-
-    async def _move(self, far: BaselineProcess, block: memoryview) -> None:
-        from safetensors.numpy import save_file
-
-        await asyncio.to_thread(save_file, self._tensors(block), self._file)
-        far.go()
-
-    def _tensors(self, block: memoryview) -> dict[str, Any]:
-        flat = np.frombuffer(block, np.uint16)
-        return {
-            spec.name: flat[spec.offset // 2 : (spec.offset + spec.nbytes) // 2].reshape(spec.shape)
-            for spec in self._layout.tensors
-        }
+def _worker(baseline: str, where: str, target: Path) -> LineChild:
+    return LineChild("async_grpo.app.bench.weights.baselines", baseline, where, str(target))
 
 
 @asynccontextmanager
 async def tcp(target: Path) -> AsyncIterator[TransferBaseline]:
-    """Over the loopback."""
+    """One connection over the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(WAIT_S)
-        async with BaselineProcess("tcp", str(listener.getsockname()[1]), target) as far:
+        async with _worker("tcp", str(listener.getsockname()[1]), target) as far:
             connection, _ = await asyncio.to_thread(listener.accept)
             with connection:
                 connection.settimeout(WAIT_S)
-                yield Tcp(far, connection)
+                yield TransferBaseline("tcp", far, connection.sendall)
 
 
 @asynccontextmanager
 async def gloo(target: Path, folder: Path) -> AsyncIterator[TransferBaseline]:
-    """Over the loopback; the two ranks meet in a file of `folder`."""
+    """A broadcast over the loopback; this process is rank 0 of two, which meet in a file of `folder`."""
+    import torch
     import torch.distributed as dist
 
     for name, value in card_environment(LOOPBACK).items():
         os.environ.setdefault(name, value)  # for the far end, too
     where = f"file://{folder / 'gloo'}"
     timeout = timedelta(seconds=WAIT_S)
-    async with BaselineProcess("gloo", where, target) as far:
+    async with _worker("gloo", where, target) as far:
         await asyncio.to_thread(
             lambda: dist.init_process_group("gloo", init_method=where, rank=0, world_size=2, timeout=timeout)
         )
         try:
-            yield Gloo(far)
+            yield TransferBaseline(
+                "gloo", far, lambda block: dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), src=0)
+            )
         finally:
             dist.destroy_process_group()
 
 
 @asynccontextmanager
 async def disk(target: Path, folder: Path, layout: TensorLayout) -> AsyncIterator[TransferBaseline]:
-    """Through a file of `folder`."""
+    """A file of `folder`, written again for every block."""
+    from safetensors.numpy import save_file
+
     file = folder / "weights.safetensors"
-    async with BaselineProcess("disk", str(file), target) as far:
-        yield Disk(far, file, layout)
+
+    def save(block: memoryview) -> None:
+        flat = np.frombuffer(block, np.uint16)
+        tensors = {
+            spec.name: flat[spec.offset // 2 : (spec.offset + spec.nbytes) // 2].reshape(spec.shape)
+            for spec in layout.tensors
+        }
+        save_file(tensors, file)
+
+    async with _worker("disk", str(file), target) as far:
+        yield TransferBaseline("disk", far, save, announced=False)
 
 
 if __name__ == "__main__":

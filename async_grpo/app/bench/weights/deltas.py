@@ -10,14 +10,12 @@ of one core: bytes of the whole chunks by CPU time. A memcpy of the same chunks 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import TracebackType
 
 import numpy as np
 
-from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.measure import Measurement, Step, Stopwatch
 from async_grpo.app.bench.weights.plane import TinyModelSize, Weights, bench_plane
 from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.config.weights import WeightsConfig
@@ -27,6 +25,11 @@ from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import TensorLayout
 
 INITIAL_STD = 0.02
+WARM_UP_STEPS = 10
+LEARNING_RATES = (1e-6, 3e-6, 1e-5)
+"""The first, which is the default of `trainer.optimizer.lr`, is the one whose steps are timed."""
+DELTA = WeightsConfig(encoding="delta")
+DENSE = WeightsConfig(encoding="dense")
 
 
 class Training:
@@ -63,13 +66,6 @@ class Training:
         self._image.copy_(self._master)
 
 
-WARM_UP_STEPS = 10
-LEARNING_RATES = (1e-6, 3e-6, 1e-5)
-"""The first, which is the default of `trainer.optimizer.lr`, is the one whose steps are timed."""
-DELTA = WeightsConfig(encoding="delta")
-DENSE = WeightsConfig(encoding="dense")
-
-
 @dataclass(frozen=True, slots=True)
 class Codec:
     """One step, encoded and decoded by one core."""
@@ -81,7 +77,7 @@ class Codec:
     memcpy_s: float
 
 
-async def patches(size: TinyModelSize, rounds: int, step: Callable[[], None]) -> list[Measurement]:
+async def patches(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
     """Sizes at several learning rates; rates, and the time to one receiver, at the first of them."""
     training = Training(size.layout())
     weights, timed_lr = training.weights, LEARNING_RATES[0]
@@ -98,10 +94,20 @@ async def patches(size: TinyModelSize, rounds: int, step: Callable[[], None]) ->
             await plane.move(weights)
         for _ in range(rounds):
             codecs.append(_codec(training, timed_lr))
-            moves.append(((await patched.move(weights)).seconds, (await dense.move(weights)).seconds))
+            moves.append((1e3 * (await patched.move(weights)).seconds, 1e3 * (await dense.move(weights)).seconds))
             step()
-    others = [(lr, _codec(training, lr).ratio) for lr in LEARNING_RATES[1:]]
-    return _figures(weights.layout.total_bytes / 1e9, codecs, moves, others)
+    ratios = [median(each.ratio for each in codecs), *(_codec(training, lr).ratio for lr in LEARNING_RATES[1:])]
+    gigabytes, name, memcpy = weights.layout.total_bytes / 1e9, f"AdamW, lr {timed_lr:g}", "memcpy of the same chunks"
+    rates = [(gigabytes / each.encode_s, gigabytes / each.decode_s, gigabytes / each.memcpy_s) for each in codecs]
+    return [
+        *(
+            Measurement(f"AdamW, lr {lr:g}: patches are smaller than dense", ratio, "times")
+            for lr, ratio in zip(LEARNING_RATES, ratios, strict=True)
+        ),
+        Measurement.paired(f"{name}: encoding, one core", "GB/s", [(own, copy) for own, _, copy in rates], memcpy),
+        Measurement.paired(f"{name}: decoding, one core", "GB/s", [(own, copy) for _, own, copy in rates], memcpy),
+        Measurement.paired(f"{name}: {gigabytes:.2f} GB to one receiver", "ms", moves, "the same, dense"),
+    ]
 
 
 def _codec(training: Training, lr: float) -> Codec:
@@ -111,62 +117,15 @@ def _codec(training: Training, lr: float) -> Codec:
     new = training.weights.flat
     block = base.copy()
     chunks = cut(training.weights.layout, DELTA.chunk_bytes)
-    with _Stopwatch() as memcpy:
+    with Stopwatch(time.thread_time) as memcpy:
         for chunk in chunks:
             chunk.of(block.data)[:] = chunk.of(base.data)
-    with _Stopwatch() as encoding:
+    with Stopwatch(time.thread_time) as encoding:
         encoded = [delta.encode(chunk.of(base.data), chunk.of(new.data), chunk.item_bytes) for chunk in chunks]
-    with _Stopwatch() as decoding:
+    with Stopwatch(time.thread_time) as decoding:
         for chunk, patch in zip(chunks, encoded, strict=True):
             chunk.of(block.data)[:] = chunk.of(base.data)
             delta.apply(chunk.of(block.data), patch)
     if not np.array_equal(block, new):
         raise WeightsCorrupt("a step came out of its patches otherwise than it went in: the codec is broken.")
     return Codec(new.nbytes / sum(map(len, encoded)), encoding.seconds, decoding.seconds, memcpy.seconds)
-
-
-class _Stopwatch:
-    """Processor time of this thread within the block."""
-
-    def __enter__(self) -> _Stopwatch:
-        self.seconds = -time.thread_time()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.seconds += time.thread_time()
-
-
-def _figures(
-    gigabytes: float,
-    codecs: Sequence[Codec],
-    moves: Sequence[tuple[float, float]],
-    others: Sequence[tuple[float, float]],
-) -> list[Measurement]:
-    name = f"AdamW, lr {LEARNING_RATES[0]:g}"
-    sizes = [(LEARNING_RATES[0], median(each.ratio for each in codecs)), *others]
-    return [
-        *(Measurement(f"AdamW, lr {lr:g}: patches are smaller than dense", ratio, "times") for lr, ratio in sizes),
-        _rate(f"{name}: encoding, one core", gigabytes, [(each.encode_s, each.memcpy_s) for each in codecs]),
-        _rate(f"{name}: decoding, one core", gigabytes, [(each.decode_s, each.memcpy_s) for each in codecs]),
-        Measurement(
-            name=f"{name}: {gigabytes:.2f} GB to one receiver",
-            value=median(1e3 * ours for ours, _ in moves),
-            unit="ms",
-            baseline=median(1e3 * dense for _, dense in moves),
-            baseline_name="the same, dense",
-            ratio=median(ours / dense for ours, dense in moves),
-        ),
-    ]
-
-
-def _rate(name: str, gigabytes: float, times_s: Sequence[tuple[float, float]]) -> Measurement:
-    return Measurement(
-        name=name,
-        value=median(gigabytes / ours_s for ours_s, _ in times_s),
-        unit="GB/s",
-        baseline=median(gigabytes / memcpy_s for _, memcpy_s in times_s),
-        baseline_name="memcpy of the same chunks",
-        ratio=median(memcpy_s / ours_s for ours_s, memcpy_s in times_s),
-    )

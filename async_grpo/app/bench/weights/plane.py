@@ -28,18 +28,21 @@ from async_grpo.weights.zmq.sender import ZmqWeightSender
 from async_grpo.wire.board import PublisherAddress
 
 DTYPE = "bfloat16"
+WARM_UPS = 2
+"""Versions before the first that is timed: one for each slot."""
+_LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModelSize:
-    """In the proportions of Qwen2.5-0.5B, which has 24 layers of 896 and 151,936 tokens."""
+    """A model in the proportions of Qwen2.5-0.5B, which has 24 layers of 896 and 151,936 tokens."""
 
     layers: int
     vocab: int
     hidden: int = 896
 
     def layout(self) -> TensorLayout:
-        """Of all tensors; the output matrix is the embedding."""
+        """The layout of all tensors; the output matrix is the embedding."""
         return layout_of((name, DTYPE, shape) for name, shape in _shapes(self))
 
 
@@ -82,11 +85,6 @@ def _shapes(size: TinyModelSize) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
 
 
-WARM_UPS = 2
-"""Versions before the first that is timed: one for each slot."""
-_LOOK_EVERY_S = 0.02
-
-
 @dataclass(frozen=True, slots=True)
 class Moved:
     """One version on its way: the trainer's part, and from there until every receiver holds it."""
@@ -105,17 +103,17 @@ class BenchPlane:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the publisher and the receivers, not of this process."""
+        """The processes of the publisher and the receivers, without this one."""
         started = [receiver.process_id for receiver in self.receivers]
         return [self.publisher.process_id, *(process for process in started if process is not None)]
 
     def publish(self, weights: Weights) -> Publication:
-        """The next version; waits for nobody but the encoder."""
+        """Publish the next version; waits for the encoder only."""
         self.version += 1
         return self.publisher.publish(self.version, weights.arrays())
 
     async def move(self, weights: Weights) -> Moved:
-        """Publish the weights as they are. Raises WaitTimeout and whatever the plane fails with."""
+        """Publish the weights as they are. Raises WaitTimeout and WeightsError."""
         publication = self.publish(weights)
         started_s = time.monotonic()
         before = WeightVersion(0, self.version - 1) if self.version else None
@@ -127,7 +125,7 @@ class BenchPlane:
 async def bench_plane(
     name: str, layout: TensorLayout, config: WeightsConfig, receivers: int
 ) -> AsyncIterator[BenchPlane]:
-    """All receivers have joined. Processes and stores are gone afterwards."""
+    """A publisher and its receivers, which have joined. Processes and stores are gone afterwards."""
     run = f"bench-{os.getpid()}-{name}"
     try:
         async with AsyncExitStack() as stack:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.app.bench.measure import Measurement
+from async_grpo.app.bench.measure import Measurement, Step, Stopwatch
 from async_grpo.app.bench.weights.baselines import TransferBaseline, disk, gloo, tcp
 from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, Moved, TinyModelSize, Weights, bench_plane
 from async_grpo.config.weights import WeightsConfig
@@ -51,7 +50,7 @@ class TransferRound:
     tcp_cpu_s: float
 
 
-async def transfer(size: TinyModelSize, rounds: int, step: Callable[[], None]) -> list[Measurement]:
+async def transfer(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
     """Throughput beside each baseline, and the stall beside a memcpy; medians of `rounds` rounds."""
     weights = Weights(size.layout())
     async with AsyncExitStack() as stack:
@@ -78,11 +77,11 @@ async def _round(
 ) -> TransferRound:
     weights.touch(CONFIG.chunk_bytes)
     memcpy_s = _memcpy(copy, weights.flat)
-    with _Processor(plane.process_ids) as ours:
+    with _processor_time(plane.process_ids) as ours:
         moved = await plane.move(weights)
     memcpy_s = (memcpy_s + _memcpy(copy, weights.flat)) / 2
     block = WeightStore.adopt(plane.publisher.store).snapshot(WeightVersion(0, plane.version)).block
-    with _Processor(baselines["tcp"].process_ids) as theirs:
+    with _processor_time(baselines["tcp"].process_ids) as theirs:
         took_s = {"tcp": await baselines["tcp"].seconds(block)}
     for name in ("gloo", "disk"):
         took_s[name] = await baselines[name].seconds(block)
@@ -92,7 +91,7 @@ async def _round(
 
 
 async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
-    """What the trainer waits if the next version follows at once."""
+    """Seconds that the trainer waits if the next version follows at once."""
     weights.touch(CONFIG.chunk_bytes)
     plane.publish(weights)
     weights.touch(CONFIG.chunk_bytes)
@@ -100,84 +99,37 @@ async def _wait_for_the_encoder(plane: BenchPlane, weights: Weights) -> float:
 
 
 def _memcpy(target: Bytes, source: Bytes) -> float:
-    started_s = time.monotonic()
-    np.copyto(target, source)
-    return time.monotonic() - started_s
+    with Stopwatch() as spent:
+        np.copyto(target, source)
+    return spent.seconds
 
 
-class _Processor:
-    """Processor time that these processes take within the block."""
+def _processor_time(processes: Sequence[int]) -> Stopwatch:
+    """A stopwatch over the processor time of these processes.
 
-    def __init__(self, processes: Sequence[int]) -> None:
-        self._processes = processes
-        self.seconds = 0.0
-
-    def __enter__(self) -> _Processor:
-        self.seconds = -self._total()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.seconds += self._total()
-
-    def _total(self) -> float:
-        return sum(time.clock_gettime(_clock_of(process)) for process in self._processes)
-
-
-def _clock_of(process: int) -> int:
-    """Linux numbers the clock of a process like this (clock_getcpuclockid); what /proc says counts in 10 ms."""
-    return (~process << 3) | 2
+    Linux numbers the clock of a process like this (clock_getcpuclockid); /proc counts in 10 ms only.
+    """
+    return Stopwatch(lambda: sum(time.clock_gettime((~process << 3) | 2) for process in processes))
 
 
 def _figures(total_bytes: int, rounds: Sequence[TransferRound], waits_s: Sequence[float]) -> list[Measurement]:
-    gigabytes = total_bytes / 1e9
+    gigabytes, paired = total_bytes / 1e9, Measurement.paired
     name = f"dense, {gigabytes:.2f} GB to one receiver"
+
+    def speeds(ours_s: Sequence[float], other: str) -> list[tuple[float, float]]:
+        pairs = zip(ours_s, rounds, strict=True)
+        return [(gigabytes / own_s, gigabytes / each.baselines_s[other]) for own_s, each in pairs]
+
+    moves_s = [each.moved.seconds for each in rounds]
+    fetches = speeds([each.fetch_s for each in rounds], "tcp")
+    costs = [(each.cpu_s / gigabytes, each.tcp_cpu_s / gigabytes) for each in rounds]
+    stalls_ms = [(1e3 * each.moved.publication.stall_s, 1e3 * each.memcpy_s) for each in rounds]
+    waits_inside_s = median(each.moved.publication.waited_s for each in rounds)
     return [
-        *(_against(name, other, gigabytes, rounds) for other in BASELINES),
-        Measurement(
-            name=f"{name}, from manifest to commit",
-            value=median(gigabytes / each.fetch_s for each in rounds),
-            unit="GB/s",
-            baseline=median(gigabytes / each.baselines_s["tcp"] for each in rounds),
-            baseline_name=BASELINES["tcp"],
-            ratio=median(each.baselines_s["tcp"] / each.fetch_s for each in rounds),
-        ),
-        Measurement(
-            name=f"{name}, processor time, both ends",
-            value=median(each.cpu_s / gigabytes for each in rounds),
-            unit="s/GB",
-            baseline=median(each.tcp_cpu_s / gigabytes for each in rounds),
-            baseline_name=BASELINES["tcp"],
-            ratio=median(each.cpu_s / each.tcp_cpu_s for each in rounds),
-        ),
-        Measurement(
-            name="trainer's stall for one version",
-            value=median(1e3 * each.moved.publication.stall_s for each in rounds),
-            unit="ms",
-            baseline=median(1e3 * each.memcpy_s for each in rounds),
-            baseline_name="one memcpy of the weights",
-            ratio=median(each.moved.publication.stall_s / each.memcpy_s for each in rounds),
-        ),
-        Measurement(
-            name="of it, waiting for the encoder",
-            value=median(1e3 * each.moved.publication.waited_s for each in rounds),
-            unit="ms",
-        ),
-        Measurement(
-            name="waiting for the encoder, a version right after another",
-            value=median(1e3 * waited_s for waited_s in waits_s),
-            unit="ms",
-        ),
+        *(paired(f"{name}, beside {other}", "GB/s", speeds(moves_s, other), is_) for other, is_ in BASELINES.items()),
+        paired(f"{name}, from manifest to commit", "GB/s", fetches, BASELINES["tcp"]),
+        paired(f"{name}, processor time, both ends", "s/GB", costs, BASELINES["tcp"]),
+        paired("trainer's stall for one version", "ms", stalls_ms, "one memcpy of the weights"),
+        Measurement("of it, waiting for the encoder", 1e3 * waits_inside_s, "ms"),
+        Measurement("waiting for the encoder, a version right after another", 1e3 * median(waits_s), "ms"),
     ]
-
-
-def _against(name: str, other: str, gigabytes: float, rounds: Sequence[TransferRound]) -> Measurement:
-    return Measurement(
-        name=f"{name}, beside {other}",
-        value=median(gigabytes / each.moved.seconds for each in rounds),
-        unit="GB/s",
-        baseline=median(gigabytes / each.baselines_s[other] for each in rounds),
-        baseline_name=BASELINES[other],
-        ratio=median(each.baselines_s[other] / each.moved.seconds for each in rounds),
-    )

@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from async_grpo.app.bench.buffer.bench import percentile
 from async_grpo.app.bench.buffer.groups import GroupMaker, task
-from async_grpo.app.bench.measure import Machine, Measurement, Picture, make_room, table, write
+from async_grpo.app.bench.measure import Machine, Measurement, Picture, Spread, make_room, table, write
 from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
 from async_grpo.wire import Ticket, encode
@@ -77,7 +76,7 @@ def test_the_picture_is_drawn_when_the_figures_are_safe(tmp_path: Path, monkeypa
     monkeypatch.setattr("async_grpo.app.bench.pipeline.bench.measure", measure)
     result = CliRunner().invoke(app, ["bench", "pipeline", "--json", str(file), "--plot", str(plot)])
     assert result.exit_code == 0, result.output
-    assert there == [True]
+    assert there == [True] and "medians of the repetitions" in result.output  # its own view
 
 
 def test_this_machine_is_described() -> None:
@@ -85,9 +84,11 @@ def test_this_machine_is_described() -> None:
     assert machine.cores >= 1 and machine.cpu and machine.python.count(".") == 2
 
 
-@pytest.mark.parametrize(("percent", "value"), [(1, 1), (50, 50), (99, 99), (100, 100)])
-def test_a_percentile_is_one_of_the_values(percent: int, value: int) -> None:
-    assert percentile([*range(100, 0, -1)], percent) == value
+def test_a_paired_figure_has_the_medians_and_the_median_of_the_ratios() -> None:
+    """The second pair had half of the machine."""
+    figure = Measurement.paired("speed", "rows/s", [(10.0, 20.0), (6.0, 10.0), (9.0, 10.0)], "a loop")
+    assert figure == Measurement("speed", 9.0, "rows/s", 10.0, "a loop", 0.6)
+    assert str(Spread.of([10.0, 30.0, 8.0], [2.0, 10.0, 4.0])) == "3.00 (2.00 to 5.00)"
 
 
 def test_the_groups_of_the_bench_are_as_large_as_real_ones() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -34,11 +33,11 @@ from async_grpo.app.bench.pipeline.results import (
     Sides,
     balanced_prompt,
     figures_of,
-    in_turns,
+    rotated_turns,
     view,
 )
 from async_grpo.app.bench.pipeline.setup import POLICY, CoreSplit, PipelineSetup, speed_beside, split_cores
-from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, FixedWork, StepPlan, draw, read_lengths
+from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, FixedWork, Kind, StepPlan, draw, read_lengths
 from async_grpo.app.launch.role_process import cores_here
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
@@ -48,6 +47,8 @@ from async_grpo.telemetry.timeline import Timeline
 WORK = FixedWork(groups_per_step=2, group_size=2, lengths=tuple(range(1, 17)), prompt_tokens=(4,) * 4)
 MACHINE = Machine(cpu="a processor", cores=2, python="3.11.7", date="2026-01-01 00:00:00+0000", load=0.5)
 GEN_S, UPDATE_S, TRAIN_S = 3.0, 0.5, 1.0
+STEP_S = GEN_S + UPDATE_S + TRAIN_S
+SYNC = StepPlan(0, WORK.steps)
 
 
 class NumberWords:
@@ -60,18 +61,16 @@ class NumberWords:
         return " ".join(map(str, token_ids))
 
 
-def sync_record(work: FixedWork, plan: StepPlan) -> RunRecord:
+def sync_record() -> RunRecord:
     """A loop in which nothing overlaps: GEN_S of generation after UPDATE_S of new weights, then TRAIN_S of training."""
-    step_s = GEN_S + UPDATE_S + TRAIN_S
-    rows, groups, updates = [], [], [Update(0, (-UPDATE_S, 0.0))]
-    for version in range(plan.steps):
-        begin_s = version * step_s
+    rows, groups, updates = [], [], []
+    for version in range(SYNC.steps):
+        begin_s = version * STEP_S
         updates.append(Update(version, (begin_s, begin_s + UPDATE_S)))
-        for place in range(work.groups_per_step):
-            seq = version * work.groups_per_step + place
-            groups.append(Generated(seq, version, sum(work.of_group(seq)), (begin_s, begin_s + UPDATE_S + GEN_S)))
-        rows.append(row(work, version, begin_s + step_s, wait_s=UPDATE_S + GEN_S))
-    return RunRecord(rows, [Server(tuple(groups), tuple(updates[1:]))])
+        for seq in range(version * WORK.groups_per_step, (version + 1) * WORK.groups_per_step):
+            groups.append(Generated(seq, version, sum(WORK.of_group(seq)), (begin_s, begin_s + UPDATE_S + GEN_S)))
+        rows.append(row(WORK, version, begin_s + STEP_S, wait_s=UPDATE_S + GEN_S))
+    return RunRecord(rows, [Server(tuple(groups), tuple(updates))])
 
 
 def row(work: FixedWork, version: int, time_s: float, *, wait_s: float, age: int = 0) -> dict[str, object]:
@@ -89,7 +88,7 @@ def row(work: FixedWork, version: int, time_s: float, *, wait_s: float, age: int
     }
 
 
-def observed(tokens_per_s: float, *, step_s: float = 2.0, wait_s: float = 1.0, idle: float = 0.5) -> Observed:
+def observed(tokens_per_s: float, *, step_s: float = 2.0, wait_s: float = 1.0) -> Observed:
     return Observed(
         step_s=step_s,
         wait_s=wait_s,
@@ -97,7 +96,7 @@ def observed(tokens_per_s: float, *, step_s: float = 2.0, wait_s: float = 1.0, i
         samples_per_s=tokens_per_s / 40,
         generated=1.0,
         trainer_idle=wait_s / step_s,
-        rollout_idle=idle,
+        rollout_idle=0.5,
         update_s=0.1,
         age_mean=0.5,
         age_max=2,
@@ -108,7 +107,7 @@ def test_the_overlap_bound_is_two_for_equal_sides_and_one_for_a_side_that_does_n
     assert Sides(3.0, 3.0).bound == 2.0
     assert Sides(3.0, 1.0).bound == Sides(1.0, 3.0).bound == pytest.approx(4 / 3)
     assert Sides(3.0, 1e-9).bound == pytest.approx(1.0)
-    assert (Sides(3.0, 1.5).ratio, Sides(3.0, 1.5).step_s) == (2.0, 4.5)
+    assert Sides(3.0, 1.5).ratio == 2.0
 
 
 @pytest.mark.parametrize(
@@ -149,18 +148,13 @@ def test_the_probes_are_the_means_over_the_steps_with_their_prompt() -> None:
     assert long == PromptProbe(PROBED[1], Sides(pytest.approx(6.0), pytest.approx(4.0)))
 
 
-def test_lengths_are_the_same_for_the_same_seed_and_differ_for_another() -> None:
-    lengths = draw("lognormal", 400, seed=1)
-    assert lengths == draw("lognormal", 400, seed=1) != draw("lognormal", 400, seed=2)
-    assert lengths[:100] == draw("lognormal", 100, seed=1)
-    assert draw("constant", 3, seed=1) == (CONSTANT,) * 3
-
-
-def test_lognormal_lengths_have_a_heavy_tail_that_is_cut() -> None:
+def test_lengths_depend_on_the_seed_alone_and_have_a_heavy_tail_that_is_cut() -> None:
     lengths = np.array(draw("lognormal", 4000, seed=1))
+    assert draw("lognormal", 100, seed=1) == tuple(lengths[:100]) != draw("lognormal", 100, seed=2)
     assert np.median(lengths) == pytest.approx(HEAVY_TAILED.median, rel=0.1)
     assert np.log(lengths[lengths < HEAVY_TAILED.longest]).std() == pytest.approx(HEAVY_TAILED.sigma, rel=0.1)
     assert lengths.max() == HEAVY_TAILED.longest and lengths.min() >= 1
+    assert draw("constant", 3, seed=1) == (CONSTANT,) * 3
 
 
 def test_recorded_lengths_come_from_a_file_or_from_the_samples_of_a_run(tmp_path: Path) -> None:
@@ -176,14 +170,20 @@ def test_recorded_lengths_come_from_a_file_or_from_the_samples_of_a_run(tmp_path
     assert set(drawn) == {12, 3} and drawn == draw("recorded", 200, seed=1, recorded=tmp_path / "samples")
 
 
-def test_lengths_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "error", "named"),
+    [
+        ("recorded", "empty.jsonl", DataError, "holds no lengths"),
+        ("recorded", None, ConfigError, "--lengths-from"),
+        ("lognormal", "empty.jsonl", ConfigError, "only then"),
+    ],
+)
+def test_lengths_that_cannot_be_had_are_refused(
+    kind: Kind, name: str | None, error: type[Exception], named: str, tmp_path: Path
+) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": "no length"}\n')
-    with pytest.raises(DataError, match="holds no lengths"):
-        draw("recorded", 1, seed=1, recorded=tmp_path / "empty.jsonl")
-    with pytest.raises(ConfigError, match="--lengths-from"):
-        draw("recorded", 1, seed=1)
-    with pytest.raises(ConfigError, match="only then"):
-        draw("lognormal", 1, seed=1, recorded=tmp_path)
+    with pytest.raises(error, match=named):
+        draw(kind, 1, seed=1, recorded=name and tmp_path / name)
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 9])
@@ -225,26 +225,27 @@ def test_no_sample_is_ever_pushed_out_of_the_engine_and_none_is_longer_than_the_
 
 
 def test_a_loop_that_overlaps_nothing_takes_the_sum_of_its_sides() -> None:
-    plan = StepPlan(0, WORK.steps)
-    seen = observe(sync_record(WORK, plan), WORK, plan)
-    step_s = GEN_S + UPDATE_S + TRAIN_S
-    assert seen.step_s == pytest.approx(step_s)
-    assert seen.wait_s == pytest.approx(GEN_S + UPDATE_S)
-    assert seen.tokens_per_s == pytest.approx(WORK.tokens / (WORK.steps * step_s))
-    assert seen.samples_per_s == pytest.approx(WORK.samples_per_step / step_s)
-    assert seen.trainer_idle == pytest.approx((GEN_S + UPDATE_S) / step_s)
-    assert seen.rollout_idle == pytest.approx((UPDATE_S + TRAIN_S) / step_s)
-    assert seen.update_s == pytest.approx(UPDATE_S)
-    assert (seen.generated, seen.age_mean, seen.age_max) == (pytest.approx(1.0), 0.0, 0)
+    assert asdict(observe(sync_record(), WORK, SYNC)) == pytest.approx(
+        {
+            "step_s": STEP_S,
+            "wait_s": GEN_S + UPDATE_S,
+            "tokens_per_s": WORK.tokens / (WORK.steps * STEP_S),
+            "samples_per_s": WORK.samples_per_step / STEP_S,
+            "generated": 1.0,
+            "trainer_idle": (GEN_S + UPDATE_S) / STEP_S,
+            "rollout_idle": (UPDATE_S + TRAIN_S) / STEP_S,
+            "update_s": UPDATE_S,
+            "age_mean": 0.0,
+            "age_max": 0,
+        }
+    )
 
 
 def test_an_engine_that_waits_for_the_weights_of_its_tickets_is_idle() -> None:
-    record = sync_record(WORK, StepPlan(0, WORK.steps))
-    late = [Update(one.version, (one.span[0] + 1.0, one.span[1] + 1.0)) for one in record.servers[0].updates]
-    seen = observe(
-        RunRecord(record.steps, [replace(record.servers[0], updates=tuple(late))]), WORK, StepPlan(0, WORK.steps)
-    )
-    assert seen.rollout_idle == pytest.approx((1.0 + UPDATE_S + TRAIN_S) / (GEN_S + UPDATE_S + TRAIN_S))
+    record = sync_record()
+    late = tuple(Update(one.version, (one.span[0] + 1.0, one.span[1] + 1.0)) for one in record.servers[0].updates)
+    seen = observe(RunRecord(record.steps, [replace(record.servers[0], updates=late)]), WORK, SYNC)
+    assert seen.rollout_idle == pytest.approx((1.0 + UPDATE_S + TRAIN_S) / STEP_S)
 
 
 def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
@@ -271,38 +272,31 @@ def test_generating_ahead_is_no_gain_either() -> None:
 
 
 def test_a_run_that_did_its_work_passes() -> None:
-    plan = StepPlan(0, WORK.steps)
-    check(sync_record(WORK, plan), WORK, plan, "s0-r1")
+    check(sync_record(), WORK, SYNC, "s0-r1")
 
 
 def test_a_completion_of_another_length_ends_the_bench() -> None:
-    plan = StepPlan(0, WORK.steps)
-    record = sync_record(WORK, plan)
+    record = sync_record()
     groups = list(record.servers[0].groups)
     groups[3] = replace(groups[3], tokens=groups[3].tokens - 1)
     with pytest.raises(EngineError, match=r"s0-r1 generated .* first group 3 with 14 in place of 15"):
-        check(RunRecord(record.steps, [Server(tuple(groups), ())]), WORK, plan, "s0-r1")
+        check(RunRecord(record.steps, [Server(tuple(groups), ())]), WORK, SYNC, "s0-r1")
 
 
-def test_a_step_that_trained_fewer_tokens_ends_the_bench() -> None:
-    plan = StepPlan(0, WORK.steps)
-    record = sync_record(WORK, plan)
-    rows = [*record.steps[:-1], {**record.steps[-1], "trained_tokens": 0}]
-    with pytest.raises(EngineError, match="1 of 7 steps differ, first step 6 with 0"):
-        check(RunRecord(rows, record.servers), WORK, plan, "s0-r1")
-    rows = [*record.steps[:-1], {**record.steps[-1], "read_tokens": 7}]
-    with pytest.raises(EngineError, match=r"s0-r1 read .* first step 6 with 7 in place of 54"):
-        check(RunRecord(rows, record.servers), WORK, plan, "s0-r1")
-    with pytest.raises(EngineError, match="first step 6 with none"):
-        check(RunRecord(record.steps[:-1], record.servers), WORK, plan, "s0-r1")
-
-
-def test_a_trainer_that_was_started_again_ends_the_bench() -> None:
-    plan = StepPlan(0, WORK.steps)
-    record = sync_record(WORK, plan)
-    rows = [*record.steps[:-1], {**record.steps[-1], "epoch": 2}]
-    with pytest.raises(EngineError, match="started again"):
-        check(RunRecord(rows, record.servers), WORK, plan, "s0-r1")
+@pytest.mark.parametrize(
+    ("last", "named"),
+    [
+        ({"trained_tokens": 0}, "1 of 7 steps differ, first step 6 with 0"),
+        ({"read_tokens": 7}, r"s0-r1 read .* first step 6 with 7 in place of 54"),
+        ({"epoch": 2}, "started again"),
+        (None, "first step 6 with none"),
+    ],
+)
+def test_a_step_that_did_other_work_ends_the_bench(last: dict[str, int] | None, named: str) -> None:
+    record = sync_record()
+    changed = [] if last is None else [{**record.steps[-1], **last}]
+    with pytest.raises(EngineError, match=named):
+        check(RunRecord([*record.steps[:-1], *changed], record.servers), WORK, SYNC, "s0-r1")
 
 
 def test_the_files_of_a_run_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -320,24 +314,24 @@ def test_the_files_of_a_run_are_read_as_they_are_written(tmp_path: Path) -> None
 
 
 def test_no_staleness_is_always_first() -> None:
-    turns = in_turns([0, 1, 2], 3)
+    turns = rotated_turns([0, 1, 2], 3)
     assert [staleness for _, staleness in turns] == [0, 1, 2, 1, 2, 0, 2, 0, 1]
     assert sorted(turns) == [(repetition, one) for repetition in range(3) for one in (0, 1, 2)]
 
 
 def test_ratios_are_taken_within_a_repetition() -> None:
     """The second repetition had half of the machine: values halve, ratios stay."""
-    slow = [observed(50.0, step_s=4.0, wait_s=2.0), observed(90.0)]
-    results = Results({0: [observed(100.0), slow[0]], 2: [observed(180.0), slow[1]]})
-    assert asdict(results.speedup(2)) == pytest.approx({"median": 1.8, "lowest": 1.8, "highest": 1.8})
-    assert results.share_of_bound(2).median == pytest.approx(0.9)
-    assert results.spread(2, lambda one: one.tokens_per_s).median == 135.0
-    assert [one.bound for one in results.sides] == [2.0, 2.0]
+    slow = observed(50.0, step_s=4.0, wait_s=2.0)
+    found = Results({0: [observed(100.0), slow], 2: [observed(180.0), observed(90.0)]})
+    assert asdict(found.speedup(2)) == pytest.approx({"median": 1.8, "lowest": 1.8, "highest": 1.8})
+    assert found.share_of_bound(2).median == pytest.approx(0.9)
+    assert found.spread(2, lambda one: one.tokens_per_s).median == 135.0
+    assert [one.bound for one in found.sides] == [2.0, 2.0]
 
 
-def results(staleness: Sequence[int] = (0, 2, 8)) -> Results:
-    speed = {0: 100.0, 2: 170.0, 8: 184.0}
-    return Results({one: [observed(speed[one] * noise) for noise in (0.9, 1.0, 1.05)] for one in staleness})
+def results() -> Results:
+    speeds = {0: 100.0, 2: 170.0, 8: 184.0}
+    return Results({one: [observed(speed * noise) for noise in (0.9, 1.0, 1.05)] for one, speed in speeds.items()})
 
 
 def test_every_figure_has_its_baseline_and_the_table_a_row_a_staleness() -> None:
@@ -378,17 +372,26 @@ def test_a_list_of_staleness_without_the_baseline_or_with_nonsense_is_refused(st
         checked_options(quick=False, staleness=staleness)
 
 
-def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last() -> None:
-    pairs = lambda core: core // 2 * 2  # noqa: E731
-    assert split_cores([0, 1], 1, sibling_of=lambda core: core) == CoreSplit((0,), (1,))
-    assert split_cores([0, 1, 2, 3], 1, sibling_of=pairs) == CoreSplit((0,), (2,))
-    assert split_cores([4, 5, 6, 7], 2, sibling_of=pairs) == CoreSplit((4, 5), (6, 7))
-    assert split_cores(list(range(8)), 2, sibling_of=pairs) == CoreSplit((0, 2), (4, 6))
-    assert split_cores(list(range(6)), 3, sibling_of=pairs) == CoreSplit((0, 1, 2), (3, 4, 5))  # 2 and 3 are one core
-    assert split_cores([0, 2, 4, 5, 6, 7], 3, sibling_of=pairs) == CoreSplit((0, 2, 4), (5, 6, 7))
-    assert split_cores([4, 5], 1, sibling_of=pairs) == CoreSplit((4,), (5,))
-    assert split_cores([2, 3, 5], 1, sibling_of=pairs) == CoreSplit((2,), (5,))  # 4, the first thread of 5, is not ours
-    assert split_cores([], 1) == CoreSplit((), ())
+@pytest.mark.parametrize(
+    ("here", "each", "rollout", "trainer"),
+    [
+        ([], 1, (), ()),
+        ([0, 1, 2, 3], 1, (0,), (2,)),
+        ([4, 5, 6, 7], 2, (4, 5), (6, 7)),
+        (range(8), 2, (0, 2), (4, 6)),
+        (range(6), 3, (0, 1, 2), (3, 4, 5)),  # 2 and 3 are one core
+        ([0, 2, 4, 5, 6, 7], 3, (0, 2, 4), (5, 6, 7)),
+        ([4, 5], 1, (4,), (5,)),
+        ([2, 3, 5], 1, (2,), (5,)),  # 4, the first thread of 5, is not ours
+    ],
+)
+def test_sides_get_cores_of_their_own_and_hardware_threads_of_one_core_last(
+    here: list[int], each: int, rollout: tuple[int, ...], trainer: tuple[int, ...]
+) -> None:
+    assert split_cores(here, each, sibling_of=lambda core: core // 2 * 2) == CoreSplit(rollout, trainer)
+
+
+def test_sides_without_cores_of_their_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="--cores is 2 a side"):
         split_cores([0, 1, 2], 2)
 

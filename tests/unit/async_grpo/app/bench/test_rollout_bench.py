@@ -1,4 +1,4 @@
-"""The bench of the rollout server: both sides get the same work, and less of it is no speed."""
+"""The bench of the rollout server: both sides get the same work, and a round with less work is an error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.app.bench.paired import Pairs, RolloutRound, in_pairs
-from async_grpo.app.bench.rollout.bench import dispatch, overhead
-from async_grpo.app.bench.rollout.workload import LogNormal, RolloutWork, Uniform
+from async_grpo.app.bench.rollout.bench import Pairs, dispatch, in_pairs, overhead
+from async_grpo.app.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
 from async_grpo.errors import EngineError
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.vllm import direct
@@ -27,9 +26,9 @@ def test_the_same_work_has_the_same_requests_whoever_asks() -> None:
     requests = WORK.requests(vocabulary=50)
     assert requests == WORK.requests(vocabulary=50) != replace(WORK, seed=2).requests(vocabulary=50)
     assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 24
-    assert all(request.prompt == requests[0].prompt for request in requests[:4])
     assert all(len(request.prompt) == 5 and max(request.prompt) < 50 for request in requests)
-    assert [WORK.task(group, 50).prompt_ids().tolist() for group in range(6)] == [r.prompt for r in requests[::4]]
+    prompts = [WORK.task(group, 50).prompt_ids().tolist() for group in range(6) for _ in range(4)]
+    assert [request.prompt for request in requests] == prompts
 
 
 def test_lengths_stay_within_their_bounds_and_differ() -> None:
@@ -40,36 +39,33 @@ def test_lengths_stay_within_their_bounds_and_differ() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda drawn: drawn[:-1], lambda drawn: [drawn[0] - 1, *drawn[1:]], sorted])
-def test_a_round_that_made_other_lengths_is_refused(change: Any) -> None:
+async def test_a_round_that_made_other_lengths_ends_the_bench(change: Any) -> None:
+    async def lazy(work: RolloutWork) -> RolloutRound:
+        return RolloutRound(change(drawn(work)), 1.0, 1.0)
+
     WORK.check(drawn(WORK))
     with pytest.raises(EngineError, match="of 24 completions do not have the length"):
         WORK.check(change(drawn(WORK)))
+    with pytest.raises(EngineError, match="different work"):
+        await in_pairs(lazy, lazy, WORK, 1, lambda: None)
 
 
 async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> None:
     turns: list[tuple[str, int]] = []
 
-    def feeder(name: str, tokens_per_s: float) -> Any:
+    def feeder(name: str) -> Any:
         async def feed(work: RolloutWork) -> RolloutRound:
             turns.append((name, work.groups))
-            return RolloutRound(drawn(work), sum(drawn(work)) / tokens_per_s, cpu_s=0.0)
+            return RolloutRound(drawn(work), 1.0, cpu_s=0.0)
 
         return feed
 
     steps: list[int] = []
-    pairs = await in_pairs(feeder("whole", 90.0), feeder("bare", 100.0), WORK, 3, lambda: steps.append(1))
+    pairs = await in_pairs(feeder("whole"), feeder("bare"), WORK, 3, lambda: steps.append(1))
     assert turns[:2] == [("whole", 2), ("bare", 2)]
     assert [name for name, _ in turns[2:]] == ["whole", "bare", "bare", "whole", "whole", "bare"]
-    assert {groups for _, groups in turns[2:]} == {6} and len(steps) == 3
-    assert pairs.ratio == pytest.approx(0.9)
-
-
-async def test_a_feeder_that_makes_too_little_ends_the_bench() -> None:
-    async def lazy(work: RolloutWork) -> RolloutRound:
-        return RolloutRound([1] * len(drawn(work)), 1.0, 1.0)
-
-    with pytest.raises(EngineError, match="different work"):
-        await in_pairs(lazy, lazy, WORK, 1, lambda: None)
+    assert {groups for _, groups in turns[2:]} == {6}
+    assert len(steps) == len(pairs.whole) == len(pairs.baseline) == 3
 
 
 def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
@@ -81,42 +77,30 @@ def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
     assert tokens.value == tokens.baseline == 600
     assert (cpu.value, cpu.baseline, cpu.ratio) == (pytest.approx(100.0), pytest.approx(50.0), pytest.approx(2.0))
     assert "2 to 9 tokens" in speed.name
-    assert (
-        "lognormal, median 32, sigma 1.2"
-        in dispatch("m", replace(WORK, lengths=LogNormal(32, 1.2, 512)), pairs)[0].name
-    )
+    uneven = dispatch("m", replace(WORK, lengths=LogNormal(32, 1.2, 512)), pairs)
+    assert "lognormal, median 32, sigma 1.2" in uneven[0].name
 
 
-class FakeLlm:
-    """Completes a request after a turn of the event loop for each of its tokens, and notes what is in flight."""
+@pytest.mark.parametrize(("loop", "beside"), [(direct.continuous, {0, 3}), (direct.waves, {0, 1})])
+async def test_the_plain_loops_start_requests_as_slots_become_free_or_in_waves(
+    monkeypatch: pytest.MonkeyPatch, loop: direct.Loop, beside: set[int]
+) -> None:
+    running: set[int] = set()
+    seen: list[set[int]] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.running: set[int] = set()
-        self.seen: list[set[int]] = []
-        monkeypatch.setattr(direct, "complete", FakeLlm.complete)
-
-    async def complete(self, request: GenerationRequest) -> int:
-        self.running.add(int(request.request_id))
+    async def complete(_llm: None, request: GenerationRequest) -> int:
+        """A turn of the event loop for each token."""
+        running.add(int(request.request_id))
         for _ in range(request.max_tokens):
             await asyncio.sleep(0)
-        self.seen.append(set(self.running))
-        self.running.remove(int(request.request_id))
+        seen.append(set(running))
+        running.remove(int(request.request_id))
         return request.max_tokens
 
-
-LENGTHS = [9, 1, 1, 1, 2, 3]
-REQUESTS = [GenerationRequest(str(place), [1], max_tokens=length) for place, length in enumerate(LENGTHS)]
-
-
-async def test_the_bare_loop_starts_the_next_request_when_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = FakeLlm(monkeypatch)
-    assert await direct.continuous(llm, REQUESTS, 2) == LENGTHS
-    assert max(len(running) for running in llm.seen) == 2
-    assert {0, 3} in llm.seen
-
-
-async def test_waves_start_when_all_of_the_wave_before_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = FakeLlm(monkeypatch)
-    assert await direct.waves(llm, REQUESTS, 2) == LENGTHS
-    assert all(len({place // 2 for place in running}) == 1 for running in llm.seen)
-    assert {0, 1} in llm.seen
+    monkeypatch.setattr(direct, "complete", complete)
+    lengths = [9, 1, 1, 1, 2, 3]
+    requests = [GenerationRequest(str(place), [1], max_tokens=length) for place, length in enumerate(lengths)]
+    assert await loop(None, requests, 2) == lengths
+    assert max(map(len, seen)) == 2 and beside in seen
+    if loop is direct.waves:
+        assert all(len({place // 2 for place in each}) == 1 for each in seen)

@@ -1,0 +1,118 @@
+"""What benches start: a Redis server, and child processes that are told and answer in lines.
+
+bench --line--> child's standard input
+bench <--line-- child's standard output      each wait has a timeout that names the child
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Literal
+
+from async_grpo.config.buffer import RedisConfig
+from async_grpo.errors import BufferFault, RoleFailed, WaitTimeout
+from async_grpo.utils.child_process import child_argv
+from buffer import PASSWORD_VARIABLE, EmbeddedServer
+from buffer.base import ReplayBuffer
+
+Fsync = Literal["everysec", "always"]
+PATIENCE_S = 5.0
+"""Longest wait for a given server that does not answer."""
+STOP_S = 5.0
+"""Longest wait for a child whose input has closed; then it is killed."""
+LONGEST_LINE_BYTES = 16 << 20
+
+
+@contextlib.contextmanager
+def bench_server(url: str | None, fsync: Fsync = "always") -> Iterator[RedisConfig]:
+    """The configuration that reaches the server at `url`, or an embedded one. The embedded one is that of a run
+    (append-only file included), except for `fsync`, and is gone afterwards. Call it in the main thread: the server dies
+    with the thread that has started it."""
+    if url is not None:
+        yield RedisConfig(url=url, timeout_s=PATIENCE_S, durable=False)
+        return
+    os.environ.pop(PASSWORD_VARIABLE, None)  # it belongs to another server; ours has none and would refuse it
+    with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
+        server = EmbeddedServer(Path(folder) / "server", RedisConfig(fsync=fsync))
+        try:
+            yield RedisConfig(url=server.start())
+        finally:
+            server.stop()
+
+
+async def check_trained(buffer: ReplayBuffer, groups: int, what: str) -> None:
+    """Raises BufferFault unless exactly so many groups were trained: a loop that lost some was faster than it should
+    be. `what` is what ran over them."""
+    stats = await buffer.stats()
+    if not stats.balanced or stats.released["trained"] != groups:
+        raise BufferFault(f"the {what} over {groups} groups ended with {stats}: groups are missing")
+
+
+class LineChild:
+    """A Python module as a child process. It ends with the `async with` block, and with this process."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, stderr: IO[str] | None = None) -> None:
+        """`arguments`: the module, and what it is given on its command line."""
+        self._argv = child_argv([sys.executable, "-m", *arguments])
+        self._env = env
+        self._stderr = stderr
+        self._process: Process
+
+    async def __aenter__(self) -> LineChild:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._argv,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=self._stderr,
+            env=self._env,
+            limit=LONGEST_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for the bench, which ends its children
+        )
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the child's input, on which it should end; kill it if it does not, or at once after an error."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await self.wait(STOP_S if kind is None else 0.0)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    @property
+    def process_id(self) -> int:
+        """The child's PID."""
+        return self._process.pid
+
+    def tell(self, line: bytes) -> None:
+        """Send a line, which ends with a line break."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+
+    async def read(self, who: str, timeout_s: float) -> bytes:
+        """The next line, or b"" when the child has closed its output. Raises WaitTimeout, which names `who`."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._process.stdout.readline()
+        except TimeoutError:
+            raise WaitTimeout(who, timeout_s) from None
+
+    async def hear(self, who: str, timeout_s: float) -> bytes:
+        """The next line. Raises WaitTimeout, and RoleFailed if the child has ended."""
+        if not (line := await self.read(who, timeout_s)):
+            raise RoleFailed(f"{who} ended. Its error stands above")
+        return line
+
+    async def wait(self, timeout_s: float) -> int:
+        """The exit code, when the child has ended. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            return await self._process.wait()
