@@ -53,7 +53,6 @@ def pool_of(name: str, **changes: Any) -> RewardPool:
 
 def family_of(pool: RewardPool) -> list[int]:
     """Workers, and whatever lives below them."""
-    assert pool.supervisor.pid is not None
     return process_tree.descendants(pool.supervisor.pid, process_tree.parents())
 
 

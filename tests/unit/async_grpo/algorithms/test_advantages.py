@@ -86,37 +86,23 @@ def test_each_rule_equals_its_formula_over_the_judged_samples(rule: str, seed: i
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
-def test_what_stands_at_an_unjudged_sample_does_not_matter(rule: str) -> None:
-    groups: list[Group] = [[(1.0, 3), (0.0, 9), None], [(0.5, 2), None, None]]
-    assert torch.equal(found(rule, groups), found(rule, groups, unjudged=9.0))
-
-
-@pytest.mark.parametrize("rule", ADVANTAGES)
-def test_padding_a_group_changes_nothing(rule: str) -> None:
+def test_padding_the_order_of_groups_and_what_stands_at_an_unjudged_sample_change_nothing(rule: str) -> None:
     groups = random_groups(3)
-    padded = found(rule, [[*group, None, None] for group in groups])
-    assert torch.allclose(padded[:, :4], found(rule, groups), rtol=1e-12)
+    expected = found(rule, groups)
+    assert torch.equal(found(rule, groups, unjudged=9.0), expected)
+    assert torch.allclose(found(rule, [[*group, None, None] for group in groups])[:, :4], expected, rtol=1e-12)
+    assert torch.allclose(found(rule, groups[::-1]).flip(0), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES)
-def test_the_order_of_groups_changes_nothing(rule: str) -> None:
-    groups = random_groups(4)
-    assert torch.allclose(found(rule, groups[::-1]).flip(0), found(rule, groups), rtol=1e-12)
-
-
-@pytest.mark.parametrize("rule", ADVANTAGES)
-def test_equal_rewards_give_no_signal(rule: str) -> None:
+def test_equal_rewards_or_none_give_no_signal(rule: str) -> None:
     assert found(rule, [[(0.5, 3), (0.5, 9), (0.5, 1)], [(0.5, 4), (0.5, 4), None]]).abs().max() < 1e-6
+    assert found(rule, [[None, None], [None, None]]).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp_baseline"}))
 def test_a_lone_judged_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
     assert found(rule, [[(0.5, 7), None]]).tolist()[0] == pytest.approx([0.5, 0.0], abs=1e-5)
-
-
-@pytest.mark.parametrize("rule", ADVANTAGES)
-def test_a_batch_that_nobody_could_judge_is_all_zero(rule: str) -> None:
-    assert found(rule, [[None, None], [None, None]]).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_whitening_leaves_mean_zero_and_deviation_one_over_the_tokens_of_the_batch() -> None:

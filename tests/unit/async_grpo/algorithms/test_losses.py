@@ -92,14 +92,7 @@ def topr(row: Row, present: list[float], config: ObjectiveConfig) -> list[float]
 
 
 REFERENCES: dict[str, Reference] = {
-    "ppo_clip": ppo_clip,
-    "decoupled": decoupled,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo_tv": dppo_tv,
-    "topr": topr,
+    one.__name__: one for one in (ppo_clip, decoupled, gspo, cispo, sapo, gmpo, dppo_tv, topr)
 }
 
 CASES = {
@@ -130,7 +123,6 @@ def test_value_and_gradient_equal_the_formula(case: str, seed: int) -> None:
     expected = joined([reference(row, row.logprobs, config) for row in rows])
     slope = joined([slopes(row, lambda present, row=row: reference(row, present, config)) for row in rows])
     assert torch.allclose(token.loss_N.detach(), expected, rtol=1e-6, atol=1e-12)
-    assert tokens.logprobs_N.grad is not None
     assert torch.allclose(tokens.logprobs_N.grad, slope, rtol=1e-6, atol=1e-8)
 
 
@@ -150,29 +142,25 @@ def test_tokens_that_left_the_trust_region_have_no_gradient_and_only_they(case: 
     tokens = tokens_of(rows)
     token = LOSSES[config.loss](tokens, config)
     token.loss_N.sum().backward()
-    assert tokens.logprobs_N.grad is not None
     assert torch.equal(tokens.logprobs_N.grad == 0, token.clipped_N)
 
 
-@pytest.mark.parametrize(("mode", "loss", "rejected"), [("mask", 0.0, True), ("clamp", -5.0, False)])
+@pytest.mark.parametrize(
+    ("mode", "loss", "rejected"), [({}, 0.0, True), ({"behaviour_cap_mode": "clamp"}, -5.0, False)]
+)
 def test_a_weight_above_the_cap_leaves_the_token_out_or_is_cut_down_to_the_cap(
-    mode: str, loss: float, rejected: bool
+    mode: dict[str, str], loss: float, rejected: bool
 ) -> None:
     """w = e^2 > 5, r = 1, A = 1. AReaL as its examples configure it (level token, action mask, upper 5) gives 0."""
-    config = ObjectiveConfig.model_validate({"preset": "areal", "behaviour_cap_mode": mode})
+    config = ObjectiveConfig.model_validate({"preset": "areal", **mode})
     one = tokens_of(random_rows(0, sequences=1, longest=1))
     far = replace(
         one, prox_N=one.logprobs_N.detach(), behaviour_N=one.logprobs_N.detach() - 2, advantages_N=tensor([1.0])
     )
     found = token_objective(far, config)
     found.loss_N.sum().backward()
-    assert one.logprobs_N.grad is not None
     assert (found.loss_N.item(), one.logprobs_N.grad.item()) == pytest.approx((loss, loss))
     assert found.rejected_N.tolist() == [rejected]
-
-
-def test_areal_masks_unless_told_to_clamp() -> None:
-    assert ObjectiveConfig(preset="areal").behaviour_cap_mode == "mask"
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])
@@ -184,7 +172,6 @@ def test_around_the_present_policy_every_ratio_loss_is_the_plain_policy_gradient
     token = LOSSES[loss](tokens, config)
     means = joined([[1 / len(row)] * len(row) for row in rows])
     (token.loss_N * means).sum().backward()
-    assert tokens.logprobs_N.grad is not None
     assert torch.allclose(tokens.logprobs_N.grad, -tokens.advantages_N * means, rtol=1e-9)
     assert not token.clipped_N.any()
 
@@ -205,7 +192,6 @@ def test_policies_that_are_worlds_apart_give_finite_numbers(case: str, dtype: to
     )
     token = LOSSES[config.loss](tokens, config)
     token.loss_N.sum().backward()
-    assert tokens.logprobs_N.grad is not None
     assert token.loss_N.isfinite().all()
     assert tokens.logprobs_N.grad.isfinite().all()
     assert token.loss_N.dtype == dtype
@@ -218,17 +204,10 @@ def test_the_largest_ratio_is_e_to_the_20() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_micro_batch_without_trained_tokens_has_loss_zero(loss: str) -> None:
-    tokens = tokens_of([])
-    token = LOSSES[loss](tokens, ObjectiveConfig(loss=loss))
-    token.loss_N.sum().backward()
-    assert token.loss_N.shape == token.clipped_N.shape == (0,)
-    assert tokens.logprobs_N.grad is not None
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_advantage_zero_gives_no_gradient(loss: str) -> None:
-    tokens = tokens_of([replace(row, advantage=0.0) for row in random_rows(2)])
-    LOSSES[loss](tokens, ObjectiveConfig(loss=loss)).loss_N.sum().backward()
-    assert tokens.logprobs_N.grad is not None
-    assert not tokens.logprobs_N.grad.any()
+def test_neither_no_tokens_nor_advantage_zero_give_a_gradient(loss: str) -> None:
+    for rows in ([], [replace(row, advantage=0.0) for row in random_rows(2)]):
+        tokens = tokens_of(rows)
+        token = LOSSES[loss](tokens, ObjectiveConfig(loss=loss))
+        token.loss_N.sum().backward()
+        assert token.loss_N.shape == token.clipped_N.shape == tokens.logprobs_N.shape
+        assert not tokens.logprobs_N.grad.any()

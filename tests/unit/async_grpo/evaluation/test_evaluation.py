@@ -101,18 +101,18 @@ def test_the_mean_is_over_the_completions_and_pass_at_k_over_the_prompts() -> No
 def test_what_cannot_be_judged_is_left_out_and_counted() -> None:
     found = figures(prompt(1.0, None), prompt(None, None), prompt(0.0, 0.0), samples=2)
     assert (found.prompts, found.completions, found.unjudged) == (2, 3, 3)
-    assert found.mean is not None and found.mean.value == pytest.approx(1 / 3)
+    assert found.mean.value == pytest.approx(1 / 3)
     assert found.pass_at["1"].value == 0.5
     assert found.pass_at["2"].value == 0.0  # of the only prompt with two judged completions
-    assert found.majority is not None and found.majority.value == 0.5
+    assert found.majority.value == 0.5
 
 
 def test_a_completion_in_which_looking_for_the_answer_failed_has_no_vote_and_is_counted() -> None:
     broken = GradedPrompt([GradedAnswer(1.0, unextracted=True), GradedAnswer(0.0, "5")], [GradedAnswer(1.0)])
     found = figures(broken, prompt(1.0, 1.0), samples=2)
     assert (found.unextracted, found.unjudged) == (1, 0)
-    assert found.majority is not None and found.majority.value == 0.5  # of the first prompt only the wrong one votes
-    assert found.mean is not None and found.mean.value == 0.75
+    assert found.majority.value == 0.5  # of the first prompt only the wrong one votes
+    assert found.mean.value == 0.75
 
 
 def test_without_answers_there_is_no_majority_and_without_greedy_no_greedy() -> None:
@@ -136,7 +136,6 @@ def test_the_interval_is_as_wide_as_the_normal_one_over_prompts() -> None:
     values = [generator.random() for _ in range(400)]
     totals = np.array(values)[:, None]
     (found,) = estimates(totals, np.ones_like(totals))
-    assert found is not None
     half = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     assert found.value == pytest.approx(math.fsum(values) / len(values), abs=1e-15)
     assert found.low == pytest.approx(found.value - half, abs=half / 8)
@@ -156,7 +155,6 @@ def test_the_interval_holds_the_truth_nineteen_times_in_twenty() -> None:
     hits = 0
     for _ in range(trials):
         found = figures(*(prompt(float(generator.random() < p)) for _ in range(80)), samples=1).mean
-        assert found is not None
         hits += found.low <= p <= found.high
     assert 0.89 <= hits / trials <= 0.99
 

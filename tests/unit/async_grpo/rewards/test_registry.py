@@ -80,7 +80,7 @@ def badly_extracting(completion: str, answer: str) -> float:
     return 0.0
 
 
-badly_extracting.extract = 3  # type: ignore[attr-defined]
+badly_extracting.extract = 3
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_verifier_that_cannot_be_had_is_an_error_that_says_why(name: str, mess
 
 def test_a_function_of_ones_own_extracts_if_it_has_an_attribute_of_that_name() -> None:
     _, extract = load_verifier(f"{__name__}:Shouting")
-    assert extract is not None and extract("yes") == "YES"
+    assert extract("yes") == "YES"
     assert load_verifier(f"{__name__}:two")[1] is None
 
 
@@ -130,7 +130,6 @@ def test_every_verifier_that_looks_at_the_answer_alone_says_which_it_is() -> Non
 @pytest.mark.parametrize("reference", ["18", "1800"])
 def test_the_same_answer_has_the_same_score_and_none_is_not_right(name: str, reference: str) -> None:
     judge, extract = load_verifier(name)
-    assert extract is not None
     graded = [(extract(text), judge(RewardInput(text, reference))) for text in COMPLETIONS]
     assert reference != "18" or any(score == 1.0 for _, score in graded)
     for (one, first), (other, second) in combinations(graded, 2):
@@ -165,5 +164,4 @@ def test_the_same_answer_has_the_same_score_and_none_is_not_right(name: str, ref
 )
 def test_the_answer_is_the_one_that_is_compared(name: str, completion: str, answer: str | None) -> None:
     _, extract = load_verifier(name)
-    assert extract is not None
     assert extract(completion) == answer

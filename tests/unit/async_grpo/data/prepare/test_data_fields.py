@@ -96,7 +96,6 @@ class Tokenizer:
 
 def rendered(name: str, row: dict[str, Any], system: str = "") -> str:
     found = fitting_format(row)
-    assert found is not None
     return Template(name, Tokenizer(), system).render(example_of(row, FORMATS[found]))
 
 

@@ -1,7 +1,8 @@
-"""The whole objective: its rows put together, and the same however a batch is cut and dealt out."""
+"""The whole objective: its rows put together, the same however a batch is dealt out; KL from a reference."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -20,12 +21,13 @@ from async_grpo.algorithms import (
     token_objective,
     whole_batch_multiplier,
 )
-from async_grpo.algorithms.objective import token_kl
+from async_grpo.algorithms.objective import ESTIMATORS, rewards_less_kl, token_kl
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.presets import PRESETS
-from tests.support.objective_cases import Row, random_rows, tokens_of
+from tests.support.objective_cases import Row, random_rows, tensor, tokens_of
 
 torch.set_num_threads(1)
+SEEDS = range(12)
 LONGEST = 9
 SEQUENCES = 9
 
@@ -69,7 +71,6 @@ def batch_loss(rows: list[Row], bins: list[list[int]], config: ObjectiveConfig) 
         loss = (token_objective(tokens, config, given_N).loss_N * weights_N).sum()
         loss.backward()
         total = total + loss.detach()
-        assert tokens.logprobs_N.grad is not None
         for index, gradient in zip(members, tokens.logprobs_N.grad.split([len(rows[i]) for i in members]), strict=True):
             gradients[index] = gradient
     return total, gradients
@@ -116,7 +117,6 @@ def test_the_objective_is_the_loss_times_every_multiplier(name: str) -> None:
     found = token_objective(tokens, config, whole_batch_multiplier(tokens, config))
     found.loss_N.sum().backward()
     assert torch.allclose(found.loss_N, expected, rtol=1e-12)
-    assert tokens.logprobs_N.grad is not None
     assert torch.allclose(tokens.logprobs_N.grad, slope, rtol=1e-12)
 
 
@@ -140,12 +140,11 @@ def test_a_batch_that_is_rejected_whole_has_loss_and_gradient_zero() -> None:
     assert not any(gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_divergence_is_added_for_every_token_rejected_or_not(estimator: str) -> None:
     config = bonus_config(kl_beta=0.3, kl_estimator=estimator)
     rejecting = ObjectiveConfig(loss="ppo_clip", corrections=[{"kind": "seq_mis", "low": 1e6, "high": 1e7}])
     tokens = tokens_of(random_rows(2))
-    assert tokens.reference_N is not None
     divergence = 0.3 * token_kl(tokens.logprobs_N, tokens.reference_N, estimator)
     policy = LOSSES["ppo_clip"](tokens, config).loss_N
     assert torch.allclose(token_objective(tokens, config).loss_N, policy + divergence, rtol=1e-12)
@@ -164,7 +163,6 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient() -> None:
     found = token_objective(replace(tokens, entropy_N=entropy_N), config).loss_N
     found.sum().backward()
     assert torch.allclose(found, LOSSES["ppo_clip"](tokens, config).loss_N - 0.01 * entropy_N, rtol=1e-12)
-    assert entropy_N.grad is not None
     assert torch.allclose(entropy_N.grad, torch.full_like(entropy_N, -0.01))
 
 
@@ -187,3 +185,102 @@ def test_m2po_computed_in_pieces_would_be_another_objective() -> None:
     whole = whole_batch_multiplier(tokens_of(rows), config)
     pieces = torch.cat([whole_batch_multiplier(tokens_of([row]), config) for row in rows])
     assert not torch.equal(whole, pieces)
+
+
+def reference_kl(estimator: str, d: float) -> tuple[float, float]:
+    """(value, slope in d). k3 goes on along its tangent from the d < 0 at which it is 10."""
+    at = max(d, KNEE)
+    slope = 1 - math.exp(-at)
+    k3 = math.exp(-at) - 1 + at + slope * (d - at)
+    values = {"k1": d, "k2": d * d / 2, "k3": k3, "k3+": k3}
+    slopes = {"k1": 1.0, "k2": d, "k3": slope, "k3+": d}
+    return values[estimator], slopes[estimator]
+
+
+def knee() -> float:
+    """By bisection."""
+    low, high = -4.0, -1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.exp(-middle) - 1 + middle > 10 else (low, middle)
+    return high
+
+
+KNEE = knee()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_divergence_and_gradient_equal_the_formula(estimator: str, seed: int) -> None:
+    tokens = tokens_of(random_rows(seed, spread=1.5))
+    found = token_kl(tokens.logprobs_N, tokens.reference_N, estimator)
+    found.sum().backward()
+    expected = [reference_kl(estimator, d) for d in (tokens.logprobs_N.detach() - tokens.reference_N).tolist()]
+    assert found.tolist() == pytest.approx([value for value, _ in expected], rel=1e-6, abs=1e-12)
+    assert tokens.logprobs_N.grad.tolist() == pytest.approx([slope for _, slope in expected], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("d", [-500.0, -25.0, -20.0, -3.0, KNEE, -2.5, 11.0, 20.0, 25.0, 500.0])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_token_that_moved_furthest_is_pulled_as_the_formula_says(
+    estimator: str, d: float, dtype: torch.dtype
+) -> None:
+    present = torch.tensor([-1.0 + min(d, 0.0)], dtype=dtype, requires_grad=True)
+    found = token_kl(present, present.detach() - d, estimator)
+    found.sum().backward()
+    value, slope = reference_kl(estimator, d)
+    assert found.item() == pytest.approx(value, rel=1e-5)
+    assert present.grad.item() == pytest.approx(slope, rel=1e-5)
+    assert abs(slope) > 0.9
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_slope_is_the_derivative_of_the_value(estimator: str) -> None:
+    d, step = torch.linspace(-40, 40, 333, dtype=torch.float64), 1e-6
+    present = d.clone().requires_grad_()
+    ESTIMATORS[estimator](present).sum().backward()
+    rise = (ESTIMATORS[estimator](d + step) - ESTIMATORS[estimator](d - step)) / (2 * step)
+    assert torch.allclose(present.grad, rise, rtol=1e-6, atol=1e-6)
+
+
+def test_k3_and_its_corrected_form_are_never_negative() -> None:
+    d = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    assert (ESTIMATORS["k3"](d) >= 0).all()
+    assert torch.allclose(ESTIMATORS["k3+"](d), ESTIMATORS["k3"](d), rtol=1e-12)
+
+
+def test_only_k2_has_the_true_gradient_of_the_divergence() -> None:
+    """Over all tokens of a distribution, weighted by their probability, which is what sampling estimates."""
+    logits = tensor([0.3, -1.0, 0.8]).requires_grad_()
+    reference = tensor([0.1, 0.4, -0.5]).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+
+    def estimated(estimator: str) -> torch.Tensor:
+        sampled = (logprobs.detach().exp() * token_kl(logprobs, reference, estimator)).sum()
+        (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+        return gradient
+
+    right = {name for name in ESTIMATORS if torch.allclose(estimated(name), true, rtol=1e-9)}
+    assert right == {"k2", "k3+"}
+    assert estimated("k1").abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_in_the_reward_the_divergence_of_the_sampling_policy_is_summed_over_the_sequence(estimator: str) -> None:
+    rows = random_rows(3)
+    tokens = tokens_of(rows)
+    rewards = tensor([float(number) for number in range(len(rows))])
+    found = rewards_less_kl(rewards, tokens, tokens.reference_N, beta=0.1, estimator=estimator)
+    differences = [[b - r for b, r in zip(row.behaviour, row.reference, strict=True)] for row in rows]
+    expected = [
+        number - 0.1 * math.fsum(reference_kl(estimator, d)[0] for d in row) for number, row in enumerate(differences)
+    ]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    assert not found.requires_grad
+
+
+def test_a_reference_equal_to_the_policy_costs_nothing() -> None:
+    present = tokens_of(random_rows(1)).logprobs_N
+    assert not any(token_kl(present, present, estimator).any() for estimator in ESTIMATORS)

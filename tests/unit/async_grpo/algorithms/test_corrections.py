@@ -1,4 +1,4 @@
-"""Corrections equal their formulas, written as loops over sequences and tokens, and hold their edges."""
+"""Corrections and pi_prox equal their formulas, written as loops over sequences and tokens, and hold their edges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_grpo.algorithms import CORRECTIONS, ess_scale, ess_sums
+from async_grpo.algorithms import CORRECTIONS, PROXIMALS, ess_scale, ess_sums
 from async_grpo.config.objective import CorrectionConfig
 from async_grpo.config.presets import CORRECTIONS as NAMES
 from tests.support.objective_cases import Row, joined, log_ratio, random_rows, tensor, tokens_of
@@ -71,13 +71,7 @@ def opsm(rows: list[Row], dials: CorrectionConfig) -> list[list[float]]:
 
 
 REFERENCES: dict[str, Reference] = {
-    "token_tis": token_tis,
-    "seq_tis": seq_tis,
-    "icepop": icepop,
-    "seq_mis": seq_mis,
-    "geo_rs": geo_rs,
-    "m2po": m2po,
-    "opsm": opsm,
+    one.__name__: one for one in (token_tis, seq_tis, icepop, seq_mis, geo_rs, m2po, opsm)
 }
 CASES = [
     *({"kind": kind} for kind in REFERENCES),
@@ -137,15 +131,11 @@ def test_policies_that_are_worlds_apart_give_finite_multipliers(kind: str) -> No
     assert found[2] == 1.0
 
 
-def test_m2po_leaves_a_batch_alone_whose_mean_is_below_the_limit() -> None:
-    tokens = tokens_of(random_rows(0))
-    found = CORRECTIONS["m2po"](tokens.detached(), CorrectionConfig(kind="m2po", limit=100.0))
-    assert found.all()
-
-
-def test_m2po_may_reject_everything() -> None:
-    tokens = replace(tokens_of(random_rows(0, sequences=1, longest=1)), behaviour_N=tensor([-9.0]))
-    assert not CORRECTIONS["m2po"](tokens.detached(), CorrectionConfig(kind="m2po")).any()
+def test_m2po_leaves_a_batch_alone_whose_mean_is_below_the_limit_and_may_reject_everything() -> None:
+    tokens = tokens_of(random_rows(0)).detached()
+    assert CORRECTIONS["m2po"](tokens, CorrectionConfig(kind="m2po", limit=100.0)).all()
+    far = replace(tokens, behaviour_N=tokens.logprobs_N - 9.0)
+    assert not CORRECTIONS["m2po"](far, CorrectionConfig(kind="m2po")).any()
 
 
 def test_m2po_treats_equal_tokens_alike() -> None:
@@ -173,3 +163,30 @@ def test_the_step_is_whole_on_policy_and_where_nothing_is_trained() -> None:
     on_policy = replace(tokens, behaviour_N=tokens.logprobs_N.detach()).detached()
     assert ess_scale(*ess_sums(on_policy).tolist()) == pytest.approx(1.0, rel=1e-12)
     assert ess_scale(*ess_sums(tokens_of([]).detached()).tolist()) == 1.0
+
+
+@pytest.mark.parametrize("age", range(5))
+def test_loglinear_goes_from_the_sampling_policy_to_the_present_one_by_version(age: int) -> None:
+    """v_theta = 9, v_prox = 8, v_behaviour = 9 - age."""
+    alpha = (8 - (9 - age)) / (9 - (9 - age)) if age else 1.0
+    found = PROXIMALS["loglinear"](tensor([-1.0, -0.2]), tensor([-3.0, -0.1]), torch.tensor([age, age]))
+    assert found.tolist() == pytest.approx([-3.0 + alpha * 2.0, -0.1 - alpha * 0.1], rel=1e-12)
+
+
+def test_loglinear_takes_every_token_by_its_own_version() -> None:
+    found = PROXIMALS["loglinear"](tensor([-1.0] * 3), tensor([-3.0] * 3), torch.tensor([0, 1, 4]))
+    assert found.tolist() == [-1.0, -3.0, -1.5]
+
+
+@pytest.mark.parametrize("choice", PROXIMALS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pi_prox_is_constant_and_as_precise_as_the_log_probabilities(choice: str, dtype: torch.dtype) -> None:
+    present = torch.tensor([-1.0, -2.0], dtype=dtype, requires_grad=True)
+    found = PROXIMALS[choice](present, present.detach() - 1, torch.tensor([2, 3]))
+    assert (found.requires_grad, found.dtype) == (False, dtype)
+
+
+def test_recompute_is_the_present_policy_and_behaviour_the_sampling_one() -> None:
+    present, sampling, age = tensor([-1.0]), tensor([-2.0]), torch.tensor([3])
+    assert PROXIMALS["recompute"](present, sampling, age).item() == -1.0
+    assert PROXIMALS["behaviour"](present, sampling, age).item() == -2.0

@@ -1,0 +1,102 @@
+"""Sections of the configuration: what cannot work is refused before anything starts, with the reason and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config.rewards import HttpRewardConfig
+from async_grpo.errors import ConfigError
+
+TRAINER = [
+    ({"objective": {"kl_beta": 0.1}}, "kl_beta is 0.1.*Set trainer.reference.source to frozen or synced"),
+    ({"reference": {"source": "synced"}}, "Set trainer.reference.sync_every"),
+    ({"reference": {"source": "frozen", "sync_every": 4}}, "sync_every .4. has no effect with source frozen"),
+    ({"reference": {"path": "elsewhere"}}, "path has no effect with source none"),
+    ({"streaming": True, "num_iterations": 2}, "num_iterations .2. goes over the batch more than once"),
+    ({"streaming": True, "mini_batches": 2}, "mini_batches .2. deals out the groups of the whole batch"),
+    (
+        {"streaming": True, "objective": {"advantage": "lite_ppo"}},
+        "advantage lite_ppo needs the rewards of the whole",
+    ),
+    ({"streaming": True, "objective": {"advantage": "reinforce_pp_baseline"}}, "set trainer.streaming to false"),
+    ({"streaming": True, "objective": {"advantage": "mine:own"}}, "advantage mine:own, of your own"),
+    ({"streaming": True, "objective": {"corrections": ["m2po"]}}, "correction m2po needs the log-probabilities"),
+    (
+        {"streaming": True, "objective": {"corrections": [{"kind": "mine:own", "whole_batch": True}]}},
+        "correction mine:own needs",
+    ),
+    ({"mini_batches": 17}, "mini_batches .17. is above groups_per_step .16."),
+    ({"micro_batch_tokens": 100}, "Raise trainer.micro_batch_tokens, or set trainer.overlong to truncate or drop"),
+    ({"processes": 6, "tensor_parallel": 2, "context_parallel": 2}, "Set trainer.processes to 4 times"),
+    ({"processes": 4, "expert_parallel": 3}, "Set trainer.expert_parallel to a divisor of 4"),
+    (
+        {"processes": 4, "pipeline_parallel": 2, "expert_parallel": 4},
+        "Set trainer.expert_parallel to a divisor of 2",
+    ),
+    ({"processes": 2, "sequence_parallel": True}, "Set trainer.tensor_parallel above 1"),
+]
+REWARDS = [
+    ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "format stands twice"),
+    ({"functions": [{"name": "format", "required": False}]}, "none is required"),
+    ({"functions": [{"name": "overlong"}]}, "the name of the punishment of length"),
+    ({"functions": [{"name": "format", "weight": float("nan")}]}, "finite number"),
+    ({"overlong": "soft"}, "soft_overlong_tokens is None"),
+    ({"overlong": "filter", "soft_overlong_tokens": 4}, "with overlong: soft, and only then"),
+    ({"environment": ["A=b"]}, "should match pattern"),
+    ({"memory_bytes": 1 << 20}, "greater than or equal"),
+    ({"overlong": "soft", "soft_overlong_tokens": 8}, r"\(8\) is not below sampling.max_tokens \(8\)"),
+]
+
+
+def run_with(section: str, keys: dict[str, Any]) -> RunConfig:
+    raw: dict[str, Any] = {"name": "a", "model": {"random": {}}, "sampling": {"max_tokens": 8}, section: keys}
+    return validate(raw, "test")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "says"), [*(("trainer", *row) for row in TRAINER), *(("rewards", *row) for row in REWARDS)]
+)
+def test_what_cannot_work_is_refused(section: str, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_with(section, keys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "ftp://judge/"}, "no http:// or https:// address"),
+        ({"url": "file:///etc/passwd"}, "no http:// or https:// address"),
+        ({"url": "judge:80"}, "no http:// or https:// address"),
+        ({"url": "http://user:password@judge/"}, "name that in token_env"),
+        ({"url": "http://judge/", "score_pointer": "score"}, "Begin it with /"),
+        ({"url": "http://judge/", "token_env": "Bearer abc"}, "should match pattern"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HttpRewardConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"micro_batch_tokens": 100, "overlong": "truncate"},
+        {"micro_batch_tokens": 100, "overlong": "drop"},
+        {"streaming": True},
+        {"streaming": True, "objective": {"preset": "grpo"}},
+        {"streaming": True, "objective": {"preset": "gspo"}},
+        {"streaming": True, "objective": {"corrections": ["ess_lr", "seq_mis"]}},
+        {"streaming": True, "objective": {"advantage": "opo"}},
+        {"reference": {"source": "frozen"}},
+        {"processes": 4, "tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4},
+    ],
+)
+def test_what_works_reads_back_equal_from_the_resolved_copy(keys: dict[str, Any]) -> None:
+    judge = {"name": "judge", "weight": 0.5, "http": {"url": "https://judge/v1"}}
+    config = run_with("trainer", keys).model_dump(mode="json")
+    again = validate({**config, "rewards": {"functions": [{"name": "gsm8k"}, judge]}}, "test")
+    assert validate(yaml.safe_load(dump(again)), "test") == again
