@@ -32,10 +32,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import Literal
 
 UNLIMITED = 1e15
-"""A diff that is never reached; a number that a script can be told exactly."""
+"""A diff that is never reached. A Lua number holds it exactly."""
+
+Selector = Literal["fifo", "windowed_fifo", "freshest", "uniform"]
+SELECTORS: dict[Selector, str] = {
+    "fifo": "in the order of their tickets, waiting for unfinished ones",
+    "windowed_fifo": "up to window - 1 may overtake an unfinished one",
+    "freshest": "the newest tickets first",
+    "uniform": "any, with equal chance",
+}
+"""Which READY groups make the next batch, in words."""
+WALKING: frozenset[Selector] = frozenset({"fifo", "windowed_fifo"})
+"""Selectors that go through the groups in ticket order, so that a batch may come in parts and the age of what they
+choose is bounded. The others choose a whole batch, and what grows too old meanwhile must be dropped or masked."""
+
+OnStale = Literal["wait", "drop", "mask"]
+"""What happens to tokens older than S when their batch is taken.
+
+wait: nothing; the order of a walking selector bounds their age. drop: their group ends, READY ones as stale, unfinished
+ones (with their partial) as expired. mask: they stay as context and get no gradient; a group that has only such tokens
+ends as stale.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,38 +114,14 @@ def age(trainer_version: int, oldest_version: int) -> int:
     return max(0, trainer_version - oldest_version)
 
 
-class Selector(StrEnum):
-    """Which READY groups make the next batch."""
-
-    FIFO = "fifo"
-    """In the order of their tickets: an unfinished group is waited for."""
-    WINDOWED_FIFO = "windowed_fifo"
-    """In the order of their tickets, but up to W - 1 groups may overtake one that is unfinished."""
-    FRESHEST = "freshest"
-    """The highest tickets first. What grows too old meanwhile is dropped."""
-    UNIFORM = "uniform"
-    """Any, with equal chance, from a seeded stream. What grows too old meanwhile is dropped."""
-
-
-class OnStale(StrEnum):
-    """What happens to tokens older than S at take."""
-
-    WAIT = "wait"
-    """Nothing: the order of the selector alone bounds the age (fifo and windowed_fifo only)."""
-    DROP = "drop"
-    """Their group ends: READY ones as stale, unfinished ones (their partial included) as expired."""
-    MASK = "mask"
-    """They stay as context and get no gradient; a group without a younger token ends as stale."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayPolicy:
     """All dials of the buffer. Raises ValueError for a combination that would stall or mean nothing."""
 
     window: StalenessWindow
-    selector: Selector = Selector.FIFO
+    selector: Selector = "fifo"
     selector_window: int = 1
-    on_stale: OnStale = OnStale.DROP
+    on_stale: OnStale = "drop"
     rate: RateLimit = field(default_factory=RateLimit)
     max_uses: int = 1
     seed: int = 0
@@ -143,14 +139,14 @@ class ReplayPolicy:
         trained at most k times, and so is the group itself before its last time. That is at most
         ((S+1)*P + W - 1) * k - 1 uses, P a step. With k = 1: S + ceil((W-1) / P).
         """
-        if self.on_stale is not OnStale.WAIT:
+        if self.on_stale != "wait":
             return self.window.max_staleness
         return ((self.window.capacity + self.selector_window - 1) * self.max_uses - 1) // self.window.groups_per_step
 
     @property
     def walks(self) -> bool:
-        """Whether the selector goes through the groups one after the other, so that a batch may come in parts."""
-        return self.selector in (Selector.FIFO, Selector.WINDOWED_FIFO)
+        """Whether the selector goes through the groups in ticket order, so that a batch may come in parts."""
+        return self.selector in WALKING
 
     @property
     def size_to_take(self) -> int:
@@ -159,13 +155,13 @@ class ReplayPolicy:
 
     def mask_below(self, trainer_version: int) -> int:
         """Tokens of versions below this get no gradient at `trainer_version`; 0: all get one."""
-        if self.on_stale is not OnStale.MASK:
+        if self.on_stale != "mask":
             return 0
         return max(0, trainer_version - self.window.max_staleness)
 
     def _check_selector(self) -> None:
         capacity = self.window.capacity
-        if self.selector is not Selector.WINDOWED_FIFO and self.selector_window != 1:
+        if self.selector != "windowed_fifo" and self.selector_window != 1:
             raise ValueError(
                 f"selector.window ({self.selector_window}) is a dial of windowed_fifo, but the selector is "
                 f"{self.selector}: it would have no effect. Remove it, or set selector.kind to windowed_fifo"
@@ -175,8 +171,7 @@ class ReplayPolicy:
                 f"selector.window ({self.selector_window}) exceeds the capacity (S + 1) * P = {capacity}: there are "
                 "never that many groups to choose from. Lower selector.window or raise max_staleness"
             )
-        ordered = self.selector in (Selector.FIFO, Selector.WINDOWED_FIFO)
-        if self.on_stale is OnStale.WAIT and not ordered:
+        if self.on_stale == "wait" and not self.walks:
             raise ValueError(
                 f"on_stale wait with selector {self.selector}: groups that are overtaken again and again would grow "
                 "old without bound and hold their slots for ever. Set on_stale to drop or mask"
@@ -184,7 +179,7 @@ class ReplayPolicy:
 
     def _check_uses(self) -> None:
         most = self.window.max_staleness + 1
-        if self.on_stale is not OnStale.WAIT and self.max_uses > most:
+        if self.on_stale != "wait" and self.max_uses > most:
             raise ValueError(
                 f"max_uses ({self.max_uses}) cannot be reached: with on_stale {self.on_stale} a group is of use for "
                 f"S + 1 = {most} steps. Lower max_uses or raise max_staleness"

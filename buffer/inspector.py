@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
-from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow, age
+from async_grpo.staleness import RateLimit, ReplayPolicy, age
 from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import endpoint_of, make_client
 from buffer.redis.retrying import RetryingClient
@@ -194,7 +196,7 @@ class Inspector:
         policy = _policy(look.meta)
         if look.drained and policy.window.horizon == 0:
             return False
-        note = json.dumps({"horizon": policy.window.horizon, "rate": _rate_values(policy.rate)})
+        note = json.dumps({"horizon": policy.window.horizon, "rate": asdict(policy.rate)})
         # The note first: whoever dies in between has changed nothing, and never forgets what was before.
         await self._link.call(lambda: self._link.client.set(self._keys.of("drained"), note))
         stopped = replace(policy, window=replace(policy.window, horizon=0), rate=RateLimit())
@@ -316,25 +318,8 @@ def _ages(look: _StateLook) -> dict[int, int]:
 
 
 def _policy(meta: Mapping[str, str]) -> ReplayPolicy:
-    """What `write_policy` of lua/parts/policy.lua wrote."""
-    return ReplayPolicy(
-        window=StalenessWindow(int(meta["max_staleness"]), int(meta["groups_per_step"]), int(meta["horizon"])),
-        selector=Selector(meta["selector"]),
-        selector_window=int(meta["selector_window"]),
-        on_stale=OnStale(meta["on_stale"]),
-        rate=RateLimit(
-            min_size=int(meta["min_size"]),
-            samples_per_insert=float(meta["samples_per_insert"]),
-            min_diff=float(meta["min_diff"]),
-            max_diff=float(meta["max_diff"]),
-        ),
-        max_uses=int(meta["max_uses"]),
-        seed=int(meta["seed"]),
-    )
-
-
-def _rate_values(rate: RateLimit) -> dict[str, float]:
-    return {name: getattr(rate, name) for name in ("min_size", "samples_per_insert", "min_diff", "max_diff")}
+    """What `write_policy` of lua/parts/policy.lua wrote: the fields of the policy, its window and its rate."""
+    return msgspec.convert({**meta, "window": meta, "rate": meta}, ReplayPolicy, strict=False)
 
 
 def _steps(log: list[bytes]) -> dict[int, int]:

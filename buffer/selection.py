@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from async_grpo.staleness import OnStale, ReplayPolicy, Selector, age
+from async_grpo.staleness import ReplayPolicy, age
 from async_grpo.wire import Group
 
 _MODULUS, _MULTIPLIER, _STRIDE, _SKIPPED = 2**31 - 1, 48271, 1_000_003, 3
@@ -27,11 +27,11 @@ def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tup
     """
     ready = [seq for seq, is_ready in open_groups if is_ready]
     match policy.selector:
-        case Selector.FIFO | Selector.WINDOWED_FIFO:
+        case "fifo" | "windowed_fifo":
             chosen = list(_walk(open_groups, size, policy.selector_window))
-        case Selector.FRESHEST:
+        case "freshest":
             chosen = ready[-size:]
-        case Selector.UNIFORM:
+        case "uniform":
             chosen = _draw(ready, size, policy.seed, trainer_version)
     return sorted(chosen)
 
@@ -39,18 +39,18 @@ def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tup
 def too_old_to_train(policy: ReplayPolicy, trainer_version: int, group: Group) -> bool:
     """Whether no batch from `trainer_version` on may contain the READY group."""
     match policy.on_stale:
-        case OnStale.WAIT:
+        case "wait":
             return False
-        case OnStale.DROP:
+        case "drop":
             version = group.oldest_version
-        case OnStale.MASK:
+        case "mask":
             version = group.newest_version
     return age(trainer_version, version) > policy.window.max_staleness
 
 
 def too_old_to_finish(policy: ReplayPolicy, version: int, begun_version: int) -> bool:
     """Whether a group in flight, whose oldest token is of `begun_version`, could no longer be trained whole."""
-    return policy.on_stale is OnStale.DROP and age(version, begun_version) > policy.window.max_staleness
+    return policy.on_stale == "drop" and age(version, begun_version) > policy.window.max_staleness
 
 
 def _walk(open_groups: Sequence[tuple[int, bool]], size: int, selector_window: int) -> Iterator[int]:

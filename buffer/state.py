@@ -201,7 +201,7 @@ class BufferState:
             max_staleness=window.max_staleness,
             groups_per_step=window.groups_per_step,
             horizon=window.horizon,
-            selector=self.policy.selector.value,
+            selector=self.policy.selector,
             selector_window=self.policy.selector_window,
             inserted=self.inserted,
             used=self.used,

@@ -9,14 +9,15 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
+from async_grpo.staleness import SELECTORS, OnStale, Selector
 
 
 class SelectorConfig(StrictModel):
     """Which finished groups make the next batch."""
 
-    kind: Literal["fifo", "windowed_fifo", "freshest", "uniform"] = "fifo"
-    """fifo: in the order of their tickets, waiting for unfinished ones. windowed_fifo: up to window - 1 may
-    overtake an unfinished one. freshest: the newest tickets first. uniform: any, with equal chance."""
+    kind: Annotated[Selector, Field(description=" ".join(f"{name}: {how}." for name, how in SELECTORS.items()))] = (
+        "fifo"
+    )
     window: PositiveInt = 1
     """W, of windowed_fifo."""
 
@@ -52,7 +53,7 @@ class BufferConfig(StrictModel):
     """How the replay buffer chooses."""
 
     selector: SelectorConfig = SelectorConfig()
-    on_stale: Literal["wait", "drop", "mask"] = "drop"
+    on_stale: OnStale = "drop"
     """Tokens older than max_staleness when their batch is taken. wait: are trained (the order of fifo and
     windowed_fifo bounds them). drop: end their group. mask: stay as context and get no gradient."""
     admission: AdmissionConfig = AdmissionConfig()

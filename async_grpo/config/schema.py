@@ -22,7 +22,7 @@ from async_grpo.config.rewards import RewardsConfig
 from async_grpo.config.rollout import RolloutConfig, SamplingConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow
+from async_grpo.staleness import RateLimit, ReplayPolicy, StalenessWindow
 
 LEASE_SHARE = 1.5
 """Leases last so many times redis.timeout_s: they are renewed when a third has gone, and outlive that wait then."""
@@ -93,9 +93,9 @@ class RunConfig(StrictModel):
         chosen, admission = self.buffer.selector, self.buffer.admission
         return ReplayPolicy(
             window=StalenessWindow(self.max_staleness, self.groups_per_step, self.steps * self.groups_per_step),
-            selector=Selector(chosen.kind),
+            selector=chosen.kind,
             selector_window=chosen.window,
-            on_stale=OnStale(self.buffer.on_stale),
+            on_stale=self.buffer.on_stale,
             rate=self._rate_limit(admission),
             max_uses=self.buffer.max_uses,
             seed=self.seed,

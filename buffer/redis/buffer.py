@@ -257,7 +257,7 @@ def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
     window, rate = policy.window, policy.rate
     return (
         *(window.max_staleness, window.groups_per_step, window.horizon),
-        *(policy.selector.value, policy.selector_window, policy.on_stale.value),
+        *(policy.selector, policy.selector_window, policy.on_stale),
         *(rate.min_size, rate.samples_per_insert, rate.min_diff, rate.max_diff),
         *(policy.max_uses, policy.seed % (2**31 - 1)),
     )

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from async_grpo.errors import Fenced, RunEnded, WaitTimeout
-from async_grpo.staleness import OnStale, Selector
+from async_grpo.staleness import SELECTORS, WALKING, Selector
 from async_grpo.wire import Batch
 from buffer import ReplayBuffer
 from tests.support.buffer_cases import (
@@ -54,7 +54,7 @@ async def test_one_group_wakes_whoever_waits_for_a_part(open_buffer: Open) -> No
 
 
 async def test_a_window_lets_a_part_overtake_what_is_in_flight(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=1, P=3, selector=Selector.WINDOWED_FIFO, selector_window=2))
+    buffer = await open_buffer(policy(S=1, P=3, selector="windowed_fifo", selector_window=2))
     tickets = await admit(buffer, 4)
     await finish(buffer, *tickets[1:])
     part = await take_part(buffer, 0, 0)
@@ -63,7 +63,7 @@ async def test_a_window_lets_a_part_overtake_what_is_in_flight(open_buffer: Open
     assert seqs(await take_part(buffer, 0, 1)) == [0, 2]
 
 
-@pytest.mark.parametrize("selector", [Selector.FRESHEST, Selector.UNIFORM])
+@pytest.mark.parametrize("selector", [name for name in SELECTORS if name not in WALKING])
 async def test_what_chooses_whole_batches_comes_whole(open_buffer: Open, selector: Selector) -> None:
     buffer = await open_buffer(policy(S=1, P=2, selector=selector))
     tickets = await admit(buffer, 3)
@@ -76,7 +76,7 @@ async def test_what_chooses_whole_batches_comes_whole(open_buffer: Open, selecto
 
 
 async def test_a_trainer_that_takes_over_is_given_the_same_parts_first(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=1, P=3, selector=Selector.WINDOWED_FIFO, selector_window=2))
+    buffer = await open_buffer(policy(S=1, P=3, selector="windowed_fifo", selector_window=2))
     tickets = await admit(buffer, 4)
     await finish(buffer, tickets[1])
     await take_part(buffer, 0, 0)
@@ -115,7 +115,7 @@ async def test_a_step_keeps_its_size_when_the_run_is_retuned(open_buffer: Open) 
 
 
 async def test_what_is_too_old_ends_before_a_part_is_taken(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=1, P=2, on_stale=OnStale.DROP))
+    buffer = await open_buffer(policy(S=1, P=2, on_stale="drop"))
     tickets = await admit(buffer, 3)
     await publish(buffer, 2)
     await buffer.insert(tickets[1], group_of(tickets[1], version=2))

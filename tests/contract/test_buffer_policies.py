@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_grpo.errors import WaitTimeout
-from async_grpo.staleness import OnStale, RateLimit, Selector
+from async_grpo.staleness import SELECTORS, WALKING, OnStale, RateLimit, Selector
 from async_grpo.wire import Batch, ReleaseReason
 from buffer import ReplayBuffer
 from tests.support.buffer_cases import (
@@ -40,7 +40,7 @@ async def settle(buffer: ReplayBuffer, batch: Batch) -> None:
 
 
 async def test_windowed_fifo_overtakes_within_its_window_only(open_buffer: Open) -> None:
-    dials = policy(S=3, P=2, selector=Selector.WINDOWED_FIFO, selector_window=3)
+    dials = policy(S=3, P=2, selector="windowed_fifo", selector_window=3)
     buffer = await open_buffer(dials)
     tickets = await admit(buffer, 6)
     await finish(buffer, tickets[1], tickets[3])
@@ -53,7 +53,7 @@ async def test_windowed_fifo_overtakes_within_its_window_only(open_buffer: Open)
 
 
 async def test_freshest_takes_the_newest_and_ends_what_grew_too_old(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=1, P=1, selector=Selector.FRESHEST))
+    buffer = await open_buffer(policy(S=1, P=1, selector="freshest"))
     first, second = await admit(buffer, 2)
     await finish(buffer, first, second)
     assert seqs(await train(buffer, 0)) == [1]
@@ -77,7 +77,7 @@ async def test_what_ends_is_counted_by_the_length_of_its_longest_completion(open
 
 
 async def test_a_group_in_flight_that_is_too_old_to_finish_expires(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=1, P=1, selector=Selector.FRESHEST))
+    buffer = await open_buffer(policy(S=1, P=1, selector="freshest"))
     slow, quick = await admit(buffer, 2)
     await buffer.progress(slow, partial_of(slow, length=9))
     for version in range(2):
@@ -92,18 +92,11 @@ async def test_a_group_in_flight_that_is_too_old_to_finish_expires(open_buffer: 
     assert await buffer.heartbeat([slow]) == [slow.seq]
 
 
-@pytest.mark.parametrize(
-    ("on_stale", "selector", "resumed"),
-    [
-        (OnStale.DROP, Selector.WINDOWED_FIFO, False),
-        (OnStale.MASK, Selector.WINDOWED_FIFO, True),
-        (OnStale.WAIT, Selector.WINDOWED_FIFO, True),
-    ],
-)
+@pytest.mark.parametrize(("on_stale", "resumed"), [("drop", False), ("mask", True), ("wait", True)])
 async def test_a_partial_that_is_too_old_is_resumed_unless_the_policy_drops_it(
-    open_buffer: Open, on_stale: OnStale, selector: Selector, resumed: bool
+    open_buffer: Open, on_stale: OnStale, resumed: bool
 ) -> None:
-    buffer = await open_buffer(policy(S=1, P=1, selector=selector, selector_window=2, on_stale=on_stale))
+    buffer = await open_buffer(policy(S=1, P=1, selector="windowed_fifo", selector_window=2, on_stale=on_stale))
     slow, quick = await admit(buffer, 2)
     await buffer.progress(slow, partial_of(slow))
     await finish(buffer, quick)
@@ -116,7 +109,7 @@ async def test_a_partial_that_is_too_old_is_resumed_unless_the_policy_drops_it(
 
 
 async def test_masked_tokens_stay_as_context_until_a_group_has_no_younger_one(open_buffer: Open) -> None:
-    dials = policy(S=1, P=1, selector=Selector.FRESHEST, on_stale=OnStale.MASK)
+    dials = policy(S=1, P=1, selector="freshest", on_stale="mask")
     buffer = await open_buffer(dials)
     await publish(buffer, 4)
     mixed, old = await admit(buffer, 2)
@@ -134,13 +127,18 @@ async def test_nothing_is_masked_unless_the_policy_says_so(open_buffer: Open) ->
     assert (await take(buffer, 0)).mask_below == 0
 
 
-async def test_uniform_takes_whole_batches_in_ticket_order_and_nothing_twice(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=3, P=2, selector=Selector.UNIFORM, seed=7))
+@pytest.mark.parametrize("selector", SELECTORS)
+async def test_every_selector_takes_whole_batches_in_ticket_order_and_nothing_twice(
+    open_buffer: Open, selector: Selector
+) -> None:
+    buffer = await open_buffer(policy(S=3, P=2, selector=selector, seed=7))
     await finish(buffer, *await admit(buffer, 8))
     batches = [seqs(await train(buffer, version)) for version in range(4)]
     assert all(batch == sorted(batch) for batch in batches)
     assert sorted(seq for batch in batches for seq in batch) == list(range(8))
-    assert batches != [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert (batches == [[0, 1], [2, 3], [4, 5], [6, 7]]) == (selector in WALKING)
+    resume = await buffer.rollback(0)
+    assert [seqs(await take(buffer, version, resume.epoch)) for version in range(4)] == batches
 
 
 async def test_training_begins_once_min_size_groups_are_ready(open_buffer: Open) -> None:
@@ -176,7 +174,7 @@ async def test_a_group_is_trained_max_uses_times_and_released_once(open_buffer: 
 
 
 async def test_a_group_that_grows_old_between_its_uses_was_trained_and_not_stale(open_buffer: Open) -> None:
-    buffer = await open_buffer(policy(S=1, P=1, max_uses=2, selector=Selector.FRESHEST))
+    buffer = await open_buffer(policy(S=1, P=1, max_uses=2, selector="freshest"))
     old, young = await admit(buffer, 2)
     await finish(buffer, old)
     await settle(buffer, await take(buffer, 0))
@@ -244,7 +242,7 @@ async def test_selector_and_window_can_be_retuned_while_the_run_goes_on(open_buf
     buffer = await open_buffer(policy(S=2, P=1))
     await finish(buffer, *(await admit(buffer, 3))[1:])
     await nothing_to_take(buffer, 0)
-    await buffer.update_admission(policy(S=2, P=2, selector=Selector.FRESHEST))
+    await buffer.update_admission(policy(S=2, P=2, selector="freshest"))
     assert seqs(await train(buffer, 0)) == [1, 2]
     stats = await buffer.stats()
     assert (stats.selector, stats.groups_per_step, stats.active) == ("freshest", 2, 1)

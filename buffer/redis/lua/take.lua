@@ -32,11 +32,7 @@ if meta('ended') == 1 then
   return {'ended'}
 end
 
-local staleness, on_stale, selector = meta('max_staleness'), dial('on_stale'), dial('selector')
--- Those that walk upwards can stop and go on; the others choose a whole batch.
-local walks = selector == 'fifo' or selector == 'windowed_fifo'
-local least = (whole or not walks) and missing or 1
-
+local staleness, on_stale = meta('max_staleness'), dial('on_stale')
 -- As too_old_to_train and too_old_to_finish in selection.py.
 local function end_what_is_too_old()
   if on_stale == 'wait' then return end
@@ -44,15 +40,6 @@ local function end_what_is_too_old()
   end_as_stale(redis.call('ZRANGEBYSCORE', AGES, '-inf', below))
   if on_stale ~= 'drop' then return end
   for _, seq in ipairs(redis.call('ZRANGEBYSCORE', BEGUN, '-inf', below)) do release_unfinished(seq, 'expired', nil) end
-end
-
--- How many READY groups it takes to go on with the step.
-local function needed()
-  return begun and least or math.max(least, math.min(meta('min_size'), meta('horizon') - meta('used')))
-end
-
-local function balanced()
-  return begun or meta('samples_per_insert') * meta('inserted') - (meta('used') + step.size) >= meta('min_diff')
 end
 
 -- The selectors: as in selection.py.
@@ -92,10 +79,21 @@ local function draw()
   return chosen
 end
 
-local function select()
-  if selector == 'uniform' then return draw() end
-  if selector == 'freshest' then return redis.call('ZREVRANGE', READY, 0, missing - 1) end
-  return walk()
+local function freshest()
+  return redis.call('ZREVRANGE', READY, 0, missing - 1)
+end
+
+local select = ({fifo = walk, windowed_fifo = walk, freshest = freshest, uniform = draw})[dial('selector')]
+-- Those that walk upwards can stop and go on; the others choose a whole batch.
+local least = (whole or select ~= walk) and missing or 1
+
+-- How many READY groups it takes to go on with the step.
+local function needed()
+  return begun and least or math.max(least, math.min(meta('min_size'), meta('horizon') - meta('used')))
+end
+
+local function balanced()
+  return begun or meta('samples_per_insert') * meta('inserted') - (meta('used') + step.size) >= meta('min_diff')
 end
 
 local function not_yet()

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from async_grpo.staleness import ReplayPolicy, Selector, StalenessWindow
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
 from tests.support.buffer_crashes.account import Verdict, explained, verdict
 from tests.support.buffer_crashes.crash_run import crash_run
 from tests.support.buffer_crashes.plan import Plan
@@ -27,7 +27,7 @@ FAULTS_SHOWN = 20
 def policy(selector: str = "fifo", *, S: int = 2, P: int = 4, **dials: int) -> ReplayPolicy:
     """Drops what is too old; the horizon is set when the killing is over."""
     window = StalenessWindow(max_staleness=S, groups_per_step=P, horizon=ENDLESS)
-    return ReplayPolicy(window, selector=Selector(selector), **dials)  # type: ignore[arg-type]
+    return ReplayPolicy(window, selector=selector, **dials)  # type: ignore[arg-type]
 
 
 POLICIES = {

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from async_grpo.staleness import OnStale, Selector
 from async_grpo.wire import ReleaseReason
 from tests.support.buffer_crashes.crash_run import Course, Look
 from tests.support.buffer_crashes.journal import Entry
@@ -203,7 +202,7 @@ def _batches(plan: Plan, took: list[Entry]) -> Iterator[Fault]:
     if sorted(batches) != list(range(len(batches))):
         yield Fault("lost", f"the versions taken are {sorted(batches)}")
     order = [seq for version in sorted(batches) for seq in batches[version].seqs]
-    if {policy.selector for policy in plan.policies} == {Selector.FIFO} and order != sorted(order):
+    if {policy.selector for policy in plan.policies} == {"fifo"} and order != sorted(order):
         yield Fault("unbalanced", "batches of fifo are not in the order of the tickets")
 
 
@@ -219,7 +218,7 @@ def _watched(plan: Plan, course: Course, looks: list[Entry]) -> Iterator[Fault]:
 
 
 def _drops(plan: Plan) -> bool:
-    return any(policy.on_stale is not OnStale.WAIT for policy in plan.policies)
+    return any(policy.on_stale != "wait" for policy in plan.policies)
 
 
 def _by_kind(journals: list[Entry]) -> dict[str, list[Entry]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.staleness import OnStale, RateLimit, ReplayPolicy, Selector, StalenessWindow, age
+from async_grpo.staleness import RateLimit, ReplayPolicy, StalenessWindow, age
 from tests.support.buffer_cases import policy
 
 
@@ -25,17 +25,17 @@ def test_age_is_never_negative() -> None:
     ("dials", "bound"),
     [
         ({"S": 2, "P": 4}, 2),
-        ({"S": 2, "P": 4, "on_stale": OnStale.WAIT}, 2),
-        ({"S": 0, "P": 4, "on_stale": OnStale.WAIT}, 0),
-        ({"selector": Selector.WINDOWED_FIFO, "selector_window": 4}, 1),
+        ({"S": 2, "P": 4, "on_stale": "wait"}, 2),
+        ({"S": 0, "P": 4, "on_stale": "wait"}, 0),
+        ({"selector": "windowed_fifo", "selector_window": 4}, 1),
         *(
             (
-                {"S": 1, "P": 4, "selector": Selector.WINDOWED_FIFO, "selector_window": W, "on_stale": OnStale.WAIT},
+                {"S": 1, "P": 4, "selector": "windowed_fifo", "selector_window": W, "on_stale": "wait"},
                 bound,
             )
             for W, bound in [(1, 1), (2, 2), (5, 2), (6, 3), (8, 3)]  # S + ceil((W - 1) / P)
         ),
-        ({"S": 1, "P": 4, "max_uses": 2, "on_stale": OnStale.WAIT}, 3),  # (S + 1) * k - 1
+        ({"S": 1, "P": 4, "max_uses": 2, "on_stale": "wait"}, 3),  # (S + 1) * k - 1
     ],
 )
 def test_the_age_bound_of_every_selector(dials: dict[str, Any], bound: int) -> None:
@@ -47,11 +47,11 @@ def test_the_age_bound_of_every_selector(dials: dict[str, Any], bound: int) -> N
     [
         ({"selector_window": 2}, "a dial of windowed_fifo"),
         (
-            {"selector": Selector.WINDOWED_FIFO, "selector_window": 9},
+            {"selector": "windowed_fifo", "selector_window": 9},
             r"selector.window \(9\) exceeds the capacity.* = 4",
         ),
-        ({"selector": Selector.FRESHEST, "on_stale": OnStale.WAIT}, "hold their slots for ever"),
-        ({"selector": Selector.UNIFORM, "on_stale": OnStale.WAIT}, "hold their slots for ever"),
+        ({"selector": "freshest", "on_stale": "wait"}, "hold their slots for ever"),
+        ({"selector": "uniform", "on_stale": "wait"}, "hold their slots for ever"),
         ({"max_uses": 3}, r"max_uses \(3\) cannot be reached.*S \+ 1 = 2 steps"),
         ({"rate": RateLimit(min_size=5)}, r"min_size \(5\) exceeds the capacity"),
         ({"rate": RateLimit(samples_per_insert=2)}, r"samples_per_insert \(2\) exceeds max_uses \(1\)"),
@@ -64,7 +64,7 @@ def test_a_policy_that_would_stall_is_refused_with_its_arithmetic(dials: dict[st
 
 
 def test_tokens_below_v_minus_s_are_masked_only_under_mask() -> None:
-    assert [policy(S=2, on_stale=OnStale.MASK).mask_below(version) for version in (0, 2, 3)] == [0, 0, 1]
+    assert [policy(S=2, on_stale="mask").mask_below(version) for version in (0, 2, 3)] == [0, 0, 1]
     assert policy(S=2).mask_below(9) == 0
 
 

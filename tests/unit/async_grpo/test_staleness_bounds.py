@@ -6,14 +6,14 @@ from random import Random
 
 import pytest
 
-from async_grpo.staleness import OnStale, ReplayPolicy, Selector, age
+from async_grpo.staleness import ReplayPolicy, age
 from async_grpo.wire import Ticket
 from buffer.state import BufferState
 from tests.support.buffer_cases import group_of, policy, tasks
 
 STEPS = 14
-WAIT = {"steps": STEPS, "on_stale": OnStale.WAIT}
-WINDOWED = {**WAIT, "selector": Selector.WINDOWED_FIFO}
+WAIT = {"steps": STEPS, "on_stale": "wait"}
+WINDOWED = {**WAIT, "selector": "windowed_fifo"}
 POLICIES = [
     policy(S=0, P=2, **WAIT),
     policy(S=2, P=2, **WAIT),
@@ -21,9 +21,9 @@ POLICIES = [
     policy(S=1, P=2, selector_window=4, **WINDOWED),
     policy(S=2, P=1, selector_window=3, **WINDOWED),
     policy(S=1, P=2, max_uses=2, **WAIT),
-    policy(S=2, P=2, steps=STEPS, selector=Selector.FRESHEST),
-    policy(S=2, P=2, steps=STEPS, selector=Selector.UNIFORM, seed=3),
-    policy(S=2, P=2, steps=STEPS, selector=Selector.WINDOWED_FIFO, selector_window=6),
+    policy(S=2, P=2, steps=STEPS, selector="freshest"),
+    policy(S=2, P=2, steps=STEPS, selector="uniform", seed=3),
+    policy(S=2, P=2, steps=STEPS, selector="windowed_fifo", selector_window=6),
 ]
 
 

@@ -6,15 +6,15 @@ from collections import Counter
 
 import pytest
 
-from async_grpo.staleness import OnStale, Selector
+from async_grpo.staleness import OnStale
 from async_grpo.wire import Group, Task, tokens_to_bytes
 from buffer.selection import select, too_old_to_finish, too_old_to_train
 from tests.support.buffer_cases import mixed_sample, policy
 
 FIFO, FRESHEST, UNIFORM = (
     policy(S=3, P=2),
-    policy(S=3, P=2, selector=Selector.FRESHEST),
-    policy(S=3, P=2, selector=Selector.UNIFORM),
+    policy(S=3, P=2, selector="freshest"),
+    policy(S=3, P=2, selector="uniform"),
 )
 
 
@@ -47,7 +47,7 @@ def test_fifo_takes_the_first_groups_and_waits_for_unfinished_ones(picture: str,
     ],
 )
 def test_windowed_fifo_lets_w_minus_1_groups_overtake_one_that_is_unfinished(picture: str, chosen: list[int]) -> None:
-    dials = policy(S=3, P=2, selector=Selector.WINDOWED_FIFO, selector_window=3)
+    dials = policy(S=3, P=2, selector="windowed_fifo", selector_window=3)
     assert select(dials, 0, groups(picture), 2) == chosen
 
 
@@ -63,28 +63,24 @@ def test_uniform_takes_every_ready_group_equally_often_and_no_other() -> None:
 
 
 def test_uniform_repeats_itself_for_the_same_step_and_seed_only() -> None:
-    other = policy(S=3, P=2, selector=Selector.UNIFORM, seed=1)
+    other = policy(S=3, P=2, selector="uniform", seed=1)
     first, second = ([select(dials, step, groups("RRRRRRRR"), 2) for step in range(20)] for dials in (UNIFORM, other))
     assert first == [select(UNIFORM, step, groups("RRRRRRRR"), 2) for step in range(20)]
     assert first != second
 
 
 @pytest.mark.parametrize(
-    ("rule", "selector", "too_old"),
-    [
-        (OnStale.WAIT, Selector.FIFO, [False] * 3),
-        (OnStale.DROP, Selector.FIFO, [False, True, True]),
-        (OnStale.MASK, Selector.FIFO, [False, False, True]),
-    ],
+    ("rule", "too_old"),
+    [("wait", [False] * 3), ("drop", [False, True, True]), ("mask", [False, False, True])],
 )
-def test_what_is_too_old_to_train(rule: OnStale, selector: Selector, too_old: list[bool]) -> None:
+def test_what_is_too_old_to_train(rule: OnStale, too_old: list[bool]) -> None:
     """At version 5 with S = 2: wholly young, half old, wholly old."""
-    dials = policy(S=2, on_stale=rule, selector=selector)
+    dials = policy(S=2, on_stale=rule)
     candidates = [group(3, 5), group(2, 3), group(1, 2)]
     assert [too_old_to_train(dials, 5, candidate) for candidate in candidates] == too_old
 
 
 def test_only_drop_ends_groups_that_are_still_in_flight() -> None:
-    by_rule = {rule: too_old_to_finish(policy(S=1, on_stale=rule), 5, 3) for rule in OnStale}
-    assert by_rule == {OnStale.WAIT: False, OnStale.DROP: True, OnStale.MASK: False}
+    by_rule = {rule: too_old_to_finish(policy(S=1, on_stale=rule), 5, 3) for rule in ("wait", "drop", "mask")}
+    assert by_rule == {"wait": False, "drop": True, "mask": False}
     assert not too_old_to_finish(policy(S=1), 5, 4)
