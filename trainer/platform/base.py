@@ -14,6 +14,7 @@ installed. Devices are listed by the vendors' own tools.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -270,21 +271,6 @@ def check_torch_sees(device: str, module: str, collective: str, fix: str, run: R
     return Finding(name, count != "0" and available, found, fix)
 
 
-def check_transformers() -> Finding:
-    """Whether transformers is there, for tokenizers and configurations of the models."""
-    return present("transformers", "transformers", INSTALL_CPU)
-
-
-def check_megatron() -> Finding:
-    """Whether megatron-core has exactly the version whose internals the trainer uses."""
-    return exactly("Megatron-core", "megatron-core", MEGATRON_CORE, INSTALL_MEGATRON)
-
-
-def check_tensorboard() -> Finding:
-    """Whether TensorBoard is there, which is optional: it writes the event files of a run."""
-    return optional("TensorBoard", "tensorboard", "pip install tensorboard")
-
-
 def check_private_names(run: Run = partial(run_tool, timeout_s=IMPORT_TIMEOUT_S)) -> Finding:
     """Whether all undocumented names that we use of other packages are there, in a process that imports them."""
     if not any(private.found() for private in PRIVATE_NAMES.values()):
@@ -298,8 +284,14 @@ def check_private_names(run: Run = partial(run_tool, timeout_s=IMPORT_TIMEOUT_S)
     return Finding("Private names", True, f"all there: {', '.join(package for package, _ in pairs)}")
 
 
-COMMON_PROBES: tuple[Check, ...] = (check_transformers, check_megatron, check_tensorboard, check_private_names)
-"""The installation, alike on every platform."""
+check_megatron = partial(exactly, "Megatron-core", "megatron-core", MEGATRON_CORE, INSTALL_MEGATRON)
+COMMON_PROBES: tuple[Check, ...] = (
+    partial(present, "transformers", "transformers", INSTALL_CPU),
+    check_megatron,
+    partial(optional, "TensorBoard", "tensorboard", "pip install tensorboard"),
+    check_private_names,
+)
+"""The checks of the installation that all platforms share."""
 
 
 def set_defaults(environment: dict[str, str]) -> None:
@@ -308,8 +300,16 @@ def set_defaults(environment: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def require_megatron(platform: str) -> None:
-    """Raises ConfigError unless exactly the version of megatron-core is installed that the trainer is written for."""
+def require_megatron(platform: str, *, unimported: str = "") -> None:
+    """Raises ConfigError unless exactly the version of megatron-core is installed that the trainer is written for.
+
+    `unimported`: why it must not have been imported yet; "" for a platform that does not change it.
+    """
+    if unimported and "megatron.core" in sys.modules:
+        raise ConfigError(
+            f"the {platform} platform must be activated before megatron is imported, and it already is: {unimported}. "
+            "Activate the platform first thing in the process"
+        )
     found = installed("megatron-core")
     if found != MEGATRON_CORE:
         raise ConfigError(
@@ -318,10 +318,15 @@ def require_megatron(platform: str) -> None:
         )
 
 
-def missing(platform: str, package: str, error: Exception, fix: str) -> DependencyError:
-    """The error to raise when a package cannot be imported."""
-    why = f"{type(error).__name__}: {error}"
-    return DependencyError(f"trainer.platform is {platform}, but {package} cannot be imported ({why}). Run: {fix}")
+def import_package(platform: str, module: str, fix: str) -> Any:
+    """Import a package that the platform needs. Raises DependencyError with what to type if it does not load."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:  # OSError: a library that was built for another torch
+        raise DependencyError(
+            f"trainer.platform is {platform}, but {module} cannot be imported ({type(error).__name__}: {error}). "
+            f"Run: {fix}"
+        ) from error
 
 
 def _kinds(devices: Sequence[Device]) -> list[str]:

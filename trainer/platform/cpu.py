@@ -9,9 +9,9 @@ for it and before megatron is imported.
 from __future__ import annotations
 
 import resource
-import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import psutil
 
@@ -30,13 +30,22 @@ class CpuPlatform(Platform):
 
     def probes(self) -> Sequence[Check]:
         """The installation for CPUs."""
-        return (check_torch, check_torchvision, *COMMON_PROBES)
+        return (partial(present, "PyTorch", "torch", INSTALL_CPU), check_torchvision, *COMMON_PROBES)
 
     def activate(self, threads: int) -> None:
-        """Install the replacements and set the number of torch threads. Raises ConfigError."""
+        """Install the replacements and set the number of torch threads.
+
+        Raises ConfigError if megatron is imported already or has another version, or if torch sees a CUDA device.
+        """
         import torch
 
-        _check_environment()
+        if torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.platform is cpu, but torch sees a CUDA device, whose calls would be redirected to the CPU. "
+                "Hide it with CUDA_VISIBLE_DEVICES=''"
+            )
+        require_megatron(self.name, unimported="megatron would keep calling CUDA")
+        check_private_names("trainer on CPU, torch")
         torch.set_num_threads(threads)
         # "Transformer Engine / Apex is not installed" is intended; and megatron uses deprecated names of torch.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
@@ -52,31 +61,9 @@ class CpuPlatform(Platform):
         return MemoryUse(psutil.Process().memory_info().rss, peak_bytes, psutil.virtual_memory().total)
 
 
-def check_torch() -> Finding:
-    """Whether torch is there, in any build."""
-    return present("PyTorch", "torch", INSTALL_CPU)
-
-
 def check_torchvision() -> Finding:
     """Whether torchvision fits torch: a CUDA build beside a CPU build of torch breaks transformers."""
     version, torch_version = installed("torchvision"), installed("torch") or ""
     broken = bool(version) and "+cpu" in torch_version and "+cpu" not in (version or "") and version != STAND_IN
     found = f"{version or 'not installed'}{' (empty stand-in)' if version == STAND_IN else ''}"
     return Finding("torchvision", not broken, found, "pip install --force-reinstall ./deploy/stand-ins/torchvision")
-
-
-def _check_environment() -> None:
-    import torch
-
-    if "megatron.core" in sys.modules:
-        raise ConfigError(
-            "the cpu platform must be activated before megatron is imported, and it already is: "
-            "megatron would keep calling CUDA. Activate the platform first thing in the process"
-        )
-    if torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.platform is cpu, but torch sees a CUDA device, whose calls would be redirected to the "
-            "CPU. Hide it with CUDA_VISIBLE_DEVICES=''"
-        )
-    require_megatron("cpu")
-    check_private_names("trainer on CPU, torch")

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -47,44 +46,22 @@ def patch_for_cpu() -> None:
     multiply_with_onednn()
 
 
-class _Stream:
-    """CPU operations are synchronous: there is nothing to wait for."""
+class _Done:
+    """A stream or an event: operations of the CPU are done when they return, so there is nothing to wait for."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def _at_once(self, *_args: Any, **_kwargs: Any) -> _Done:
+        return self
 
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self._at_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._at_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end._at_s - self._at_s) * 1e3
+    wait_stream = wait_event = record_event = record = wait = synchronize = _at_once
 
 
 def _answer_device_queries() -> None:
-    stream = _Stream()
+    stream = _Done()
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    torch.cuda.Stream = torch.cuda.Event = _Done
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.Tensor.record_stream = lambda self, stream: None
@@ -94,15 +71,11 @@ def _answer_random_state() -> None:
     """The default CPU generator takes the place of the device's."""
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = _set_rng_state
-    torch.cuda.manual_seed = torch.cuda.manual_seed_all = _seed
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 
 def _set_rng_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
 
 
 def _redirect_factories() -> None:

@@ -14,7 +14,6 @@ docs/platforms.md says what of this was tested without a GPU.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -38,7 +37,7 @@ from trainer.platform.base import (
     check_devices,
     check_driver,
     check_torch_sees,
-    missing,
+    import_package,
     require_megatron,
     run_tool,
     set_defaults,
@@ -99,7 +98,7 @@ class CudaPlatform(Accelerator):
             partial(check_devices, self, DRIVER_FIX),
             check_torch,
             partial(check_torch_sees, "cuda", "torch", "NCCL", _TORCH_FIX),
-            check_transformer_engine,
+            partial(optional, "Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE),
             *COMMON_PROBES,
         )
 
@@ -107,10 +106,7 @@ class CudaPlatform(Accelerator):
         """Take the GPU of this rank. Raises ConfigError without one, DependencyError without torch."""
         set_defaults(ENVIRONMENT)
         require_megatron(self.name)
-        try:
-            import torch
-        except ImportError as error:
-            raise missing(self.name, "torch", error, INSTALL_CUDA) from error
+        torch = import_package(self.name, "torch", INSTALL_CUDA)
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"trainer.platform is cuda, but torch {torch.__version__} sees no CUDA device. Check nvidia-smi and "
@@ -149,10 +145,7 @@ def transformer_engine_layers(config: Any) -> dict[LayerRole, type]:
     import torch
     from megatron.core.extensions import transformer_engine as extension
 
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # built for another torch, it fails while it loads
-        raise missing("cuda", "transformer_engine", error, INSTALL_TRANSFORMER_ENGINE) from error
+    import_package("cuda", "transformer_engine.pytorch", INSTALL_TRANSFORMER_ENGINE)
     layers: dict[LayerRole, type] = {
         LayerRole.norm: extension.TENorm,
         LayerRole.column_linear: extension.TEColumnParallelLinear,
@@ -168,11 +161,6 @@ def check_torch() -> Finding:
     version = installed("torch")
     fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)"
     return Finding("PyTorch", version is not None and "+cpu" not in version, version or "not installed", fix)
-
-
-def check_transformer_engine() -> Finding:
-    """Whether Transformer Engine is there, which is optional: its layers are faster than ours."""
-    return optional("Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE)
 
 
 def _parse_smi(text: str) -> list[Device]:

@@ -13,7 +13,6 @@ an NPU yet (docs/platforms.md).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import sys
@@ -47,7 +46,7 @@ from trainer.platform.base import (
     check_devices,
     check_driver,
     check_torch_sees,
-    missing,
+    import_package,
     require_megatron,
     run_tool,
     set_defaults,
@@ -116,7 +115,7 @@ class NpuPlatform(Accelerator):
             check_torch,
             check_torch_npu,
             partial(check_torch_sees, "npu", "torch_npu", "HCCL", _TORCH_FIX),
-            check_mindspeed,
+            partial(present, "MindSpeed", "mindspeed", INSTALL_MINDSPEED),
             *COMMON_PROBES,
         )
 
@@ -125,11 +124,10 @@ class NpuPlatform(Accelerator):
 
         Raises ConfigError if it is, or if no NPU is there; DependencyError if a package is missing or does not match.
         """
-        _check_order()
+        require_megatron(self.name, unimported="MindSpeed could not adapt it any more")
         set_defaults(ENVIRONMENT)
-        require_megatron(self.name)
-        torch = _import("torch", INSTALL_TORCH_NPU)
-        _import("torch_npu", INSTALL_TORCH_NPU)
+        torch = import_package("npu", "torch", INSTALL_TORCH_NPU)
+        import_package("npu", "torch_npu", INSTALL_TORCH_NPU)
         _check_pair()
         if not torch.npu.is_available():
             raise ConfigError(
@@ -138,12 +136,12 @@ class NpuPlatform(Accelerator):
             )
         self.take_device(threads)
         with _empty_command_line():
-            _import("mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
+            import_package("npu", "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
 
     def configure(self, config: TrainerConfig) -> None:
         """MindSpeed patches by its arguments: give it ours. Raises DependencyError if it has no `repatch`."""
         super().configure(config)
-        adaptor = _import("mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
+        adaptor = import_package("npu", "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
         if not hasattr(adaptor, "repatch"):
             raise DependencyError(
                 "the installed MindSpeed has no megatron_adaptor.repatch, so it cannot be told how the ranks are cut: "
@@ -175,14 +173,6 @@ def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def _check_order() -> None:
-    if "megatron.core" in sys.modules:
-        raise ConfigError(
-            "the npu platform must be activated before megatron is imported, and it already is: MindSpeed could not "
-            "adapt it any more. Activate the platform first thing in the process"
-        )
-
-
 def _check_pair() -> None:
     """torch_npu is built for one release of torch."""
     torch_version, npu_version = installed("torch"), installed("torch-npu")
@@ -191,13 +181,6 @@ def _check_pair() -> None:
             f"torch-npu {npu_version} is built for torch {release(npu_version)}, but torch {torch_version} is "
             f"installed. Run: {INSTALL_TORCH_NPU}"
         )
-
-
-def _import(module: str, fix: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise missing("npu", module, error, fix) from error
 
 
 @contextlib.contextmanager
@@ -243,11 +226,6 @@ def check_torch_npu() -> Finding:
         return Finding("torch_npu", False, found, INSTALL_TORCH_NPU)
     found = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
     return Finding("torch_npu", True, found, INSTALL_TORCH_NPU)
-
-
-def check_mindspeed() -> Finding:
-    """Whether MindSpeed is there; its version does not tell the branch."""
-    return present("MindSpeed", "mindspeed", INSTALL_MINDSPEED)
 
 
 def _cann_version(home: Path) -> str | None:

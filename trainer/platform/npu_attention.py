@@ -36,10 +36,8 @@ class FusedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        **_others: Any,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or config.kv_channels**-0.5
@@ -51,12 +49,11 @@ class FusedAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_others: Any,
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
-        assert packed_seq_params is not None, "the trainer packs every micro-batch"
         ends = packed_seq_params.cu_seqlens_q[1:].tolist()
         out: Tensor = self._kernel(
             query,

@@ -116,7 +116,7 @@ def test_the_spec_that_was_given_stays_as_it_was() -> None:
 def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     config = model_config()
-    with pytest.raises(DependencyError, match=r"transformer_engine cannot be imported.*pip install"):
+    with pytest.raises(DependencyError, match=r"transformer_engine.pytorch cannot be imported.*pip install"):
         own.block_spec(config, cuda.transformer_engine_layers(config))
 
 
