@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -38,11 +38,10 @@ from async_grpo.telemetry.timeline import merge_timelines
 from async_grpo.telemetry.trackers import make_trackers
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.child_process import adopt_orphans
-from async_grpo.wire.board import Evaluation
 from buffer import BufferStats, is_over
 
 INTERRUPTED = 130
-T = TypeVar("T")
+"""Exit code of a run that Ctrl-C or SIGTERM has stopped."""
 
 
 async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, stats: BufferStats) -> dict[str, Any]:
@@ -59,18 +58,13 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
         {**await plane.board.counters(), **restarts},
         state.wall_s,
     )
-    _write_scalars(plane.config, evaluations)
-    await asyncio.to_thread(merge_timelines, folder.path)
-    await asyncio.to_thread(write_report, folder.path, summary)
-    return summary
-
-
-def _write_scalars(config: RunConfig, evaluations: list[Evaluation]) -> None:
-    """Write the accuracies to the trackers, beside the trainer's own curves."""
-    trackers = make_trackers(config)
+    trackers = make_trackers(plane.config)
     for evaluation in evaluations:
         trackers.evaluation(evaluation)
     trackers.close()
+    await asyncio.to_thread(merge_timelines, folder.path)
+    await asyncio.to_thread(write_report, folder.path, summary)
+    return summary
 
 
 def headline(summary: dict[str, Any], folder: RunFolder) -> str:
@@ -118,13 +112,16 @@ class LocalLauncher:
                 view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
                 return 0
             try:
-                model = await _unless(interrupted, prepare_model(config, view.phase))
+                model = await race(prepare_model(config, view.phase), interrupted.wait())
                 view.phase("starting the server")
                 async with open_state_plane(config, folder, fresh=fresh) as plane:
                     write_config(folder, config, for_roles=plane.config)
-                    specs = await _needed(plane, role_specs(plane.config, folder, model))
+                    over = await is_over(plane.config, plane.buffer, plane.board)
+                    specs = [
+                        spec for spec in role_specs(plane.config, folder, model) if not over or spec.name == TRAINER
+                    ]  # a resumed run may have nothing left for rollout servers to do
                     await LocalRun(plane, folder, specs, view, state, command).go(interrupted)
-            except Interrupted:
+            except Overtaken:
                 view.say("stopped; the same command resumes")
                 return INTERRUPTED
         return 0
@@ -138,16 +135,6 @@ def _check_one_machine(config: RunConfig) -> None:
             f"start `async-grpo trainer CONFIG --node-rank R` on each of the {nodes} (R from 0), and `async-grpo "
             "rollout CONFIG --name NAME` where servers are to be; or set trainer.nodes to 1. See docs/operations.md"
         )
-
-
-async def _needed(plane: StatePlane, specs: list[RoleSpec]) -> list[RoleSpec]:
-    """The roles to start: without the rollout servers if a resumed run has nothing left for them to do."""
-    over = await is_over(plane.config, plane.buffer, plane.board)
-    return [spec for spec in specs if spec.name == TRAINER] if over else specs
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; not an error."""
 
 
 class LocalRun:
@@ -179,11 +166,13 @@ class LocalRun:
         self._roles: asyncio.Task[None] | None = None
 
     async def go(self, interrupted: asyncio.Event) -> None:
-        """Run until the last step, an error or Ctrl-C, then stop the roles and write the report. Raises Interrupted,
-        RoleFailed, ServerLost."""
+        """Run until the last step, an error or Ctrl-C, then stop the roles and write the report.
+
+        Raises RoleFailed, ServerLost, and Overtaken after Ctrl-C.
+        """
         self._view.phase(f"starting {', '.join(self._supervisor.states)}")
         try:
-            await _unless(interrupted, self._watch())
+            await race(self._watch(), interrupted.wait())
             self._state.finished_steps = self._plane.config.steps
         finally:
             interrupted.clear()
@@ -241,11 +230,3 @@ class LocalRun:
         self._view.phase("writing the report")
         summary = await write_results(self._plane, self._folder, self._state, stats)
         self._view.say(headline(summary, self._folder))
-
-
-async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the event comes first, cancels `work`, waits for it and raises Interrupted."""
-    try:
-        return await race(work, interrupted.wait())
-    except Overtaken:
-        raise Interrupted from None

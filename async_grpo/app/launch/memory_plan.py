@@ -15,13 +15,16 @@ costs time; with less than one whole sample it does not start.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
-from async_grpo.models.shapes import ModelShape
+from async_grpo.models.shapes import ModelShape, named_shape, shape_of
 from async_grpo.utils.text import GIB, gib
+from rollout_server.engines.model_files import read_settings
 from trainer.platform import select_platform
+from trainer.platform.base import smallest_memory_gib
 from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
 
 RESERVED_BYTES = 1 * GIB
@@ -83,61 +86,86 @@ TRAINER_FIX = (
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """One device of each side; None where that side computes on the CPU."""
+    """What one device of each side needs, None where that side computes on the CPU, and the GiB that it has, None where
+    they are not known."""
 
     trainer: TrainerMemory | None
+    trainer_gib: float | None
     engine: EngineMemory | None
+    engine_gib: float | None
     model_bytes: int
 
-    def check(self, trainer_gib: float | None, engine_gib: float | None) -> None:
-        """Raise ConfigError, with the arithmetic, for devices that are too small; None means unknown."""
-        if self.trainer is not None and trainer_gib is not None and self.trainer.total > trainer_gib * GIB:
+    def check(self) -> None:
+        """Raise ConfigError, with the arithmetic, for devices that are too small."""
+        trainer, engine = self.trainer, self.engine
+        if trainer is not None and self.trainer_gib is not None and trainer.total > self.trainer_gib * GIB:
             raise ConfigError(
-                f"a device of the trainer has {trainer_gib:g} GiB, but needs {self.trainer}: training would run out of "
+                f"a device of the trainer has {self.trainer_gib:g} GiB, but needs {trainer}: training would run out of "
                 f"memory. {TRAINER_FIX}"
             )
-        if self.engine is not None and engine_gib is not None and not self.engine.samples(engine_gib * GIB):
-            share = self.engine.limits.memory_share * engine_gib
+        if engine is not None and self.engine_gib is not None and not engine.samples(self.engine_gib * GIB):
             raise ConfigError(
-                f"a device of a rollout server has {engine_gib:g} GiB, of which the engine may use {share:.1f}, but "
-                f"one sample of {self.engine.limits.max_length} tokens needs {gib(self.engine.least)}: {self.engine}. "
-                f"{self.engine.limits.memory_advice} or rollout.max_concurrency"
+                f"a device of a rollout server has {self.engine_gib:g} GiB, of which the engine may use "
+                f"{engine.limits.memory_share * self.engine_gib:.1f}, but one sample of {engine.limits.max_length} "
+                f"tokens needs {gib(engine.least)}: {engine}. {engine.limits.memory_advice} or rollout.max_concurrency"
             )
 
-    def rows(self, trainer_gib: float | None, engine_gib: float | None) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
         """The rows for the table of a dry run."""
         found = []
         if self.trainer is not None:
-            found.append(("trainer device", f"{self.trainer}; {_against(self.trainer.total, trainer_gib)}"))
+            free = "the device's memory is not known (trainer.device_memory_gib)"
+            if self.trainer_gib is not None:
+                free = f"of {self.trainer_gib:g} GiB, {gib(self.trainer_gib * GIB - self.trainer.total)} stay free"
+            found.append(("trainer device", f"{self.trainer}; {free}"))
         if self.engine is not None:
-            found.append(("engine device", f"{self.engine}; {self._cache(self.engine, engine_gib)}"))
+            found.append(("engine device", f"{self.engine}; {self._cache(self.engine)}"))
         # docs/weights.md: two copies for the publisher, two for the receiver that all engines of a machine share.
         found.append(("shared memory", f"/dev/shm: {gib(4 * self.model_bytes)} GiB = 4 * {gib(self.model_bytes)}"))
         return found
 
-    @staticmethod
-    def _cache(engine: EngineMemory, engine_gib: float | None) -> str:
-        if engine_gib is None:
+    def _cache(self, engine: EngineMemory) -> str:
+        if self.engine_gib is None:
             return f"the device's memory is not known ({engine.limits.device_memory_key})"
-        cache, samples = engine.cache(engine_gib * GIB), engine.samples(engine_gib * GIB)
+        cache, samples = engine.cache(self.engine_gib * GIB), engine.samples(self.engine_gib * GIB)
         room = "all" if samples >= engine.wanted_samples else f"{samples}"
         return (
-            f"of {engine_gib:g} GiB, {engine.limits.memory_share:g} leave {gib(cache)} for the cache: {room} of "
+            f"of {self.engine_gib:g} GiB, {engine.limits.memory_share:g} leave {gib(cache)} for the cache: {room} of "
             f"{engine.wanted_samples} samples at full length"
         )
 
 
-def device_plan(config: RunConfig, shape: ModelShape) -> DevicePlan:
-    """The plan for the sides that compute on an accelerator."""
-    generates = bool(select_platform(config.rollout.limits.platform).visible_variable)
+def device_plan(config: RunConfig) -> DevicePlan | None:
+    """The plan for the sides that compute on an accelerator; None if there is none, or if the model's shape is not
+    known. Raises ConfigError if the checkpoint is not of `model.architecture`.
+
+    A device's memory is the configured one, else that of the smallest device that the vendor's tool lists.
+    """
+    trainer, limits = config.trainer, config.rollout.limits
+    trains, generates = select_platform(trainer.platform), select_platform(limits.platform)
+    if not (trains.visible_variable or generates.visible_variable) or config.model.path is None:
+        return None
+    shape = _shape(config.model.path / "config.json", config.model.architecture)
+    if shape is None:
+        return None
     return DevicePlan(
-        trainer=select_platform(config.trainer.platform).memory_plan(config, shape),
-        engine=engine_memory(config, shape) if generates else None,
+        trainer=trains.memory_plan(config, shape),
+        trainer_gib=trainer.device_memory_gib or smallest_memory_gib(trains),
+        engine=engine_memory(config, shape) if generates.visible_variable else None,
+        engine_gib=limits.device_memory_gib or smallest_memory_gib(generates),
         model_bytes=ELEMENT_BYTES[config.model.precision] * shape.parameters,
     )
 
 
-def _against(needed: int, there_gib: float | None) -> str:
-    if there_gib is None:
-        return "the device's memory is not known (trainer.device_memory_gib)"
-    return f"of {there_gib:g} GiB, {gib(there_gib * GIB - needed)} stay free"
+def _shape(file: Path, architecture: str | None) -> ModelShape | None:
+    """The shape of the checkpoint, or of the public model of that name; None if neither is known."""
+    named = None if architecture is None else named_shape(architecture)
+    if not file.is_file():
+        return named
+    found = shape_of(read_settings(file))
+    if named is not None and found != named:
+        raise ConfigError(
+            f"model.architecture is {architecture}, but {file} is another model: {found}, where {named} is expected. "
+            "Point model.path at that model, or correct or remove model.architecture"
+        )
+    return found

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.app.launch.first_policy import check_first_policy, missing_files
-from async_grpo.app.launch.memory_plan import DevicePlan, device_plan
+from async_grpo.app.launch.memory_plan import device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
 from async_grpo.app.launch.role_specs import assign_devices
 from async_grpo.app.launch.run_folder import run_name
@@ -25,13 +25,9 @@ from async_grpo.data.jsonl import check_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.prepared_source import open_folder
 from async_grpo.errors import ConfigError, DataError
-from async_grpo.models.shapes import ModelShape, named_shape, shape_of
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from buffer import memory_plan
-from rollout_server.engines.model_files import read_settings
-from trainer.platform import select_platform
-from trainer.platform.base import smallest_memory_gib
 
 
 def data_files(data: DataConfig) -> dict[str, Path]:
@@ -56,14 +52,14 @@ _NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
 def check_rewards(rewards: RewardsConfig) -> None:
     """Raise ConfigError for an unknown name, a verifier that cannot be imported or called, or an environment variable
     that is not set. Must not be called in a running event loop."""
-    asyncio.run(_check(rewards.model_copy(update={"workers": 1})))
-
-
-async def _check(rewards: RewardsConfig) -> None:
-    pool = RewardPool(rewards)
+    pool = RewardPool(rewards.model_copy(update={"workers": 1}))
     if any(function.http is None and function.name not in _NEED_NO_TRIAL for function in rewards.functions):
-        async with pool:
-            pass
+        asyncio.run(_try_verifiers(pool))
+
+
+async def _try_verifiers(pool: RewardPool) -> None:
+    async with pool:
+        pass
 
 
 def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
@@ -74,11 +70,13 @@ def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> 
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     check_rewards(config.rewards)
-    _check_own_objective(config)
+    if config.trainer.objective.own_functions:  # the built-in ones need no torch in this process
+        from async_grpo.algorithms import check_objective
+
+        check_objective(config.trainer.objective)
     _check_inputs(config, _absent(config) if planning and config.model.architecture else {})
-    plan = _device_plan(config)
-    if plan is not None:
-        plan.check(*_device_memory(config))
+    if plan := device_plan(config):
+        plan.check()
     if config.redis.url is None:
         memory_plan(config).check(config.redis.max_memory_bytes, "redis.max_memory_bytes")
     return config
@@ -153,45 +151,5 @@ def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
     shares = assign_devices(config, {}) if config.trainer.nodes == 1 else {}
     dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
     rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]
-    plan = _device_plan(config)
-    return [*(rows if dealt else []), *(plan.rows(*_device_memory(config)) if plan is not None else [])]
-
-
-def _device_plan(config: RunConfig) -> DevicePlan | None:
-    """The plan of device memory; None if all compute on the CPU, or for a model that the run makes itself."""
-    if {config.trainer.platform, config.rollout.limits.platform} == {"cpu"} or config.model.path is None:
-        return None
-    shape = _shape(config.model.path / "config.json", config.model.architecture)
-    return None if shape is None else device_plan(config, shape)
-
-
-def _shape(file: Path, architecture: str | None) -> ModelShape | None:
-    """The shape of the checkpoint, or of the public model of that name; None if neither is known. Raises ConfigError if
-    they differ."""
-    named = None if architecture is None else named_shape(architecture)
-    if not file.is_file():
-        return named
-    found = shape_of(read_settings(file))
-    if named is not None and found != named:
-        raise ConfigError(
-            f"model.architecture is {architecture}, but {file} is another model: {found}, where {named} is expected. "
-            "Point model.path at that model, or correct or remove model.architecture"
-        )
-    return found
-
-
-def _device_memory(config: RunConfig) -> tuple[float | None, float | None]:
-    """GiB of a device of the trainer and of a rollout server: as configured, else as this machine's tools say."""
-    trainer, limits = config.trainer, config.rollout.limits
-    return (
-        trainer.device_memory_gib or smallest_memory_gib(select_platform(trainer.platform)),
-        limits.device_memory_gib or smallest_memory_gib(select_platform(limits.platform)),
-    )
-
-
-def _check_own_objective(config: RunConfig) -> None:
-    """Functions of the user's own are tried here; the built-in ones need no torch in this process."""
-    if config.trainer.objective.own_functions:
-        from async_grpo.algorithms import check_objective
-
-        check_objective(config.trainer.objective)
+    plan = device_plan(config)
+    return [*(rows if dealt else []), *(plan.rows() if plan is not None else [])]

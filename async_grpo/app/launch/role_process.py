@@ -42,12 +42,6 @@ def role_cores(config: RunConfig, here: list[int]) -> tuple[tuple[int, ...], tup
     return tuple(wanted.trainer), tuple(wanted.rollout)
 
 
-def pin(cores: tuple[int, ...]) -> None:
-    """Restrict this process, and all that it starts, to these cores; () changes nothing."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-
-
 _LOG_TAIL_BYTES = 64 << 10
 
 

@@ -46,6 +46,10 @@ _FORMER_LEASE_S = 15.0
 """Former default of rollout.lease_s, which stands in the config.yaml of older runs. It is below redis.timeout_s."""
 PATIENCE_S = 5.0
 """Longest wait for the server in `find_run`: somebody sits in front of the terminal."""
+_STATE = "run.json"
+_ID = "run.id"
+_LOCK = "run.lock"
+"""The file that the process at work in the folder holds."""
 _SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
 
 
@@ -83,31 +87,26 @@ class RunFolder:
         return self.path / "roles" / f"{role}.yaml"
 
     @property
-    def id_file(self) -> Path:
-        """The id that tells this run from another of its name; it moves and ends with the folder."""
-        return self.path / "run.id"
-
-    @property
     def place(self) -> str:
         """HOST:PATH of the folder."""
         return f"{socket.gethostname()}:{self.path}"
 
     @property
     def origin(self) -> str:
-        """ID HOST:PATH, as it is stored on a shared server; the id is made when it is first asked for."""
-        if not self.id_file.exists():
-            write_atomic(self.id_file, uuid.uuid4().hex)
-        return f"{self.id_file.read_text()} {self.place}"
+        """ID HOST:PATH, as it is stored on a shared server. The id tells this run from another of its name; it is made
+        when it is first asked for, and moves and ends with the folder."""
+        file = self.path / _ID
+        if not file.exists():
+            write_atomic(file, uuid.uuid4().hex)
+        return f"{file.read_text()} {self.place}"
 
-    @property
-    def lock_file(self) -> Path:
-        """Held by the process that works here."""
-        return self.path / "run.lock"
-
-    @property
-    def state_file(self) -> Path:
-        """The file of `RunState`."""
-        return self.path / "run.json"
+    def owns(self, origin: str | None) -> bool:
+        """Whether a run on a shared server belongs to this folder, by its id. A run without an origin had its roles
+        started one by one, with the configuration in this folder."""
+        if origin is None:
+            return self.config_file.exists()
+        file = self.path / _ID
+        return file.exists() and origin.partition(" ")[0] == file.read_text()
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the run for this process, for the length of the block. Raises ConfigError if another one does."""
@@ -115,7 +114,7 @@ class RunFolder:
             f"another `async-grpo run` is at work in {self.path}. Wait for it, stop it, or give this run another name "
             "(-o name=...)"
         )
-        return locked(self.lock_file, busy)
+        return locked(self.path / _LOCK, busy)
 
     def log(self, role: str) -> Path:
         """The file for standard output and errors of a role."""
@@ -130,13 +129,13 @@ class RunFolder:
 
     def read_state(self) -> RunState:
         """The state so far, or a new one."""
-        if not self.state_file.exists():
+        if not (self.path / _STATE).exists():
             return RunState()
-        return RunState(**json.loads(self.state_file.read_text()))
+        return RunState(**json.loads((self.path / _STATE).read_text()))
 
     def write_state(self, state: RunState) -> None:
         """Write run.json, whole or not at all."""
-        write_atomic(self.state_file, json.dumps(asdict(state), indent=2) + "\n")
+        write_atomic(self.path / _STATE, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
@@ -195,7 +194,7 @@ def _short(value: str) -> str:
 
 def _remove(folder: RunFolder) -> None:
     """Remove the folder, but only if a run made it."""
-    known = folder.config_file.exists() or folder.lock_file.exists()
+    known = folder.config_file.exists() or (folder.path / _LOCK).exists()
     if not known and any(folder.path.iterdir()):
         raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")
     with folder.locked():

@@ -44,8 +44,8 @@ async def open_state_plane(config: RunConfig, folder: RunFolder, *, fresh: bool)
     server = EmbeddedServer(folder.path / "server", config.redis) if config.redis.url is None else None
     if server is not None:
         os.environ.pop(PASSWORD_VARIABLE, None)  # it is another server's; ours has none and would refuse it
-    elif not fresh:
-        await _check_own(config, folder)
+    elif not fresh and (run := await _on_server(config)) is not None and not folder.owns(run[0]):
+        raise _foreign(config, run[0])
     try:
         # Launched by this thread, because the server dies with the one that starts it; waited for by another.
         if server is not None:
@@ -83,45 +83,31 @@ async def check_fresh(config: RunConfig, confirm: Callable[[str], bool]) -> None
 
     Raises ConfigError for any other run, ServerRefused or ServerLost if the server cannot be used.
     """
-    folder = RunFolder(config.run_dir.absolute())
-    if config.redis.url is None or not await knows_run(config.redis, config.name):
+    if config.redis.url is None or (run := await _on_server(config)) is None:
         return
-    board = await connect_board(config.redis, config.name)
-    try:
-        origin, beats = await board.origin(), await board.servers()
-    finally:
-        await board.aclose()
-    if not (_is_own(folder, origin) or (origin or "").partition(" ")[2] == folder.place):
+    folder, (origin, servers) = RunFolder(config.run_dir.absolute()), run
+    if not (folder.owns(origin) or (origin or "").partition(" ")[2] == folder.place):
         raise _foreign(config, origin)
-    if beats:
+    if servers:
         raise ConfigError(
             f"the run {config.name} on the server at redis.url is alive: its rollout servers "
-            f"{', '.join(beat.name for beat in beats)} have just been heard of. --fresh would destroy it. "
+            f"{', '.join(servers)} have just been heard of. --fresh would destroy it. "
             "Stop it first, or give this run another name (-o name=...)"
         )
     if not confirm(f"Delete the run {config.name} from the server at {config.redis.url}, and {folder.path}?"):
         raise ConfigError(f"--fresh was not confirmed: nothing of the run {config.name} is deleted. Leave --fresh out")
 
 
-async def _check_own(config: RunConfig, folder: RunFolder) -> None:
-    """Raise ConfigError if the server holds a run of this name that does not belong to this folder."""
+async def _on_server(config: RunConfig) -> tuple[str | None, list[str]] | None:
+    """The origin of the run of this name on the configured server, and its live rollout servers; None if none is
+    there."""
     if not await knows_run(config.redis, config.name):
-        return
+        return None
     board = await connect_board(config.redis, config.name)
     try:
-        origin = await board.origin()
+        return await board.origin(), [beat.name for beat in await board.servers()]
     finally:
         await board.aclose()
-    if not _is_own(folder, origin):
-        raise _foreign(config, origin)
-
-
-def _is_own(folder: RunFolder, origin: str | None) -> bool:
-    """Whether the run belongs to this folder, by its id. A run without an origin had its roles started one by one, with
-    the configuration in this folder."""
-    if origin is None:
-        return folder.config_file.exists()
-    return folder.id_file.exists() and origin.partition(" ")[0] == folder.id_file.read_text()
 
 
 def _foreign(config: RunConfig, origin: str | None) -> ConfigError:

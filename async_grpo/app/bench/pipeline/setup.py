@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from async_grpo.app.bench.pipeline.workload import FixedWork, StepPlan
-from async_grpo.app.launch.role_process import pin
 from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import SweepState
@@ -113,7 +112,7 @@ def speed_beside(split: CoreSplit) -> float | None:
 def _speed(core: int) -> float:
     """Rounds a second of arithmetic that fits into the core's own cache; numpy computes it without the GIL."""
     before = os.sched_getaffinity(0)
-    pin((core,))
+    os.sched_setaffinity(0, (core,))
     try:
         values, rounds, started_s = np.linspace(0.0, 1.0, 32_768), 0, time.perf_counter()
         while (spent_s := time.perf_counter() - started_s) < _TIMED_S / 2:
@@ -122,7 +121,7 @@ def _speed(core: int) -> float:
             rounds += 1
         return rounds / spent_s
     finally:
-        pin(tuple(before))
+        os.sched_setaffinity(0, before)
 
 
 async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[str, int], None]) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
-from async_grpo.app.launch.memory_plan import device_plan, engine_memory
+from async_grpo.app.launch.memory_plan import DevicePlan, device_plan, engine_memory
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import SHAPES, ModelShape, named_shape, shape_of
 from async_grpo.utils.text import GIB
+from trainer.platform import base
 from trainer.platform.memory import (
     RESERVED_BYTES,
     layer_bytes,
@@ -207,26 +208,37 @@ def test_the_cache_gets_what_weights_and_work_space_leave_of_the_engines_share()
     assert memory.samples(80 * GIB) == memory.cache(80 * GIB) // (57_344 * 1000)
 
 
+def plan(trainer_gib: float | None, engine_gib: float | None, **trainer: int) -> DevicePlan:
+    """The plan of a 7B model on devices of those sizes."""
+    model = {"path": "models/none", "architecture": "qwen2.5-7b", "precision": "bfloat16"}
+    found = device_plan(
+        run_config({"device_memory_gib": trainer_gib, **trainer}, {"device_memory_gib": engine_gib}, model=model)
+    )
+    assert found is not None
+    return found
+
+
 def test_a_7b_model_does_not_train_on_one_device_of_80_gib_and_the_refusal_shows_why() -> None:
     with pytest.raises(ConfigError, match=r"has 80 GiB, but needs 1\d\d\.\d GiB = .*optimizer 85\.1.*tensor_parallel"):
-        device_plan(run_config(), QWEN_7B).check(80, 80)
+        plan(80, 80).check()
 
 
 def test_an_engine_without_room_for_one_sample_is_refused_with_the_arithmetic() -> None:
     cut = {"processes": 8, "tensor_parallel": 4}
-    plan = device_plan(run_config(cut), QWEN_7B)
     with pytest.raises(ConfigError, match=r"has 16 GiB.*may use 12\.8.*weights 14\.2.*rollout\.vllm\.tensor_parallel"):
-        plan.check(80, 16)
-    plan.check(80, 80)
+        plan(80, 16, **cut).check()
+    plan(80, 80, **cut).check()
 
 
-def test_devices_of_unknown_size_are_not_judged() -> None:
-    plan = device_plan(run_config(), QWEN_7B)
-    plan.check(None, None)
-    assert all("not known" in text for _, text in plan.rows(None, None)[:2])
+def test_devices_of_unknown_size_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "TOOL_TIMEOUT_S", 0.0)
+    unknown = plan(None, None)
+    unknown.check()
+    assert all("not known" in text for _, text in unknown.rows()[:2])
 
 
-def test_the_cpu_has_no_device_plan() -> None:
-    plan = device_plan(validate({"name": "cpu", "model": {"path": "any"}}, "test"), QWEN_7B)
-    assert (plan.trainer, plan.engine) == (None, None)
-    plan.check(1, 1)
+def test_a_side_on_the_cpu_has_no_device_plan() -> None:
+    model = {"path": "any", "architecture": "qwen2.5-7b"}
+    assert device_plan(validate({"name": "cpu", "model": model}, "test")) is None
+    half = device_plan(validate({"name": "half", "model": model, "trainer": {"platform": "cuda"}}, "test"))
+    assert half is not None and half.engine is None
