@@ -14,29 +14,14 @@ import pytest
 
 from async_grpo.config.data import PrepareConfig
 from async_grpo.config.model import RandomModelConfig
-from async_grpo.data.prepare.pipeline import BATCH_ROWS, PrepareResult, prepare
+from async_grpo.data.prepare.pipeline import BATCH_ROWS, prepare
 from async_grpo.data.prepared_dataset import open_prepared
-from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.models.random_model import train_tokenizer
 from async_grpo.models.tiny_qwen2 import build_char_tokenizer
+from tests.support.data_cases import prepared, questions, written
 from tests.support.gsm8k import TEST, TRAIN, needs_gsm8k
 from tests.support.tokenizers import Bytes
-
-
-def written(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def questions(count: int, start: int = 0) -> list[Any]:
-    return [{"question": f"q{number}", "answer": f"so #### {number}"} for number in range(start, start + count)]
-
-
-def make(folder: Path, rows: list[Any], tokenizer: Tokenizer | None = None, **changes: Any) -> PrepareResult:
-    file = written(folder / "rows.jsonl", rows)
-    options = {"files": [file], "out": folder / "out", "model": folder, "held_out": 2, **changes}
-    return prepare(PrepareConfig.model_validate(options), tokenizer or Bytes(), lambda done: None)
 
 
 def prompts(folder: Path) -> tuple[list[str], list[str]]:
@@ -54,7 +39,7 @@ def rejected(folder: Path) -> list[tuple[int, str]]:
 
 
 def test_every_row_is_in_one_split_with_its_tokens_reference_and_line(tmp_path: Path) -> None:
-    make(tmp_path, questions(20), keep_fields=["answer"])
+    prepared(tmp_path, questions(20), keep_fields=["answer"])
     train, held_out = prompts(tmp_path / "out")
     assert (len(train), len(held_out)) == (18, 2)
     assert sorted(train + held_out) == sorted(f"q{number}" for number in range(20))
@@ -75,40 +60,40 @@ def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: 
         {"question": "x" * 51, "answer": "1"},
         {"question": " q1 ", "answer": "1"},
     ]
-    prepared = make(tmp_path, [*questions(5), *bad], max_prompt_tokens=50)
+    result = prepared(tmp_path, [*questions(5), *bad], max_prompt_tokens=50)
     reasons = ["not a row"] * 2 + ["empty prompt", "empty answer", "field missing", "prompt too long", "duplicate"]
     assert sorted(rejected(tmp_path / "out")) == list(zip(range(6, 13), reasons, strict=True))
-    assert prepared.manifest.rejected == Counter(reasons)
-    assert prepared.first_rejected["duplicate"] == "rows.jsonl, line 12: the question stands in line 2 already"
-    assert prepared.first_rejected["prompt too long"].endswith("51 tokens, and 50 is the most")
+    assert result.manifest.rejected == Counter(reasons)
+    assert result.first_rejected["duplicate"] == "rows.jsonl, line 12: the question stands in line 2 already"
+    assert result.first_rejected["prompt too long"].endswith("51 tokens, and 50 is the most")
 
 
 def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        make(tmp_path, questions(50), out=tmp_path / name)
+        prepared(tmp_path, questions(50), out=tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
     assert len(files) == 8
-    make(tmp_path, questions(50), out=tmp_path / "three", seed=2)
+    prepared(tmp_path, questions(50), out=tmp_path / "three", seed=2)
     assert prompts(tmp_path / "one") != prompts(tmp_path / "three")
     assert prompts(tmp_path / "one")[0] != [f"q{number}" for number in range(48)]
 
 
 def test_without_shuffling_the_last_rows_are_held_out(tmp_path: Path) -> None:
-    make(tmp_path, questions(6), shuffle=False)
+    prepared(tmp_path, questions(6), shuffle=False)
     assert prompts(tmp_path / "out") == (["q0", "q1", "q2", "q3"], ["q4", "q5"])
 
 
 def test_a_file_of_held_out_rows_is_kept_whole_and_out_of_the_training_rows(tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", [*questions(3), *questions(1)])
-    make(tmp_path, questions(10), held_out_from=[test], shuffle=False)
+    prepared(tmp_path, questions(10), held_out_from=[test], shuffle=False)
     assert prompts(tmp_path / "out") == ([f"q{number}" for number in range(3, 10)], ["q0", "q1", "q2"])
     assert rejected(tmp_path / "out") == [(4, "duplicate"), *((line, "also held out") for line in (1, 2, 3))]
 
 
 def test_duplicates_may_be_kept_but_never_of_held_out_rows(tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", questions(1))
-    make(tmp_path, [*questions(2), *questions(2)], held_out_from=[test], keep_duplicates=True)
+    prepared(tmp_path, [*questions(2), *questions(2)], held_out_from=[test], keep_duplicates=True)
     assert prompts(tmp_path / "out")[0] == ["q1", "q1"]
 
 
@@ -119,15 +104,15 @@ def test_several_files_of_several_formats_are_one_set(tmp_path: Path) -> None:
     dapo = written(tmp_path / "dapo.jsonl", [{"prompt": chat, "reward_model": {"ground_truth": "34"}}])
     alpaca = written(tmp_path / "alpaca.jsonl", [{"instruction": "i", "input": "", "output": "o"}])
     gsm8k = written(tmp_path / "gsm8k.jsonl", questions(1))
-    make(tmp_path, [], files=[array, dapo, alpaca, gsm8k], shuffle=False, held_out=1)
+    prepared(tmp_path, [], files=[array, dapo, alpaca, gsm8k], shuffle=False, held_out=1)
     assert prompts(tmp_path / "out") == (["p0", "p1", "p2", "c", "i"], ["q0"])
 
 
 def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: the fields text, gold fit no format.*--format generic"):
-        make(tmp_path, [{"text": "q", "gold": "1"}])
+        prepared(tmp_path, [{"text": "q", "gold": "1"}])
     named = {"format": "generic", "prompt_field": "text", "answer_field": "gold"}
-    make(tmp_path, [{"text": f"q{n}", "gold": "1"} for n in range(3)], **named)
+    prepared(tmp_path, [{"text": f"q{n}", "gold": "1"} for n in range(3)], **named)
     assert len(prompts(tmp_path / "out")[0]) == 1
 
 
@@ -137,34 +122,35 @@ def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) 
         (0, {}, r"leave 0 rows, of which --held-out keeps 2.*name other files"),
         (2, {}, r"leave 2 rows, of which --held-out keeps 2 .*lower --held-out below 2"),
         (9, {"max_prompt_tokens": 1}, r"9 prompt too long \(rows.jsonl, line 1: 2 tokens"),
+        (5, {"template": "gone"}, "none of raw"),
     ],
 )
-def test_too_few_rows_are_an_error_with_the_reasons_and_nothing_is_written(
+def test_too_few_rows_or_a_wrong_template_are_an_error_with_the_reasons_and_nothing_is_written(
     tmp_path: Path, rows: int, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataError, match=message):
-        make(tmp_path, questions(rows), **changes)
+    with pytest.raises((DataError, ConfigError), match=message):
+        prepared(tmp_path, questions(rows), **changes)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_nothing_is_prepared_over_something_else(tmp_path: Path) -> None:
-    make(tmp_path, questions(5))
+    prepared(tmp_path, questions(5))
     before = (tmp_path / "out" / "prepared.json").read_bytes()
     with pytest.raises(DataError, match=r"out exists.*Choose another --out"):
-        make(tmp_path, questions(7))
+        prepared(tmp_path, questions(7))
     assert (tmp_path / "out" / "prepared.json").read_bytes() == before
 
 
 def test_rows_beyond_one_batch_keep_their_order(tmp_path: Path) -> None:
     count = 2 * BATCH_ROWS + 3
-    make(tmp_path, questions(count), shuffle=False)
+    prepared(tmp_path, questions(count), shuffle=False)
     train, held_out = prompts(tmp_path / "out")
     assert train + held_out == [f"q{number}" for number in range(count)]
 
 
 def test_a_prompt_that_the_tokenizer_refuses_costs_only_its_row(tmp_path: Path) -> None:
     rows = [{"question": text, "answer": "1"} for text in ("1+1=", "1+x=", "2+2=", "3+3=")]
-    make(tmp_path, rows, tokenizer=build_char_tokenizer(), held_out=1)
+    prepared(tmp_path, rows, tokenizer=build_char_tokenizer(), held_out=1)
     assert rejected(tmp_path / "out") == [(2, "refused by the tokenizer")]
     assert len(prompts(tmp_path / "out")[0]) == 2
 
@@ -174,7 +160,7 @@ def test_a_fast_tokenizer_gives_by_the_batch_what_it_gives_one_by_one(tmp_path: 
     tokenizer = train_tokenizer(RandomModelConfig(vocab_size=400), texts)
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=200)
-    make(tmp_path, [{"question": text, "answer": "1"} for text in texts], tokenizer=tokenizer)
+    prepared(tmp_path, [{"question": text, "answer": "1"} for text in texts], tokenizer=tokenizer)
     found = open_prepared(tmp_path / "out").train
     for index in range(len(found)):
         tokens, row = found.row(index)
@@ -184,7 +170,7 @@ def test_a_fast_tokenizer_gives_by_the_batch_what_it_gives_one_by_one(tmp_path: 
 
 def test_the_files_can_be_read_without_this_project(tmp_path: Path) -> None:
     """As the documentation says: 16 bytes of head, int32 tokens, uint64 pairs, MessagePack maps."""
-    make(tmp_path, questions(5), shuffle=False)
+    prepared(tmp_path, questions(5), shuffle=False)
     tokens, index, records = (
         (tmp_path / "out" / f"train.{part}").read_bytes() for part in ("tokens", "index", "records")
     )
@@ -205,7 +191,7 @@ def test_the_files_can_be_read_without_this_project(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["train.tokens", "train.index", "held_out.records"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "remove"])
 def test_damage_to_any_file_is_noticed_before_a_row_is_read(tmp_path: Path, part: str, damage: str) -> None:
-    make(tmp_path, questions(9))
+    prepared(tmp_path, questions(9))
     file = tmp_path / "out" / part
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -229,7 +215,7 @@ def test_damage_to_any_file_is_noticed_before_a_row_is_read(tmp_path: Path, part
     ],
 )
 def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
-    make(tmp_path, questions(5))
+    prepared(tmp_path, questions(5))
     manifest = tmp_path / "out" / "prepared.json"
     manifest.unlink() if content is None else manifest.write_text(content)
     with pytest.raises(DataError, match=message):
@@ -238,7 +224,7 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, content: str
 
 @pytest.mark.parametrize("row", [-1, 3])
 def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> None:
-    make(tmp_path, questions(5))
+    prepared(tmp_path, questions(5))
     with pytest.raises(IndexError, match=r"range\(3\)"):
         open_prepared(tmp_path / "out").train.row(row)
 
@@ -254,20 +240,14 @@ def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> No
 )
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, questions(5), **changes)
+        prepared(tmp_path, questions(5), **changes)
 
 
 def test_a_template_that_refuses_a_row_costs_only_that_row(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{% if question == 'q1' %}{{ undefined_here }}{% endif %}{{ question }}")
-    make(tmp_path, questions(5), template=str(template))
+    prepared(tmp_path, questions(5), template=str(template))
     assert rejected(tmp_path / "out") == [(2, "refused by the template")]
-
-
-def test_a_template_that_is_wrong_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none of raw"):
-        make(tmp_path, questions(5), template="gone")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 @needs_gsm8k

@@ -1,4 +1,4 @@
-"""Task sources: deterministic, endless, disjoint from what is held out; errors that say where."""
+"""Tasks from JSON lines and from arithmetic: what is held out, what is dropped, and errors that say where."""
 
 from __future__ import annotations
 
@@ -10,63 +10,19 @@ from typing import Any
 import pytest
 
 from async_grpo.app.launch.preflight import check_data
-from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import ArithmeticSource
 from async_grpo.data.jsonl import JsonlSource
 from async_grpo.data.prepare.formats import reference
 from async_grpo.errors import DataError
+from tests.support.data_cases import config_of, questions, written
 from tests.support.gsm8k import TRAIN, needs_gsm8k
+from tests.support.tokenizers import Bytes
 
 TWO = {"digits": 2, "held_out": 8}
 
 
-class Bytes:
-    """A tokenizer with a token a byte."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return bytes(token_ids).decode()
-
-
-def config_of(seed: int = 1, prompts: int = 2, **data: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "test",
-            "seed": seed,
-            "model": {"random": {}},
-            "data": data,
-            "sampling": {"max_tokens": 32},
-            "rollout": {"vllm": {"max_model_len": 1024}},
-            "eval": {"prompts": prompts},
-        }
-    )
-
-
 def jsonl(path: Path, rows: list[Any], **data: Any) -> JsonlSource:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return JsonlSource(config_of(kind="jsonl", path=path, **data), Bytes())
-
-
-def questions(count: int) -> list[Any]:
-    return [{"question": f"q{number}", "answer": f"so #### {number}"} for number in range(count)]
-
-
-def test_every_pass_visits_each_row_once_in_another_order(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "d.jsonl", questions(22))
-    first = [source.task(index).prompt for index in range(20)]
-    second = [source.task(index).prompt for index in range(20, 40)]
-    assert sorted(first) == sorted(second) == sorted(f"q{number}" for number in range(20))
-    assert first != second
-
-
-def test_the_stream_is_a_function_of_seed_and_index(tmp_path: Path) -> None:
-    one = jsonl(tmp_path / "d.jsonl", questions(30))
-    again = jsonl(tmp_path / "d.jsonl", questions(30))
-    assert one.task(77) == again.task(77)
-    other = JsonlSource(config_of(seed=2, kind="jsonl", path=tmp_path / "d.jsonl"), Bytes())
-    assert [one.task(i).prompt for i in range(28)] != [other.task(i).prompt for i in range(28)]
+    return JsonlSource(config_of(path=written(path, rows), **data), Bytes())
 
 
 def test_the_last_rows_are_held_out_and_never_trained(tmp_path: Path) -> None:
@@ -78,7 +34,7 @@ def test_the_last_rows_are_held_out_and_never_trained(tmp_path: Path) -> None:
 
 
 def test_a_file_of_its_own_may_be_held_out(tmp_path: Path) -> None:
-    (tmp_path / "eval.jsonl").write_text('{"question": "held", "answer": "#### 1"}\n')
+    written(tmp_path / "eval.jsonl", [{"question": "held", "answer": "#### 1"}])
     source = jsonl(tmp_path / "d.jsonl", questions(5), eval_path=tmp_path / "eval.jsonl")
     assert [task.prompt for task in source.held_out()] == ["held"]
     assert source.training_rows == 5
@@ -86,9 +42,8 @@ def test_a_file_of_its_own_may_be_held_out(tmp_path: Path) -> None:
 
 def test_who_holds_out_more_than_the_run_did_gets_no_prompt_that_it_trains_on(tmp_path: Path) -> None:
     held_out = ["q1", "new", "q3", "newer", "q4"]
-    (tmp_path / "eval.jsonl").write_text("".join(f'{{"question": "{q}", "answer": "1"}}\n' for q in held_out))
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions(5)))
-    data = {"kind": "jsonl", "path": tmp_path / "d.jsonl", "eval_path": tmp_path / "eval.jsonl"}
+    eval_path = written(tmp_path / "eval.jsonl", [{"question": question, "answer": "1"} for question in held_out])
+    data = {"path": written(tmp_path / "d.jsonl", questions(5)), "eval_path": eval_path}
     run = JsonlSource(config_of(prompts=2, **data), Bytes())
     more = JsonlSource(config_of(prompts=4, **data), Bytes(), kept=2)
     assert [task.prompt for task in more.held_out()] == ["q1", "new", "newer"]
@@ -142,7 +97,7 @@ def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: by
     path = tmp_path / "d.jsonl"
     good = [json.dumps(row).encode() for row in questions(5)]
     path.write_bytes(b"\n".join([good[0], line, *good[1:], b""]))
-    config, started = config_of(kind="jsonl", path=path), time.process_time()
+    config, started = config_of(path=path), time.process_time()
     source, rejected = JsonlSource(config, Bytes()), check_data(config)
     assert time.process_time() - started < 3.0
     assert source.dropped == rejected == {reason: 1}
@@ -154,7 +109,7 @@ def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: by
 def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(row).encode() + b"\r\n" for row in questions(5)))
-    source = JsonlSource(config_of(kind="jsonl", path=path, shuffle=False), Bytes())
+    source = JsonlSource(config_of(path=path, shuffle=False), Bytes())
     assert (source.task(0).prompt, source.training_rows, source.dropped) == ("q0", 3, {})
 
 
@@ -173,32 +128,20 @@ def test_a_conversation_is_for_prepare(tmp_path: Path) -> None:
     ("data", "rows", "message"),
     [
         ({"prompt_field": "problem"}, 5, r"line 1: there is no field 'problem'.*Set data.prompt_field \('problem'\)"),
+        ({}, [*questions(1), {"problem": "x"}], r"line 2: there is no field 'question' \(the row has problem\)"),
         ({}, 2, "0 training rows and 2 held-out rows"),
         ({"eval_path": "."}, 5, r"data.eval_path: the file \. is a folder"),
+        ({"path": "gone.jsonl"}, 5, r"gone\.jsonl is not there. Set data\.path"),
     ],
 )
-def test_data_that_no_run_can_be_started_with_are_refused_before_it(
-    tmp_path: Path, data: dict[str, Any], rows: int, message: str
+def test_data_that_no_run_can_be_started_with_are_refused_by_check_and_source(
+    tmp_path: Path, data: dict[str, Any], rows: int | list[Any], message: str
 ) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in questions(rows)))
-    with pytest.raises(DataError, match=message):
-        check_data(config_of(kind="jsonl", path=path, **data))
-
-
-def test_a_missing_field_is_an_error_with_its_line_and_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"line 2: there is no field 'question' \(the row has problem\).*prompt_field"):
-        jsonl(tmp_path / "d.jsonl", [*questions(1), {"problem": "x"}])
-
-
-def test_a_missing_file_is_an_error_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone\.jsonl is not there. Set data\.path"):
-        JsonlSource(config_of(kind="jsonl", path=tmp_path / "gone.jsonl"), Bytes())
-
-
-def test_a_file_with_nothing_left_to_train_on_is_an_error_with_the_counts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="0 training rows and 2 held-out rows"):
-        jsonl(tmp_path / "d.jsonl", questions(2))
+    path = written(tmp_path / "d.jsonl", questions(rows) if isinstance(rows, int) else rows)
+    config = config_of(**{"path": path, **data})
+    for use in (check_data, lambda config: JsonlSource(config, Bytes())):
+        with pytest.raises(DataError, match=message):
+            use(config)
 
 
 @pytest.mark.parametrize(
@@ -206,16 +149,6 @@ def test_a_file_with_nothing_left_to_train_on_is_an_error_with_the_counts(tmp_pa
 )
 def test_the_reference_stands_behind_the_last_hashes(answer: str, gold: str) -> None:
     assert reference(answer) == gold
-
-
-def test_arithmetic_tasks_are_deterministic_and_not_held_out() -> None:
-    source = ArithmeticSource(config_of(prompts=64), Bytes())
-    again = ArithmeticSource(config_of(prompts=64), Bytes())
-    stream = [source.task(index) for index in range(200)]
-    assert stream == [again.task(index) for index in range(200)]
-    assert {task.prompt for task in source.held_out()}.isdisjoint(task.prompt for task in stream)
-    left, right = stream[0].prompt.rstrip("=").split("+")
-    assert stream[0].answer == str(int(left) + int(right))
 
 
 def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fix() -> None:
@@ -227,16 +160,12 @@ def test_a_template_that_leaves_no_room_for_a_completion_is_an_error_with_the_fi
 
 
 @needs_gsm8k
-def test_gsm8k_as_published_can_be_used() -> None:
-    config = config_of(prompts=100, kind="jsonl", path=TRAIN, max_prompt_tokens=600)
+def test_gsm8k_as_published_can_be_used_and_is_checked_quickly() -> None:
+    config = config_of(prompts=100, path=TRAIN, max_prompt_tokens=600)
     source = JsonlSource(config, Bytes())
     assert source.training_rows + len(source.held_out()) + source.dropped.total() == 7473
     assert set(source.dropped) <= {"prompt too long", "also held out"}
     assert all(float(source.task(index).answer) is not None for index in range(source.training_rows))
-
-
-@needs_gsm8k
-def test_gsm8k_is_checked_quickly() -> None:
     started = time.process_time()
-    assert check_data(config_of(prompts=100, kind="jsonl", path=TRAIN)) == {}
+    assert check_data(config_of(prompts=100, path=TRAIN)) == {}
     assert time.process_time() - started < 2.0
