@@ -27,11 +27,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.app.bench.measure import Machine
+from async_grpo.app.bench.measure import Machine, Spread, in_turns
 from benchmarks.trl.plot import draw
 from benchmarks.trl.policies import make_policies
-from benchmarks.trl.records import Pace, SideRun, pace, ratio
-from benchmarks.trl.sides import TRL_PYTHON, add_cores, bind, end_children_on_sigterm, our_side, run_ours, run_trl
+from benchmarks.trl.sides import (
+    TRL_PYTHON,
+    Pace,
+    SideRun,
+    add_cores,
+    bind,
+    end_children_on_sigterm,
+    our_side,
+    pace,
+    run_ours,
+    run_trl,
+)
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 
 Result = dict[str, Any]
@@ -45,16 +55,15 @@ class TrlComparison:
     runs: dict[str, list[SideRun]]
 
     def paces(self, side: str) -> list[Pace]:
-        """Of every repetition."""
+        """The pace of every repetition."""
         return [pace(run, self.workload.skip, self.workload.tail) for run in self.runs[side]]
 
     def against_trl(self, side: str) -> str:
         """Samples/s, repetition by repetition: the median, and the lowest and highest."""
-        ours, trl = ([each.samples_per_s for each in self.paces(name)] for name in (side, "TRL"))
-        return str(ratio(ours, trl))
+        return str(Spread.of(*([each.samples_per_s for each in self.paces(name)] for name in (side, "TRL"))))
 
     def result(self) -> Result:
-        """For result.json."""
+        """What result.json says of this workload."""
         return {
             "workload": self.workload.name,
             "trl": asdict(self.workload.dials),
@@ -92,7 +101,7 @@ def main() -> None:
 
 
 def chosen(workload: Workload, arguments: argparse.Namespace) -> Workload:
-    """As it is run and counted. Raises ConfigError."""
+    """The workload as it is run and counted. Raises ConfigError."""
     tuned = workload.tuned(len(os.sched_getaffinity(0)))
     return tuned.counting(max(arguments.staleness), arguments.steps or workload.steps)
 
@@ -106,8 +115,8 @@ def compare(workload: Workload, arguments: argparse.Namespace, console: Console)
     }
     sides["TRL"] = partial(run_trl, workload)
     runs: dict[str, list[SideRun]] = {side: [] for side in sides}
-    for repetition in range(arguments.repeats):
-        for side in list(sides) if repetition % 2 == 0 else reversed(sides):
+    for repetition, order in enumerate(in_turns(sides, arguments.repeats)):
+        for side in order:
             console.print(f"{workload.name}, {repetition + 1} of {arguments.repeats}: {side}")
             run = sides[side]((arguments.out / workload.name / str(repetition)).absolute())
             counted = pace(run, workload.skip, workload.tail)

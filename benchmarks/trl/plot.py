@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.app.report.plots import BLUE, GREEN, GREY, ORANGE, RED
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = ("#2f6db5", "#3a9a5b", "#c4443c", "#8a8f98")
-TRL_COLOR = "#e08a1e"
 Result = dict[str, Any]
 
 
@@ -36,7 +36,7 @@ def draw(result: Result, path: Path) -> None:
 
 def _colors(workload: Result) -> dict[str, str]:
     ours = [side for side in workload["sides"] if side != "TRL"]
-    return dict(zip(ours, COLORS, strict=False)) | {"TRL": TRL_COLOR}
+    return dict(zip(ours, (BLUE, GREEN, RED, GREY), strict=False)) | {"TRL": ORANGE}
 
 
 def _bars(axes: Axes, workload: Result) -> None:

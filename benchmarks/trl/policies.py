@@ -38,29 +38,18 @@ POSITIONS = 640
 
 
 def make_policies(folder: Path, seed: int = 1) -> None:
-    """Both; what is there already stays."""
-    make_quickstart(folder / "quickstart", seed)
-    make_checks(folder / "quickstart", folder / "checks", seed)
-
-
-def make_quickstart(out: Path, seed: int) -> None:
-    """The quickstart's first policy; nothing is done if it is there."""
-    if not (out / "config.json").exists():
+    """Make both policies in `folder`; one that is there already stays."""
+    quickstart, checks = folder / "quickstart", folder / "checks"
+    if not (quickstart / "config.json").exists():
         torch.set_num_threads(1)
-        warm_up(WarmupConfig(), out, seed, lambda progress: print(f"  warm-up: {progress}", flush=True))
-
-
-def make_checks(quickstart: Path, out: Path, seed: int) -> None:
-    """The policy of the second workload; nothing is done if it is there."""
-    if (out / "config.json").exists():
-        return
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(quickstart)
-    model = Qwen2ForCausalLM.from_pretrained(quickstart, dtype=torch.float32)
-    teach(model, tokenizer, seed)
-    wide = widened(model, WIDTH)
-    with whole_checkpoint(out) as draft:
-        wide.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+        warm_up(WarmupConfig(), quickstart, seed, lambda progress: print(f"  warm-up: {progress}", flush=True))
+    if not (checks / "config.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(quickstart)
+        model = Qwen2ForCausalLM.from_pretrained(quickstart, dtype=torch.float32)
+        teach(model, tokenizer, seed)
+        with whole_checkpoint(checks) as draft:
+            widened(model, WIDTH).save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
 
 
 def rounds(rng: random.Random) -> int:
@@ -85,7 +74,10 @@ def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(STEPS):
         drawn = [problems.problem("checks", step * ROWS + row) for row in range(ROWS)]
-        texts = [_text(problem, rng) for problem in drawn]
+        texts = [
+            problem.prompt + (checked(problem, rounds(rng)) if rng.random() < REASONING_SHARE else shortcut(problem))
+            for problem in drawn
+        ]
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * min(1.0, (step + 1) / 10) * (1.0 - 0.95 * step / STEPS)
         # Shortest first, in four rectangles: padding costs time.
@@ -98,11 +90,6 @@ def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
         optimizer.step()
         if step % 20 == 19:
             print(f"  checks: step {step + 1} of {STEPS}, loss {losses.mean().item():.3f}", flush=True)
-
-
-def _text(problem: Problem, rng: random.Random) -> str:
-    completion = checked(problem, rounds(rng)) if rng.random() < REASONING_SHARE else shortcut(problem)
-    return problem.prompt + completion
 
 
 def _token_losses(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Tensor:
@@ -129,8 +116,7 @@ def widened(model: Qwen2ForCausalLM, times: int) -> Qwen2ForCausalLM:
         "tie_word_embeddings": False,
     }
     wide = Qwen2ForCausalLM(Qwen2Config(**fields)).to(torch.float32)
-    state = {name: _copied(name, tensor, times) for name, tensor in model.state_dict().items()}
-    wide.load_state_dict(state)
+    wide.load_state_dict({name: _copied(name, tensor, times) for name, tensor in model.state_dict().items()})
     return wide
 
 

@@ -44,7 +44,7 @@ def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
 
 
 def main() -> None:
-    """Try all, keep the best of each workload."""
+    """Try all candidates and keep the best of each workload."""
     arguments = _arguments()
     bind(arguments.cores)
     cores = len(os.sched_getaffinity(0))
@@ -63,14 +63,14 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Of one workload."""
+    """The search for one workload."""
 
     workload: Workload
     out: Path
     console: Console
 
     def fastest_first(self, dials: Iterable[TrlDials], steps: int) -> list[TrlDials]:
-        """Those that run, each for so many steps. Raises RoleFailed if none does."""
+        """Run each for so many steps; those that run, fastest first. Raises RoleFailed if none does."""
         speeds: dict[TrlDials, float] = {}
         for number, candidate in enumerate(dials):
             folder = self.out / f"{steps}-steps" / str(number)

@@ -1,4 +1,4 @@
-"""Running one side once, in fresh processes, and reading what it wrote.
+"""One run of a side: started in fresh processes, read from its files, and its pace.
 
     ours   async-grpo run <workload>.yaml ...                  --> <out>/<name>/metrics.jsonl
     trl    .venv/bin/python -m benchmarks.trl.trl_side SPEC    --> <out>/rows.jsonl, one file a rank
@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from async_grpo.app.bench.pipeline.observe import Generated, RunRecord, check_one_go, read_record, tokens_within
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
-from benchmarks.trl.records import SideRun, TrlDials, our_groups, our_steps, trl_steps
+from benchmarks.trl.records import TrlDials
 from benchmarks.trl.workloads import HERE, Workload
 
 TIMEOUT_S = 1800.0
@@ -29,8 +32,59 @@ ASYNC_GRPO = Path(sys.executable).parent / "async-grpo"
 ROOT = HERE.parent.parent
 
 
+@dataclass(frozen=True, slots=True)
+class TrlStep:
+    """One optimizer step, on either side."""
+
+    step: int
+    ended_s: float
+    """Unix time."""
+    samples: int
+    reward_mean: float
+    completion_tokens: int
+    busy_s: float
+    """What the trainer did itself: all but waiting for completions, or generating them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideRun:
+    """One run of one side."""
+
+    side: str
+    started_s: float
+    """Unix time at which its first process was started."""
+    steps: tuple[TrlStep, ...]
+    made: tuple[Generated, ...] | None = None
+    """Every group; None where each step generates what it trains."""
+
+    @property
+    def start_up_s(self) -> float:
+        """Until the first step has ended."""
+        return self.steps[0].ended_s - self.started_s
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Seconds since the start, mean reward of the step that ended then."""
+        return [(step.ended_s - self.started_s, step.reward_mean) for step in self.steps]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The counted steps of a run. Samples and tokens count as far as they were also generated in that time."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    """Completion tokens."""
+    step_s: float
+    busy_share: float
+    """Of the time, what the trainer did itself."""
+    tokens_mean: float
+    """Of a completion."""
+    generated: float
+    """Tokens generated in that time to tokens trained in it: below 1 where a lead was used up."""
+
+
 def our_side(staleness: int) -> str:
-    """Its name in tables and pictures."""
+    """The name of our side in tables and pictures."""
     return f"ours, S={staleness}"
 
 
@@ -43,10 +97,9 @@ def run_ours(workload: Workload, out: Path, staleness: int, overrides: Sequence[
     file.write_text(dump(config), encoding="utf-8")
     started_s = time.time()
     _run([str(ASYNC_GRPO), "run", str(file), "--fresh"], out / f"{name}.log", {}, TIMEOUT_S)
-    steps = our_steps(_lines(config.run_dir / "metrics.jsonl"), config.group_size)
-    timelines = sorted((config.run_dir / "timeline").glob("rollout-*.jsonl"))
-    made = tuple(group for timeline in timelines for group in our_groups(_lines(timeline)))
-    return SideRun(our_side(staleness), started_s, steps, made)
+    record = read_record(config.run_dir)
+    made = tuple(group for server in record.servers for group in server.groups)
+    return SideRun(our_side(staleness), started_s, our_steps(record, config.group_size, name), made)
 
 
 def run_trl(workload: Workload, out: Path, *, timeout_s: float = TIMEOUT_S) -> SideRun:
@@ -57,23 +110,84 @@ def run_trl(workload: Workload, out: Path, *, timeout_s: float = TIMEOUT_S) -> S
     workload.spec(out).write(out / "spec.json")
     started_s = time.time()
     _run(trl_argv(workload.dials, out / "spec.json"), out / "trl.log", trl_environment(workload.dials), timeout_s)
-    files = sorted(out.glob("rows*.jsonl"))
-    return SideRun("TRL", started_s, trl_steps([_lines(file) for file in files]))
+    ranks = [file.read_text(encoding="utf-8").splitlines() for file in sorted(out.glob("rows*.jsonl"))]
+    return SideRun("TRL", started_s, trl_steps(ranks))
+
+
+def trl_steps(lines: Sequence[Sequence[str]]) -> tuple[TrlStep, ...]:
+    """The steps of a TRL run from the rows of its processes: each has a share of the samples."""
+    ranks = [[json.loads(line) for line in rank] for rank in lines]
+    steps, ended_s = [], 0.0
+    for parts in zip(*ranks, strict=True):
+        samples = sum(part["samples"] for part in parts)
+        ended_s, before_s = max(part["time_s"] for part in parts), ended_s
+        generated_s = max(part["generate_s"] for part in parts)
+        steps.append(
+            TrlStep(
+                step=parts[0]["step"],
+                ended_s=ended_s,
+                samples=samples,
+                reward_mean=sum(part["reward_mean"] * part["samples"] for part in parts) / samples,
+                completion_tokens=sum(part["completion_tokens"] for part in parts),
+                busy_s=ended_s - before_s - generated_s if before_s else 0.0,
+            )
+        )
+    return tuple(steps)
+
+
+def our_steps(record: RunRecord, group_size: int, run: str) -> tuple[TrlStep, ...]:
+    """The steps of a run of this project. Raises EngineError if it was not made in one go."""
+    check_one_go(record, run)
+    return tuple(
+        TrlStep(
+            step=row["step"],
+            ended_s=row["time_s"],
+            samples=row["groups"] * group_size,
+            reward_mean=row["reward_mean"],
+            completion_tokens=round(row["completion_tokens_mean"] * row["groups"] * group_size),
+            busy_s=row["step_s"] - row["wait_s"],
+        )
+        for row in record.steps
+    )
+
+
+def pace(run: SideRun, skip: int, tail: int) -> Pace:
+    """The pace of the steps behind the first `skip` and before the last `tail`. Raises ValueError if none is left."""
+    counted = run.steps[skip : len(run.steps) - tail]
+    if skip < 1 or not counted:
+        raise ValueError(
+            f"{run.side}: of {len(run.steps)} steps, {skip} at the beginning and {tail} at the end are not counted, so "
+            "nothing is. Run more steps"
+        )
+    start_s, end_s = run.steps[skip - 1].ended_s, counted[-1].ended_s
+    seconds, window = end_s - start_s, [(start_s, end_s)]
+    samples = sum(step.samples for step in counted)
+    tokens = sum(step.completion_tokens for step in counted)
+    generated = 1.0 if run.made is None else sum(tokens_within(group, window) for group in run.made) / tokens
+    credited = min(1.0, generated)
+    return Pace(
+        samples_per_s=credited * samples / seconds,
+        tokens_per_s=credited * tokens / seconds,
+        step_s=seconds / len(counted),
+        busy_share=sum(step.busy_s for step in counted) / seconds,
+        tokens_mean=tokens / samples,
+        generated=generated,
+    )
 
 
 def add_cores(parser: argparse.ArgumentParser) -> None:
-    """The option of both commands."""
+    """Add the option `--cores`, which both commands have."""
     parser.add_argument("--cores", type=int, nargs="+", help="the cores of a side; default: all of this process")
 
 
 def bind(cores: Sequence[int] | None) -> None:
-    """This process, and so both sides, to those cores; None leaves it as it is."""
+    """Bind this process, and so both sides, to those cores; None leaves it as it is."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def end_children_on_sigterm() -> None:
-    """SIGTERM becomes an exit, in which a run that is going on is ended, too."""
+    """On SIGTERM this process exits, which also ends a run that is going on."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
@@ -84,7 +198,7 @@ def trl_argv(dials: TrlDials, spec: Path) -> list[str]:
 
 
 def trl_environment(dials: TrlDials) -> dict[str, str]:
-    """What TRL's processes look at beside the spec: nothing is asked of a hub."""
+    """The environment of TRL's processes; they ask no hub."""
     return {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": str(dials.threads),
@@ -94,12 +208,8 @@ def trl_environment(dials: TrlDials) -> dict[str, str]:
     }
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
-
-
 def _run(argv: Sequence[str], log: Path, environment: dict[str, str], timeout_s: float) -> None:
-    """To its end; whatever happens, the process group ends with it."""
+    """Wait for the command to end; its process group ends in any case."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -116,7 +226,7 @@ def _run(argv: Sequence[str], log: Path, environment: dict[str, str], timeout_s:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM first, so that a run takes down its roles; then whatever is left of its group."""
+    """SIGTERM first, so that a run ends its roles; then SIGKILL for the rest of its group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

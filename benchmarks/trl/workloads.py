@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_grpo.config import RunConfig
 from async_grpo.config.load import load
 from async_grpo.config.model import ArithmeticTaskConfig
-from async_grpo.data.arithmetic import Problem, ProblemSet
+from async_grpo.data.arithmetic import ProblemSet
 from async_grpo.errors import ConfigError
 from benchmarks.trl.records import PromptRow, TrlDials, TrlSpec, write_prompts
 from trainer.model.optimizer import learning_rate
@@ -52,16 +52,12 @@ class Workload:
         """With TRL set for so many cores: as the search found, else all of them as threads of one process."""
         file = self.dials_file(cores)
         if not file.exists():
-            return self.with_dials(replace(self.dials, threads=cores))
-        return self.with_dials(TrlDials(**json.loads(file.read_text(encoding="utf-8"))))
+            return replace(self, dials=replace(self.dials, threads=cores))
+        return replace(self, dials=TrlDials(**json.loads(file.read_text(encoding="utf-8"))))
 
     def config(self, out: Path, name: str, overrides: Sequence[str] = ()) -> RunConfig:
-        """The run of this project's side."""
-        return load(HERE / f"{self.name}.yaml", [*self.overrides(out, name), *overrides])
-
-    def overrides(self, out: Path, name: str) -> list[str]:
-        """What is not in the file because it depends on the machine."""
-        return [
+        """The run of this project's side: the workload's file, and what depends on the machine."""
+        here = [
             f"name={name}",
             f"runs_dir={out}",
             f"steps={self.steps}",
@@ -69,6 +65,7 @@ class Workload:
             f"data.path={self.prompts}",
             f"data.eval_path={CACHE / 'held-out.jsonl'}",
         ]
+        return load(HERE / f"{self.name}.yaml", [*here, *overrides])
 
     def spec(self, out: Path) -> TrlSpec:
         """TRL's side: the same figures under its names."""
@@ -95,13 +92,10 @@ class Workload:
             dials=self.dials,
         )
 
-    def with_dials(self, dials: TrlDials) -> Workload:
-        """Another setting of TRL."""
-        return replace(self, dials=dials)
-
     def counting(self, staleness: int, steps: int) -> Workload:
-        """So many steps, of which those are not counted for which a run with this S may have generated before the
-        clock, or generates nothing more. Raises ConfigError if none is left."""
+        """The workload with so many steps. Not counted are the first ones, whose completions a run with this S may have
+        generated before the clock starts, and the last ones, when it generates nothing more. Raises ConfigError if no
+        step is left."""
         skip, tail = max(self.skip, staleness + 2), max(self.tail, staleness + 1)
         if steps <= skip + tail:
             raise ConfigError(
@@ -113,15 +107,11 @@ class Workload:
     def write_prompts(self) -> None:
         """The prompt file, long enough for every step, and the one held-out problem that a run asks for."""
         CACHE.mkdir(exist_ok=True)
-        config = ArithmeticTaskConfig()
-        problems = ProblemSet(config, seed=1)
+        problems = ProblemSet(ArithmeticTaskConfig(), seed=1)
         needed = 16 * max(workload.steps for workload in WORKLOADS.values())
-        write_prompts(self.prompts, _rows(problems.problem("train", index) for index in range(needed)))
-        write_prompts(CACHE / "held-out.jsonl", _rows(problems.held_out[:1]))
-
-
-def _rows(problems: Sequence[Problem] | Iterator[Problem]) -> Iterator[PromptRow]:
-    return (PromptRow(problem.prompt, problem.answer) for problem in problems)
+        training = [problems.problem("train", index) for index in range(needed)]
+        for file, chosen in ((self.prompts, training), (CACHE / "held-out.jsonl", problems.held_out[:1])):
+            write_prompts(file, [PromptRow(problem.prompt, problem.answer) for problem in chosen])
 
 
 WORKLOADS = {

@@ -10,28 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from async_grpo.app.bench.pipeline.observe import Generated, RunRecord
 from async_grpo.data.arithmetic import Problem, demonstration
-from async_grpo.errors import ConfigError, RoleFailed
+from async_grpo.errors import ConfigError, EngineError, RoleFailed
 from async_grpo.rewards.verifiers.answers import answer_tag
 from benchmarks.trl import search, workloads
 from benchmarks.trl.policies import MOST_ROUNDS, checked, rounds
-from benchmarks.trl.records import (
-    PromptRow,
-    SideRun,
-    TrlDials,
-    TrlGroup,
-    TrlSpec,
-    TrlStep,
-    our_groups,
-    our_steps,
-    pace,
-    ratio,
-    read_prompts,
-    trl_steps,
-    write_prompts,
-)
+from benchmarks.trl.records import PromptRow, TrlDials, TrlSpec, read_prompts, write_prompts
 from benchmarks.trl.search import Search, candidates
-from benchmarks.trl.sides import trl_argv, trl_environment
+from benchmarks.trl.sides import SideRun, TrlStep, our_steps, pace, trl_argv, trl_environment, trl_steps
 from benchmarks.trl.workloads import WORKLOADS, Workload
 
 
@@ -44,18 +31,19 @@ def trl_line(step: int, time_s: float, *, samples: int = 4, reward: float = 0.5,
     return json.dumps({**fields, "completion_tokens": 10 * samples})
 
 
-def our_line(step: int, time_s: float, **changes: object) -> str:
-    fields = {"kind": "step", "step": step, "epoch": 1, "time_s": time_s, "groups": 2, "reward_mean": 0.25}
-    return json.dumps({**fields, "completion_tokens_mean": 12.5, "step_s": 4.0, "wait_s": 1.5, **changes})
+def our_row(step: int, time_s: float, epoch: int = 1) -> dict[str, float]:
+    fields = {"step": step, "epoch": epoch, "time_s": time_s, "groups": 2, "reward_mean": 0.25}
+    return {**fields, "completion_tokens_mean": 12.5, "step_s": 4.0, "wait_s": 1.5}
 
 
-def test_a_prompt_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def group(start_s: float, end_s: float, tokens: int) -> Generated:
+    return Generated(0, 0, tokens, (start_s, end_s))
+
+
+def test_files_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     rows = [PromptRow("1+1=", "2"), PromptRow('"ü"\n', "x")]
     write_prompts(tmp_path / "prompts.jsonl", rows)
     assert read_prompts(tmp_path / "prompts.jsonl") == rows
-
-
-def test_the_spec_of_trls_side_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     spec = WORKLOADS["quickstart"].spec(tmp_path)
     spec.write(tmp_path / "spec.json")
     assert TrlSpec.read(tmp_path / "spec.json") == spec
@@ -109,24 +97,19 @@ def test_the_pace_is_of_the_counted_steps_alone() -> None:
 
 def test_what_was_generated_before_the_clock_does_not_count() -> None:
     steps = tuple(row(step, 10.0 * step) for step in range(1, 6))  # counted: 20 to 40, 80 tokens
-    ahead = (TrlGroup(0.0, 20.0, 60), TrlGroup(15.0, 25.0, 40), TrlGroup(30.0, 38.0, 20))
+    ahead = (group(0.0, 20.0, 60), group(15.0, 25.0, 40), group(30.0, 38.0, 20))
     counted = pace(SideRun("ours", 0.0, steps, ahead), skip=2, tail=1)
     assert counted.generated == 0.5
     assert (counted.samples_per_s, counted.tokens_per_s) == (0.2, 2.0)
-    more = pace(SideRun("ours", 0.0, steps, (TrlGroup(20.0, 40.0, 500),)), skip=2, tail=1)
+    more = pace(SideRun("ours", 0.0, steps, (group(20.0, 40.0, 500),)), skip=2, tail=1)
     assert (more.generated, more.samples_per_s) == (6.25, 0.4)
 
 
-def test_groups_are_read_from_the_timeline_of_a_server() -> None:
-    span = {"start_s": 1.0, "end_s": 3.0, "name": "group 7"}
-    lines = [{**span, "track": "generation", "args": {"version": 1, "tokens": 40}}, {**span, "track": "weights"}]
-    assert our_groups(map(json.dumps, lines)) == (TrlGroup(1.0, 3.0, 40),)
-
-
-@pytest.mark.parametrize("second", [our_line(2, 9.0, epoch=2), our_line(1, 9.0)])
-def test_a_run_whose_trainer_was_started_again_is_an_error(second: str) -> None:
-    with pytest.raises(ValueError, match="started again"):
-        our_steps([our_line(1, 5.0), second], group_size=8)
+def test_our_steps_are_those_of_a_run_made_in_one_go() -> None:
+    steps = our_steps(RunRecord([our_row(1, 5.0), our_row(2, 9.0)], []), 8, "ours-S2")
+    assert steps[1] == TrlStep(2, 9.0, samples=16, reward_mean=0.25, completion_tokens=200, busy_s=2.5)
+    with pytest.raises(EngineError, match="ours-S2 was started again"):
+        our_steps(RunRecord([our_row(1, 5.0), our_row(2, 9.0, epoch=2)], []), 8, "ours-S2")
 
 
 def test_a_run_without_a_counted_step_is_an_error() -> None:
@@ -143,16 +126,6 @@ def test_ranks_of_trl_add_up_to_one_step() -> None:
     assert steps[0].reward_mean == 0.25
     assert steps[1].ended_s == 21.0
     assert steps[1].busy_s == 21.0 - 11.0 - 4.0
-
-
-def test_our_steps_leave_out_probes_and_evaluations() -> None:
-    steps = our_steps([our_line(1, 5.0), json.dumps({"kind": "probe"}), our_line(2, 9.0)], group_size=8)
-    assert [step.step for step in steps] == [1, 2]
-    assert (steps[0].samples, steps[0].completion_tokens, steps[0].busy_s) == (16, 200, 2.5)
-
-
-def test_ratios_are_of_pairs() -> None:
-    assert str(ratio([10.0, 30.0, 8.0], [2.0, 10.0, 4.0])) == "3.00 (2.00 to 5.00)"
 
 
 def test_a_checked_demonstration_is_right_and_longer_by_its_sums() -> None:
@@ -204,11 +177,6 @@ def test_the_search_puts_the_fastest_first_and_leaves_out_what_does_not_run(
 def test_ranks_are_started_by_torchrun_with_threads_of_their_own() -> None:
     one, two = TrlDials(rows=8, threads=2), TrlDials(rows=8, threads=1, processes=2)
     assert "torch.distributed.run" not in trl_argv(one, Path("spec.json"))
-    assert trl_argv(two, Path("spec.json"))[1:6] == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    started = "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.trl.trl_side spec.json"
+    assert trl_argv(two, Path("spec.json"))[1:] == started.split()
     assert (trl_environment(one)["OMP_NUM_THREADS"], trl_environment(two)["OMP_NUM_THREADS"]) == ("2", "1")

@@ -45,14 +45,7 @@ from async_grpo.app.bench.pipeline.results import (
     rotated_turns,
 )
 from async_grpo.app.bench.pipeline.results import view as view  # shown in place of the usual table
-from async_grpo.app.bench.pipeline.setup import (
-    POLICY,
-    TINY,
-    PipelineSetup,
-    run_all,
-    speed_beside,
-    split_cores,
-)
+from async_grpo.app.bench.pipeline.setup import POLICY, TINY, PipelineSetup, run_all, speed_beside, split_cores
 from async_grpo.app.bench.pipeline.workload import VOCABULARY, FixedWork, Kind, StepPlan, describe, draw
 from async_grpo.app.bench.rollout.workload import number_model
 from async_grpo.app.launch.role_process import cores_here

@@ -1,4 +1,4 @@
-"""What one run has shown in its timed part, from the files that it left. `observe` and `check` are pure.
+"""The figures of one run's timed part, from the files that it left. `observe` and `check` are pure.
 
     metrics.jsonl             steps, waits, ages                 trainer side
     timeline/rollout-*.jsonl  groups and weight updates          rollout side
@@ -52,7 +52,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run left. One row a step, in order."""
+    """What a run left: one row for each step, in order, and the timelines of its servers."""
 
     steps: Sequence[Row]
     servers: Sequence[Server]
@@ -65,7 +65,7 @@ class Observed:
     step_s: float
     """From one step's end to the next, mean."""
     wait_s: float
-    """Of it, until the trainer had its batch."""
+    """The part of it until the trainer had its batch."""
     tokens_per_s: float
     """Completion tokens trained, as far as they were also generated meanwhile; likewise samples_per_s."""
     samples_per_s: float
@@ -75,13 +75,13 @@ class Observed:
     rollout_idle: float
     """Share in which an engine had nothing to generate, or was loading weights; mean over the servers."""
     update_s: float
-    """Of a step, mean over the servers: engines loading weights."""
+    """Seconds of a step in which engines load weights, mean over the servers."""
     age_mean: float
     age_max: int
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """Of the run in this folder."""
+    """The record of the run in this folder."""
     steps = last_of_each(of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
     timelines = sorted((run_dir / "timeline").glob("rollout-*.jsonl"))
     return RunRecord(steps, [_server(read_rows(path)) for path in timelines])
@@ -92,11 +92,14 @@ def check(record: RunRecord, work: FixedWork, plan: StepPlan, run: str) -> None:
     made = {group.seq: group.tokens for server in record.servers for group in server.groups}
     wanted = {seq: sum(work.of_group(seq)) for seq in range(plan.steps * work.groups_per_step)}
     _compare(run, "generated", "group", made, wanted)
-    trained = {int(row["version"]): int(number(row, "trained_tokens") or 0) for row in record.steps}
-    wanted = {version: work.tokens_of_step(version) for version in range(plan.steps)}
-    _compare(run, "trained", "step", trained, wanted)
-    read = {int(row["version"]): int(number(row, "read_tokens") or 0) for row in record.steps}
-    _compare(run, "read", "step", read, {version: work.read_in_step(version) for version in range(plan.steps)})
+    for verb, tokens_of in (("trained", work.tokens_of_step), ("read", work.read_in_step)):
+        done = {int(row["version"]): int(number(row, f"{verb}_tokens") or 0) for row in record.steps}
+        _compare(run, verb, "step", done, {version: tokens_of(version) for version in range(plan.steps)})
+    check_one_go(record, run)
+
+
+def check_one_go(record: RunRecord, run: str) -> None:
+    """Raise EngineError if the trainer was started again on the way."""
     if len({row["epoch"] for row in record.steps}) > 1:
         raise EngineError(
             f"the trainer of the run {run} was started again on the way: its times are not those of the others. Its "
@@ -107,11 +110,11 @@ def check(record: RunRecord, work: FixedWork, plan: StepPlan, run: str) -> None:
 def observe(record: RunRecord, work: FixedWork, plan: StepPlan) -> Observed:
     """The figures of a run that `check` has found to be whole."""
     timed = timed_rows(record, plan)
-    start_s, end_s = _time(record.steps[plan.head - 1]), _time(timed[-1])
+    start_s, end_s = record.steps[plan.head - 1]["time_s"], timed[-1]["time_s"]
     seconds, waited_s = end_s - start_s, sum(numbers(timed, "wait_s"))
     window = [(start_s, end_s)]
     trained = sum(work.tokens_of_step(int(row["version"])) for row in timed)
-    generated = sum(_tokens_within(group, window) for server in record.servers for group in server.groups) / trained
+    generated = sum(tokens_within(group, window) for server in record.servers for group in server.groups) / trained
     credited = min(1.0, generated)
     return Observed(
         step_s=seconds / plan.timed,
@@ -120,8 +123,8 @@ def observe(record: RunRecord, work: FixedWork, plan: StepPlan) -> Observed:
         samples_per_s=credited * plan.timed * work.samples_per_step / seconds,
         generated=generated,
         trainer_idle=waited_s / seconds,
-        rollout_idle=_mean([1.0 - length(overlap(busy(server), window)) / seconds for server in record.servers]),
-        update_s=_mean([_loading_s(server, window) for server in record.servers]) / plan.timed,
+        rollout_idle=_mean(1.0 - length(overlap(busy(server), window)) / seconds for server in record.servers),
+        update_s=_mean(length(overlap(_updates(server), window)) for server in record.servers) / plan.timed,
         age_mean=sum((number(row, "age_mean") or 0.0) * row["trained_tokens"] for row in timed) / trained,
         age_max=max(int(row["age_max"]) for row in timed),
     )
@@ -134,18 +137,24 @@ def timed_rows(record: RunRecord, plan: StepPlan) -> Sequence[Row]:
 
 def step_times(record: RunRecord, plan: StepPlan) -> list[tuple[float, float]]:
     """(wait, rest) of each timed step, in seconds."""
-    ends = [_time(row) for row in record.steps[plan.head - 1 : plan.head + plan.timed]]
+    ends = [row["time_s"] for row in record.steps[plan.head - 1 : plan.head + plan.timed]]
     waits = numbers(timed_rows(record, plan), "wait_s")
     return [(wait_s, end_s - start_s - wait_s) for start_s, end_s, wait_s in zip(ends, ends[1:], waits, strict=False)]
 
 
 def busy(server: Server) -> list[Span]:
-    """When its engine could generate for somebody: from the moment at which it has both a group and the weights that
-    the group's ticket asks for; without the updates."""
+    """When its engine could generate: from the moment at which it has both a group and the weights that the group's
+    ticket asks for; without the updates."""
     generating = merged(
         (max(group.span[0], _applied_s(server, group.version)), group.span[1]) for group in server.groups
     )
-    return _without(generating, merged(update.span for update in server.updates))
+    edges = [-float("inf"), *(edge for update in _updates(server) for edge in update), float("inf")]
+    return overlap(generating, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def tokens_within(group: Generated, window: Sequence[Span]) -> float:
+    """The tokens of a group that were generated within the window, if they were evenly spread over its time."""
+    return group.tokens * length(overlap([group.span], window)) / max(length([group.span]), 1e-9)
 
 
 def _applied_s(server: Server, version: int) -> float:
@@ -153,19 +162,8 @@ def _applied_s(server: Server, version: int) -> float:
     return min((update.span[1] for update in server.updates if update.version >= version), default=0.0)
 
 
-def _without(spans: Sequence[Span], gaps: Sequence[Span]) -> list[Span]:
-    """What is left of merged spans between merged gaps."""
-    edges = [-float("inf"), *(edge for gap in gaps for edge in gap), float("inf")]
-    return overlap(spans, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def _tokens_within(group: Generated, window: Sequence[Span]) -> float:
-    """Its tokens, taken for evenly spread over its time."""
-    return group.tokens * length(overlap([group.span], window)) / max(length([group.span]), 1e-9)
-
-
-def _loading_s(server: Server, window: Sequence[Span]) -> float:
-    return length(overlap(merged(update.span for update in server.updates), window))
+def _updates(server: Server) -> list[Span]:
+    return merged(update.span for update in server.updates)
 
 
 def _server(rows: Iterable[Row]) -> Server:
@@ -191,9 +189,6 @@ def _compare(run: str, verb: str, unit: str, made: Mapping[int, int], wanted: Ma
         )
 
 
-def _time(row: Row) -> float:
-    return float(row["time_s"])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
