@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_grpo.errors import WeightsError
-from async_grpo.weights.manifest import TensorLayout, TensorSpec, WeightVersion
+from async_grpo.weights.manifest import TensorLayout, TensorSpec, Versioned, WeightVersion
 from async_grpo.weights.store import WeightStore
 from async_grpo.wire.board import PublisherAddress
 from async_grpo.wire.records import Record
@@ -86,22 +86,15 @@ class StoreSource(Record, frozen=True, kw_only=True, tag="store_source"):
     path: str
 
 
-class HeldWeights(Record, frozen=True, kw_only=True, tag="held_weights"):
+class HeldWeights(Versioned, frozen=True, kw_only=True, tag="held_weights"):
     """One version that stays readable while it is held; crosses into the engine's workers."""
 
-    epoch: int
-    version: int
     source: StoreSource
 
     @classmethod
     def in_store(cls, path: Path, *, epoch: int, version: int) -> HeldWeights:
         """Weights of the shared-memory store at `path`."""
         return cls(epoch=epoch, version=version, source=StoreSource(path=str(path)))
-
-    @property
-    def identity(self) -> WeightVersion:
-        """Epoch and version."""
-        return WeightVersion(self.epoch, self.version)
 
 
 class WeightReceiver(Protocol):

@@ -1,11 +1,11 @@
 """What one version of the weights looks like as bytes.
 
-- `WeightVersion`    (epoch, version), ordered: a restarted trainer is newer whatever its version
+- `WeightVersion`     (epoch, version), ordered: weights of a restarted trainer are newer, whatever their version
 - `TensorLayout`      where every tensor lies in one flat, 64-byte aligned block
-- `WeightManifest`    one version of that block: the hashes of its chunks, and what its patches build on
+- `WeightManifest`    one version of that block: the hashes of its chunks, and the version that its patches build on
 
-Records are MessagePack maps with named fields; the plain `msgpack` package reads them. Dtypes are
-strings ("bfloat16", "float32"): nothing here knows torch.
+Records are MessagePack maps with named fields, which the plain `msgpack` package can read. Dtypes are strings
+("bfloat16", "float32"); this module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.wire.records import Record
 
 FORMAT = 2
-"""Raised by one when a manifest or a store changes in a way that an older reader would misread."""
+"""Incremented when a manifest or a store changes in a way that an older reader would misread."""
 
 ALIGNMENT = 64
-"""Tensors start at multiples of this, so that any dtype can be viewed in place."""
+"""Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -40,13 +40,25 @@ DTYPE_BYTES = {
 
 
 class WeightVersion(NamedTuple):
-    """Which weights: compares by epoch first, then by version."""
+    """Names weights; compares by epoch first, then by version."""
 
     epoch: int
     version: int
 
     def __str__(self) -> str:
         return f"version {self.version} of epoch {self.epoch}"
+
+
+class Versioned(Record, frozen=True, kw_only=True):
+    """Base of records that are about one version."""
+
+    epoch: int
+    version: int
+
+    @property
+    def identity(self) -> WeightVersion:
+        """(epoch, version)."""
+        return WeightVersion(self.epoch, self.version)
 
 
 class TensorSpec(Record, frozen=True, kw_only=True, tag="tensor"):
@@ -70,21 +82,14 @@ class TensorLayout(Record, frozen=True, kw_only=True, tag="layout"):
         return {spec.name: spec for spec in self.tensors}
 
 
-class BaseVersion(Record, frozen=True, kw_only=True, tag="base"):
+class BaseVersion(Versioned, frozen=True, kw_only=True, tag="base"):
     """The version that patches build on; `digest` proves that a receiver holds exactly these bytes."""
 
-    epoch: int
-    version: int
     digest: bytes
-
-    @property
-    def identity(self) -> WeightVersion:
-        """(epoch, version)."""
-        return WeightVersion(self.epoch, self.version)
 
 
 class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
-    """One version of the block, cut into chunks (`chunks.cut`). With a `base` there are patches for some chunks."""
+    """One version of the block, cut into chunks (`chunks.cut`). With a `base`, some chunks can be had as patches."""
 
     format: int = FORMAT
     epoch: int
@@ -94,7 +99,7 @@ class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
     hashes: bytes
     """xxh3_64 of every chunk, little-endian uint64."""
     key: bytes
-    """Every request for a chunk of this version is signed with it (`messages.sign`)."""
+    """Signs every request for a chunk of this version (`messages.sign`)."""
     base: BaseVersion | None = None
 
     @property
@@ -102,13 +107,8 @@ class WeightManifest(Record, frozen=True, kw_only=True, tag="manifest"):
         """(epoch, version)."""
         return WeightVersion(self.epoch, self.version)
 
-    @property
-    def encoding(self) -> str:
-        """`delta` if there are patches, else `dense`."""
-        return "dense" if self.base is None else "delta"
-
     def validate(self) -> None:
-        """Raise WeightsCorrupt if this reader cannot apply the manifest exactly as it was meant."""
+        """Raise WeightsCorrupt if this reader cannot apply the manifest exactly."""
         if self.format != FORMAT:
             raise WeightsCorrupt(
                 f"the manifest of {self.identity} has format {self.format}, this reader knows {FORMAT}. "

@@ -78,7 +78,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/weights/delta.py", "tests/unit/async_grpo/weights/test_weight_delta.py"),
     "gap_of_255_in_one_byte: np.flatnonzero(distances >= _SKIP) --> np.flatnonzero(distances > _SKIP)",
     ("async_grpo/weights/zmq/chunk_server.py", "tests/unit/async_grpo/weights/test_weight_chunk_server.py"),
-    "unsigned_request_served: elif not is_signed(request, served.key) or not --> elif not",
+    "unsigned_request_served: elif not request.is_signed(served.key) or not --> elif not",
     ("async_grpo/weights/zmq/fetch.py", "tests/unit/async_grpo/weights/test_weight_plan.py"),
     "credits_not_counted: free = self._credits - len(self._deadlines) --> free = self._credits",
     (

@@ -1,19 +1,18 @@
 """Hashes and encodes a version on threads, while the publisher serves and the trainer goes on.
 
-    order --> hash every chunk --> compare with the base's hashes --> patch every chunk that changed --> Encoded
+    start --> hash every chunk --> compare with the base's hashes --> patch every chunk that changed --> take
 
-Both slots of the store are read meanwhile, so the trainer may not write: its next `Prepare` waits for
-`done`, and after `encode_wait_s` the publisher says `cancel`. Then the version goes dense. Hashing
-is never cancelled: without hashes nothing can be served.
+Encoding reads both slots of the store, so the trainer must not write meanwhile: its next `Prepare` waits for the job.
+After `encode_wait_s` the publisher calls `cancel`, and the version goes dense. Hashing is never cancelled, because
+nothing can be served without hashes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,27 +24,22 @@ from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.chunk_server import ServedVersion
 
 WORTH = 0.9
-"""Under `auto`, patches that take more than this share of the dense bytes are not worth the work."""
+"""Under `auto`, a version whose patches take more than this share of the dense bytes goes dense."""
 TRIAL_SHARE = 0.125
-"""After this share of the bytes `auto` looks whether it is worth going on."""
+"""Share of the changed bytes after which `auto` decides whether to go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What a version takes to serve. Without patches, `reason` says why.
-
-    `encoded_bytes` is what a receiver of the version before has to fetch: unchanged chunks count nothing.
-    """
+    """A version that is ready to be served. Without patches, `reason` says why."""
 
     identity: WeightVersion
     hashes: bytes
-    patches: dict[int, bytes]
-    base: ServedVersion | None
-    reason: str
     encoded_bytes: int
-    hash_s: float
-    encode_s: float
-    failure: BaseException | None = None
+    """What a receiver of the version before has to fetch: the chunks that changed, encoded."""
+    reason: str = ""
+    patches: dict[int, bytes] = field(default_factory=dict)
+    base: ServedVersion | None = None
 
 
 @dataclass(slots=True)
@@ -60,7 +54,7 @@ class _JobState:
 
 
 class WeightEncoder:
-    """One job at a time. `wake` becomes readable when `take` has something."""
+    """Encodes one version at a time. The descriptor `wake` becomes readable when the version can be taken."""
 
     def __init__(self, encoding: Encoding, threads: int) -> None:
         self._encoding = encoding
@@ -68,46 +62,37 @@ class WeightEncoder:
         self._pool = ThreadPoolExecutor(threads, "encode")
         self._director = ThreadPoolExecutor(1, "encode-job")
         self._cancelled = threading.Event()
-        self._done: list[Encoded] = []
-        self.busy = False
+        self._job: Future[Encoded] | None = None
         self.wake, self._waker = os.pipe()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a version has been started and not been taken."""
+        return self._job is not None
 
     def start(
         self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
     ) -> None:
-        """Begin with `identity`, which lies in `block`; it must not change until `take`."""
-        self.busy = True
+        """Start to encode `identity`, which lies in `block`; the block must not change until `take`."""
         self._cancelled.clear()
-        self._director.submit(self._run, identity, chunks, block, base)
+        self._job = self._director.submit(self._encode, identity, chunks, block, base)
+        self._job.add_done_callback(lambda _: os.write(self._waker, b"!"))
 
     def cancel(self) -> None:
-        """Give up patches as soon as the chunks under way are done."""
+        """Give up patches as soon as the chunks being encoded are done."""
         self._cancelled.set()
 
     def take(self) -> Encoded:
-        """The finished job. Raises what it failed with."""
+        """The finished version. Raises what its encoding failed with."""
         os.read(self.wake, 1)
-        self.busy = False
-        encoded = self._done.pop()
-        if encoded.failure is not None:
-            raise encoded.failure
-        return encoded
-
-    def _run(
-        self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
-    ) -> None:
-        try:
-            self._done.append(self._encode(identity, chunks, block, base))
-        except BaseException as error:
-            self._done.append(Encoded(identity, b"", {}, None, "", 0, 0.0, 0.0, error))
-        os.write(self._waker, b"!")
+        assert self._job is not None
+        job, self._job = self._job, None
+        return job.result()
 
     def _encode(
         self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
     ) -> Encoded:
-        started = time.monotonic()
         hashes = self._hash(chunks, block)
-        hash_s = time.monotonic() - started
         comparable = base is not None and list(base.chunks) == list(chunks)
         changed = np.flatnonzero(hashes != base.hashes) if base is not None and comparable else np.arange(len(chunks))
         job = _JobState(changed_bytes=sum(chunks[index].nbytes for index in changed.tolist()))
@@ -119,10 +104,9 @@ class WeightEncoder:
         else:
             patches = self._make_patches(chunks, block, base, changed.tolist(), job)
         packed = pack_hashes(hashes.tolist())
-        encode_s = time.monotonic() - started - hash_s
         if job.reason:
-            return Encoded(identity, packed, {}, None, job.reason, job.changed_bytes, hash_s, encode_s)
-        return Encoded(identity, packed, patches, base, "", job.encoded_bytes, hash_s, encode_s)
+            return Encoded(identity, packed, job.changed_bytes, job.reason)
+        return Encoded(identity, packed, job.encoded_bytes, patches=patches, base=base)
 
     def _hash(self, chunks: Sequence[Chunk], block: memoryview) -> Hashes:
         hashes: Hashes = np.empty(len(chunks), np.uint64)
@@ -138,7 +122,7 @@ class WeightEncoder:
     def _make_patches(
         self, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion, changed: list[int], job: _JobState
     ) -> dict[int, bytes]:
-        """Of the changed chunks, those that are shorter as patches."""
+        """Patches of the changed chunks that are shorter as patches."""
         patches: dict[int, bytes] = {}
 
         def work(first: int) -> None:

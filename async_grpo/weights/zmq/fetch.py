@@ -1,11 +1,11 @@
-"""One version on its way into the back slot: which chunks to ask for, what came, what is missing.
+"""Fetches one version into the back slot: which chunks to request, which have arrived, which are missing.
 
-    chunk unchanged since the version before?  --> copied from there
-    a patch is offered, and the base is here?  --> base copied, patch applied
-    otherwise                                  --> dense
+    chunk unchanged since the version before?        --> copied from there
+    a patch is offered, and the base is here?        --> base copied, patch applied
+    otherwise                                        --> dense
 
-Every chunk in the slot must pass its hash before it counts. `ChunkSchedule` (pure) decides what to ask for: at most
-`credits` chunks at a time, late ones again.
+Every chunk must pass its hash before it counts. `ChunkSchedule` (pure) decides what to request: at most `credits`
+chunks at a time, and late ones again.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import numpy as np
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights import chunks, delta
-from async_grpo.weights.chunks import cut, digest, hash_chunk, hashes_of
-from async_grpo.weights.manifest import WeightManifest, WeightVersion
+from async_grpo.weights.chunks import cut, hash_chunk
+from async_grpo.weights.manifest import WeightManifest
 from async_grpo.weights.store import VersionNotes
 from async_grpo.weights.zmq.chunk_server import ServedVersion
 from async_grpo.weights.zmq.messages import ChunkReply, ChunkRequest, ReceiverStats, count, sign
 
+MAX_ATTEMPTS = 4
+"""The fetch ends when a chunk has failed its hash, or gone unanswered, this many times."""
+COPIES_AT_ONCE = 8
+"""Unchanged chunks that are copied before the sockets are polled again."""
+
 
 class FetchInterrupted(WeightsError):
-    """A fetch that is given up: the version was replaced by a newer one, or the parent does not answer.
+    """The fetch was given up: a newer version replaced this one, or the parent does not answer.
 
     The receiver starts over with the newest version; the error never leaves it.
     """
-
-
-MAX_ATTEMPTS = 4
-"""A chunk that failed its hash, or went unanswered, this many times is given up."""
 
 
 class ChunkSchedule:
@@ -60,15 +61,15 @@ class ChunkSchedule:
 
     @property
     def done(self) -> bool:
-        """Every chunk has come."""
+        """Every chunk has arrived."""
         return not self._todo and not self._deadlines
 
     def awaits(self, index: int) -> bool:
-        """The chunk was asked for and has not come."""
+        """The chunk was requested and has not arrived."""
         return index in self._deadlines
 
     def take(self, now_s: float) -> list[tuple[int, bool]]:
-        """Chunks to ask for now, and whether as a patch."""
+        """Chunks to request now, and whether as a patch."""
         free = self._credits - len(self._deadlines)
         asked = [self._todo.popleft() for _ in range(min(free, len(self._todo)))]
         for index in asked:
@@ -76,8 +77,8 @@ class ChunkSchedule:
         return [(index, self._patched and index not in self._dense) for index in asked]
 
     def settle(self, index: int) -> None:
-        """Record that the chunk has come. Chunks that were asked for before it and have not come are passed over."""
-        for earlier in self._deadlines:  # in the order in which they were asked for
+        """Record that the chunk has arrived. Chunks requested before it that have not are marked as passed over."""
+        for earlier in self._deadlines:  # in the order of the requests
             if earlier == index:
                 break
             self._passed_over.add(earlier)
@@ -88,12 +89,11 @@ class ChunkSchedule:
         self._todo.append(index)
 
     def expire(self, now_s: float, heard_s: float) -> list[int]:
-        """Put late chunks back; `heard_s` is when the other side was last heard. Raises FetchInterrupted if one was
-        late too often.
+        """Put late chunks back, to be requested again; `heard_s` is when the other side was last heard.
 
-        Answers come in the order of the requests. So on a slow link, where whole queues of chunks lie before one,
-        that one is not late as long as those before it come in: asked for again, it would come twice, and make
-        the link slower still.
+        Answers come in the order of the requests. On a slow link a chunk may have a long queue before it, so it does
+        not count as late while the queue moves: requested again, it would come twice and make the link slower still.
+        Raises FetchInterrupted if a chunk was late too often.
         """
         silent = now_s - heard_s >= self._timeout_s
         overdue = [index for index, deadline in self._deadlines.items() if deadline <= now_s]
@@ -106,9 +106,9 @@ class ChunkSchedule:
         return late
 
     def refuse(self, index: int, *, patch: bool) -> None:
-        """What came fails its hash: ask again, and for the dense chunk if it was a patch.
+        """What arrived fails its hash: request it again, as a dense chunk if it was a patch.
 
-        Raises WeightsCorrupt if dense chunks keep failing.
+        Raises WeightsCorrupt if a dense chunk keeps failing.
         """
         if patch:
             self._dense.add(index)
@@ -122,7 +122,7 @@ class ChunkSchedule:
         self._put_back(index)
 
     def restart(self) -> None:
-        """Ask somebody else for everything that is under way."""
+        """Put back everything that was requested: another parent will be asked."""
         for index in sorted(self._deadlines, reverse=True):
             self._put_back(index)
         self._late.clear()
@@ -137,12 +137,8 @@ class ChunkSchedule:
         self._passed_over.discard(index)
 
 
-COPIES_AT_ONCE = 8
-"""Unchanged chunks that are copied between two looks at the sockets."""
-
-
 class Fetch:
-    """Fills `block` with the version of `manifest`; `before` is what the other slot holds."""
+    """Fills `block` with the version of `manifest`; `before` is the version in the other slot."""
 
     def __init__(
         self,
@@ -152,26 +148,16 @@ class Fetch:
         config: WeightsConfig,
         stats: ReceiverStats,
     ) -> None:
-        """Raises WeightsCorrupt for a manifest that does not fit its own layout."""
+        """Raises WeightsCorrupt if the manifest does not have one hash for every chunk of its layout."""
         chunks = cut(manifest.layout, manifest.chunk_bytes)
-        hashes = hashes_of(manifest, chunks)
         self.manifest = manifest
         self.identity = manifest.identity
         self.started_s = time.monotonic()
+        self.served = ServedVersion.of(manifest, chunks, block)
+        self._arrived = self.served.arrived = bytearray(len(chunks))
         self._stats = stats
         self._before = before if before is not None and list(before.chunks) == chunks else None
-        self._patches: dict[int, bytes] = {}
-        self.served = ServedVersion(
-            identity=manifest.identity,
-            key=manifest.key,
-            chunks=chunks,
-            hashes=hashes,
-            digest=digest(manifest.hashes),
-            block=block,
-            patches=self._patches,
-            arrived=bytearray(len(chunks)),
-        )
-        same = hashes == self._before.hashes if self._before is not None else np.zeros(len(chunks), np.bool_)
+        same = np.zeros(len(chunks), np.bool_) if self._before is None else self.served.hashes == self._before.hashes
         self._unchanged = deque(np.flatnonzero(same).tolist())
         missing = np.flatnonzero(~same).tolist()
         self.schedule = ChunkSchedule(
@@ -193,20 +179,14 @@ class Fetch:
 
     def requests(self, now_s: float) -> list[ChunkRequest]:
         """Signed requests for the chunks to ask for now."""
-        epoch, version = self.identity
+        key, identity = self.manifest.key, self.identity
         return [
-            ChunkRequest(
-                epoch=epoch,
-                version=version,
-                index=index,
-                patch=patch,
-                signature=sign(self.manifest.key, self.identity, index, patch),
-            )
+            ChunkRequest(**identity._asdict(), index=index, patch=patch, signature=sign(key, identity, index, patch))
             for index, patch in self.schedule.take(now_s)
         ]
 
     def copy_unchanged(self) -> list[int]:
-        """Copy a few chunks from the version before; returns those that are right, the others are fetched."""
+        """Copy a few chunks from the version before. Returns those that pass their hash; the others are fetched."""
         assert self._before is not None
         copied: list[int] = []
         for _ in range(min(COPIES_AT_ONCE, len(self._unchanged))):
@@ -215,7 +195,7 @@ class Fetch:
             chunk.of(self.served.block)[:] = chunk.of(self._before.block)
             if self._is_right(index, chunk.of(self.served.block)):
                 copied.append(index)
-                self._arrive(index)
+                self._arrived[index] = 1
                 self._stats.unchanged_chunks += 1
             else:
                 self.schedule.add(index)
@@ -223,12 +203,12 @@ class Fetch:
         return copied
 
     def accept(self, reply: ChunkReply, payload: memoryview) -> bool:
-        """Store the chunk or apply the patch that came; False if it was not asked for or fails its hash.
+        """Store the chunk or apply the patch that arrived; False if it was not requested or fails its hash.
 
         Raises WeightsCorrupt if a chunk keeps failing its hash.
         """
         index = reply.index
-        if (reply.epoch, reply.version) != self.identity or not self.schedule.awaits(index):
+        if reply.identity != self.identity or not self.schedule.awaits(index):
             return False
         self._stats.received_bytes += len(payload)
         right = self._apply_patch(index, payload) if reply.patch else self._store_dense(index, payload)
@@ -236,7 +216,7 @@ class Fetch:
             self._stats.rerequests += 1
             self.schedule.refuse(index, patch=reply.patch)
             return False
-        self._arrive(index)
+        self._arrived[index] = 1
         self.schedule.settle(index)
         return True
 
@@ -283,7 +263,6 @@ class Fetch:
     def _apply_patch(self, index: int, patch: memoryview) -> bool:
         if self._before is None:
             return False
-        started = time.monotonic()
         chunk = self.served.chunks[index]
         target = chunk.of(self.served.block)
         target[:] = chunk.of(self._before.block)
@@ -292,39 +271,12 @@ class Fetch:
         except WeightsCorrupt:
             count(self._stats.fallbacks, "malformed patch")
             return False
-        self._stats.apply_s += time.monotonic() - started
         if not self._is_right(index, target):
             count(self._stats.fallbacks, "wrong result")
             return False
-        self._patches[index] = bytes(patch)
+        self.served.patches[index] = bytes(patch)
         self._stats.patched_chunks += 1
         return True
 
     def _is_right(self, index: int, data: memoryview) -> bool:
-        started = time.monotonic()
-        right = hash_chunk(data) == int(self.served.hashes[index])
-        self._stats.verify_s += time.monotonic() - started
-        return right
-
-    def _arrive(self, index: int) -> None:
-        assert self.served.arrived is not None
-        self.served.arrived[index] = 1
-
-
-def served_version(
-    identity: WeightVersion, notes: VersionNotes, manifest: WeightManifest, block: memoryview
-) -> ServedVersion | None:
-    """The whole version that an earlier receiver left in a slot; None if its notes do not say enough."""
-    if not notes.hashes or notes.chunk_bytes != manifest.chunk_bytes:
-        return None
-    chunks = cut(manifest.layout, notes.chunk_bytes)
-    if len(notes.hashes) != 8 * len(chunks):
-        return None
-    return ServedVersion(
-        identity=identity,
-        key=notes.key,
-        chunks=chunks,
-        hashes=np.frombuffer(notes.hashes, "<u8"),
-        digest=notes.digest,
-        block=block,
-    )
+        return hash_chunk(data) == int(self.served.hashes[index])

@@ -10,9 +10,9 @@ Files of the receiver, beside each other (`ReceiverPaths`):
 
     NAME.weights   the store       NAME.sock   the Unix socket       NAME.lock   held while the process lives
 
-The server that gets the lock starts the process and hands the locked file over to it. The lock belongs to the open
-file, so it is held from before the process exists until it ends, however it ends: there is never a second receiver,
-and two servers never start one each.
+The server that gets the lock starts the process and passes the locked file on to it. The lock belongs to the open file,
+so it is held from before the process exists until it ends, however it ends. So there is never a second receiver, even
+if two servers try to start one at the same time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from async_grpo.wire.records import Record
 MAX_FRAME_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-"""For glibc: keep the memory of received chunks. Otherwise it goes back to the kernel and returns as pages that must be
-cleared, which takes a quarter of the time of a transfer."""
+"""Makes glibc keep the memory of received chunks. Otherwise it goes back to the kernel, and clearing its pages again
+takes a quarter of the time of a transfer."""
 
 
 class ServerHello(Record, frozen=True, kw_only=True, tag="hello"):
-    """A server connects. `has` is the version that it took from the store last; with one, the store is kept."""
+    """A server connects. `has` is the version that it last took from the store; if there is one, the store is kept."""
 
     name: str
     has: tuple[int, int] | None = None
@@ -67,7 +67,7 @@ class Hold(Record, frozen=True, kw_only=True, tag="hold"):
 
 
 class Release(Record, frozen=True, kw_only=True, tag="release"):
-    """The engine has loaded the held version, or given up."""
+    """The engine has loaded the held version, or has given up."""
 
 
 class ReceiverState(Record, frozen=True, kw_only=True, tag="state"):
@@ -83,7 +83,7 @@ class ReceiverState(Record, frozen=True, kw_only=True, tag="state"):
 
 
 class Held(Record, frozen=True, kw_only=True, tag="held"):
-    """Answers the hold of that number: the version that will not be overwritten, None if there is none yet."""
+    """Answers the `Hold` of that number: the version that will not be overwritten, None if there is none yet."""
 
     number: int
     identity: tuple[int, int] | None = None
@@ -229,7 +229,7 @@ class LocalClients:
             return
         del server.outgoing[:sent]
         if len(server.outgoing) > MAX_FRAME_BYTES:
-            self._drop(server)  # it has not read for long; it connects again when it does
+            self._drop(server)  # it has not read for a long time; it reconnects when it reads again
 
     def _drop(self, server: _Server) -> None:
         if self._servers.pop(server.connection.fileno(), None) is not None:
@@ -254,10 +254,10 @@ class ReceiverPaths:
 
 
 def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Popen[bytes] | None:
-    """Start the receiver process; None if one lives already.
+    """Start the receiver process; None if one is running already.
 
-    It is in a session of its own and carries the mark of the run, not that of the role that started it: it must
-    outlive this server as long as there are others. It ends by itself when there are none.
+    It has a session of its own and carries the mark of the run, not that of the role that started it, because it must
+    outlive this server while others use it. It ends by itself when no server is left.
     """
     paths.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -265,9 +265,9 @@ def start_receiver(paths: ReceiverPaths, config: WeightsConfig) -> subprocess.Po
         if not try_lock(lock):
             return None
         marked = {MARK_VARIABLE: run_mark(os.environ.get(MARK_VARIABLE, ""))}
-        arguments = ["--store", str(paths.store), "--config", config.model_dump_json()]
+        program = [sys.executable, "-m", "async_grpo.weights.zmq.node_receiver"]
         return subprocess.Popen(
-            [sys.executable, "-m", "async_grpo.weights.zmq.node_receiver", *arguments],
+            [*program, str(paths.store), config.model_dump_json()],
             stdin=subprocess.DEVNULL,
             env=_KEPT_MEMORY | os.environ | marked,
             pass_fds=[lock],

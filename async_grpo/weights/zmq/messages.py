@@ -1,6 +1,6 @@
 """What travels between trainer, publisher and receivers, and the counters of the transport.
 
-    trainer   --Prepare-->          publisher     "which slot may be written?"; waits for the encoder
+    trainer   --Prepare-->          publisher     "which slot may I write?"; the answer waits for the encoder
               <-Cleared---
               --Publish-->                        "the store holds v"
               <-Published-
@@ -18,8 +18,8 @@
                        <--FetchDone--------------
 
 Records are MessagePack maps with named fields. Every chunk request is signed with the key of its version, which only
-the manifest contains: a peer that cannot read manifests gets no chunk, and a recorded request yields only the same
-chunk again.
+the manifest contains. So a peer that cannot read manifests gets no chunks, and replaying a recorded request yields only
+the same chunk again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import struct
 
 import msgspec
 
-from async_grpo.weights.manifest import WeightManifest, WeightVersion
+from async_grpo.weights.manifest import Versioned, WeightManifest, WeightVersion
 from async_grpo.wire.records import Record
 
 SIGNATURE_BYTES = 16
@@ -45,7 +45,7 @@ class PublisherReady(Record, frozen=True, kw_only=True, tag="ready"):
 
 
 class Prepare(Record, frozen=True, kw_only=True, tag="prepare"):
-    """The trainer asks to write a slot."""
+    """The trainer asks for a slot to write."""
 
 
 class Cleared(Record, frozen=True, kw_only=True, tag="cleared"):
@@ -54,19 +54,14 @@ class Cleared(Record, frozen=True, kw_only=True, tag="cleared"):
     spare: tuple[int, int] | None = None
 
 
-class Publish(Record, frozen=True, kw_only=True, tag="publish"):
-    """The store holds this version: encode, serve and announce it. `snapshot_s` is what copying it took."""
+class Publish(Versioned, frozen=True, kw_only=True, tag="publish"):
+    """The store holds this version: encode, serve and announce it. Copying it took `snapshot_s`."""
 
-    epoch: int
-    version: int
     snapshot_s: float = 0.0
 
 
-class Published(Record, frozen=True, kw_only=True, tag="published"):
+class Published(Versioned, frozen=True, kw_only=True, tag="published"):
     """The publisher has taken the order."""
-
-    epoch: int
-    version: int
 
 
 class StatsRequest(Record, frozen=True, kw_only=True, tag="stats_request"):
@@ -86,7 +81,7 @@ class Announcement(Record, frozen=True, kw_only=True, tag="announcement"):
 
 
 class ReceiverHeartbeat(Record, frozen=True, kw_only=True, tag="beat"):
-    """A receiver is there: where it serves others, what it has, and whom it could not fetch from."""
+    """A receiver is alive: where it serves others, what it has, and from whom it could not fetch."""
 
     node: str
     host: str
@@ -103,7 +98,7 @@ class ReceiverLeaving(Record, frozen=True, kw_only=True, tag="leave"):
 
 
 class ParentAssignment(Record, frozen=True, kw_only=True, tag="assignment"):
-    """Fetch chunks from this endpoint: a relay's, or the publisher's own."""
+    """Fetch chunks from this endpoint, a relay's or the publisher's own."""
 
     parent: str
     relay: bool
@@ -119,55 +114,41 @@ class ManifestReply(Record, frozen=True, kw_only=True, tag="manifest_reply"):
     manifest: WeightManifest | None = None
 
 
-class ChunkRequest(Record, frozen=True, kw_only=True, tag="chunk_request"):
-    """Asks for one chunk, as a patch if there is one and `patch` is set; may be repeated at will."""
+class ChunkRequest(Versioned, frozen=True, kw_only=True, tag="chunk_request"):
+    """Asks for one chunk, as a patch if `patch` is set and there is one. Safe to repeat."""
 
-    epoch: int
-    version: int
     index: int
     patch: bool
     signature: bytes
 
+    def is_signed(self, key: bytes) -> bool:
+        """Whether the sender of this request knows the key of the version."""
+        return hmac.compare_digest(sign(key, self.identity, self.index, self.patch), self.signature)
 
-class ChunkReply(Record, frozen=True, kw_only=True, tag="chunk_reply"):
+
+class ChunkReply(Versioned, frozen=True, kw_only=True, tag="chunk_reply"):
     """The next frame holds the chunk, or the patch that makes it out of the base."""
 
-    epoch: int
-    version: int
     index: int
     patch: bool
 
 
-class FetchDone(Record, frozen=True, kw_only=True, tag="done"):
-    """This receiver needs no more chunks of that version from here."""
-
-    epoch: int
-    version: int
+class FetchDone(Versioned, frozen=True, kw_only=True, tag="done"):
+    """This receiver needs no more chunks of this version from here."""
 
 
-class VersionGone(Record, frozen=True, kw_only=True, tag="gone"):
-    """This version is not served any more: ask for the newest manifest."""
-
-    epoch: int
-    version: int
+class VersionGone(Versioned, frozen=True, kw_only=True, tag="gone"):
+    """This version is no longer served: ask for the newest manifest."""
 
 
 class ChunkPending(Record, frozen=True, kw_only=True, tag="waiting"):
-    """What was asked for is not here yet, but whoever was asked is: sent every heartbeat."""
+    """The requested chunk has not arrived here yet, but this server is alive; sent every heartbeat."""
 
 
 TrainerOrder = Prepare | Publish | StatsRequest
-
-
 TrackerRequest = ReceiverHeartbeat | ReceiverLeaving | ManifestRequest
-
-
 TrackerReply = ParentAssignment | ManifestReply
-
-
 ChunkOrder = ChunkRequest | FetchDone
-
-
 ChunkAnswer = ChunkReply | VersionGone | ChunkPending
 
 
@@ -177,40 +158,29 @@ def sign(key: bytes, identity: WeightVersion, index: int, patch: bool) -> bytes:
     return hashlib.blake2b(message, key=key, digest_size=SIGNATURE_BYTES).digest()
 
 
-def is_signed(request: ChunkRequest, key: bytes) -> bool:
-    """Whether whoever made the request knows the key of the version."""
-    expected = sign(key, WeightVersion(request.epoch, request.version), request.index, request.patch)
-    return hmac.compare_digest(expected, request.signature)
-
-
 class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_field="kind"):
-    """Of one publisher process."""
+    """Counters of one publisher process."""
 
     versions: int = 0
     delta_versions: int = 0
-    """Of them, with patches."""
+    """Versions with patches."""
     dense_bytes: int = 0
-    """What the published versions are long."""
+    """Length of all published versions."""
     encoded_bytes: int = 0
     """What a receiver that follows every version has to fetch of them."""
-    last_ratio: float = 1.0
-    """Dense bytes by encoded bytes of the newest version."""
     last_snapshot_s: float = 0.0
     """The trainer's copy into shared memory."""
-    last_hash_s: float = 0.0
-    last_encode_s: float = 0.0
-    last_wait_s: float = 0.0
-    """How long the trainer waited for the encoder before it could copy."""
     waited_s: float = 0.0
+    """How long the trainer waited for the encoder before it could copy."""
     served_bytes: int = 0
-    """Chunks and patches sent: the egress."""
+    """Chunks and patches sent."""
     served_chunks: int = 0
     served_patches: int = 0
     fallbacks: dict[str, int] = {}
     """Versions that went dense under `auto` or `delta`, by reason."""
     receivers: int = 0
     direct_receivers: int = 0
-    """Of them, those that fetch from the publisher."""
+    """Receivers that fetch from the publisher itself."""
     most_behind: int = 0
     """Versions between the newest and the oldest that a receiver has."""
     refused: int = 0
@@ -220,7 +190,7 @@ class PublisherStats(msgspec.Struct, kw_only=True, tag="publisher_stats", tag_fi
 
 
 class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_field="kind"):
-    """Of one receiver process."""
+    """Counters of one receiver process."""
 
     versions: int = 0
     interrupted: int = 0
@@ -230,7 +200,7 @@ class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_fiel
     received_bytes: int = 0
     """Chunks and patches that came over the network."""
     dense_bytes: int = 0
-    """What the versions that came whole are long."""
+    """Length of all versions that came whole."""
     patched_chunks: int = 0
     dense_chunks: int = 0
     unchanged_chunks: int = 0
@@ -239,20 +209,14 @@ class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_fiel
     """Chunks and manifests asked for more than once."""
     fallbacks: dict[str, int] = {}
     """Where a patch was offered and the dense chunks were fetched, by reason."""
-    transfer_s: float = 0.0
     last_transfer_s: float = 0.0
     """From the manifest to the commit."""
-    verify_s: float = 0.0
-    apply_s: float = 0.0
-    slot_wait_s: float = 0.0
-    """Waiting for engines and relayed receivers to finish with the slot that comes next."""
-    versions_behind: int = 0
     relayed_bytes: int = 0
     """Sent on to other receivers."""
     parents_lost: int = 0
     refused: int = 0
 
 
-def count(reasons: dict[str, int], reason: str, by: int = 1) -> None:
-    """One more of `reason`."""
-    reasons[reason] = reasons.get(reason, 0) + by
+def count(reasons: dict[str, int], reason: str) -> None:
+    """Add one to the count of `reason`."""
+    reasons[reason] = reasons.get(reason, 0) + 1

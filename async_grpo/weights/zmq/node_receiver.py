@@ -1,33 +1,33 @@
-"""The receiver of a machine: one process that every rollout server of a run on it shares.
+"""The receiver process of a machine, which all rollout servers of a run on that machine share.
 
     publisher --announcement, manifest, parent-> PublisherConnection
     parent (publisher or relay) --chunks-> ParentConnection --> Fetch --> back slot --commit--> active slot --> engine
     other receivers <-------------chunks-- ChunkServer <----------+                        |
     rollout servers <--------Unix socket-- LocalClients <---------------"version v"--------+
 
-One thread owns every socket and waits in one poller. What each thing waits for:
+One thread owns every socket and waits in one poller. What each part waits for:
 
-- a fetch begins when a version is announced, nobody needs the back slot any more (an engine that
-  loads from it: until it says so; a receiver that fetches from it: until it is done; both bounded),
-  and the manifest is there
-- it ends with the last verified chunk. A newer announcement does not end it: the newer version is
-  next, so a receiver that is slower than the trainer skips versions, and every fetch that it begins counts
-- a parent that is lost (connection broken, or silent for request_timeout_s) is reported to the
-  publisher, which names another; the chunks that are here stay
-- it all ends when no server is connected any more
+- A fetch begins when a version is announced, the back slot is free (no engine loads from it and no receiver fetches
+  from it; both are bounded in time), and the manifest has arrived.
+- It ends with the last verified chunk. A newer announcement does not end it: the newer version is fetched next. So a
+  receiver that is slower than the trainer skips versions, but completes every fetch that it begins.
+- A parent that is lost (connection broken, or silent for request_timeout_s) is reported to the publisher, which assigns
+  another. Chunks that have arrived stay.
+- The process ends when no server is connected any more.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
 import structlog
 import zmq
+from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import AsyncGrpoError, WeightsCorrupt
@@ -66,7 +66,7 @@ log = structlog.get_logger()
 
 
 class NodeReceiver:
-    """The receiver's loop. `run` returns when no rollout server needs this process any more."""
+    """The receiver's loop. `run` returns when no rollout server is connected any more."""
 
     def __init__(self, paths: ReceiverPaths, config: WeightsConfig, keys: CurveKeys | None) -> None:
         self._config = config
@@ -90,7 +90,6 @@ class NodeReceiver:
         self._fetch: Fetch | None = None
         self._gone_at_relay: WeightVersion | None = None
         self._next_heartbeat_s = self._ask_manifest_s = 0.0
-        self._blocked_s: float | None = None
         self._started_s = time.monotonic()
 
     def run(self) -> None:
@@ -144,10 +143,9 @@ class NodeReceiver:
     def _send_heartbeat(self, suspect: str = "") -> None:
         if self._publisher is not None:
             held = self._slots.newest
+            relay = self._relay_endpoint
             self._publisher.send(
-                ReceiverHeartbeat(
-                    node=self._node, host=self._host, relay=self._relay_endpoint, held=held, suspect=suspect
-                )
+                ReceiverHeartbeat(node=self._node, host=self._host, relay=relay, held=held, suspect=suspect)
             )
 
     def _advance(self) -> None:
@@ -171,11 +169,7 @@ class NodeReceiver:
         if not self._slots.is_news(publisher.announced) or now < self._ask_manifest_s:
             return
         if self._slots.slot_in_use():
-            self._blocked_s = self._blocked_s or now
             return
-        if self._blocked_s is not None:
-            self._stats.slot_wait_s += now - self._blocked_s
-            self._blocked_s = None
         self._ask_manifest_s = now + self._config.request_timeout_s
         publisher.send(ManifestRequest())
 
@@ -186,8 +180,8 @@ class NodeReceiver:
         assert self._publisher is not None
         manifest.validate()
         self._slots.open(manifest)
-        self._publisher.heard_s = time.monotonic()  # making a store takes seconds, in which nothing was listened to
-        if not self._slots.is_news(manifest.identity):  # the store of an earlier receiver has it already
+        self._publisher.heard_s = time.monotonic()  # making a store takes seconds, and no socket was read meanwhile
+        if not self._slots.is_news(manifest.identity):  # the store of an earlier receiver has this version
             self._tell_servers()
             return
         if self._slots.slot_in_use():
@@ -263,17 +257,16 @@ class NodeReceiver:
         stats = self._stats
         stats.versions += 1
         stats.dense_bytes += fetch.manifest.layout.total_bytes
-        stats.transfer_s += took_s
         stats.last_transfer_s = took_s
         if before is not None and before.epoch == fetch.identity.epoch:
             stats.skipped += fetch.identity.version - before.version - 1
         if self._parent is not None:
-            self._parent.ask(FetchDone(epoch=fetch.identity.epoch, version=fetch.identity.version))
+            self._parent.ask(FetchDone(**fetch.identity._asdict()))
         self._send_heartbeat()
         self._tell_servers()
 
     def _interrupt(self) -> None:
-        """Forget what was fetched in part, and ask for the newest manifest."""
+        """Drop the fetch, and ask for the newest manifest."""
         if self._fetch is not None:
             self._slots.abandon(self._fetch)
             self._fetch = None
@@ -281,21 +274,13 @@ class NodeReceiver:
             self._ask_manifest_s = 0.0
 
     def _tell_servers(self) -> None:
-        publisher, newest, stats = self._publisher, self._slots.newest, self._stats
+        publisher, stats = self._publisher, self._stats
         stats.relayed_bytes, stats.refused = self._server.served_bytes, self._guard.refused
-        announced = publisher.announced if publisher is not None else None
-        if announced is not None and newest is not None and announced.epoch == newest.epoch:
-            stats.versions_behind = max(0, announced.version - newest.version)
-        self._locals.tell_all(
-            ReceiverState(
-                newest=newest,
-                publisher=publisher.address.announce if publisher is not None else "",
-                epoch=publisher.address.epoch if publisher is not None else -1,
-                silent_s=time.monotonic() - publisher.heard_s if publisher is not None else 0.0,
-                servers=len(self._locals),
-                stats=stats,
-            )
-        )
+        state = ReceiverState(newest=self._slots.newest, servers=len(self._locals), stats=stats)
+        if publisher is not None:
+            address, silent_s = publisher.address, time.monotonic() - publisher.heard_s
+            state = replace(state, publisher=address.announce, epoch=address.epoch, silent_s=silent_s)
+        self._locals.tell_all(state)
 
     def _wait(self) -> None:
         """Wait for a socket, a deadline or the next heartbeat, and handle what came."""
@@ -309,7 +294,7 @@ class NodeReceiver:
         if self._parent is not None and self._parent.dealer in events:
             self._take_chunks(self._parent)
         if self._relay in events:
-            self._serve_relay()
+            self._server.serve()
         if self._publisher is not None and self._publisher.announcements in events:
             self._take_announcement(self._publisher)
         if self._publisher is not None and self._publisher.requests in events:
@@ -344,7 +329,7 @@ class NodeReceiver:
             if isinstance(reply, ChunkPending):
                 continue
             if isinstance(reply, VersionGone):
-                if WeightVersion(reply.epoch, reply.version) == fetch.identity:
+                if reply.identity == fetch.identity:
                     self._gone_at_relay = fetch.identity if parent.is_relay else None
                     self._interrupt()
                     return
@@ -360,13 +345,6 @@ class NodeReceiver:
                 for request in fetch.requests(time.monotonic()):
                     parent.ask(request)
 
-    def _serve_relay(self) -> None:
-        for _ in range(_DRAIN):
-            try:
-                self._server.handle(self._relay.recv_multipart(zmq.DONTWAIT))
-            except zmq.Again:
-                return
-
     def _close(self) -> None:
         self._locals.close()
         self._slots.close()
@@ -378,17 +356,13 @@ class NodeReceiver:
         self._context.destroy(_GOODBYE_MS)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the process; started by the first rollout server, which hands its lock over."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the servers' to handle: this process ends with them
+def main(store: str, config_json: str) -> None:
+    """Entry point of the process; started by a rollout server, which passes on its lock."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the servers handle them, and this process ends with the servers
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(description="Receives the weights of one run for one machine (internal).")
-    parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--config", required=True)
-    given = parser.parse_args(arguments)
-    config = WeightsConfig.model_validate_json(given.config)
-    NodeReceiver(ReceiverPaths(given.store), config, keys_for(config)).run()
+    config = WeightsConfig.model_validate_json(config_json)
+    NodeReceiver(ReceiverPaths(Path(store)), config, keys_for(config)).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

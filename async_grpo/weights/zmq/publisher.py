@@ -1,22 +1,22 @@
 """The publisher: a process of its own that serves the trainer's weight store over ZMQ.
 
     trainer's WeightStore --mmap--> ChunkServer --ROUTER--> up to `fanout` receivers, at their own pace
-                          --mmap--> Encoder (threads)
+                          --mmap--> WeightEncoder (threads)
     trainer --PAIR "publish v"--> encode --> announce ----PUB--------> receivers, at once and every heartbeat
                                              RelayTracker <----ROUTER-----> receivers: who fetches from whom, manifests
 
-One thread owns all sockets and waits in one poller: for the trainer (PAIR), for a receiver (ROUTER), for
-the encoder (a pipe) or for the next heartbeat. It never writes to the store. The trainer may write only
-what `Prepare` cleared: it waits for the encoder, which reads both slots, and of the two slots the one
-whose fetches began earlier is left alone, so a slow receiver comes to its end however fast versions
-follow each other. It dies with the process that started it.
+One thread owns all sockets and waits in one poller: for the trainer (PAIR), for a receiver (ROUTER), for the encoder (a
+pipe) or for the next heartbeat. It never writes to the store. The trainer may write only the slot that the answer to
+`Prepare` clears. That answer waits for the encoder, which reads both slots, and spares the slot whose fetches began
+earlier, so a slow receiver can finish however fast versions follow each other. The process dies with the one that
+started it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import structlog
 import zmq
 
 from async_grpo.config.weights import WeightsConfig
-from async_grpo.weights.chunks import cut, digest, hashes_of
+from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import BaseVersion, WeightManifest, WeightVersion
 from async_grpo.weights.store import WeightStore
 from async_grpo.weights.zmq.chunk_server import MAX_REQUEST_BYTES, ChunkServer, ServedVersion
@@ -48,7 +48,6 @@ from async_grpo.weights.zmq.sockets import Context, CurveGuard, CurveKeys, is_lo
 from async_grpo.wire import encode
 
 KEY_BYTES = 16
-_DRAIN = 16
 _orders = msgspec.msgpack.Decoder(TrainerOrder)
 
 log = structlog.get_logger()
@@ -68,7 +67,6 @@ class PublisherProcess:
         self._newest: ServedVersion | None = None
         self._manifests: dict[WeightVersion, bytes] = {}
         self._encoder = WeightEncoder(config.encoding, config.encode_threads)
-        self._ordered = Publish(epoch=epoch, version=-1)
         self._prepare_since_s: float | None = None
         self._bind(Context(), control, keys)
 
@@ -98,7 +96,7 @@ class PublisherProcess:
         self._control.send(encode(PublisherReady(announce=announce, requests=control_endpoint)))
 
     def run(self) -> None:
-        """Serve for ever."""
+        """Serve until the process is killed."""
         poller = zmq.Poller()
         sockets = (self._control, self._requests, self._chunk_requests, *self._guard.sockets)
         for waited_for in (*sockets, self._encoder.wake):
@@ -115,7 +113,7 @@ class PublisherProcess:
             if self._encoder.wake in events:
                 self._serve(self._encoder.take())
             if self._chunk_requests in events:
-                self._drain_chunk_requests()
+                self._server.serve()
             if self._requests in events:
                 self._tracker.handle(self._requests.recv_multipart(), self._manifest())
             for guarded in self._guard.sockets:
@@ -123,23 +121,15 @@ class PublisherProcess:
                     self._guard.handle(guarded)
             self._clear_slot()
 
-    def _drain_chunk_requests(self) -> None:
-        for _ in range(_DRAIN):
-            try:
-                self._server.handle(self._chunk_requests.recv_multipart(zmq.DONTWAIT))
-            except zmq.Again:
-                return
-
     def _on_order(self, order: TrainerOrder) -> None:
         match order:
             case Prepare():
                 self._prepare_since_s = time.monotonic()
             case Publish():
-                self._ordered = order
-                self._control.send(encode(Published(epoch=order.epoch, version=order.version)))
-                identity = WeightVersion(order.epoch, order.version)
-                block = self._store.snapshot(identity).block
-                self._encoder.start(identity, self._chunks, block, self._newest)
+                self._stats.last_snapshot_s = order.snapshot_s
+                self._control.send(encode(Published(**order.identity._asdict())))
+                block = self._store.snapshot(order.identity).block
+                self._encoder.start(order.identity, self._chunks, block, self._newest)
             case StatsRequest():
                 self._control.send(encode(self._count()))
 
@@ -153,12 +143,11 @@ class PublisherProcess:
                 self._encoder.cancel()
             return
         self._prepare_since_s = None
-        self._stats.last_wait_s = waited_s
         self._stats.waited_s += waited_s
         self._control.send(encode(Cleared(spare=self._withdraw_one())))
 
     def _withdraw_one(self) -> WeightVersion | None:
-        """Take the version that is about to be overwritten off the shelf; says which other to spare."""
+        """Stop serving the version that will be overwritten; returns the other one if it must be spared."""
         victim, spare = self._store.next_victim(), None
         newest = self._newest
         if victim is not None and newest is not None and victim != newest.identity:
@@ -173,47 +162,31 @@ class PublisherProcess:
         return spare
 
     def _serve(self, encoded: Encoded) -> None:
-        manifest = self._manifest_of(encoded)
-        served = ServedVersion(
-            identity=encoded.identity,
-            key=manifest.key,
-            chunks=self._chunks,
-            hashes=hashes_of(manifest, self._chunks),
-            digest=digest(manifest.hashes),
-            block=self._store.snapshot(encoded.identity).block,
-            patches=encoded.patches,
+        base = encoded.base
+        manifest = WeightManifest(
+            **encoded.identity._asdict(),
+            layout=self._store.layout,
+            chunk_bytes=self._config.chunk_bytes,
+            hashes=encoded.hashes,
+            key=os.urandom(KEY_BYTES),
+            base=BaseVersion(**base.identity._asdict(), digest=base.digest) if base is not None else None,
         )
+        served = ServedVersion.of(manifest, self._chunks, self._store.snapshot(encoded.identity).block)
+        served.patches = encoded.patches
         if self._newest is not None:
-            self._newest.patches = {}  # whoever still fetches that version gets it dense
+            self._newest.patches = {}  # receivers that still fetch that version get it dense
         self._newest = served
         self._manifests[served.identity] = encode(ManifestReply(manifest=manifest))
         self._server.offer(served)
         self._note(encoded)
         self._announce_newest()
 
-    def _manifest_of(self, encoded: Encoded) -> WeightManifest:
-        base = encoded.base
-        return WeightManifest(
-            epoch=encoded.identity.epoch,
-            version=encoded.identity.version,
-            layout=self._store.layout,
-            chunk_bytes=self._config.chunk_bytes,
-            hashes=encoded.hashes,
-            key=os.urandom(KEY_BYTES),
-            base=BaseVersion(epoch=base.identity.epoch, version=base.identity.version, digest=base.digest)
-            if base
-            else None,
-        )
-
     def _note(self, encoded: Encoded) -> None:
-        stats, dense_bytes = self._stats, self._store.layout.total_bytes
+        stats = self._stats
         stats.versions += 1
         stats.delta_versions += encoded.base is not None
-        stats.dense_bytes += dense_bytes
+        stats.dense_bytes += self._store.layout.total_bytes
         stats.encoded_bytes += encoded.encoded_bytes
-        stats.last_ratio = dense_bytes / max(1, encoded.encoded_bytes)
-        stats.last_snapshot_s = self._ordered.snapshot_s
-        stats.last_hash_s, stats.last_encode_s = encoded.hash_s, encoded.encode_s
         if encoded.reason and self._config.encoding != "dense":
             count(stats.fallbacks, encoded.reason)
 
@@ -239,18 +212,12 @@ class PublisherProcess:
         self._announce.send(encode(Announcement(epoch=self._epoch, version=version)))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(store: str, epoch: str, control: str, config_json: str) -> None:
     """Entry point of the process; started by `ZmqWeightSender`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    parser = argparse.ArgumentParser(description="Serves the weights of one trainer (internal).")
-    parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--control", required=True)
-    parser.add_argument("--config", required=True)
-    given = parser.parse_args(arguments)
-    config = WeightsConfig.model_validate_json(given.config)
-    PublisherProcess(WeightStore.open(given.store), given.epoch, config, given.control, keys_for(config)).run()
+    config = WeightsConfig.model_validate_json(config_json)
+    PublisherProcess(WeightStore.open(Path(store)), int(epoch), config, control, keys_for(config)).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

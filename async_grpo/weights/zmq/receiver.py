@@ -1,12 +1,12 @@
-"""A rollout server's handle on the receiver of its machine.
+"""A rollout server's end: its connection to the receiver process of the machine.
 
     run board --address--> _follow --Follow-->  receiver process (one a machine, shared)
-                           _listen <--State---         |
+                   _keep_connected <--State---         |
     next_version, hold <------+                        +--> store --mmap--> this server's engine
 
-Two tasks: `_follow` looks the publisher up every few heartbeats and passes its address on; `_listen`
-keeps the connection, and starts the process where there is none (any more). `next_version` waits for a
-state with newer weights; `hold` keeps them in the store while an engine loads them.
+Two tasks run: `_follow` looks the publisher up every few heartbeats and passes its address on; `_keep_connected` starts
+the process if there is none and reads what it sends. `next_version` waits for a state with newer weights; `hold` keeps
+them in the store while an engine loads them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import structlog
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import PublisherLost, WaitTimeout, WeightsCorrupt, WeightsError
+from async_grpo.utils.aio import root_cause
 from async_grpo.utils.frames import FrameReader
 from async_grpo.weights.base import HeldWeights, Resolve
 from async_grpo.weights.manifest import WeightVersion
@@ -58,16 +59,16 @@ class ZmqWeightReceiver:
     """The newest weights, in the weight store at `store_path`. Several of one path share a receiver process."""
 
     def __init__(self, resolve: Resolve, store_path: Path, config: WeightsConfig, *, name: str = "") -> None:
-        """Starts to receive; needs a running event loop. `resolve` says where the publisher listens.
+        """Start to receive; needs a running event loop. `resolve` returns the address of the publisher.
 
         Raises ConfigError if a secret is needed and missing.
         """
         keys_for(config)
         self.store_path = store_path
         self.stats = ReceiverStats()
-        """Of the shared process; as of its last heartbeat."""
+        """Counters of the shared process, as of its last heartbeat."""
         self.restarts = 0
-        """How often the process had to be found or started again."""
+        """How often the process ended and another one was found or started."""
         self._resolve = resolve
         self._config = config
         self._name = name
@@ -82,7 +83,7 @@ class ZmqWeightReceiver:
         self._held: asyncio.Queue[Held] = asyncio.Queue()
         self._hold_lock = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._task = asyncio.create_task(self._run(), name="weight-receiver")
 
     @property
@@ -93,8 +94,8 @@ class ZmqWeightReceiver:
     async def next_version(self, after: WeightVersion | tuple[int, int] | None, timeout_s: float) -> WeightVersion:
         """Wait for weights newer than `after`; they, or newer ones, lie in the store when this returns.
 
-        Raises WaitTimeout if there are none in time, PublisherLost if that is because the publisher
-        has fallen silent, and whatever ended the receiver (WeightsCorrupt, ...).
+        Raises WaitTimeout if there are none in time, PublisherLost if that is because the publisher has fallen silent,
+        and the error that ended the receiver if there was one (WeightsCorrupt, ...).
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -122,7 +123,7 @@ class ZmqWeightReceiver:
                 self._send(Release())
 
     async def close(self) -> None:
-        """Leave the receiver; with the last server that leaves it ends, and the store goes. Safe to call twice."""
+        """Leave the receiver process, which ends with its last server and removes the store. Safe to call twice."""
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
@@ -130,7 +131,8 @@ class ZmqWeightReceiver:
         if writer is not None:
             writer.close()
         if self._process is not None and self._state.servers <= 1:
-            await asyncio.to_thread(self._reap, self._process)
+            with suppress(subprocess.TimeoutExpired):  # it ends by itself, unless another server has just come
+                await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
 
     @property
     def _newest(self) -> WeightVersion | None:
@@ -153,7 +155,7 @@ class ZmqWeightReceiver:
         return WaitTimeout(f"{wanted} from {state.publisher}, which is alive", timeout_s)
 
     async def _take_hold(self) -> WeightVersion:
-        """Ask until somebody answers: the process may be killed meanwhile and another be started."""
+        """Ask until the process answers: it may be killed and another one started meanwhile."""
         deadline = time.monotonic() + HOLD_TIMEOUT_S
         while (remaining := deadline - time.monotonic()) > 0:
             if self._failure is not None:
@@ -176,11 +178,7 @@ class ZmqWeightReceiver:
                 group.create_task(self._follow())
                 group.create_task(self._keep_connected())
         except* Exception as failures:
-            error: BaseException = failures
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            assert isinstance(error, Exception)
-            self._failure = error
+            self._failure = root_cause(failures)
             await self._notify()  # next_version raises it
 
     async def _follow(self) -> None:
@@ -189,8 +187,8 @@ class ZmqWeightReceiver:
             if address is not None and address != self._address:
                 self._address = address
                 self._send(FollowPublisher(address=address))
-            beats = HEARTBEATS_OF_SILENCE if address is not None else 1
-            await asyncio.sleep(beats * self._config.heartbeat_s)
+            heartbeats = HEARTBEATS_OF_SILENCE if address is not None else 1
+            await asyncio.sleep(heartbeats * self._config.heartbeat_s)
 
     async def _keep_connected(self) -> None:
         while True:
@@ -205,7 +203,7 @@ class ZmqWeightReceiver:
             log.warning("the receiver process of this machine ended; finding or starting another")
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """To the process that lives, or that this starts. Raises WeightsError if it does not come up."""
+        """Connect to the running process, or start one. Raises WeightsError, WaitTimeout if it does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             with suppress(OSError):
@@ -221,7 +219,7 @@ class ZmqWeightReceiver:
         raise WaitTimeout(f"the receiver process at {self._paths.socket}", START_TIMEOUT_S)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Until the process ends. Raises what it failed with."""
+        """Read messages until the process ends. Raises the error that ended it."""
         frames = FrameReader(reader, MAX_FRAME_BYTES)
         while True:
             try:
@@ -230,27 +228,18 @@ class ZmqWeightReceiver:
                 return
             match message:
                 case ReceiverState():
-                    await self._note(message)
+                    self._state, self.stats = message, message.stats
+                    await self._notify()
                 case Held():
                     self._held.put_nowait(message)
                 case Failed(message=text, corrupt=corrupt):
                     raise WeightsCorrupt(text) if corrupt else WeightsError(text)
-
-    async def _note(self, state: ReceiverState) -> None:
-        self._state, self.stats = state, state.stats
-        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     def _send(self, message: Record) -> None:
-        """Best effort: everything that matters is said again after a reconnect."""
+        """Send if connected; everything that matters is sent again after a reconnect."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
-
-    @staticmethod
-    def _reap(process: subprocess.Popen[bytes]) -> None:
-        """It ends by itself, unless a server came just now."""
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)

@@ -1,14 +1,13 @@
-"""Who fetches from whom: the tree of receivers, and the publisher's control plane that keeps it.
+"""Who fetches from whom: the tree of receivers, and the part of the publisher that maintains it.
 
     publisher --> fanout receivers --> fanout each --> ...
 
-`RelayTree` is pure. A new receiver gets the nearest place to the publisher that has room, so the depth is about
+`RelayTree` is pure. A new receiver gets the place nearest to the publisher that has room, so the depth is about
 log(N) / log(fanout). Receivers move only when they must: when a relay leaves, its children get new parents and keep
 their own children; a child that could not fetch from its relay gets another parent.
 
-`RelayTracker` answers the receivers' heartbeats with the parent to fetch from, and hands out manifests. It forgets a
-receiver that has been silent for a few heartbeats; the children of that one learn their new parent from the answer to
-their next heartbeat.
+`RelayTracker` answers each heartbeat with the parent to fetch from, and hands out manifests. It forgets a receiver that
+has been silent for a few heartbeats; its children learn their new parent from the answer to their next heartbeat.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class RelayNode:
 
 
 class RelayTree:
-    """Receivers by node name; `ROOT` is the publisher. `fanout` 0: all of them are its children."""
+    """Receivers by node name; `ROOT` is the publisher. With `fanout` 0 all receivers are its children."""
 
     def __init__(self, fanout: int) -> None:
         self._fanout = fanout
@@ -62,7 +61,7 @@ class RelayTree:
         return node in self._members
 
     def join(self, node: str, host: str, relay: str) -> None:
-        """Add a receiver; one that is known, but has another relay, was started again and joins anew."""
+        """Add a receiver. One that is known by another relay endpoint was restarted: it leaves and joins again."""
         known = self._members.get(node)
         if known is not None and known.relay == relay:
             return
@@ -81,7 +80,7 @@ class RelayTree:
             self._place(self._members[orphan])
 
     def suspect(self, node: str, relay: str) -> None:
-        """`node` could not fetch from `relay`: if that is still its parent, it gets another."""
+        """`node` could not fetch from `relay`: if that is still its parent, it gets another parent."""
         member = self._members[node]
         parent = self._members.get(member.parent)
         if parent is not None and parent.relay == relay:
@@ -90,22 +89,22 @@ class RelayTree:
             self._place(member)
 
     def parent_of(self, node: str) -> str:
-        """Relay endpoint of its parent; `ROOT` if that is the publisher."""
+        """Relay endpoint of the node's parent; `ROOT` if that is the publisher."""
         parent = self._members.get(self._members[node].parent)
         return parent.relay if parent is not None else ROOT
 
     def children_of(self, node: str) -> list[str]:
-        """The receivers that fetch from it."""
+        """The receivers that fetch from `node`."""
         return list(self._children[node])
 
     def _place(self, member: RelayNode) -> None:
-        """Under the nearest place with room; under the publisher beyond its fanout if there is none."""
+        """Put the member under the nearest node with room; if there is none, under the publisher."""
         candidates = (node for node in self._by_distance(member.node) if self._takes(node, member))
         member.parent = next(candidates, ROOT)
         self._children[member.parent].append(member.node)
 
     def _by_distance(self, mover: str) -> Iterator[str]:
-        """The publisher, then its children and so on, without the mover and those behind it."""
+        """The publisher, then its children and so on, without the mover and its descendants."""
         queue = deque([ROOT])
         while queue:
             node = queue.popleft()
@@ -121,7 +120,7 @@ class RelayTree:
 
 
 class RelayTracker:
-    """The publisher's control plane; answers on the ROUTER socket that it is given."""
+    """Answers the receivers' heartbeats and requests for manifests on the publisher's ROUTER socket."""
 
     def __init__(self, router: Socket, fanout: int, own_chunks: str, heartbeat_s: float) -> None:
         self._router = router
@@ -142,12 +141,12 @@ class RelayTracker:
         return len(self._tree.children_of(ROOT))
 
     def most_behind(self, newest: WeightVersion) -> int:
-        """Versions that the receiver with the oldest weights lacks; one without any, or of an older epoch, has 0."""
+        """Versions by which the slowest receiver is behind `newest`; receivers of an older epoch do not count."""
         held = [identity for identity in self._held.values() if identity is not None and identity.epoch == newest.epoch]
         return max((newest.version - identity.version for identity in held), default=0)
 
     def handle(self, frames: Sequence[bytes], manifest: bytes) -> None:
-        """Answer one request; `manifest` is the encoded reply to those who ask for it."""
+        """Answer one request; `manifest` is the encoded reply to a request for it."""
         peer, payload = frames[0], frames[-1]
         try:
             request = _requests.decode(payload)

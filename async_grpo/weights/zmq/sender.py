@@ -1,4 +1,4 @@
-"""The trainer's handle: copy into shared memory, tell the publisher process, go on.
+"""The trainer's end: copy the weights into shared memory, tell the publisher process, and go on.
 
 publish --Prepare--> process (waits for its encoder, at most encode_wait_s) --Cleared-->
         copy all tensors into a slot
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -49,18 +48,18 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ZmqWeightSender:
-    """Publishes versions of one epoch. Owns a weight store and the publisher process.
+    """Publishes the versions of one epoch. Owns a weight store and the publisher process.
 
     >>> with ZmqWeightSender(layout, "my-run", epoch=0, config=WeightsConfig()) as publisher:  # doctest: +SKIP
     ...     await board.set_publisher(publisher.address)
     ...     publisher.publish(0, tensors)
 
-    Use it from the thread that made it, and keep that thread alive: the process dies with it.
+    Use it from the thread that made it, and keep that thread alive: the publisher process dies with it.
     """
 
     def __init__(self, layout: TensorLayout, run: str, epoch: int, config: WeightsConfig) -> None:
         """Allocate the store and start the process. Raises ConfigError, WeightsError, PublisherLost, WaitTimeout."""
-        keys_for(config)  # a missing secret is said here, not by a process that ends
+        keys_for(config)  # raises here for a missing secret, instead of in the process
         self._epoch = epoch
         self._config = config
         self._newest: int | None = None
@@ -126,20 +125,13 @@ class ZmqWeightSender:
     def __enter__(self) -> ZmqWeightSender:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start_process(self) -> subprocess.Popen[bytes]:
-        options = {
-            "store": str(self._store.path),
-            "epoch": str(self._epoch),
-            "control": f"ipc://{self._control_path}",
-            "config": self._config.model_dump_json(),
-        }
-        arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
-        return subprocess.Popen(child_argv([sys.executable, "-m", "async_grpo.weights.zmq.publisher", *arguments]))
+        program = [sys.executable, "-m", "async_grpo.weights.zmq.publisher"]
+        control, config = f"ipc://{self._control_path}", self._config.model_dump_json()
+        return subprocess.Popen(child_argv([*program, str(self._store.path), str(self._epoch), control, config]))
 
     def _ask(self, order: msgspec.Struct, kind: type[R], waited_for: str) -> R:
         self._wait(zmq.POLLOUT, waited_for, self._config.update_timeout_s)
@@ -151,7 +143,7 @@ class ZmqWeightSender:
         return decode(self._control.recv(), kind)
 
     def _wait(self, event: int, waited_for: str, timeout_s: float) -> None:
-        """Until the control socket is ready: a dead process would otherwise be waited for without end."""
+        """Wait until the control socket is ready, the process has ended or the time is up."""
         deadline = time.monotonic() + timeout_s
         while not self._control.poll(_LIVENESS_MS, event):
             if self._process.poll() is not None:

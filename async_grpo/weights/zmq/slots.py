@@ -1,18 +1,19 @@
-"""What lies in the two slots of the receiver's store, and when a slot may be taken for the next version."""
+"""The two slots of the receiver's store: what they hold, and when one may be overwritten with the next version."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import WeightsCorrupt, WeightsError
 from async_grpo.weights.chunks import cut
 from async_grpo.weights.manifest import WeightManifest, WeightVersion
-from async_grpo.weights.store import WeightStore
-from async_grpo.weights.zmq.chunk_server import ChunkServer
-from async_grpo.weights.zmq.fetch import Fetch, served_version
+from async_grpo.weights.store import StoreSnapshot, WeightStore
+from async_grpo.weights.zmq.chunk_server import ChunkServer, ServedVersion
+from async_grpo.weights.zmq.fetch import Fetch
 from async_grpo.weights.zmq.local_socket import LocalClients
 from async_grpo.weights.zmq.messages import ReceiverStats
 
@@ -20,7 +21,7 @@ log = structlog.get_logger()
 
 
 class StoreSlots:
-    """Owns the store; offers what is in it to other receivers through `server`."""
+    """Owns the store, and offers the versions in it to other receivers through `server`."""
 
     def __init__(
         self, path: Path, config: WeightsConfig, server: ChunkServer, servers: LocalClients, stats: ReceiverStats
@@ -38,23 +39,26 @@ class StoreSlots:
         return self._servers.newest
 
     def is_news(self, identity: WeightVersion | None) -> bool:
-        """Newer than what is here."""
+        """Whether this version is newer than the newest one here."""
         return identity is not None and (self.newest is None or identity > self.newest)
 
     def slot_in_use(self) -> bool:
-        """An engine still loads, or a receiver still fetches, what the next version would overwrite."""
+        """Whether an engine loads, or a receiver fetches, the version that the next one would overwrite."""
         victim = self._store.next_victim() if self._store is not None else None
         if victim is None:
             return False
         return self._servers.holds(victim) or self._server.in_use_since(victim) is not None
 
     def open(self, manifest: WeightManifest) -> None:
-        """Have a store for versions like this one.
+        """Make sure that there is a store for versions like this one.
 
         Raises WeightsError if there is no room for it, WeightsCorrupt if the model is another.
         """
+        if self._store is None and self._servers.store_is_used:
+            self._store = self._adopt(manifest)
         if self._store is None:
-            self._store = self._open(manifest)
+            chunks = cut(manifest.layout, manifest.chunk_bytes)
+            self._store = WeightStore.create(self._path, manifest.layout, chunks=len(chunks))
         if self._store.layout != manifest.layout:
             raise WeightsCorrupt(
                 "the publisher's tensors are not those that this receiver started with; nothing was applied. "
@@ -62,7 +66,7 @@ class StoreSlots:
             )
 
     def begin(self, manifest: WeightManifest) -> Fetch:
-        """Take the back slot for this version; it is served as far as it has come."""
+        """Start to fetch this version into the back slot; chunks are served as they arrive."""
         assert self._store is not None
         victim = self._store.next_victim()
         if victim is not None:
@@ -73,17 +77,17 @@ class StoreSlots:
         return fetch
 
     def commit(self, fetch: Fetch) -> None:
-        """The version is whole: engines may load it."""
+        """Commit a version that is whole: engines may load it from now on."""
         assert self._store is not None
         before = self._server.served(self.newest)
         self._store.commit(fetch.identity, fetch.notes())
         fetch.served.arrived = None
         if before is not None:
-            before.patches = {}  # whoever still fetches that one gets it dense
+            before.patches = {}  # receivers that still fetch that version get it dense
         self._servers.newest = fetch.identity
 
     def abandon(self, fetch: Fetch) -> None:
-        """The slot is taken again by the next version."""
+        """Stop serving a version that will not be completed."""
         self._server.withdraw(fetch.identity)
 
     def close(self) -> None:
@@ -92,25 +96,27 @@ class StoreSlots:
             self._store.unlink()
         self._path.unlink(missing_ok=True)
 
-    def _open(self, manifest: WeightManifest) -> WeightStore:
-        """Go on with what a killed receiver left, if servers use it; else make a store.
+    def _adopt(self, manifest: WeightManifest) -> WeightStore | None:
+        """The store that a killed receiver left, which servers use; None if it cannot be used.
 
-        What servers loaded from it must stay readable; and it saves a whole transfer.
+        What servers loaded from it stays readable, and its newest version need not be fetched again.
         """
-        if self._servers.store_is_used:
-            try:
-                return self._adopt(manifest)
-            except WeightsError as error:
-                log.warning("the store of an earlier receiver cannot be used", error=str(error))
-        return WeightStore.create(self._path, manifest.layout, chunks=len(cut(manifest.layout, manifest.chunk_bytes)))
+        try:
+            store = WeightStore.adopt(self._path)
+            newest = store.identity
+            if newest is not None and store.layout == manifest.layout:
+                snapshot = store.snapshot(newest)
+                if snapshot.notes.hashes and snapshot.notes.chunk_bytes == manifest.chunk_bytes:
+                    self._server.offer(_served_again(snapshot, manifest))
+                self._servers.newest = newest
+            return store
+        except WeightsError as error:
+            log.warning("the store of an earlier receiver cannot be used", error=str(error))
+            return None
 
-    def _adopt(self, manifest: WeightManifest) -> WeightStore:
-        store = WeightStore.adopt(self._path)
-        newest = store.identity
-        if newest is not None and store.layout == manifest.layout:
-            snapshot = store.snapshot(newest)
-            served = served_version(newest, snapshot.notes, manifest, snapshot.block)
-            self._servers.newest = newest
-            if served is not None:
-                self._server.offer(served)
-        return store
+
+def _served_again(snapshot: StoreSnapshot, manifest: WeightManifest) -> ServedVersion:
+    """A whole version that an earlier receiver committed, from its notes."""
+    notes = snapshot.notes
+    earlier = replace(manifest, **snapshot.identity._asdict(), hashes=notes.hashes, key=notes.key)
+    return ServedVersion.of(earlier, cut(manifest.layout, manifest.chunk_bytes), snapshot.block)

@@ -1,17 +1,16 @@
-"""ZMQ sockets of the transport: bound, connected, encrypted with CURVE, and refused peers.
+"""ZMQ sockets of the transport: binding, connecting, encryption with CURVE, and refused peers.
 
 A guarded process answers ZMQ's authentication requests (ZAP) itself: it admits only the clients' key of this run. Peers
-with other keys or none fail before that, and show up as failed handshakes. Both are logged, at most once in
-`REPORT_EVERY_S`.
+with other keys or none fail before that, in the handshake. Both are logged, at most once in `REPORT_EVERY_S`.
 
 The keys come from one shared secret:
 
     ASYNC_GRPO_WEIGHTS_SECRET --scrypt--> 64 bytes = secret key of the servers | secret key of the clients
 
 Any 32 bytes are a secret key of Curve25519, so the two halves are used as they are, and both sides derive the same four
-keys without exchanging any. An attacker who records a handshake can try guesses on it; scrypt makes every guess cost
-tens of milliseconds and 16 MiB. The salt is fixed, because the two sides share nothing else before they talk; use one
-secret a run.
+keys without exchanging any. An attacker who records a handshake can test guesses of the secret against it; scrypt makes
+each guess cost tens of milliseconds and 16 MiB. The salt is fixed, because the two sides share nothing else before they
+talk; use one secret a run.
 """
 
 from __future__ import annotations
@@ -31,21 +30,30 @@ from zmq.utils.monitor import recv_monitor_message
 from async_grpo.config.weights import WeightsConfig
 from async_grpo.errors import ConfigError
 
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
 SECRET_VARIABLE = "ASYNC_GRPO_WEIGHTS_SECRET"
-
-
 MIN_SECRET_CHARACTERS = 16
-
-
+HEARTBEATS_OF_SILENCE = 4
+"""A peer that was not heard for this many heartbeats is considered lost."""
+REPORT_EVERY_S = 10.0
+HEARTBEAT_MS = 500
+HEARTBEAT_TIMEOUT_MS = 4 * HEARTBEAT_MS
 _SALT = b"async-grpo weights 1"
-
-
 _KEY_BYTES = 32
+_WILDCARDS = ("0.0.0.0", "*")
+_LOOPBACKS = ("127.", "localhost")
+_DOMAIN = b"weights"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Z85 text, as ZMQ takes it. All servers of a run share one pair, all clients the other."""
+    """Two key pairs as Z85 text, which ZMQ takes. All servers of a run share one pair, all clients the other."""
 
     server_public: bytes
     server_secret: bytes
@@ -53,11 +61,11 @@ class CurveKeys:
     client_secret: bytes
 
     def __repr__(self) -> str:
-        return "Keys(...)"
+        return "CurveKeys(...)"
 
 
 def keys_for(config: WeightsConfig) -> CurveKeys | None:
-    """None if nothing is encrypted. Raises ConfigError if the secret is missing or too short."""
+    """The keys of this run; None if nothing is encrypted. Raises ConfigError if the secret is missing or too short."""
     if config.encrypt == "off":
         return None
     secret = os.environ.get(SECRET_VARIABLE, "")
@@ -71,52 +79,17 @@ def keys_for(config: WeightsConfig) -> CurveKeys | None:
 
 
 def derive_keys(secret: str) -> CurveKeys:
-    """The same keys for the same secret, everywhere."""
+    """The keys that follow from the secret; the same on every machine."""
     both = hashlib.scrypt(secret.encode(), salt=_SALT, n=1 << 14, r=8, p=1, dklen=2 * _KEY_BYTES)
     server, client = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
     return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
-Socket = zmq.Socket[bytes]
-
-
-Context = zmq.Context[Socket]
-
-
-HEARTBEATS_OF_SILENCE = 4
-"""Who was not heard for this many heartbeats is taken for lost."""
-
-
-REPORT_EVERY_S = 10.0
-
-
-HEARTBEAT_MS = 500
-
-
-HEARTBEAT_TIMEOUT_MS = 4 * HEARTBEAT_MS
-
-
-_WILDCARDS = ("0.0.0.0", "*")
-
-
-_LOOPBACKS = ("127.", "localhost")
-
-
-_DOMAIN = b"weights"
-
-
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-
-
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-log = structlog.get_logger()
-
-
 def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None, advertise: str | None = None) -> str:
-    """Bind to the given port (0: any free one; otherwise plus the offset) and say where others reach it: at
-    `advertise`, if given; a wildcard host is announced as this machine's name."""
+    """Bind to the port of `bind` plus the offset (port 0: any free one). Returns the endpoint that others connect to.
+
+    Its host is `advertise` if given, this machine's name for a wildcard, else the host of `bind`.
+    """
     _set_common(listener)
     if keys is not None:
         listener.curve_server = True
@@ -129,10 +102,10 @@ def listen(listener: Socket, bind: str, port_offset: int, keys: CurveKeys | None
 
 
 def as_seen_from(peer: str, endpoint: str, bind: str) -> str:
-    """`endpoint`; of a wildcard `bind`, under the address with which this machine reaches `peer`.
+    """`endpoint`; if `bind` is a wildcard, with the address from which this machine reaches `peer` as its host.
 
-    A name needs a resolver that knows it, that address does not. One on the loopback would say nothing about how
-    others reach this machine: then the name stays, as it does without a route.
+    Unlike the machine's name, that address needs no resolver. The name stays if there is no route, or if the address
+    is on the loopback, which would not tell others how to reach this machine.
     """
     if _host_and_port(bind)[0] not in _WILDCARDS:
         return endpoint
@@ -157,7 +130,7 @@ def connect(client: Socket, endpoint: str, max_message_bytes: int, keys: CurveKe
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Only this machine can reach it."""
+    """Whether only this machine can reach the endpoint."""
     return endpoint.removeprefix("tcp://").startswith(_LOOPBACKS)
 
 
@@ -167,10 +140,10 @@ def _host_and_port(endpoint: str) -> tuple[str, str]:
 
 
 class CurveGuard:
-    """Lets only this run's clients in, and counts whom it refused. Without keys it has nothing to do."""
+    """Admits only this run's clients, and counts the peers that it refused. Without keys it does nothing."""
 
     def __init__(self, context: Context, keys: CurveKeys | None) -> None:
-        """Make it before the sockets that it guards are bound."""
+        """Create the guard before the sockets that it guards are bound."""
         self.refused = 0
         self._reported = 0
         self._reported_s = -REPORT_EVERY_S
@@ -182,13 +155,13 @@ class CurveGuard:
             self._zap.bind(_ZAP_ENDPOINT)
 
     def watch(self, listener: Socket) -> None:
-        """Notice failed handshakes of this socket."""
+        """Count failed handshakes of this socket."""
         if self._zap is not None:
             self._monitors.append(listener.get_monitor_socket(_REFUSALS))
 
     @property
     def sockets(self) -> list[Socket]:
-        """To be polled; hand those that are readable to `handle`."""
+        """Sockets to poll; pass those that are readable to `handle`."""
         return [*self._monitors, *([self._zap] if self._zap is not None else [])]
 
     def handle(self, ready: Socket) -> None:

@@ -1,15 +1,16 @@
-"""The receiver's connections upwards: to the publisher, and to the parent from which it fetches chunks.
+"""The receiver's connections to the publisher and to the parent from which it fetches chunks.
 
     publisher --announcements (SUB), parent and manifests (DEALER)--> PublisherConnection
     parent (publisher or relay) --chunks (DEALER), its end (monitor)--> ParentConnection
 
-Neither waits: the receiver's loop polls their sockets.
+Neither waits; the receiver's loop polls their sockets.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -44,7 +45,7 @@ _replies = msgspec.msgpack.Decoder(TrackerReply)
 
 
 class ParentConnection:
-    """One DEALER socket to a parent, and the monitor that tells when its connection breaks."""
+    """One DEALER socket to a parent, and a monitor that reports when its connection breaks."""
 
     def __init__(
         self, context: Context, assignment: ParentAssignment, chunk_bytes: int, keys: CurveKeys | None
@@ -64,10 +65,8 @@ class ParentConnection:
 
     def ask(self, request: ChunkRequest | FetchDone) -> None:
         """Send the request; it is dropped if nothing can be sent, because chunks are asked for again."""
-        try:
+        with suppress(zmq.Again):
             self.dealer.send(encode(request), zmq.DONTWAIT)
-        except zmq.Again:
-            return
 
     def receive(self) -> tuple[ChunkReply | VersionGone | ChunkPending, memoryview] | None:
         """The next answer and its payload; None if there is none."""
@@ -128,10 +127,8 @@ class PublisherConnection:
 
     def send(self, message: ReceiverHeartbeat | ReceiverLeaving | ManifestRequest) -> None:
         """Send the message; it is dropped if nothing can be sent, because all of these are repeated."""
-        try:
+        with suppress(zmq.Again):
             self.requests.send(encode(message), zmq.DONTWAIT)
-        except zmq.Again:
-            return
 
     def close(self) -> None:
         """Close the sockets."""
