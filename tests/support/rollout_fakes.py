@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from async_grpo.config import RunConfig
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.config import RunConfig, dump
 from async_grpo.data.base import make_task
 from async_grpo.errors import WaitTimeout
 from async_grpo.rewards.base import RewardFailure, RewardInput, RewardResult
@@ -202,6 +203,14 @@ def config_of(**changes: Any) -> RunConfig:
             **changes,
         }
     )
+
+
+def leave_run_folder(config: RunConfig) -> RunFolder:
+    """The folder of a run of which only the configuration is left."""
+    folder = RunFolder(config.run_dir)
+    folder.path.mkdir(parents=True)
+    folder.config_file.write_text(dump(config))
+    return folder
 
 
 def buffer_of(config: RunConfig) -> InMemoryBuffer:

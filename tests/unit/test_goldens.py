@@ -30,7 +30,7 @@ from async_grpo.telemetry.rows import TIME_KEYS
 from async_grpo.telemetry.trackers import TAGS
 from async_grpo.wire.records import Record
 from buffer.redis.scripts import RunKeys
-from tests.unit.async_grpo.app.report.test_telemetry_run import run_dir, summary  # noqa: F401  (fixtures)
+from tests.unit.async_grpo.app.report.test_run_report import run_dir, summary  # noqa: F401  (fixtures)
 from trainer.metrics_server import TrainerCollector, TrainerProgress
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

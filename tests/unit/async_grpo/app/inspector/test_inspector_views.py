@@ -29,23 +29,11 @@ def printed(view: RenderableType) -> str:
     return capture.get()
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain, schön, 漢字, 🙂", "plain, schön, 漢字, 🙂"),
-        ("\x1b[2J", "\\x1b[2J"),
-        ("a\nb\tc\r", "a\\nb\\tc\\r"),
-        ("\u202eabc", "\\u202eabc"),
-        ("\x9b31m", "\\x9b31m"),
-        ("\ud800", "\\ud800"),
-        ("\u2028", "\\u2028"),
-    ],
-)
-def test_unsafe_characters_are_spelled_out(text: str, shown: str) -> None:
-    assert escape_controls(text) == shown
-
-
-def test_a_long_text_is_cut_and_says_so() -> None:
+def test_unsafe_characters_are_spelled_out_and_a_long_text_is_cut() -> None:
+    unsafe = {"\x1b[2J": "\\x1b[2J", "a\nb\tc\r": "a\\nb\\tc\\r", "\u202eabc": "\\u202eabc", "\x9b31m": "\\x9b31m"}
+    for text, shown in {**unsafe, "\ud800": "\\ud800", "\u2028": "\\u2028"}.items():
+        assert escape_controls(text) == shown
+    assert escape_controls("plain, schön, 漢字, 🙂") == "plain, schön, 漢字, 🙂"
     assert escape_controls("x" * 1234, 3) == "xxx [... 1,231 more characters]"
 
 
@@ -77,9 +65,6 @@ def test_bytes_of_unknown_meaning_stay_bytes() -> None:
     record = decode_untyped(msgpack.packb({"image": b"\x00\xff" * 20, "tokens": b"odd"}))
     assert record == {"image": b"\x00\xff" * 20, "tokens": b"odd"}
     assert "40 bytes 00 ff 00 ff 00 ff 00 ff ..." in printed(record_view("x", record, 400))
-
-
-def test_a_long_array_shows_its_length_and_its_ends() -> None:
     shown = printed(record_view("x", {"tokens": np.arange(1000, dtype="<i4")}, 400))
     assert "int32[1,000] 0, 1, 2, 3, 4, 5, 6, 7, ... 996, 997, 998, 999" in shown
 
@@ -91,16 +76,8 @@ def test_what_is_no_record_is_named_as_such(payload: bytes) -> None:
 
 
 def test_every_record_becomes_strict_json() -> None:
-    record = decode_untyped(
-        msgpack.packb(
-            {
-                "logprobs": logprobs_to_bytes([-0.5, -math.inf, math.nan]),
-                "reward": math.inf,
-                "raw": b"\x00\x01",
-                5: [None, True, "text", [1, 2]],
-            }
-        )
-    )
+    arrays = {"logprobs": logprobs_to_bytes([-0.5, -math.inf, math.nan]), "raw": b"\x00\x01"}
+    record = decode_untyped(msgpack.packb({**arrays, "reward": math.inf, 5: [None, True, "text", [1, 2]]}))
     assert json.loads(json.dumps(to_jsonable(record), allow_nan=False)) == {
         "logprobs": [-0.5, "-Infinity", "NaN"],
         "reward": "Infinity",
@@ -120,9 +97,6 @@ def test_groups_are_listed_by_state_and_the_rest_is_counted() -> None:
     assert any("inflight 9" in line and "expired 1.5 s ago" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5120.0 GiB")],
-)
-def test_sizes_are_readable(count: int, text: str) -> None:
-    assert human_bytes(count) == text
+def test_sizes_are_readable() -> None:
+    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 40: "5120.0 GiB"}
+    assert [human_bytes(count) for count in sizes] == list(sizes.values())

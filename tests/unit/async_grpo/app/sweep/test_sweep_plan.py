@@ -1,4 +1,4 @@
-"""Which runs a sweep has, and which it refuses."""
+"""What --grid and --seeds say, which runs a sweep has, and which it refuses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from pathlib import Path
 import pytest
 
 from async_grpo.app.sweep.folder import PointRecord, SweepFolder, SweepRecord
-from async_grpo.app.sweep.plan import Point, SweepPlan, SweepRequest, lay_out, parse_axes, point_name
+from async_grpo.app.sweep.plan import (
+    Axis,
+    Point,
+    SweepPlan,
+    SweepRequest,
+    combinations,
+    lay_out,
+    parse_axes,
+    parse_axis,
+    parse_seeds,
+    point_name,
+)
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 
+LayOut = Callable[..., SweepPlan]
 BASE = "name: q\nsteps: 4\nmodel: {random: {}}\n"
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Callable[..., SweepPlan]:
+def plan(tmp_path: Path) -> LayOut:
     """Lays out a sweep of BASE, or of another text."""
 
     def laid_out(
@@ -39,94 +51,108 @@ def names(plan: SweepPlan) -> list[str]:
     return [point.name for point in plan.points]
 
 
-def test_every_combination_with_every_seed_is_a_run_of_its_own(plan: Callable[..., SweepPlan]) -> None:
+def test_an_axis_is_a_key_and_its_values_as_they_were_typed() -> None:
+    assert parse_axis("max_staleness=0, 2 ,1e1") == Axis("max_staleness", ("0", "2", "1e1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("k=[a,b],[c]", ("[a,b]", "[c]")),
+        ("k={x: 1, y: [2, 3]},null", ("{x: 1, y: [2, 3]}", "null")),
+        ('k="a,b",c', ('"a,b"', "c")),
+        ("k='[',]", ("'['", "]")),
+        ("k=a=b,c", ("a=b", "c")),
+    ],
+)
+def test_a_comma_inside_brackets_or_quotes_belongs_to_its_value(text: str, values: tuple[str, ...]) -> None:
+    assert parse_axis(text).values == values
+
+
+@pytest.mark.parametrize(
+    ("grid", "overrides", "why"),
+    [
+        *[([text], [], "key=value,value") for text in ("s", "=1,2", "s=", "s=0,,2", "s=0,")],
+        *[([f"{key}=1,2"], [], fix) for key, fix in (("seed", "--seeds"), ("name", "-o name="), ("runs_dir", "--out"))],
+        (["s=2,0,2"], [], "value 2 stands twice"),
+        (["a=1", "a=2"], [], "stands twice"),
+        (["a=1"], ["b=1", "a=3"], "both in --grid and in -o"),
+        ([], [], "something to vary"),
+    ],
+)
+def test_what_is_no_grid_is_refused_with_what_to_type(grid: list[str], overrides: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_axes(grid, overrides)
+
+
+def test_the_last_axis_turns_fastest() -> None:
+    axes = parse_axes(["s=0,1", "p=x,y"], [])
+    assert [tuple(choice.values()) for choice in combinations(axes)] == [("0", "x"), ("0", "y"), ("1", "x"), ("1", "y")]
+
+
+def test_seeds_are_whole_numbers_and_differ() -> None:
+    assert parse_seeds("3, 1") == (3, 1)
+    for text in ("", "1,", "a", "-1", "1.5", "1,1"):
+        with pytest.raises(ConfigError, match="--seeds"):
+            parse_seeds(text)
+
+
+def test_every_combination_with_every_seed_is_a_run_of_its_own(plan: LayOut) -> None:
     made = plan(["max_staleness=0,2", "trainer.objective.preset=grpo,areal"], seeds=(1, 2))
-    assert len(made.points) == 8 and made.asked == set(names(made))
-    assert len({point.config.run_dir for point in made.points}) == 8
-    configs = [(p.config.max_staleness, p.config.trainer.objective.preset, p.seed) for p in made.points]
-    assert set(configs) == {(s, preset, seed) for s in (0, 2) for preset in ("grpo", "areal") for seed in (1, 2)}
+    assert made.asked == set(names(made)) and len({point.config.run_dir for point in made.points}) == 8
+    assert {point.config.run_dir.parent.parent.name for point in made.points} == {"a sweep: mine"}
+    objectives = [(p.config.max_staleness, p.config.trainer.objective.loss, p.seed) for p in made.points]
+    assert set(objectives) == {(s, loss, seed) for s in (0, 2) for loss in ("ppo_clip", "decoupled") for seed in (1, 2)}
 
 
-def test_a_preset_of_the_grid_sets_what_follows_from_it(plan: Callable[..., SweepPlan]) -> None:
-    made = plan(["trainer.objective.preset=grpo,areal"])
-    assert [point.config.trainer.objective.loss for point in made.points] == ["ppo_clip", "decoupled"]
-
-
-def test_runs_write_below_the_folder_of_the_sweep_whatever_it_is_called(plan: Callable[..., SweepPlan]) -> None:
-    [point] = plan(["max_staleness=1"]).points
-    assert point.config.run_dir.parent.parent.name == "a sweep: mine"
-
-
-def test_a_name_says_the_point() -> None:
+def test_names_say_the_point_and_differ_where_they_are_cut_or_leave_a_key_out(plan: LayOut) -> None:
     assert point_name("q", {"max_staleness": "4", "trainer.objective.preset": "grpo"}, 2) == (
         "q-max_staleness.4-seed.2-preset.grpo"
     )
-
-
-def test_long_names_are_cut_and_stay_apart() -> None:
-    values = [
-        {"trainer.optimizer.a_rather_long_key_indeed": "1e-4", "rollout.another_long_key": str(n)} for n in (1, 2)
-    ]
+    values = [{"trainer.optimizer.a_rather_long_key_indeed": "1e-4", "rollout.another_long_key": n} for n in "12"]
     made = [point_name("quite-a-long-base-name", value, 1) for value in values]
     assert made[0] != made[1]
     for name in made:
         assert len(name) <= 64 and RunConfig.model_validate({"name": name, "model": {"random": {}}}).name == name
+    assert len(set(names(plan(["launch.stop_timeout_s=10,20"])))) == 2
 
 
-def test_keys_that_a_name_leaves_out_get_names_that_differ(plan: Callable[..., SweepPlan]) -> None:
-    made = plan(["launch.stop_timeout_s=10,20"])
-    assert len(set(names(made))) == 2
-
-
-def test_a_combination_that_is_not_allowed_is_named_with_the_reason_and_nothing_else_is_laid_out(
-    plan: Callable[..., SweepPlan],
-) -> None:
+def test_a_combination_that_is_not_allowed_is_named_with_the_reason_and_nothing_else_is_laid_out(plan: LayOut) -> None:
     with pytest.raises(ConfigError) as refused:
         plan(["max_staleness=0,1", "buffer.selector.kind=fifo,freshest", "buffer.on_stale=wait,drop"], seeds=(1, 2))
     text = str(refused.value)
-    assert "2 of the 8 combinations" in text
+    assert "2 of the 8 combinations" in text and "=fifo" not in text
     for staleness in (0, 1):
         assert f"max_staleness={staleness}, buffer.selector.kind=freshest, buffer.on_stale=wait: " in text
-    assert "=fifo" not in text and "wait" in text
 
 
-def test_two_texts_of_one_value_are_refused_as_one_run(plan: Callable[..., SweepPlan]) -> None:
+def test_two_texts_of_one_value_are_refused_as_one_run(plan: LayOut) -> None:
     with pytest.raises(ConfigError, match="are the same run"):
         plan(["trainer.optimizer.lr=1.0e-3,0.001"])
 
 
-def test_more_values_and_seeds_are_added_to_what_is_there(plan: Callable[..., SweepPlan]) -> None:
+def test_more_values_and_seeds_are_added_to_what_is_there(plan: LayOut) -> None:
     before = plan(["max_staleness=0,2"])
     after = plan(["max_staleness=2,4"], seeds=(1, 2), known=before.points)
     assert len(after.points) == 5
     assert after.asked == set(names(after)) - {"q-max_staleness.0-seed.1"}
-
-
-def test_another_axis_takes_up_the_points_that_have_its_value_already(plan: Callable[..., SweepPlan]) -> None:
-    before = plan(["max_staleness=0,2"])
-    after = plan(["max_staleness=0,2", "trainer.objective.preset=areal,grpo"], known=before.points)
-    assert len(after.points) == 4
-    assert set(names(before)) < set(names(after))
+    wider = plan(["max_staleness=0,2", "trainer.objective.preset=areal,grpo"], known=before.points)
+    assert len(wider.points) == 4 and set(names(before)) < set(names(wider))  # areal is what the known points had
 
 
 def test_a_changed_base_is_refused_by_the_key_even_if_only_new_points_are_asked_for(
-    plan: Callable[..., SweepPlan],
+    plan: LayOut,
 ) -> None:
     before = plan(["max_staleness=0"])
     for changed in ({"text": BASE.replace("steps: 4", "steps: 8")}, {"overrides": ["steps=8"]}):
         with pytest.raises(ConfigError, match=r"another base configuration: steps would differ .*max_staleness=0"):
             plan(["max_staleness=2"], known=before.points, **changed)
-
-
-def test_where_and_how_patiently_runs_work_may_change(plan: Callable[..., SweepPlan]) -> None:
-    before = plan(["max_staleness=0,2"])
-    after = plan(["max_staleness=0,2"], known=before.points, overrides=["launch.stop_timeout_s=77"])
-    assert names(after) == names(before)
-    assert after.points[0].config.launch.stop_timeout_s == 77
+    patient = plan(["max_staleness=0"], known=before.points, overrides=["launch.stop_timeout_s=77"])
+    assert names(patient) == names(before) and patient.points[0].config.launch.stop_timeout_s == 77
 
 
 def test_the_folder_gives_back_the_points_that_were_written_even_after_it_was_moved(
-    plan: Callable[..., SweepPlan], tmp_path: Path
+    plan: LayOut, tmp_path: Path
 ) -> None:
     points = plan(["max_staleness=0,2"]).points
     folder = SweepFolder(tmp_path / "first")

@@ -20,37 +20,29 @@ def test_the_fastest_of_those_within_one_standard_error_of_the_best_is_recommend
     choice = choose(
         [one("s0", 0.95, 5), one("s2", 0.941, 9), one("s4", 0.942, 8), one("s8", 0.939, 20)], ACCURACY, None
     )
-    assert choice.label == "s2"
-    assert choice.within == ["s0", "s2", "s4"]
-    assert choice.margin == 0.01
+    assert (choice.label, choice.within, choice.margin) == ("s2", ["s0", "s2", "s4"], 0.01)
     assert "fastest of the 3 settings" in choice.reason and "one standard error" in choice.reason
     assert "of the best, s0 with 0.950" in choice.reason
 
 
-def test_the_margin_is_that_of_the_best_and_not_of_a_noisier_one() -> None:
-    assert choose([one("best", 0.95, 5, 0.001), one("noisy", 0.9, 9, 0.2)], ACCURACY, None).label == "best"
+NEAR = 0.95 - DEFAULT_TOLERANCE / 2
 
 
-def test_a_stated_tolerance_replaces_the_standard_error() -> None:
-    candidates = [one("s0", 0.95, 5), one("s8", 0.90, 9)]
-    assert choose(candidates, ACCURACY, 0.1).label == "s8"
-    assert choose(candidates, ACCURACY, 0.0).label == "s0"
-    assert "stated tolerance" in choose(candidates, ACCURACY, 0.1).reason
-
-
-def test_without_any_error_a_tolerance_is_stated() -> None:
-    near = 0.95 - DEFAULT_TOLERANCE / 2
-    choice = choose([one("s0", 0.95, 5, None), one("s2", near, 9, None)], REWARD, None)
-    assert (choice.label, choice.margin) == ("s2", DEFAULT_TOLERANCE)
-    assert "gives no error" in choice.reason
-
-
-def test_equal_speed_is_decided_by_learning() -> None:
-    assert choose([one("a", 0.945, 9), one("b", 0.95, 9)], ACCURACY, None).label == "b"
-
-
-def test_the_only_setting_is_not_praised_for_winning() -> None:
-    assert "nothing was compared" in choose([one("s0", 0.95, 5)], ACCURACY, None).reason
+@pytest.mark.parametrize(
+    ("candidates", "tolerance", "label", "said"),
+    [
+        ([one("best", 0.95, 5, 0.001), one("noisy", 0.9, 9, 0.2)], None, "best", "learned most"),
+        ([one("s0", 0.95, 5), one("s8", 0.90, 9)], 0.1, "s8", "stated tolerance"),
+        ([one("s0", 0.95, 5), one("s8", 0.90, 9)], 0.0, "s0", "stated tolerance"),
+        ([one("s0", 0.95, 5, None), one("s2", NEAR, 9, None)], None, "s2", "gives no error"),
+        ([one("a", 0.945, 9), one("b", 0.95, 9)], None, "b", "fastest of the 2"),
+        ([one("s0", 0.95, 5)], None, "s0", "nothing was compared"),
+    ],
+    ids=["margin of the best", "tolerance", "no tolerance", "no error known", "equal speed", "one setting"],
+)
+def test_the_margin_and_the_reason(candidates: list[Candidate], tolerance: float | None, label: str, said: str) -> None:
+    choice = choose(candidates, ACCURACY, tolerance)
+    assert choice.label == label and said in choice.reason
 
 
 def test_a_sweep_in_which_nothing_was_learned_says_so() -> None:
@@ -59,19 +51,17 @@ def test_a_sweep_in_which_nothing_was_learned_says_so() -> None:
     assert "No setting learned anything" not in choose([one("s0", 0.9, 5, before=0.4)], ACCURACY, None).reason
 
 
-def test_a_setting_with_a_failed_seed_does_not_count() -> None:
-    points = [figures(0), figures(0, 2), figures(4, samples_per_s=50.0), figures(4, 2, state=FAILED, error="boom")]
-    choice = recommend(settings_of(points))
-    assert choice.label == "max_staleness=0"
-    assert choice.excluded == {"max_staleness=4": "seed 2: failed"}
-
-
 @pytest.mark.parametrize(
     ("broken", "why"),
-    [({"balanced": False}, "books do not balance"), ({"age_max": 5, "age_bound": 4}, "above the bound 4")],
+    [
+        ({"state": FAILED, "error": "boom"}, "seed 2: failed"),
+        ({"balanced": False}, "books do not balance"),
+        ({"age_max": 5, "age_bound": 4}, "above the bound 4"),
+    ],
 )
-def test_a_run_that_broke_its_promises_does_not_count(broken: dict[str, object], why: str) -> None:
-    choice = recommend(settings_of([figures(0), figures(4, samples_per_s=50.0, **broken)]))
+def test_a_setting_whose_run_failed_or_broke_its_promises_does_not_count(broken: dict[str, object], why: str) -> None:
+    fast = [figures(4, samples_per_s=50.0), figures(4, 2, samples_per_s=50.0, **broken)]
+    choice = recommend(settings_of([figures(0), figures(0, 2), *fast]))
     assert choice.label == "max_staleness=0"
     assert why in choice.excluded["max_staleness=4"]
 
@@ -108,19 +98,13 @@ def test_seeds_of_one_combination_make_one_setting_with_numbers_in_order() -> No
     assert [setting.label for setting in made] == ["max_staleness=0", "max_staleness=2", "max_staleness=8"]
     assert [point.seed for point in made[0].points] == [1, 2]
     assert made[0].values_of("samples_per_s") == [10.0, 20.0] and made[0].mean("samples_per_s") == 15.0
-
-
-def test_only_finished_seeds_count_in_a_mean() -> None:
     [setting] = settings_of([figures(0), figures(0, 2, state=FAILED, samples_per_s=99.0)])
-    assert setting.values_of("samples_per_s") == [10.0]
+    assert setting.values_of("samples_per_s") == [10.0]  # only finished seeds count
 
 
-def test_words_keep_their_order_and_numbers_get_theirs() -> None:
+def test_words_keep_their_order_numbers_get_theirs_and_labels_are_told_apart() -> None:
     assert in_order(["grpo", "areal"]) == ["grpo", "areal"]
     assert in_order(["1e1", "9", "-1"]) == ["-1", "9", "1e1"]
-
-
-def test_a_label_uses_whole_keys_where_their_last_words_are_alike() -> None:
     [setting] = settings_of([figures(0, values={"a.kind": "x", "b.kind": "y"})])
     assert setting.label == "a.kind=x, b.kind=y"
 
@@ -128,13 +112,8 @@ def test_a_label_uses_whole_keys_where_their_last_words_are_alike() -> None:
 def test_values_are_shown_as_resolved_and_without_what_is_not_set() -> None:
     config = {"a": {"on": True, "none": None, "list": [{"kind": "geo_rs", "cap": None, "low": 0.5}]}, "n": 3}
     keys = ["a.on", "a.none", "a.list", "n", "not.there"]
-    assert list(shown_values(config, keys).values()) == [
-        "true",
-        "null",
-        '[{"kind": "geo_rs", "low": 0.5}]',
-        "3",
-        "null",
-    ]
+    shown = ["true", "null", '[{"kind": "geo_rs", "low": 0.5}]', "3", "null"]
+    assert list(shown_values(config, keys).values()) == shown
 
 
 def test_a_band_runs_from_the_lowest_to_the_highest_seed_as_far_as_all_of_them_go() -> None:

@@ -21,7 +21,6 @@ from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import RunningPoint, SweepState, SweepView, eta_s, line, table
 from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner, devices_wanted, outcome_of, pool_for
-from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from tests.support.sweep_fakes import STEPS, point
 
@@ -75,7 +74,6 @@ def make_runner(tmp_path: Path) -> MakeRunner:
 
     def made(
         how: dict[str, str],
-        *,
         at_once: int = 1,
         show: Callable[[SweepState], None] = lambda state: None,
         **changes: object,
@@ -87,16 +85,8 @@ def make_runner(tmp_path: Path) -> MakeRunner:
             return [sys.executable, "-S", *map(str, words)]
 
         pool = pool_for([one.config for one in points], at_once, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
-        return SweepRunner(
-            points,
-            folder,
-            argv=argv,
-            total=len(points),
-            at_once=at_once,
-            pool=pool,
-            show=show,
-            ended=lambda result: None,
-        )
+        shares = {"total": len(points), "at_once": at_once, "pool": pool}
+        return SweepRunner(points, folder, argv=argv, **shares, show=show, ended=lambda result: None)
 
     return made
 
@@ -185,32 +175,26 @@ async def test_runs_at_once_never_share_a_device(make_runner: MakeRunner, tmp_pa
 
 
 def on_cuda(processes: int) -> dict[str, object]:
-    return {
-        "trainer": {"platform": "cuda", "processes": processes},
-        "rollout": {"vllm": {"platform": "cuda"}},
-    }
+    return {"trainer": {"platform": "cuda", "processes": processes}, "rollout": {"vllm": {"platform": "cuda"}}}
 
 
-def test_a_run_needs_the_devices_of_its_trainer_and_of_its_servers(tmp_path: Path) -> None:
-    assert devices_wanted(point(tmp_path, **on_cuda(2)).config) == ("cuda", 3)
-    assert devices_wanted(point(tmp_path).config) == ("", 0)
-
-
-def test_a_point_that_needs_more_devices_than_there_are_is_refused(tmp_path: Path) -> None:
-    configs: list[RunConfig] = [point(tmp_path, **on_cuda(2)).config]
-    with pytest.raises(ConfigError, match="needs 3 devices, and there are 2"):
-        pool_for(configs, 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert pool_for(configs, 1, {}) is None
-    assert pool_for([point(tmp_path).config], 4, {}) is None
-
-
-def test_the_devices_of_a_run_that_has_ended_go_to_the_next(tmp_path: Path) -> None:
-    pool = pool_for([point(tmp_path, **on_cuda(2)).config], 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+def test_devices_are_those_of_both_sides_and_go_from_a_run_that_has_ended_to_the_next(tmp_path: Path) -> None:
+    config = point(tmp_path, **on_cuda(2)).config
+    assert devices_wanted(config) == ("cuda", 3)
+    pool = pool_for([config], 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
     assert pool is not None
     assert pool.take("a", 3) == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
     assert pool.take("b", 3) is None
     pool.give_back("a")
     assert pool.take("b", 3) == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    with pytest.raises(ConfigError, match="needs 3 devices, and there are 2"):
+        pool_for([config], 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_a_run_at_a_time_or_on_the_cpu_needs_no_pool(tmp_path: Path) -> None:
+    assert devices_wanted(point(tmp_path).config) == ("", 0)
+    assert pool_for([point(tmp_path, **on_cuda(2)).config], 1, {}) is None
+    assert pool_for([point(tmp_path).config], 4, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -61,55 +61,49 @@ def state(**changes: Any) -> LiveState:
 IDLE = {"running": 0, "waiting_for": "the staleness window"}
 
 
+ROLLOUT_1 = server("rollout-1")
+FULL = {"taken": 16, "active": 48}
+
+
 @pytest.mark.parametrize(
-    ("seen", "said"),
+    ("changes", "said"),
     [
-        (state(), "trainer waits for rollout-0: 3 of 16 groups ready"),
+        ({}, "trainer waits for rollout-0: 3 of 16 groups ready"),
+        ({"servers": [server(), ROLLOUT_1]}, "trainer waits for rollout-0, rollout-1: 3 of 16 groups ready"),
         (
-            state(servers=[server(), server("rollout-1")]),
-            "trainer waits for rollout-0, rollout-1: 3 of 16 groups ready",
-        ),
-        (
-            state(taken=16, active=48, servers=[server(**IDLE)]),
+            {**FULL, "servers": [server(**IDLE)]},
             "rollout-0 waits for the staleness window (trainer is the bottleneck)",
         ),
         (
-            state(taken=16, active=48, servers=[server(**IDLE), server("rollout-1", **IDLE)]),
+            {**FULL, "servers": [server(**IDLE), server("rollout-1", **IDLE)]},
             "rollout-0, rollout-1 wait for the staleness window (trainer is the bottleneck)",
         ),
-        (state(taken=16, servers=[server(waiting_for="tasks")]), "rollout-0 waits for tasks"),
-        (state(taken=16), "nobody: training and generation overlap"),
-        (state(ready=20), "trainer waits for the oldest groups: 20 ready, taken in ticket order"),
-        (state(ready=20, inflight=0), "rollouts wait for the trainer: 20 groups ready, none taken"),
-        (state(servers=[]), "trainer waits for a rollout server: none has reported"),
+        ({"taken": 16, "servers": [server(waiting_for="tasks")]}, "rollout-0 waits for tasks"),
+        ({"taken": 16}, "nobody: training and generation overlap"),
+        ({"ready": 20}, "trainer waits for the oldest groups: 20 ready, taken in ticket order"),
+        ({"ready": 20, "inflight": 0}, "rollouts wait for the trainer: 20 groups ready, none taken"),
+        ({"servers": []}, "trainer waits for a rollout server: none has reported"),
         (
-            state(servers=[server(running=0)]),
+            {"servers": [server(running=0)]},
             "trainer waits: 28 groups in flight, but no server generates (leases will expire)",
         ),
-        (
-            state(servers=[server(running=0, waiting_for="weights")]),
-            "rollout-0 waits for weights, and trainer for them",
-        ),
-        (state(roles=[RoleState("trainer", "restarting")]), "waiting for trainer to start"),
+        ({"servers": [server(running=0, waiting_for="weights")]}, "rollout-0 waits for weights, and trainer for them"),
+        ({"roles": [RoleState("trainer", "restarting")]}, "waiting for trainer to start"),
     ],
 )
-def test_who_waits_says_what_holds_the_run_up(seen: LiveState, said: str) -> None:
-    assert who_waits(seen, groups_per_step=16) == said
+def test_who_waits_says_what_holds_the_run_up(changes: dict[str, Any], said: str) -> None:
+    assert who_waits(state(**changes), groups_per_step=16) == said
 
 
-def terminal(width: int = 110) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, record=True)
-
-
-def shown(console: Console) -> str:
-    return console.export_text()
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=110, record=True)
 
 
 def test_a_terminal_shows_every_fact_of_the_run() -> None:
     console = terminal()
     with LiveView(CONFIG, console) as view:
         view.update(state())
-    text = shown(console)
+    text = console.export_text()
     for fact in (
         "48 of 120",
         "2:24 left",
@@ -126,30 +120,17 @@ def test_a_terminal_shows_every_fact_of_the_run() -> None:
         assert fact in text
 
 
-def test_a_run_without_a_step_yet_can_be_shown() -> None:
+def drawn(view: LiveView) -> str:
+    """The panel, with its colours as escape sequences."""
     console = terminal()
-    with LiveView(CONFIG, console) as view:
-        view.update(LiveState())
-    text = shown(console)
-    assert "0 of 120" in text and "not measured yet" in text
+    console.print(view.render())
+    return console.export_text(styles=True)
 
 
-def test_a_broken_staleness_bound_is_red() -> None:
-    console = terminal()
-    with LiveView(CONFIG, console) as view:
-        view.update(state(step={"step": 1, "age_max": 3}))
-    assert "\x1b[31mmax 3 of S = 2" in console.export_text(styles=True)
-
-
-def test_the_phase_is_shown_before_the_first_state() -> None:
-    console = terminal()
-    with LiveView(CONFIG, console) as view:
-        view.phase("preparing the model")
-        assert "preparing the model" in drawn(view)
-
-
-def test_the_next_step_ends_a_phase() -> None:
+def test_a_phase_is_shown_before_the_first_state_and_until_the_next_step() -> None:
     view = LiveView(CONFIG, terminal())
+    view.phase("preparing the model")
+    assert "preparing the model" in drawn(view)
     view.update(state(step={"step": 1}))
     view.phase("evaluating")
     view.update(state(step={"step": 1}))
@@ -158,10 +139,12 @@ def test_the_next_step_ends_a_phase() -> None:
     assert "evaluating" not in drawn(view)
 
 
-def drawn(view: LiveView) -> str:
-    console = terminal()
-    console.print(view.render())
-    return shown(console)
+def test_a_run_without_a_step_can_be_shown_and_a_broken_staleness_bound_is_red() -> None:
+    view = LiveView(CONFIG, terminal())
+    view.update(LiveState())
+    assert "0 of 120" in drawn(view) and "not measured yet" in drawn(view)
+    view.update(state(step={"step": 1, "age_max": 3}))
+    assert "\x1b[31mmax 3 of S = 2" in drawn(view)
 
 
 def test_what_is_said_stays_above_the_panel() -> None:
@@ -169,17 +152,12 @@ def test_what_is_said_stays_above_the_panel() -> None:
     with LiveView(CONFIG, console) as view:
         view.say("rollout-0 was killed; restart [1] of 3")
         view.update(state())
-    assert "rollout-0 was killed; restart [1] of 3\n" in shown(console)
-
-
-def piped() -> tuple[Console, io.StringIO]:
-    file = io.StringIO()
-    return Console(file=file, force_terminal=False, width=80), file
+    assert "rollout-0 was killed; restart [1] of 3\n" in console.export_text()
 
 
 def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
-    console, file = piped()
-    with LiveView(CONFIG, console, every_s=10.0) as view:
+    file = io.StringIO()
+    with LiveView(CONFIG, Console(file=file, width=80), every_s=10.0) as view:
         view.phase("starting [rollout-0]")
         for second in range(26):
             view.update(state(elapsed_s=100.0 + second))
@@ -194,8 +172,8 @@ def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
 
 
 def test_the_remaining_time_follows_the_recent_steps() -> None:
-    console, file = piped()
-    with LiveView(CONFIG, console) as view:
+    file = io.StringIO()
+    with LiveView(CONFIG, Console(file=file, width=80)) as view:
         for step, step_s in ((47, 4.0), (48, 2.0), (48, 2.0)):
             view.update(state(step={"step": step, "step_s": step_s}))
     assert "3:36 left" not in file.getvalue().splitlines()[0]

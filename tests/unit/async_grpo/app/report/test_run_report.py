@@ -68,15 +68,8 @@ def write_rows(run_dir: Path) -> None:
         for step in [*range(1, 61), *range(51, STEPS + 1)]:  # the trainer died at 60 and resumed at 50
             metrics.write(step_row(step, rng))
         metrics.write({"kind": "warning", "step": 60, "message": "all rewards of the step are equal"})
-        metrics.write(
-            {
-                "kind": "probe",
-                "version": STEPS,
-                "logprob_gap_mean": 3e-6,
-                "logprob_gap_max": 2e-5,
-                "gap_tokens": 5000,
-            }
-        )
+        gap = {"logprob_gap_mean": 3e-6, "logprob_gap_max": 2e-5, "gap_tokens": 5000}
+        metrics.write({"kind": "probe", "version": STEPS, **gap})
 
 
 def write_samples(run_dir: Path) -> None:
@@ -106,25 +99,22 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def evaluation(version: int, sampled: float, greedy: float) -> Evaluation:
+    mean = Estimate(sampled, sampled - 0.01, sampled + 0.02)
+    source = EvalMetrics(prompts=9, completions=36, greedy=Estimate(greedy, greedy, greedy))
+    return Evaluation(
+        **{"version": version, "prompts": 256, "samples": 4, "sampled_accuracy": sampled, "greedy_accuracy": greedy},
+        figures=EvalMetrics(prompts=256, completions=1024, unjudged=3, unextracted=version // 60, mean=mean),
+        by_source={SOURCE: source} if version == STEPS else {},
+        no_majority="step has none",
+    )
+
+
 @pytest.fixture
 def summary(run_dir: Path) -> dict[str, Any]:
     rows = read_rows(run_dir / "metrics.jsonl")
-    evaluations = [
-        Evaluation(
-            version=v,
-            prompts=256,
-            samples=4,
-            sampled_accuracy=a,
-            greedy_accuracy=g,
-            wall_s=2.0,
-            figures=EvalMetrics(
-                prompts=256, completions=1024, unjudged=3, unextracted=v // 60, mean=Estimate(a, a - 0.01, a + 0.02)
-            ),
-            by_source={SOURCE: EvalMetrics(prompts=9, completions=36, greedy=Estimate(g, g, g))} if v == 120 else {},
-            no_majority="step has none",
-        )
-        for v, a, g in ((120, 0.83, 0.88), (0, 0.14, 0.13), (40, 0.35, 0.41), (80, 0.71, 0.78))
-    ]
+    measured = ((120, 0.83, 0.88), (0, 0.14, 0.13), (40, 0.35, 0.41), (80, 0.71, 0.78))
+    evaluations = [evaluation(version, sampled, greedy) for version, sampled, greedy in measured]
     released = {"trained": 1920, "stale": 0, "filtered": 7, "failed": 1}
     stats = {"admitted": 1960, "released": released, "inflight": 20, "ready": 12, "taken": 0}
     counters = {"generated_tokens": 300_000, "restarts.trainer": 1, "restarts.rollout-0": 2}
@@ -156,20 +146,18 @@ def test_the_report_has_the_figures_of_every_version_with_their_intervals(
     assert not {"\x1b", "\u202e"} & set(source) and source.count("`") == 2
 
 
-def test_a_report_of_an_older_run_has_no_table_of_figures(tmp_path: Path) -> None:
+def test_one_evaluation_of_an_older_release_is_a_before_without_an_after_and_without_figures(tmp_path: Path) -> None:
     old = [Evaluation(version=0, prompts=8, samples=2, sampled_accuracy=0.5)]
     summary = summarize(config(), [], [], old, {}, {}, 1.0)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, None)
     assert "## Held-out" not in write_report(tmp_path, summary).read_text()
 
 
-def test_the_gap_covers_age_0_tokens_and_the_probe(summary: dict[str, Any]) -> None:
-    assert summary["gap_tokens"] == summary["tokens_by_age"]["0"] + 5000
+def test_the_gap_covers_age_0_tokens_and_the_probe_and_the_mean_age_is_weighted(summary: dict[str, Any]) -> None:
+    tokens = {int(age): count for age, count in summary["tokens_by_age"].items()}
+    assert summary["gap_tokens"] == tokens[0] + 5000
     assert summary["logprob_gap_max"] == 2e-5
     assert 2e-6 < summary["logprob_gap_mean"] < 3e-6
-
-
-def test_the_mean_age_is_weighted_by_tokens(summary: dict[str, Any]) -> None:
-    tokens = {int(age): count for age, count in summary["tokens_by_age"].items()}
     assert summary["mean_age"] == pytest.approx((tokens[1] + 2 * tokens[2]) / sum(tokens.values()))
     assert summary["max_age"] == 2
 
@@ -179,32 +167,20 @@ def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -
     assert summary["groups"]["active"] == 32
     assert summary["groups"]["expired"] == 0
     assert summary["restarts"] == {"trainer": 1, "rollout-0": 2}
-
-
-def test_a_lost_group_shows_as_an_imbalance() -> None:
     stats = {"admitted": 10, "released": {"trained": 8}, "inflight": 1, "ready": 0, "taken": 0}
     assert summarize(config(), [], [], [], stats, {}, 1.0)["balanced"] is False
 
 
-def test_a_run_that_left_nothing_is_summarized_and_reported(tmp_path: Path) -> None:
+def test_a_run_that_trained_nothing_says_so_and_claims_nothing(tmp_path: Path) -> None:
     summary = summarize(config(), [], [], [], {}, {}, 0.0)
     assert summary["accuracy_before"] is None and summary["max_age"] is None and summary["balanced"] is None
     assert "# made-up" in write_report(tmp_path, summary).read_text()
-
-
-def test_a_run_that_trained_nothing_says_so_and_claims_nothing(tmp_path: Path) -> None:
     summary = summarize(config(), [], [], [], {"admitted": 0, "released": {}}, {}, 3.0)
     assert (summary["generated_tokens"], summary["balanced"]) == (0, None)
     assert headline(summary, RunFolder(tmp_path)) == (
         f"nothing was trained: no step was finished\nreport: {tmp_path / 'report.md'}"
     )
     assert "accounted for" not in write_report(tmp_path, summary).read_text()
-
-
-def test_one_evaluation_is_a_before_without_an_after() -> None:
-    only = [Evaluation(version=0, prompts=8, samples=2, sampled_accuracy=0.5)]
-    summary = summarize(config(), [], [], only, {}, {}, 1.0)
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, None)
 
 
 def test_rows_with_nulls_and_missing_keys_are_tolerated(tmp_path: Path) -> None:
@@ -241,7 +217,4 @@ def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, A
     outside = "\n".join(lines[:opening] + lines[closing:])
     assert "<script>" not in outside and "evil" not in outside
     assert "\x1b" not in hostile and "\u202e" not in hostile
-
-
-def test_long_completions_are_cut(run_dir: Path, summary: dict[str, Any]) -> None:
-    assert "[... 4400 more characters]" in write_report(run_dir, summary).read_text()
+    assert any("[... 4400 more characters]" in line for line in lines)
