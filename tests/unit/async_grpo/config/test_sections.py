@@ -39,6 +39,12 @@ TRAINER = [
     ),
     ({"processes": 2, "sequence_parallel": True}, "Set trainer.tensor_parallel above 1"),
 ]
+WARMUP = [
+    ({"heads": 8}, "Set heads to"),
+    ({"kv_heads": 3}, "Set kv_heads to"),
+    ({"max_positions": 32}, "Raise max_positions to"),
+    ({"accuracy_floor": 0.6}, "Lower accuracy_floor"),
+]
 REWARDS = [
     ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "format stands twice"),
     ({"functions": [{"name": "format", "required": False}]}, "none is required"),
@@ -58,7 +64,12 @@ def run_with(section: str, keys: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("section", "keys", "says"), [*(("trainer", *row) for row in TRAINER), *(("rewards", *row) for row in REWARDS)]
+    ("section", "keys", "says"),
+    [
+        *(("trainer", *row) for row in TRAINER),
+        *(("rewards", *row) for row in REWARDS),
+        *(("model", {"warmup": keys}, fix) for keys, fix in WARMUP),
+    ],
 )
 def test_what_cannot_work_is_refused(section: str, keys: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -20,29 +20,14 @@ def test_decoding_gives_back_exactly_what_was_encoded(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_tag_is_one_token_and_so_is_every_other_character() -> None:
-    tokens = build_char_tokenizer().tokenize("<think>8+6=14</think>")
-    assert tokens == ["<think>", "8", "+", "6", "=", "1", "4", "</think>"]
-
-
-def test_skipping_special_tokens_removes_the_end_and_keeps_the_tags() -> None:
+def test_a_tag_is_one_token_nothing_is_put_around_a_prompt_and_the_end_can_be_skipped() -> None:
     tokenizer = build_char_tokenizer()
+    assert tokenizer.tokenize("<think>8+6=14</think>") == ["<think>", "8", "+", "6", "=", "1", "4", "</think>"]
     tokens = [*tokenizer.encode(TEXT + EOS), tokenizer.pad_token_id]
     assert tokens[-2] == tokenizer.eos_token_id
     assert tokenizer.decode(tokens, skip_special_tokens=True) == TEXT
-
-
-def test_nothing_is_put_before_or_after_a_prompt() -> None:
-    assert len(build_char_tokenizer().encode("12+34=")) == 6
-
-
-def test_the_vocabulary_divides_among_eight_ranks() -> None:
-    assert len(build_char_tokenizer()) % 8 == 0
-
-
-def test_a_character_outside_the_vocabulary_is_an_error() -> None:
-    with pytest.raises(Exception, match="Missing"):
-        build_char_tokenizer().encode("12x")
+    assert len(tokenizer.encode("12+34=")) == 6
+    assert len(tokenizer) % 8 == 0, "tensor-parallel ranks share the vocabulary evenly"
 
 
 def test_the_tokenizer_of_a_checkpoint_reads_back_the_same(tmp_path: Path) -> None:

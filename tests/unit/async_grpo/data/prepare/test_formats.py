@@ -27,11 +27,11 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_its_question_and_reference(name: str) -> None:
-    assert fitting_format(ROWS[name]) == name
-    example = example_of(ROWS[name], FORMATS[name])
-    assert (example.question, example.answer) == WANTED[name]
+def test_every_format_has_its_question_and_reference() -> None:
+    assert {name: fitting_format(row) for name, row in ROWS.items()} == {name: name for name in FORMATS}
+    assert fitting_format({"text": "a", "answer": "b"}) is None
+    found = {name: example_of(row, FORMATS[name]) for name, row in ROWS.items()}
+    assert {name: (example.question, example.answer) for name, example in found.items()} == WANTED
 
 
 def test_fields_of_your_own_may_lie_inside_others() -> None:
@@ -39,10 +39,6 @@ def test_fields_of_your_own_may_lie_inside_others() -> None:
     example = example_of(row, FieldMap("task.text", "gold", after_hashes=True), kept=["level", "a.b", "absent"])
     assert (example.question, example.answer) == ("7", "3")
     assert example.metadata == {"level": "5", "a.b": "dotted"}
-
-
-def test_a_row_that_fits_nothing_has_no_format() -> None:
-    assert fitting_format({"text": "a", "answer": "b"}) is None
 
 
 @pytest.mark.parametrize(
@@ -99,21 +95,23 @@ def rendered(name: str, row: dict[str, Any], system: str = "") -> str:
     return Template(name, Tokenizer(), system).render(example_of(row, FORMATS[found]))
 
 
-def test_raw_is_the_question_alone() -> None:
-    assert rendered("raw", ROWS["gsm8k"]) == "1 + 1?"
-
-
 def test_qwen_r1_asks_for_thinking_an_answer_and_a_box() -> None:
     text = rendered("qwen_r1", ROWS["gsm8k"])
     assert text.endswith("<|im_end|>\n<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n")
-    for wanted in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{"):
-        assert wanted in text
+    assert all(wanted in text for wanted in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{"))
 
 
-def test_chat_is_the_tokenizers_own_and_keeps_a_chat_whole() -> None:
-    assert rendered("chat", ROWS["gsm8k"]) == "[user]1 + 1?[assistant]"
-    assert rendered("chat", ROWS["dapo"]) == "[system]Be brief.[user]1 + 1?[assistant]"
-    assert rendered("chat", ROWS["dapo"], system="Be kind.") == "[system]Be kind.[user]1 + 1?[assistant]"
+@pytest.mark.parametrize(
+    ("name", "row", "system", "text"),
+    [
+        ("raw", "gsm8k", "", "1 + 1?"),
+        ("chat", "gsm8k", "", "[user]1 + 1?[assistant]"),
+        ("chat", "dapo", "", "[system]Be brief.[user]1 + 1?[assistant]"),
+        ("chat", "dapo", "Be kind.", "[system]Be kind.[user]1 + 1?[assistant]"),
+    ],
+)
+def test_raw_is_the_question_alone_and_chat_the_tokenizers_own(name: str, row: str, system: str, text: str) -> None:
+    assert rendered(name, ROWS[row], system) == text
 
 
 def test_a_jinja_file_of_your_own_has_question_chat_system_and_tokens(tmp_path: Path) -> None:
@@ -141,19 +139,20 @@ def test_a_template_that_cannot_be_used_is_an_error_before_any_row(tmp_path: Pat
         Template(str(file), Tokenizer())
 
 
-def test_a_template_that_is_nowhere_is_an_error_with_the_names_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none of raw, qwen_r1, chat, and no file"):
-        Template(str(tmp_path / "gone"), Tokenizer())
+class Plain(Tokenizer):
+    chat_template = ""
 
 
-def test_a_tokenizer_without_a_chat_template_is_an_error_with_the_fix() -> None:
-    class Plain(Tokenizer):
-        chat_template = ""
-
-    with pytest.raises(ConfigError, match=r"no chat template.*qwen_r1"):
-        Template("chat", Plain())
-
-
-def test_a_system_message_without_a_place_for_it_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="raw has no place"):
-        Template("raw", Tokenizer(), system="Be kind.")
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "system", "message"),
+    [
+        ("gone", Tokenizer(), "", "none of raw, qwen_r1, chat, and no file"),
+        ("chat", Plain(), "", r"no chat template.*qwen_r1"),
+        ("raw", Tokenizer(), "Be kind.", "raw has no place"),
+    ],
+)
+def test_a_template_that_cannot_be_had_is_an_error_with_the_fix(
+    name: str, tokenizer: Tokenizer, system: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Template(name, tokenizer, system)

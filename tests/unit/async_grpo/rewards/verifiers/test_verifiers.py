@@ -1,20 +1,53 @@
-"""Verifiers: what each rule scores, and what it refuses to score."""
+"""What each rule scores, what it refuses to score, and that no text makes it fail."""
 
 from __future__ import annotations
 
+import re
+import threading
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from async_grpo.rewards.base import RewardInput
+from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES, load_verifier
+from async_grpo.rewards.verifiers import boxed
 from async_grpo.rewards.verifiers.answers import answer_tag, format_tags, gsm8k
+from async_grpo.rewards.verifiers.symbolic import equal, math_verify
+from async_grpo.rewards.verifiers.text import acc_for_dapo, accuracy_reward, qwen_accuracy_reward
+from tests.support.bait import baits
 
-
-@pytest.mark.parametrize("completion", ["18", "18.", "18.00", "$18", "$ 18", r"\$18", "18%", "+18", "36/2", "18 eggs"])
-def test_one_number_grades_however_it_is_written(completion: str) -> None:
-    assert gsm8k(f"#### {completion}", "18") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
+BOXED = r"<think>3+15</think><answer>\boxed{18}</answer>"
+KNIGHT = "Zoe is a knight"
+ANSWERS = [
+    (BOXED, "18"),
+    (BOXED, "19"),
+    ("First, 3 + 15. Answer: 18", "18"),
+    (r"so \boxed{\frac{36}{2}}", "18"),
+    ("", "18"),
+]
+SCORES = {
+    # verifier: the scores of ANSWERS
+    "accuracy_reward": (1, 0, 1, 0, 0),
+    "qwen_accuracy_reward": (1, 0, 0, 0, 0),
+    "format_reward": (1, 1, 0, 0, 0),
+    "format": (1, 1, 0, 0, 0),
+    "acc": (1, -0.5, -1, 1, -1),
+    "strict_format": (1, 1, -0.5, -0.5, -0.5),
+    "step": (0, 0, 1 / 3, 0, 0),
+    "base_acc": (1, 0, 0, 0, 0),
+    "math_17k_acc": (1, 0, 0, 0, 0),  # where the reference is a whole number, the answer must be one
+    "acc_for_ppo": (1, 0, 0, 0, 0),
+    "acc_for_dapo": (-1, -1, 1, -1, -1),
+    "retool_reward": (1, -1, -1, -1, -1),
+    "math_verify": (1, 0, 1, 1, 0),
+    "math_verify_reward": (1, 0, 0, 0, 0),
+    "gsm8k": (1, 0, 1, 1, 0),
+    "answer_tag": (0, 0, 0, 0, 0),
+}
+PAIRS = {
+    # (verifier, score): completions and their references
+    ("gsm8k", 1.0): [
         ("it is 1,800", "1800"),
         ("it is 1800", "1,800"),
         ("#### 1,234,567.50", "1234567.5"),
@@ -37,14 +70,7 @@ def test_one_number_grades_however_it_is_written(completion: str) -> None:
         ("a half, .5", "1/2"),
         ("18", "He has 3 * 6 = 18 #### 18"),
     ],
-)
-def test_gsm8k_finds_the_final_answer(completion: str, answer: str) -> None:
-    assert gsm8k(completion, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
+    ("gsm8k", 0.0): [
         ("", "18"),
         ("no number here", "18"),
         ("18 at first, then 19", "18"),
@@ -61,19 +87,58 @@ def test_gsm8k_finds_the_final_answer(completion: str, answer: str) -> None:
         (r"3{,}5 or 18{,}00", "1800"),
         ("9" * 10_000, "18"),
     ],
-)
-def test_gsm8k_scores_anything_else_0(completion: str, answer: str) -> None:
-    assert gsm8k(completion, answer) == 0.0
-
-
-def test_gsm8k_refuses_a_reference_that_is_not_a_number() -> None:
-    with pytest.raises(ValueError, match="not a number"):
-        gsm8k("18", "a dozen")
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
+    ("math_verify", 1.0): [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5"),
+        (r"so it is $0.5$", r"\frac{1}{2}"),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1"),
+        (r"\boxed{1800}", "1,800"),
+        (r"\boxed{18}", "He has 3 * 6 = 18 #### 18"),
+        (r"either \boxed{1} or \boxed{2}", r"\{1, 2\}"),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}"),
+        (r"\boxed{[0, 1)}", "[0, 1)"),
+        (r"\boxed{x = 5}", "5"),
+        ("18", r"\boxed{18}"),
+        (r"\boxed{18}", r"\$18"),
+        ("it is $1,800.", r"\$1,800"),
+        (r"\boxed{18}", "$18$"),
+        ("The final answer is: $5$. I hope it is correct. \\boxed{6}", "5"),
+        (r"\boxed{6} The final answer is 5.", "5"),  # the later of the two
+        (r"The final answer is $5$. So \boxed{6}", "6"),
+    ],
+    ("math_verify", 0.0): [
+        (r"\boxed{3}", r"3\sqrt{2}"),  # a bare reference would be read as 3
+        (r"\boxed{19}", "18"),
+        (r"\boxed{1}, no, \boxed{2}", "2"),  # the package takes this for the set {1, 2}
+        (r"\boxed{[0, 1]}", "[0, 1)"),
+        ("no expression at all", "18"),
+        ("", "18"),
+    ],
+    ("acc_for_dapo", 1.0): [
+        ("Answer: 18", "18"),
+        ("answer :\n18", "18"),
+        ("Answer: 17\nAnswer: 18", "18"),
+        ("Answer: $18$.", "18"),
+        ("Answer: x = 18 dollars", "18"),
+        ("Answer: 1,800", "1800"),
+        (r"Answer: \boxed{18}", "18"),
+        (r"Answer: $\frac12$", r"\frac{1}{2}"),
+        ("x" * 1000 + "Answer: 18", "18"),
+    ],
+    ("acc_for_dapo", -1.0): [
+        ("18", "18"),
+        ("Answer: 18" + " " * 300, "18"),
+        ("Answer: 18\nAnswer: 19", "18"),
+        ("Answer:", "18"),
+    ],
+    ("acc", 0.0): [  # comparing takes too long, or fails
+        (r"\boxed{9^{9^{9^{9}}}}", "18"),
+        (r"\boxed{18}", ""),
+    ],
+}
+GRADES = {
+    # (verifier, reference): completions and their scores
+    ("answer_tag", " 834"): [
         ("<answer>834</answer>", 1.0),
         ("<answer>\n 834 </answer>", 1.0),
         ("<answer>1</answer> no: <answer>834</answer>", 1.0),
@@ -85,14 +150,7 @@ def test_gsm8k_refuses_a_reference_that_is_not_a_number() -> None:
         ("<answer>834", 0.0),
         ("", 0.0),
     ],
-)
-def test_answer_tag_compares_the_last_well_formed_tag(completion: str, score: float) -> None:
-    assert answer_tag(completion, " 834") == score
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
+    ("format", "whatever"): [
         ("<think>a</think><answer>b</answer>", 1.0),
         ("<think>a\nb</think>\n\n<answer>b\nc</answer>", 1.0),
         ("<think></think><answer></answer>", 1.0),
@@ -101,6 +159,190 @@ def test_answer_tag_compares_the_last_well_formed_tag(completion: str, score: fl
         ("<think>a</think><answer>b</answer>!", 0.0),
         ("<answer>b</answer>", 0.0),
     ],
+    ("qwen_accuracy_reward", "18"): [
+        ("boxed{18}", 1.0),
+        (r"\boxed{18} 19", 1.0),
+        (r"\boxed{1} \boxed{18}", 1.0),
+        (r"\boxed{18} \boxed{eggs}", 1.0),
+        (r"\boxed{18.}", 0.0),
+        (r"\boxed{ 18}", 0.0),
+        (r"\boxed{18", 0.0),
+        ("18", 1.0),  # no number in a box: the whole text is compared
+        ("18 ", 0.0),
+    ],
+    ("acc", "18"): [
+        (r"\boxed{18}", 1.0),
+        (r"\boxed{17} \boxed{18}", 1.0),
+        (r"\boxed{18} \boxed{17}", -0.5),
+        (r"$\boxed 18$", 1.0),
+        (r"\boxed{18", 1.0),
+        (r"\boxed{}", -1.0),
+        ("boxed", -1.0),
+        ("#### 18", -1.0),
+    ],
+    ("strict_format", ""): [
+        (r"<think>a</think> <answer>so \boxed{1}</answer>", 1.0),
+        (r"<think>a</think><answer>\boxed{1} \boxed{2}</answer>", -0.5),
+        (r"<think>\boxed{1}</think><answer>1</answer>", -0.5),
+        (r"<think>a</think><answer>\boxed{1}</answer> ", -0.5),
+        (r"<think>a<think></think><answer>\boxed{1}</answer>", -0.5),
+        ("<think>a</think><answer>\\boxed{\n1}</answer>", -0.5),
+    ],
+}
+ACCURACY = [
+    ("it is 1,800", "1,800", 1.0),
+    ("3 then 18", "18 of 20", 1.0),  # the last of the completion, the first of the reference
+    ("18.", "18", 0.0),
+    ("18.0", "18", 0.0),
+    ("-18", "18", 0.0),
+    ("+18", "18", 0.0),
+    ("YES", "yes", 1.0),
+    ("yes!", "yes", 0.0),
+    ("1,2,3", "12", 0.0),  # a digit belongs to one comma only: "12,3", whose last number is 3
+    ("1,2,3", "3", 1.0),
+]
+CASES = [
+    *((name, *pair, score) for (name, score), pairs in PAIRS.items() for pair in pairs),
+    *((name, text, answer, score) for (name, answer), grades in GRADES.items() for text, score in grades),
+    *(("accuracy_reward", *case) for case in ACCURACY),
+    *((name, *case, score) for name, scores in SCORES.items() for case, score in zip(ANSWERS, scores, strict=True)),
+    ("kk_reward", "", KNIGHT, -3.0),
+]
+
+
+@pytest.mark.parametrize(("name", "completion", "answer", "score"), CASES)
+def test_a_completion_has_its_score(name: str, completion: str, answer: str, score: float) -> None:
+    assert load_verifier(name)[0](RewardInput(completion, answer)) == pytest.approx(score)
+
+
+def test_the_table_of_names_has_every_verifier_there_is() -> None:
+    assert {*SCORES, "kk_reward"} == set(BUILTIN)
+
+
+@pytest.mark.parametrize("completion", ["18", "18.", "18.00", "$18", "$ 18", r"\$18", "18%", "+18", "36/2", "18 eggs"])
+def test_one_number_grades_however_it_is_written(completion: str) -> None:
+    assert gsm8k(f"#### {completion}", "18") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "message"),
+    [
+        ("gsm8k", "18", "a dozen", "not a number"),
+        ("math_verify", "18", "", "no mathematical expression"),
+        ("math_verify", "18", "solution ####", "no mathematical expression"),
+        ("acc_for_dapo", "Answer: 18", "1" * 5000, "5000 characters"),
+    ],
 )
-def test_format_wants_thinking_then_an_answer_and_nothing_else(completion: str, score: float) -> None:
-    assert format_tags(completion, "whatever") == score
+def test_a_reference_that_is_no_answer_cannot_be_judged(name: str, completion: str, answer: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_verifier(name)[0](RewardInput(completion, answer))
+
+
+def test_math_verify_works_outside_of_the_main_thread_where_signals_do_not() -> None:
+    scores: list[float] = []
+    thread = threading.Thread(target=lambda: scores.append(math_verify(r"\boxed{18}", "18")))
+    thread.start()
+    thread.join()
+    assert scores == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "same"),
+    [
+        ("1,800", "1800", True),
+        ("+18", "18", True),
+        ("018", "18", True),
+        ("-18", "18", False),
+        ("18.0", "18", True),
+        ("36/2", "18", True),
+        ("1 800", "1800", True),
+        ("Even", "even", True),
+        ("20001", "20000", False),
+        ("1800", "18", False),
+        ("0.5", "\\frac12", True),
+        ("18", "3 * 6 = 18 #### 18", True),
+    ],
+)
+def test_answers_are_equal_as_texts_as_whole_numbers_or_symbolically(given: str, answer: str, same: bool) -> None:
+    assert equal(given, answer) == same
+
+
+@pytest.mark.parametrize(
+    ("completion", "markers"),
+    [("Step 1: a\nStep 2: b", 2), ("1. a\n2. b", 1), ("a\n- b\n* c", 2), ("- a", 0), ("First, a. first, b", 1)],
+)
+def test_step_counts_markers_up_to_three(completion: str, markers: int) -> None:
+    assert boxed.step(completion, "") == markers / 3
+    assert boxed.step(completion + "\n-\n-\n-", "") == 1.0
+
+
+tag_soup = st.lists(
+    st.sampled_from(
+        ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "boxed{", "{", "}", "1", ".", "-", "\n", " "]
+    ),
+    max_size=14,
+).map("".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(tag_soup)
+def test_rules_that_search_agree_with_the_expressions_that_define_them(text: str) -> None:
+    loose = re.match(r"^<think>.*?</think>\s*<answer>.*?</answer>$", text, re.DOTALL | re.MULTILINE)
+    assert format_tags(text, "") == float(loose is not None)
+    whole = re.fullmatch(r"<think>.*</think>.*<answer>.*\\boxed\{.*\}.*</answer>", text, re.DOTALL)
+    assert boxed.is_whole(text) == (whole is not None)
+    closed = [match.start() for match in re.finditer(r"\\boxed\{.*?\}", text)]
+    assert boxed.closed_boxes(text, most=100) == closed
+    numbers = re.findall(r"boxed{([-+]?\d*\.?\d+)}", text)
+    assert qwen_accuracy_reward(text, "1") == float((numbers[-1] if numbers else text) == "1")
+    assert boxed.last_boxed(text) == last_boxed_slowly(text)
+
+
+def last_boxed_slowly(text: str) -> str | None:
+    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for position in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[start:position]
+    return None
+
+
+HARD = list(baits(60, seed=1))
+NO_ALGEBRA = sorted(BUILTIN.keys() - NEED_PACKAGES)
+REFERENCES = {"kk_reward": KNIGHT}
+RANGES = {
+    "strict_format": (-0.5, 1.0),
+    "acc_for_dapo": (-1.0, 1.0),
+    "retool_reward": (-1.0, 1.0),
+    "kk_reward": (-3.0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", NO_ALGEBRA)
+@settings(max_examples=80, deadline=None)
+@given(completion=st.one_of(st.text(), tag_soup, st.text(alphabet="0123456789.,-+$/\\{}boxedAnswer: #=\n²٣")))
+def test_no_text_makes_a_rule_fail_or_leave_its_range(name: str, completion: str) -> None:
+    low, high = RANGES.get(name, (0.0, 1.0))
+    assert low <= load_verifier(name)[0](RewardInput(completion, REFERENCES.get(name, "18"))) <= high
+
+
+@pytest.mark.parametrize("name", NO_ALGEBRA)
+def test_texts_that_are_made_to_be_hard_are_scored_like_any_other(name: str) -> None:
+    verifier, _ = load_verifier(name)
+    scores = {verifier(RewardInput(completion, REFERENCES.get(name, "18"))) for completion in HARD}
+    assert scores <= {-3.0, -1.0, -0.5, 0.0, 1 / 3, 2 / 3, 1.0}
+
+
+@settings(max_examples=200, deadline=None)
+@given(reference=st.text(max_size=300))
+def test_no_reference_makes_a_comparison_of_texts_fail(reference: str) -> None:
+    for verifier in (accuracy_reward, qwen_accuracy_reward, acc_for_dapo, answer_tag):
+        assert verifier("<answer>18</answer>", reference) in (-1.0, 0.0, 1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.integers(-(10**12), 10**12), other=st.integers(-(10**12), 10**12))
+def test_gsm8k_tells_any_two_whole_numbers_apart(value: int, other: int) -> None:
+    assert gsm8k(f"so it is {value:,}.", str(value)) == 1.0
+    assert gsm8k(f"so it is {value:,}.", str(other)) == float(value == other)
