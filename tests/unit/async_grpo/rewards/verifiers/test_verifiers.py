@@ -19,13 +19,8 @@ from tests.support.bait import baits
 
 BOXED = r"<think>3+15</think><answer>\boxed{18}</answer>"
 KNIGHT = "Zoe is a knight"
-ANSWERS = [
-    (BOXED, "18"),
-    (BOXED, "19"),
-    ("First, 3 + 15. Answer: 18", "18"),
-    (r"so \boxed{\frac{36}{2}}", "18"),
-    ("", "18"),
-]
+FIRST, FRACTION = "First, 3 + 15. Answer: 18", r"so \boxed{\frac{36}{2}}"
+ANSWERS = [(BOXED, "18"), (BOXED, "19"), (FIRST, "18"), (FRACTION, "18"), ("", "18")]
 SCORES = {
     # verifier: the scores of ANSWERS
     "accuracy_reward": (1, 0, 1, 0, 0),
