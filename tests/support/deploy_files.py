@@ -20,18 +20,30 @@ SECRETS = ("ASYNC_GRPO_REDIS_PASSWORD", "ASYNC_GRPO_HTTP_KEY", "ASYNC_GRPO_ADMIN
 ONE_SHOT = "secrets"
 
 COMPOSE_TEXT = (DEPLOY / "compose.yaml").read_text()
-COMPOSE = yaml.safe_load(COMPOSE_TEXT)
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):-([^}]*)\}")
+
+
+def render(**environment: str) -> dict[str, dict[str, Any]]:
+    """The services as compose reads them with those variables set, and no others."""
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: filled(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [filled(value) for value in node]
+        if not isinstance(node, str):
+            return node
+        return VARIABLE.sub(lambda found: environment.get(found[1]) or found[2], node).replace("$$", "$")
+
+    services: dict[str, dict[str, Any]] = filled(yaml.safe_load(COMPOSE_TEXT)["services"])
+    return services
+
+
+SERVICES = render()
 
 each_service = pytest.mark.parametrize("name", SERVICES)
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 each_profile = pytest.mark.parametrize("profile", PROFILES)
-
-
-def default(text: str) -> str:
-    """As compose reads it where no variable is set."""
-    return VARIABLE.sub(lambda found: found.group(2), text)
 
 
 def services_of(profile: str) -> dict[str, dict[str, Any]]:
