@@ -24,15 +24,12 @@ def node() -> RunConfig:
     return run_config(trainer, {"servers": 2, "vllm": {"platform": "ascend", "tensor_parallel": 2}})
 
 
-def test_every_role_gets_devices_of_its_own(node: RunConfig) -> None:
+def test_every_role_gets_devices_of_its_own_in_the_users_order(node: RunConfig) -> None:
     assert assign_devices(node, {}) == {
         "trainer": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"},
         "rollout-0": {"ASCEND_RT_VISIBLE_DEVICES": "4,5"},
         "rollout-1": {"ASCEND_RT_VISIBLE_DEVICES": "6,7"},
     }
-
-
-def test_the_users_choice_of_devices_is_dealt_out_in_its_order(node: RunConfig) -> None:
     dealt = assign_devices(node, {"ASCEND_RT_VISIBLE_DEVICES": "15,14,13,12,11,10,9,8"})
     assert dealt["rollout-1"] == {"ASCEND_RT_VISIBLE_DEVICES": "9,8"}
 
@@ -48,15 +45,12 @@ def test_too_few_devices_are_refused_before_anything_starts(
         assign_devices(node, environment, there)
 
 
-def test_a_role_on_the_cpu_sees_no_device() -> None:
+def test_a_role_on_the_cpu_sees_no_device_and_a_run_on_the_cpu_is_dealt_nothing() -> None:
     mixed = run_config({}, {"vllm": {"platform": "cuda"}})
     assert assign_devices(mixed, {}) == {
         "trainer": {"CUDA_VISIBLE_DEVICES": ""},
         "rollout-0": {"CUDA_VISIBLE_DEVICES": "0"},
     }
-
-
-def test_a_run_on_the_cpu_is_dealt_nothing() -> None:
     assert assign_devices(run_config({}, {}), {"CUDA_VISIBLE_DEVICES": "0"}) == {"trainer": {}, "rollout-0": {}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,13 @@ def config(**cores: list[int]) -> RunConfig:
 
 
 @needs_affinity
-async def test_a_role_and_what_it_starts_run_on_its_cores_alone(tmp_path: Path) -> None:
-    own = cores_here()[-1]
+@pytest.mark.parametrize("cores", [(), (cores_here() or [0])[-1:]])
+async def test_a_role_and_what_it_starts_run_on_its_cores_or_on_all(tmp_path: Path, cores: Sequence[int]) -> None:
     log = tmp_path / "role.log"
-    role = await RoleProcess.start(RoleSpec("role", [sys.executable, "-c", AND_ITS_CHILDS], log, 0, cores=(own,)), "x")
+    spec = RoleSpec("role", [sys.executable, "-c", AND_ITS_CHILDS], log, 0, cores=tuple(cores))
+    role = await RoleProcess.start(spec, "x")
     assert await role.wait() == 0
-    assert log.read_text().split("\n")[:2] == [f"[{own}]", f"[{own}]"]
-
-
-@needs_affinity
-async def test_a_role_without_a_list_may_use_every_core(tmp_path: Path) -> None:
-    log = tmp_path / "role.log"
-    role = await RoleProcess.start(RoleSpec("role", [sys.executable, "-c", SAYS_ITS_CORES], log, 0), "x")
-    assert await role.wait() == 0
-    assert log.read_text().strip() == str(cores_here())
+    assert log.read_text().split("\n")[:2] == [str(list(cores) or cores_here())] * 2
 
 
 @needs_affinity

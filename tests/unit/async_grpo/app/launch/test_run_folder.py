@@ -20,46 +20,28 @@ def write(folder: RunFolder, made: RunConfig) -> None:
     write_config(folder, made, for_roles=made)
 
 
-def test_overrides_become_part_of_the_name() -> None:
-    assert run_name("quickstart", ["seed=3", "max_staleness=0"]) == "quickstart-max_staleness.0-seed.3"
-
-
-def test_the_order_of_overrides_does_not_change_the_name() -> None:
-    assert run_name("q", ["a.b=1", "c=2"]) == run_name("q", ["c=2", "a.b=1"])
-
-
-def test_an_override_of_the_name_is_the_name() -> None:
-    assert run_name("mine", ["name=mine", "seed=3"]) == "mine"
-
-
-def test_a_path_in_an_override_is_shortened_to_something_that_a_file_name_may_hold() -> None:
-    name = run_name("gsm8k", ["data.path=../data/train.jsonl"])
-    assert RunConfig.model_validate({"name": name, "model": {"random": {}}}).name.startswith("gsm8k-path.")
-
-
-def test_where_it_runs_does_not_change_the_name() -> None:
-    assert run_name("q", ["redis.url=redis://h:1", "launch.stop_timeout_s=3"]) == "q"
-
-
 @pytest.mark.parametrize(
-    "key",
+    ("overrides", "name"),
     [
-        "trainer.processes=8",
-        "trainer.tensor_parallel=2",
-        "trainer.optimizer.offload=true",
-        "trainer.checkpoint.every_steps=5",
-        "trainer.recompute=full",
-        "weights.bind=tcp://0.0.0.0:5600",
-        "rollout.http.port=8000",
+        (["seed=3", "max_staleness=0"], "q-max_staleness.0-seed.3"),  # in alphabetical order
+        (["trainer.optimizer.lr=1"], "q-lr.1"),
+        (["trainer.micro_batch_tokens=9"], "q-micro_batch_tokens.9"),
+        (["trainer.processes_of=1"], "q-processes_of.1"),
+        (["name=q", "seed=3"], "q"),
+        # Where a run is and how it is laid out does not change its name.
+        (["redis.url=redis://h:1", "launch.stop_timeout_s=3"], "q"),
+        (["trainer.processes=8", "trainer.tensor_parallel=2", "trainer.optimizer.offload=true"], "q"),
+        (["trainer.checkpoint.every_steps=5", "trainer.recompute=full"], "q"),
+        (["weights.bind=tcp://0.0.0.0:5600", "rollout.http.port=8000"], "q"),
     ],
 )
-def test_how_a_run_is_laid_out_does_not_change_its_name(key: str) -> None:
-    assert run_name("q", [key]) == "q"
+def test_what_a_run_learns_from_is_part_of_its_name(overrides: list[str], name: str) -> None:
+    assert run_name("q", overrides) == name
 
 
-@pytest.mark.parametrize("key", ["trainer.optimizer.lr=1", "trainer.micro_batch_tokens=9", "trainer.processes_of=1"])
-def test_what_the_trainer_learns_from_does(key: str) -> None:
-    assert run_name("q", [key]) != "q"
+def test_a_path_in_an_override_is_shortened_to_something_that_a_file_name_may_hold(tmp_path: Path) -> None:
+    name = run_name("gsm8k", ["data.path=../data/train.jsonl"])
+    assert config(tmp_path, name=name).name.startswith("gsm8k-path.")
 
 
 def test_a_run_is_resumed_with_another_layout_of_the_trainer(tmp_path: Path) -> None:
@@ -95,8 +77,11 @@ def test_another_experiment_under_the_same_name_is_refused_by_the_key_that_diffe
         open_run(config(tmp_path, max_staleness=4))
 
 
-def test_fresh_starts_over(tmp_path: Path) -> None:
+def test_fresh_starts_over_even_where_a_run_was_stopped_before_it_had_a_configuration(tmp_path: Path) -> None:
     folder = open_run(config(tmp_path))
+    with folder.locked():
+        pass
+    assert open_run(config(tmp_path), fresh=True) == folder
     write(folder, config(tmp_path))
     folder.write_state(RunState(wall_s=3.0))
     assert open_run(config(tmp_path, max_staleness=4), fresh=True).read_state() == RunState()
@@ -112,12 +97,6 @@ def test_two_processes_never_work_in_one_run(tmp_path: Path) -> None:
             open_run(config(tmp_path), fresh=True)
     with folder.locked():
         pass
-
-
-def test_a_run_that_was_stopped_before_it_had_a_configuration_can_be_started_over(tmp_path: Path) -> None:
-    with open_run(config(tmp_path)).locked():
-        pass
-    assert open_run(config(tmp_path), fresh=True).path.exists()
 
 
 def test_the_copy_beside_the_run_does_not_name_its_embedded_server(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of models and memory of devices, against figures worked out by hand."""
+"""Shapes of models and memory of devices, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -55,44 +55,48 @@ def test_a_public_model_has_as_many_parameters_as_its_publisher_counts(name: str
     assert SHAPES[name].parameters == parameters
 
 
-def test_a_config_json_gives_the_shape_that_is_shipped() -> None:
-    published = {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "vocab_size": 152064,
-    }
-    assert shape_of(published) == QWEN_7B
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        (
+            "qwen2.5-7b",
+            {
+                "model_type": "qwen2",
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_attention_heads": 28,
+                "num_hidden_layers": 28,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+                "vocab_size": 152064,
+            },
+        ),
+        (
+            "qwen3-30b-a3b",
+            {
+                "model_type": "qwen3_moe",
+                "head_dim": 128,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_attention_heads": 32,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 48,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+                "vocab_size": 151936,
+            },
+        ),
+    ],
+)
+def test_a_config_json_gives_the_shape_that_is_shipped(name: str, published: dict[str, Any]) -> None:
+    assert shape_of(published) == SHAPES[name]
 
 
-def test_a_mixture_of_experts_is_read_from_its_config_json() -> None:
-    published = {
-        "model_type": "qwen3_moe",
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "vocab_size": 151936,
-    }
-    assert shape_of(published) == SHAPES["qwen3-30b-a3b"]
-
-
-def test_an_incomplete_config_json_is_named_by_what_it_lacks() -> None:
+def test_what_is_unknown_of_a_model_is_named() -> None:
     with pytest.raises(ConfigError, match="'vocab_size'"):
         shape_of({"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8})
-
-
-def test_an_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'gpt-2'.*qwen2\.5-7b"):
         named_shape("gpt-2")
 
@@ -132,9 +136,6 @@ def test_zero_1_cuts_the_optimizer_over_the_ranks_that_hold_the_same_weights() -
     four = trainer_memory(run_config({"processes": 4}), QWEN_7B)
     assert (four.weights, four.gradients) == (alone.weights, alone.gradients)
     assert four.optimizer == pytest.approx(alone.optimizer / 4, rel=1e-6)
-
-
-def test_an_offloaded_optimizer_takes_nothing_of_the_device() -> None:
     assert trainer_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B).optimizer == 0
 
 
@@ -144,40 +145,31 @@ def test_a_layer_keeps_what_the_formula_says() -> None:
     assert layer_bytes(TINY, layout, 2, recompute="none") == 64 + 96 + 128
     assert layer_bytes(TINY, layout, 2, recompute="selective") == 64 + 48 + 128
     assert layer_bytes(TINY, layout, 2, recompute="full") == 16
-
-
-def test_sequence_parallelism_shares_what_lies_between_the_matrices() -> None:
     cut = {"processes": 2, "tensor_parallel": 2}
     without, shared = (run_config({**cut, "sequence_parallel": on}).trainer for on in (False, True))
     assert layer_bytes(TINY, without, 2, recompute="none") == 64 + 48 + 64
     assert layer_bytes(TINY, shared, 2, recompute="none") == 32 + 48 + 64
 
 
-def test_activations_are_those_of_the_micro_batches_in_flight() -> None:
-    one = trainer_memory(run_config({"micro_batch_tokens": 1000}), TINY)
-    assert one.activations == 1000 * 4 * 288
-    staged = {"micro_batch_tokens": 1000, "processes": 2, "pipeline_parallel": 2}
-    last = trainer_memory(run_config(staged), TINY)
-    assert (last.stage, last.activations, last.logits) == ("last", 1000 * 2 * 288, 1000 * 100 * 12)
-    deep = trainer_memory(run_config(staged), replace(TINY, layers=40))
-    assert (deep.stage, deep.activations, deep.logits) == ("first", 1000 * 20 * 2 * 288, 0)
+TWO_STAGES = {"processes": 2, "pipeline_parallel": 2}
 
 
-def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
-    memory = trainer_memory(run_config({"micro_batch_tokens": 1000, "recompute": "full"}), TINY)
-    assert memory.activations == 1000 * (4 * 16 + 288)
-
-
-def test_context_parallel_ranks_share_the_tokens() -> None:
-    shared = run_config({"micro_batch_tokens": 1000, "processes": 2, "context_parallel": 2})
-    assert trainer_memory(shared, TINY).activations == 500 * 4 * 288
-
-
-def test_logits_are_the_last_stages_and_an_entropy_bonus_doubles_their_float32_part() -> None:
-    tokens = {"micro_batch_tokens": 1000}
-    assert trainer_memory(run_config(tokens), TINY).logits == 1000 * 100 * 12
-    bonus = {**tokens, "objective": {"entropy_coef": 0.01}}
-    assert trainer_memory(run_config(bonus), TINY).logits == 1000 * 100 * 20
+@pytest.mark.parametrize(
+    ("trainer", "layers", "stage", "activations", "logits"),
+    [
+        ({}, 4, "only", 1000 * 4 * 288, 1000 * 100 * 12),
+        (TWO_STAGES, 4, "last", 1000 * 2 * 288, 1000 * 100 * 12),
+        (TWO_STAGES, 40, "first", 1000 * 20 * 2 * 288, 0),  # two micro-batches in flight
+        ({"recompute": "full"}, 4, "only", 1000 * (4 * 16 + 288), 1000 * 100 * 12),
+        ({"processes": 2, "context_parallel": 2}, 4, "only", 500 * 4 * 288, 500 * 100 * 12),
+        ({"objective": {"entropy_coef": 0.01}}, 4, "only", 1000 * 4 * 288, 1000 * 100 * 20),
+    ],
+)
+def test_the_stage_that_needs_most_keeps_the_activations_in_flight_and_its_logits(
+    trainer: dict[str, Any], layers: int, stage: str, activations: int, logits: int
+) -> None:
+    memory = trainer_memory(run_config({"micro_batch_tokens": 1000, **trainer}), replace(TINY, layers=layers))
+    assert (memory.stage, memory.activations, memory.logits) == (stage, activations, logits)
 
 
 def test_a_reference_model_on_the_device_is_counted() -> None:
