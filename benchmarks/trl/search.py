@@ -20,9 +20,8 @@ from rich.console import Console
 
 from async_grpo.errors import RoleFailed
 from benchmarks.trl.policies import make_policies
-from benchmarks.trl.records import TrlDials
 from benchmarks.trl.sides import add_cores, bind, end_children_on_sigterm, run_trl
-from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
+from benchmarks.trl.workloads import CACHE, WORKLOADS, TrlDials, Workload
 
 CANDIDATE_TIMEOUT_S = 600.0
 FINALISTS = 4
@@ -54,8 +53,8 @@ def main() -> None:
         workload = WORKLOADS[name]
         workload.write_prompts()
         search = Search(workload, (arguments.out / name).absolute(), Console())
-        spec = workload.spec(search.out)
-        every = search.fastest_first(candidates(spec.group_size * spec.groups_per_step, cores), arguments.steps)
+        config = workload.config(search.out, name)
+        every = search.fastest_first(candidates(config.group_size * config.groups_per_step, cores), arguments.steps)
         best = search.fastest_first(every[:FINALISTS], arguments.final_steps)[0]
         search.console.print(f"{name}: best: {best}", markup=False)
         workload.dials_file(cores).write_text(json.dumps(asdict(best), indent=2) + "\n", encoding="utf-8")

@@ -23,8 +23,7 @@ from pathlib import Path
 from async_grpo.app.bench.pipeline.observe import Generated, RunRecord, check_one_go, read_record, tokens_within
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
-from benchmarks.trl.records import TrlDials
-from benchmarks.trl.workloads import HERE, Workload
+from benchmarks.trl.workloads import HERE, TrlDials, Workload
 
 TIMEOUT_S = 1800.0
 TRL_PYTHON = HERE / ".venv/bin/python"
@@ -107,7 +106,7 @@ def run_trl(workload: Workload, out: Path, *, timeout_s: float = TIMEOUT_S) -> S
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("rows*.jsonl"):
         old.unlink()
-    workload.spec(out).write(out / "spec.json")
+    workload.write_spec(out)
     started_s = time.time()
     _run(trl_argv(workload.dials, out / "spec.json"), out / "trl.log", trl_environment(workload.dials), timeout_s)
     ranks = [file.read_text(encoding="utf-8").splitlines() for file in sorted(out.glob("rows*.jsonl"))]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.rewards.verifiers.answers import answer_tag
-from benchmarks.trl.records import TrlSpec, read_prompts
 
 Facts = dict[str, Any]
+Spec = Any
+"""Everything that TRL's side is told, see `Workload.write_spec`."""
 
 
 class Meter:
@@ -90,19 +92,23 @@ class TimedTrainer(GRPOTrainer):
 
 def main() -> None:
     """Train as the spec says."""
-    spec = TrlSpec.read(Path(sys.argv[1]))
+    spec = read_spec(Path(sys.argv[1]))
     torch.set_num_threads(spec.dials.threads)
-    trainer = build(spec)
-    trainer.train()
+    build(spec).train()
 
 
-def build(spec: TrlSpec) -> TimedTrainer:
+def read_spec(path: Path) -> Spec:
+    """The spec that `Workload.write_spec` has written, its keys as attributes."""
+    return json.loads(path.read_text(encoding="utf-8"), object_hook=lambda fields: SimpleNamespace(**fields))
+
+
+def build(spec: Spec) -> TimedTrainer:
     """The trainer, ready to train."""
     model = AutoModelForCausalLM.from_pretrained(
-        spec.model, dtype=torch.float32, attn_implementation=spec.dials.attention
+        spec.config.model.path, dtype=torch.float32, attn_implementation=spec.dials.attention
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(spec.model)
-    prompts = read_prompts(Path(spec.prompts))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(spec.config.model.path)
+    rows = [json.loads(line) for line in Path(spec.config.data.path).read_text(encoding="utf-8").splitlines()]
     rank = os.environ.get("RANK", "0")
     meter = Meter(Path(spec.out) / ("rows.jsonl" if rank == "0" else f"rows-{rank}.jsonl"))
     trainer = TimedTrainer(
@@ -110,7 +116,7 @@ def build(spec: TrlSpec) -> TimedTrainer:
         processing_class=tokenizer,
         reward_funcs=reward(meter),
         args=arguments(spec),
-        train_dataset=Dataset.from_list([{"prompt": row.prompt, "answer": row.answer} for row in prompts]),
+        train_dataset=Dataset.from_list([{"prompt": row["question"], "answer": row["answer"]} for row in rows]),
         callbacks=[StepEnd(meter)],
         optimizers=optimizer(model, spec),
     )
@@ -129,43 +135,42 @@ def reward(meter: Meter) -> Any:
     return answer
 
 
-def optimizer(
-    model: torch.nn.Module, spec: TrlSpec
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def optimizer(model: torch.nn.Module, spec: Spec) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW, fused, and the learning rates of the other side, step by step."""
+    adam = spec.config.trainer.optimizer
     adamw = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=0.0, fused=True
+        model.parameters(), lr=1.0, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=0.0, fused=True
     )
     last = len(spec.learning_rates) - 1  # the scheduler looks one step beyond the end
     return adamw, LambdaLR(adamw, lambda step: spec.learning_rates[min(step, last)])
 
 
-def arguments(spec: TrlSpec) -> GRPOConfig:
+def arguments(spec: Spec) -> GRPOConfig:
     """One generation a step, of all prompts and samples at once; nothing is logged, saved or evaluated."""
-    samples = spec.groups_per_step * spec.group_size
+    config, objective = spec.config, spec.config.trainer.objective
     return GRPOConfig(
         output_dir=str(Path(spec.out) / "trainer"),
         use_cpu=True,
         bf16=False,
         fp16=False,
         gradient_checkpointing=False,
-        max_steps=spec.steps,
+        max_steps=config.steps,
         per_device_train_batch_size=spec.dials.rows // spec.dials.processes,
-        gradient_accumulation_steps=samples // spec.dials.rows,
-        num_generations=spec.group_size,
+        gradient_accumulation_steps=config.groups_per_step * config.group_size // spec.dials.rows,
+        num_generations=config.group_size,
         num_iterations=1,
         beta=0.0,
         loss_type="dapo",
-        epsilon=spec.clip_low,
-        epsilon_high=spec.clip_high,
+        epsilon=objective.clip_low,
+        epsilon_high=objective.clip_high,
         scale_rewards="group",
-        temperature=spec.temperature,
+        temperature=config.sampling.temperature,
         top_p=1.0,
         top_k=0,
-        max_completion_length=spec.max_tokens,
-        max_grad_norm=spec.clip_grad,
+        max_completion_length=config.sampling.max_tokens,
+        max_grad_norm=config.trainer.optimizer.clip_grad,
         shuffle_dataset=False,
-        seed=spec.seed,
+        seed=config.seed,
         use_transformers_continuous_batching=spec.dials.generation == "continuous",
         transformers_continuous_batching_config={"max_memory_percent": 0.05},
         cache_implementation=spec.dials.cache,

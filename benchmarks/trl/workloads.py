@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from async_grpo.config import RunConfig
@@ -12,11 +12,32 @@ from async_grpo.config.load import load
 from async_grpo.config.model import ArithmeticTaskConfig
 from async_grpo.data.arithmetic import ProblemSet
 from async_grpo.errors import ConfigError
-from benchmarks.trl.records import PromptRow, TrlDials, TrlSpec, write_prompts
 from trainer.model.optimizer import learning_rate
 
 HERE = Path(__file__).parent
 CACHE = HERE / ".cache"
+
+
+@dataclass(frozen=True, slots=True)
+class TrlDials:
+    """What may be chosen without changing what TRL computes: the fastest found is used."""
+
+    rows: int
+    """Samples of one micro-batch, of all processes together."""
+    threads: int
+    """torch threads of one process."""
+    processes: int = 1
+    """Data-parallel ranks."""
+    generation: str = "generate"
+    """`generate`, or `continuous`: transformers' continuous batching."""
+    cache: str | None = None
+    """cache_implementation of `generate`."""
+    attention: str = "sdpa"
+
+    def __str__(self) -> str:
+        cache = f", {self.cache} cache" if self.cache else ""
+        ranks = f"{self.processes} x {self.threads} threads"
+        return f"{self.rows} rows, {ranks}, {self.attention}, {self.generation}{cache}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +88,19 @@ class Workload:
         ]
         return load(HERE / f"{self.name}.yaml", [*here, *overrides])
 
-    def spec(self, out: Path) -> TrlSpec:
-        """TRL's side: the same figures under its names."""
+    def write_spec(self, out: Path) -> None:
+        """Write spec.json, everything that TRL's side is told: this project's configuration, the learning rate of every
+        step, and the dials."""
         config = self.config(out, self.name)
-        adam, objective = config.trainer.optimizer, config.trainer.objective
-        assert objective.clip_low is not None and objective.clip_high is not None
-        return TrlSpec(
-            model=str(self.model),
-            prompts=str(self.prompts),
-            out=str(out),
-            steps=self.steps,
-            group_size=config.group_size,
-            groups_per_step=config.groups_per_step,
-            max_tokens=config.sampling.max_tokens,
-            temperature=config.sampling.temperature,
-            seed=config.seed,
-            learning_rates=tuple(learning_rate(adam, version, self.steps) for version in range(self.steps)),
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            eps=adam.eps,
-            clip_grad=adam.clip_grad,
-            dials=self.dials,
-        )
+        spec = {
+            "out": str(out),
+            "config": config.model_dump(mode="json"),
+            "learning_rates": [
+                learning_rate(config.trainer.optimizer, version, self.steps) for version in range(self.steps)
+            ],
+            "dials": asdict(self.dials),
+        }
+        (out / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
 
     def counting(self, staleness: int, steps: int) -> Workload:
         """The workload with so many steps. Not counted are the first ones, whose completions a run with this S may have
@@ -111,7 +121,8 @@ class Workload:
         needed = 16 * max(workload.steps for workload in WORKLOADS.values())
         training = [problems.problem("train", index) for index in range(needed)]
         for file, chosen in ((self.prompts, training), (CACHE / "held-out.jsonl", problems.held_out[:1])):
-            write_prompts(file, [PromptRow(problem.prompt, problem.answer) for problem in chosen])
+            rows = [json.dumps({"question": problem.prompt, "answer": problem.answer}) for problem in chosen]
+            file.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 WORKLOADS = {

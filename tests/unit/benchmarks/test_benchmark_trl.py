@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 
 from async_grpo.app.bench.pipeline.observe import Generated, RunRecord
+from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import Problem, demonstration
 from async_grpo.errors import ConfigError, EngineError, RoleFailed
 from async_grpo.rewards.verifiers.answers import answer_tag
 from benchmarks.trl import search, workloads
 from benchmarks.trl.policies import MOST_ROUNDS, checked, rounds
-from benchmarks.trl.records import PromptRow, TrlDials, TrlSpec, read_prompts, write_prompts
 from benchmarks.trl.search import Search, candidates
 from benchmarks.trl.sides import SideRun, TrlStep, our_steps, pace, trl_argv, trl_environment, trl_steps
-from benchmarks.trl.workloads import WORKLOADS, Workload
+from benchmarks.trl.workloads import WORKLOADS, TrlDials, Workload
 
 
 def row(step: int, ended_s: float, *, samples: int = 4, reward: float = 0.5, tokens: int = 40) -> TrlStep:
@@ -40,25 +40,16 @@ def group(start_s: float, end_s: float, tokens: int) -> Generated:
     return Generated(0, 0, tokens, (start_s, end_s))
 
 
-def test_files_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    rows = [PromptRow("1+1=", "2"), PromptRow('"ü"\n', "x")]
-    write_prompts(tmp_path / "prompts.jsonl", rows)
-    assert read_prompts(tmp_path / "prompts.jsonl") == rows
-    spec = WORKLOADS["quickstart"].spec(tmp_path)
-    spec.write(tmp_path / "spec.json")
-    assert TrlSpec.read(tmp_path / "spec.json") == spec
-
-
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_both_sides_are_told_the_same_figures(name: str, tmp_path: Path) -> None:
     workload = WORKLOADS[name]
-    config, spec = workload.config(tmp_path, "ours"), workload.spec(tmp_path)
-    assert (spec.group_size, spec.groups_per_step) == (config.group_size, config.groups_per_step)
-    assert (spec.max_tokens, spec.temperature) == (config.sampling.max_tokens, config.sampling.temperature)
-    assert (spec.model, spec.prompts) == (str(config.model.path), str(config.data.path))
-    assert spec.steps == config.steps == len(spec.learning_rates)
-    assert not config.data.shuffle
-    assert max(spec.learning_rates) == config.trainer.optimizer.lr
+    workload.write_spec(tmp_path)
+    spec, config = json.loads((tmp_path / "spec.json").read_text()), workload.config(tmp_path, name)
+    assert RunConfig.model_validate(spec["config"]) == config and not config.data.shuffle
+    assert (config.model.path, config.data.path) == (workload.model, workload.prompts)
+    assert len(spec["learning_rates"]) == config.steps
+    assert max(spec["learning_rates"]) == config.trainer.optimizer.lr
+    assert TrlDials(**spec["dials"]) == workload.dials
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
