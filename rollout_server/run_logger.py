@@ -55,7 +55,7 @@ class RolloutLogger:
 
 
 def _sample_row(group: Group, version: int) -> dict[str, object]:
-    """A `telemetry.rows.SampleRow` of the group, with versions, spans and the server that made it."""
+    """The row of the group (`telemetry.rows`), with versions, spans and the server that made it."""
     return {
         "seq": group.seq,
         "prompt": group.task.prompt,

@@ -1,4 +1,4 @@
-"""JSON-lines files that survive a crash: one row a line, flushed; a torn last line harms only itself."""
+"""JSON-lines files that survive a crash: one row on each line, flushed; a torn last line does not affect others."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
 class JsonLines:
     """Appends rows to `path`, creating it and its folder.
 
-    Guarantees: after `write` returns, the row is with the operating system (it survives the death
-    of this process); a line that an earlier writer left unfinished is closed first, so that the
-    next row starts on a fresh line. Non-finite floats become null. Rows of several threads do not mix.
+    When `write` returns, the operating system has the row, so it survives the death of this process. A line that an
+    earlier writer left unfinished is ended first, so that the next row starts on a new line. Non-finite floats become
+    null. Threads may share the file: each row is written whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,9 +36,7 @@ class JsonLines:
     def __enter__(self) -> JsonLines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -51,7 +48,7 @@ class RowFollower:
         self._position = 0
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """Whole rows since the last call; a line that is still being written waits for the next one."""
+        """Whole rows since the last call; a line that is still being written comes with a later call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -92,7 +89,7 @@ def _ends_torn(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say: numpy scalars as numbers, non-finite floats as null, lone surrogates replaced."""
+    """The value as JSON can hold it: numpy scalars as numbers, non-finite floats as null, lone surrogates replaced."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

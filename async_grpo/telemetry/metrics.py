@@ -1,8 +1,8 @@
-"""METRICS: the one table of what a training step measures.
+"""METRICS: the table of what a training step measures.
 
 A row of the table names the key in metrics.jsonl and summary.json, the tag of TensorBoard and other trackers, the gauge
-of Prometheus, and the statistics that the value is made of. The trainer adds up `SUMS` and `MAXIMA` over micro-batches
-and ranks, `StepTotals.values` applies the table, and docs/reference.md is written from it.
+of Prometheus, and the statistics that the value is computed from. The trainer adds up `SUMS` and `MAXIMA` over
+micro-batches and ranks, `StepTotals.values` applies the table, and docs/reference.md is written from it.
 
 To add a metric, add a row here and put its statistic into trainer/step/statistics.py. This module imports no torch.
 """
@@ -25,23 +25,23 @@ COMPUTE = ("pack", "prox", "reference", "train", "optimizer")
 
 @dataclass(slots=True)
 class StepTotals:
-    """What the micro-batches, ranks and updates of one step add up to; all counts are over the whole batch."""
+    """Totals of one step, over its micro-batches, ranks and updates; all counts are over the whole batch."""
 
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     """Statistic -> sum over the trained tokens, each as often as it was trained."""
     maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))
     """Statistic -> largest value of a token; 0 if there is none."""
     norms: list[float] = field(default_factory=list)
-    """Gradient norm of every update."""
+    """Gradient norm of each update."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of every sequence read, prompts included, each as often as it was read."""
+    """Tokens of each sequence read, prompt included, as often as it was read."""
     slots: int = 0
     """Tokens that the micro-batches had room for."""
     micro_batches: int = 0
     balances: list[float] = field(default_factory=list)
-    """Of every packing: mean work of a data-parallel rank / work of the busiest."""
+    """For each packing: mean work of a data-parallel rank / work of the busiest."""
     advantages: list[float] = field(default_factory=list)
-    """Of every sample that a verifier could judge."""
+    """Advantage of each sample that a verifier could judge."""
     overlong: int = 0
     """Samples truncated or dropped because they fit no micro-batch."""
     lr_scale: float = 1.0
@@ -53,7 +53,7 @@ class StepTotals:
     """Whether there is a reference model."""
 
     def add(self, sums: dict[str, float], maxima: dict[str, float]) -> None:
-        """Add what one update found, summed over micro-batches and ranks."""
+        """Add the statistics of one update, reduced over micro-batches and ranks."""
         self.sums = {name: self.sums[name] + value for name, value in sums.items()}
         self.maxima = {name: max(self.maxima[name], value) for name, value in maxima.items()}
 
@@ -62,7 +62,7 @@ class StepTotals:
         return self.sums[name] / max(1.0, self.sums["tokens"])
 
     def values(self) -> dict[str, Any]:
-        """Key -> value of every metric that is made of totals; None where there is nothing to measure."""
+        """Key -> value of every metric that is computed from totals; None where there is nothing to measure."""
         return {metric.key: metric.value(self) for metric in METRICS if metric.value is not None}
 
 

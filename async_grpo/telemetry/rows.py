@@ -1,16 +1,20 @@
-"""The rows that a run writes: the one place that names their keys.
+"""The rows that a run writes, and how to read them.
 
-    metrics.jsonl     rows of a step (metrics.METRICS) | ProbeRow | WarningRow, told apart by `kind`
-    samples/*.jsonl   SampleRow
+    metrics.jsonl     kind "step"      the keys of `metrics.METRICS`
+                      kind "probe"     version, logprob_gap_mean, logprob_gap_max, gap_tokens: the gap on groups whose
+                                       every token comes from `version`
+                      kind "warning"   step, message: something that a person should look at
+    samples/*.jsonl   one finished group: prompt, answer, completions with text, reward and spans, which are
+                      [version, start, end) over the completion's tokens
 
-Readers tolerate missing keys: a file may come from an older version or from a run cut short.
-A resumed run repeats steps; the last row of a step is the one that counts.
+Readers tolerate missing keys: a file may come from an older version or from a run cut short. A resumed run repeats
+steps; the last row of a step counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from async_grpo.telemetry.metrics import PHASES
 
@@ -29,42 +33,8 @@ TIME_KEYS = tuple(f"{phase}_s" for phase in PHASES)
 """The parts of a step, in order; what they leave of `step_s` is "other"."""
 
 
-class ProbeRow(TypedDict, total=False):
-    """Log-probability gap on groups whose every token comes from `version`."""
-
-    kind: str
-    version: int
-    logprob_gap_mean: float
-    logprob_gap_max: float
-    gap_tokens: int
-
-
-class WarningRow(TypedDict, total=False):
-    """Something that a person should look at."""
-
-    kind: str
-    step: int
-    message: str
-
-
-class CompletionRow(TypedDict, total=False):
-    """One completion; `spans` are [version, start, end) over its tokens."""
-
-    text: str
-    reward: float | None
-    spans: list[list[int]]
-
-
-class SampleRow(TypedDict, total=False):
-    """One finished group, for reading."""
-
-    prompt: str
-    answer: str
-    completions: list[CompletionRow]
-
-
 def last_of_each(rows: Iterable[Row], key: str) -> list[Row]:
-    """One row per value of `key` (the last one written), in order of `key`; rows without it are left out."""
+    """The last row written for each value of `key`, in order of `key`; rows without it are left out."""
     latest = {row[key]: row for row in rows if isinstance(row.get(key), int)}
     return [latest[value] for value in sorted(latest)]
 
@@ -81,7 +51,7 @@ def number(row: Row, key: str) -> float | None:
 
 
 def numbers(rows: Sequence[Row], key: str) -> list[float]:
-    """A numeric field of every row that has it."""
+    """The values of a numeric field, of every row that has it."""
     return [value for row in rows if (value := number(row, key)) is not None]
 
 
@@ -96,7 +66,7 @@ def rate(amount: float | None, spent_s: float) -> float | None:
 
 
 def seconds_by_part(row: Row) -> dict[str, float]:
-    """Part of the step -> seconds, "other" included."""
+    """Seconds of each part of the step, "other" included."""
     parts = {key.removesuffix("_s"): number(row, key) or 0.0 for key in TIME_KEYS}
     parts["other"] = max(0.0, (number(row, "step_s") or 0.0) - sum(parts.values()))
     return parts

@@ -1,10 +1,9 @@
-"""What every process did when, in a file that Perfetto opens (https://ui.perfetto.dev).
+"""When each process did what, in a file that Perfetto opens (https://ui.perfetto.dev).
 
     role --Timeline--> timeline/<role>.jsonl --merge_timelines--> timeline.json
 
-One process of the trace per role, one thread per track. Spans of a track that overlap (groups
-generated side by side) go to further lanes of that track, because a trace viewer would otherwise
-show one as a part of the other.
+The trace has one process per role and one thread per track. Spans of a track that overlap (groups generated side by
+side) go to further lanes of that track, because a trace viewer would otherwise show one as a part of the other.
 
 `PhaseTimer` measures what a step spends its time on: named durations, and spans of the timeline on the leading rank.
 """
@@ -25,7 +24,7 @@ Event = dict[str, Any]
 
 TRACK = "trainer"
 START, WAIT = "start", "wait"
-"""Waiting for a batch: the first one of a process, while engines load; and every later one."""
+"""Spans of waiting for a batch: `start` for the first batch of a process, while engines load; `wait` for later ones."""
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")
 
 
@@ -37,11 +36,11 @@ class Timeline:
         self._role = role
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """`name` went on from `start_s` to `end_s`."""
+        """Record that `name` lasted from `start_s` to `end_s`."""
         self._write({"track": track, "name": name, "start_s": start_s, "end_s": end_s}, args)
 
     def instant(self, track: str, name: str, at_s: float, **args: Any) -> None:
-        """`name` happened at `at_s`."""
+        """Record that `name` happened at `at_s`."""
         self._write({"track": track, "name": name, "start_s": at_s}, args)
 
     def close(self) -> None:
@@ -53,9 +52,9 @@ class Timeline:
 
 
 def merge_timelines(run_dir: Path) -> Path:
-    """run_dir/timeline/*.jsonl -> run_dir/timeline.json, in Chrome's trace-event format.
+    """Merge run_dir/timeline/*.jsonl into run_dir/timeline.json, in Chrome's trace-event format.
 
-    Microseconds count from the first event of the run. The file is replaced whole or not at all.
+    Times are microseconds since the first event of the run. The file is replaced atomically.
     """
     rows = [row for path in sorted((run_dir / "timeline").glob("*.jsonl")) for row in _usable(path)]
     origin_s = min((row["start_s"] for row in rows), default=0.0)
@@ -71,7 +70,7 @@ def merge_timelines(run_dir: Path) -> Path:
 
 
 def _usable(path: Path) -> Iterator[Event]:
-    """Rows with everything that an event needs."""
+    """The rows that have everything that an event needs."""
     for row in read_rows(path):
         known = all(isinstance(row.get(key), str) for key in ("role", "track", "name"))
         timed = isinstance(row.get("start_s"), (int, float))
@@ -104,7 +103,7 @@ def _role_events(pid: int, rows: Iterable[Event], origin_s: float) -> list[Event
 
 
 def _lanes(events: list[Event]) -> list[list[Event]]:
-    """Events -> as few lanes as hold them without overlap; instants stay in the first."""
+    """Put the events on as few lanes as hold them without overlap; instants stay on the first."""
     lanes: list[list[Event]] = [[]]
     ends = [0]
     for event in sorted(events, key=lambda event: int(event["ts"])):
@@ -154,5 +153,5 @@ class PhaseTimer:
                 self._timeline.span(TRACK, name, start_s, start_s + elapsed_s, **args)
 
     def reset(self) -> None:
-        """Forget the durations: a new step begins."""
+        """Clear the durations: a new step begins."""
         self.seconds.clear()

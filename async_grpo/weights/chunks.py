@@ -1,11 +1,10 @@
-"""The block of all tensors, cut into the chunks that travel, and which tensors differ between two versions.
+"""Cuts the block of all tensors into the chunks that travel, and finds the tensors that differ between two versions.
 
     tensors   | a: bf16 | b: bf16      | c: fp32 | d: fp8 |
     chunks    |   0   |   1   |   2    |    3    |   4    |
 
-Both sides cut the same layout in the same way, so a chunk is named by its number. A chunk holds items of one size,
-because a patch counts in items; otherwise chunks are as long as allowed. `changed_tensors` lets an engine reload only
-what changed.
+Both sides cut a layout in the same way, so a number names a chunk. All items of a chunk have one size, because a patch
+counts in items; otherwise chunks are as long as allowed. `changed_tensors` lets an engine reload only what changed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HASH_DTYPE = np.dtype("<u8")
 
 
 class Chunk(NamedTuple):
-    """Bytes [start, stop) of the block, items of `item_bytes`."""
+    """Bytes [start, stop) of the block, with items of `item_bytes` bytes."""
 
     start: int
     stop: int
@@ -44,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 def cut(layout: TensorLayout, chunk_bytes: int) -> list[Chunk]:
-    """Chunks of at most `chunk_bytes` that cover the block, each with items of one size.
+    """Cut the block into chunks of at most `chunk_bytes`, each with items of one size.
 
     >>> from async_grpo.weights.manifest import layout_of
     >>> [tuple(chunk) for chunk in cut(layout_of([("a", "bfloat16", [64]), ("b", "float32", [16])]), 64)]
@@ -63,7 +62,7 @@ def hash_chunk(chunk: memoryview) -> int:
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """The hashes as a manifest carries them: little-endian uint64."""
+    """The hashes as little-endian uint64, as a manifest carries them."""
     return np.asarray(hashes, _HASH_DTYPE).tobytes()
 
 
@@ -79,7 +78,7 @@ def hashes_of(manifest: WeightManifest, chunks: Sequence[Chunk]) -> Hashes:
 
 
 def digest(hashes: bytes) -> bytes:
-    """xxh3_128 of all chunk hashes: equal for two versions only if every chunk hash is."""
+    """xxh3_128 of all chunk hashes. Equal for two versions only if all their chunk hashes are equal."""
     return xxhash.xxh3_128_digest(hashes)
 
 
@@ -104,8 +103,8 @@ def changed_tensors(
     old: memoryview,
     new: memoryview,
 ) -> list[bool]:
-    """Whether each tensor of the layout changed. Exact: where a changed chunk holds several tensors, their bytes are
-    compared."""
+    """Whether each tensor of the layout changed. Exact: if a changed chunk holds several tensors, compares their
+    bytes."""
     differs = old_hashes != new_hashes
     starts = [chunk.start for chunk in chunks]
     flags: list[bool] = []

@@ -2,17 +2,17 @@
 
     patch = header | gaps (zstd) | differences (zstd) | tail
 
-An optimizer step with a small learning rate leaves most bfloat16 values as they are and moves most
-of the others to their neighbour, so both streams are small and far from uniform.
+An optimizer step with a small learning rate leaves most bfloat16 values unchanged and moves most of the others to a
+neighbouring value. So both streams are small, and compress well.
 
-- `gaps`         one byte a changed item: how far after the changed item before it (the first: after
-                 -1); a byte of 255 goes 255 further without changing anything
-- `differences`  new - old of the items seen as little-endian integers, wrapping around, zigzag
-                 (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), stored as byte planes: all low bytes first
-- `tail`         the last `block_bytes % item_bytes` bytes as they are
+- `gaps`         one byte for each changed item: its distance from the changed item before it (for the first: from -1).
+                 A byte of 255 adds 255 to the distance, and names no item
+- `differences`  new - old of the items as little-endian integers, wrapping around, in zigzag order (0, -1, 1, -2, ...
+                 become 0, 1, 2, 3, ...), stored as byte planes: all low bytes first
+- `tail`         the last `block_bytes % item_bytes` bytes, unchanged
 
-Nothing here knows floating point: any bytes come out exactly. A patch is checked in full before the
-first byte of the block is written, and takes less memory than 30 times the block while it is applied.
+Items are integers here, not floating-point numbers, so any bytes are restored exactly. A patch is checked completely
+before the first byte of the block is written. Applying it takes less memory than 30 times the block.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import zstandard
 from async_grpo.errors import WeightsCorrupt, WeightsError
 
 FORMAT = 1
-"""Raised by one when a patch changes in a way that an older reader would misread."""
+"""Incremented when a patch changes in a way that an older reader would misread."""
 
 ITEM_BYTES = (1, 2, 4, 8)
 _ENTROPY_CODING = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
-"""There is nothing to match in these streams: looking for it costs time and makes them longer."""
+"""These streams have no repeated sequences: searching for them costs time and makes the output longer."""
 _SKIP = 255
 _HEADER = struct.Struct("<BBxxxxxxQQQQ")  # format, item bytes, then the four numbers of _Header
 
@@ -43,11 +43,11 @@ class _Header(NamedTuple):
     item_bytes: int
     block_bytes: int
     changed: int
-    """Items that differ."""
+    """Number of items that differ."""
     gaps_bytes: int
     """Length of the gaps before compression."""
     packed_gaps_bytes: int
-    """And after."""
+    """Length of the gaps after compression."""
 
     @property
     def items(self) -> int:
@@ -59,10 +59,10 @@ class _Header(NamedTuple):
 
 
 def encode(base: memoryview, new: memoryview, item_bytes: int) -> bytes:
-    """The patch that makes `base` into `new`, chunks of one length; its own length is not bounded by
-    theirs: compare, and send the chunk itself where that is shorter.
+    """The patch that turns `base` into `new`, which have the same length. The patch may be longer than the chunk: the
+    caller sends whichever is shorter.
 
-    Raises WeightsError if the lengths differ or items have another size than 1, 2, 4 or 8 bytes.
+    Raises WeightsError if the lengths differ, or if items do not have 1, 2, 4 or 8 bytes.
 
     >>> block = bytearray(b"abcd")
     >>> apply(memoryview(block), encode(memoryview(b"abcd"), memoryview(b"abXd"), 2))
@@ -85,10 +85,10 @@ def encode(base: memoryview, new: memoryview, item_bytes: int) -> bytes:
 
 
 def apply(block: memoryview, patch: bytes | memoryview) -> None:
-    """Make `block`, which holds the base, into the new chunk, in place.
+    """Turn `block`, which holds the base, into the new chunk, in place.
 
-    Raises WeightsCorrupt, with the block as it was, for a patch that is malformed or of a block of
-    another length. Whether the block holds the right base is for the caller to know (by its hash).
+    Raises WeightsCorrupt, and leaves the block unchanged, if the patch is malformed or for a block of another length.
+    Does not check that the block holds the right base; the caller knows by its hash.
     """
     patch = memoryview(patch)
     header = _read_header(patch, block.nbytes)
@@ -102,7 +102,7 @@ def apply(block: memoryview, patch: bytes | memoryview) -> None:
 
 
 def _read_header(patch: memoryview, block_bytes: int) -> _Header:
-    """Raise WeightsCorrupt unless every number in the header is possible, so that it may be allocated for."""
+    """Raise WeightsCorrupt unless every number in the header is plausible, so that memory may be allocated for it."""
     if patch.nbytes < _HEADER.size:
         raise _corrupt(f"it has {patch.nbytes} bytes, a header alone has {_HEADER.size}")
     version, item_bytes, *numbers = _HEADER.unpack_from(patch)
@@ -133,7 +133,7 @@ def _gaps(positions: npt.NDArray[np.intp]) -> Bytes:
 
 
 def _positions(gaps: Bytes, header: _Header) -> npt.NDArray[np.intp]:
-    """Raises WeightsCorrupt unless they ascend, lie in the block and are as many as the header says."""
+    """Raise WeightsCorrupt unless positions ascend, lie in the block and are as many as the header says."""
     positions = (np.cumsum(gaps, dtype=np.intp) - 1)[gaps != _SKIP]
     if len(positions) != header.changed:
         raise _corrupt(f"its gaps name {len(positions)} items, its header {header.changed}")
@@ -143,7 +143,7 @@ def _positions(gaps: Bytes, header: _Header) -> npt.NDArray[np.intp]:
 
 
 def _zigzag(differences: Integers) -> Integers:
-    """Unsigned differences to small numbers for small steps either way."""
+    """Map unsigned differences to numbers that are small for small steps up or down."""
     signed = differences.view(f"<i{differences.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * signed.itemsize - 1))).view(differences.dtype)
 
@@ -154,7 +154,7 @@ def _unzigzag(numbers: Integers) -> Integers:
 
 
 def _planes(numbers: Integers) -> Bytes:
-    """Bytes of the numbers, plane by plane."""
+    """The bytes of the numbers, plane by plane."""
     planes = np.empty((numbers.itemsize, len(numbers)), np.uint8)
     for plane, part in zip(planes, numbers.view(np.uint8).reshape(-1, numbers.itemsize).T, strict=True):
         plane[:] = part
@@ -174,7 +174,7 @@ def _pack(stream: Bytes) -> bytes:
 
 
 def _unpack(packed: memoryview, length: int, what: str) -> Bytes:
-    """The stream in a zstd frame that must say, and be, exactly `length` bytes, and nothing after it."""
+    """Decompress a zstd frame that must declare, and contain, exactly `length` bytes, with nothing after it."""
     try:
         stated = zstandard.frame_content_size(packed)  # what decompress would allocate, whatever limit it is given
         if stated != length:

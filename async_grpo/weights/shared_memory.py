@@ -1,4 +1,4 @@
-"""Files in shared memory: where they lie, and room for them."""
+"""Files in shared memory: their paths, and whether there is room for them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def run_folder(run: str) -> Path:
-    """Everything of a run that lies in shared memory."""
+    """The folder of a run in shared memory."""
     return SHARED_MEMORY / f"async-grpo-{run}"
 
 
 def store_path(run: str, name: str) -> Path:
-    """Where the store `name` of a run lies."""
+    """The path of the store `name` of a run."""
     return run_folder(run) / f"{name}.weights"
 
 
 def remove_stores(run: str) -> None:
-    """Remove whatever stores of `run` are left; processes that still map them keep their pages."""
+    """Remove the stores of `run` that are left; processes that still map them keep their pages."""
     shutil.rmtree(run_folder(run), ignore_errors=True)
 
 
 def page_up(count: int) -> int:
-    """The next multiple of a page."""
+    """`count` rounded up to whole pages."""
     return -(-count // PAGE) * PAGE
 
 
 def allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
-    """A new file of `size` bytes, its descriptor and its memory, with every page present: the first touch is
-    slow, so it is now. Raises WeightsError, with the arithmetic, where there is no room."""
+    """Create a file of `size` bytes; returns its descriptor and its memory. All pages are allocated here, because the
+    first access to a page is slow. Raises WeightsError, with the sizes, if there is no room."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     check_room(path, size)
@@ -56,7 +56,7 @@ def allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
 
 
 def check_room(path: Path, size: int) -> None:
-    """Raise WeightsError if the file system, or the memory behind it, cannot take `size` bytes more."""
+    """Raise WeightsError if the file system, or the memory behind it, has no room for `size` more bytes."""
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise WeightsError(

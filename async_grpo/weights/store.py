@@ -1,18 +1,18 @@
-"""The whole model in shared memory, two versions of it, for every process of one machine.
+"""Two versions of the whole model in shared memory, for every process of one machine.
 
     header | layout | notes 0 | notes 1 | slot 0 | slot 1
 
-Each slot has a sequence number, even while its content is whole and odd while it is written (a
-seqlock), the identity of its content and notes on where it came from. The writer fills a slot and
-then commits it; readers ask for one identity, read in place, and check afterwards that the sequence
-has not moved. Nobody waits while bytes of weights are copied.
+The header has, for each slot, the version in it, the length of its notes and a sequence number: even while the content
+is whole, odd while it is written (a seqlock). The writer fills a slot and then commits it. Readers ask for one version,
+read it in place, and check afterwards that the sequence number has not changed. No process waits for another while
+weights are copied.
 
-Why that holds on any processor. The header is read and written only under `flock` of the store's
-file, for microseconds; the kernel's lock orders what comes before an unlock before what follows the
-next lock, on aarch64 as on x86. So a reader that found a version sees all its bytes: they were
-written before the commit's unlock. And a reader that saw a byte of the next version learns of it: had
-its final check come before the writer's `begin`, every read before that check would have happened
-before the write. Hence the check comes after `begin`, and finds the sequence moved.
+Why this holds on any processor. The header is read and written only under `flock` of the store's file, for
+microseconds. The kernel's lock orders everything before an unlock before everything after the next lock, on aarch64 as
+on x86. So a reader that finds a version sees all its bytes, because they were written before the unlock of `commit`.
+And a reader that saw a byte of the next version notices it: if its final check came before the writer's `begin`, all
+its reads would have come before the write. So the check comes after `begin`, and finds that the sequence number has
+changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from async_grpo.errors import WaitTimeout, WeightsCorrupt, WeightsError, WeightsReplaced
 from async_grpo.weights import chunks
@@ -43,17 +42,17 @@ MAGIC = b"agrpo-ws"
 LOCK_TIMEOUT_S = 10.0
 _PREFIX = struct.Struct("<8sQQQ")  # magic, format, bytes of the layout, bytes of one slot's notes
 _COUNTERS_OFFSET = 64
-_COUNTERS = 1 + 2 * 5  # commits, then of each slot: sequence, epoch, version, commit number, length of its notes
+_COUNTERS = 1 + 2 * 5  # number of commits; for each slot: sequence, epoch, version, commit number, length of its notes
 _SEQUENCE, _EPOCH, _VERSION, _COMMIT, _NOTES = range(5)
 _LOCK_RETRY_S = 0.0005
 
 
 class VersionNotes(Record, frozen=True, kw_only=True, tag="notes"):
-    """Where a committed version came from. A receiver that is started again takes them over."""
+    """What a receiver knows about a version that it has committed. A restarted receiver takes the notes over."""
 
     base: tuple[int, int] | None = None
     changed: bytes = b""
-    """A bit a tensor: differs from `base`."""
+    """One bit for each tensor: whether it differs from `base`."""
     digest: bytes = b""
     chunk_bytes: int = 0
     hashes: bytes = b""
@@ -62,7 +61,7 @@ class VersionNotes(Record, frozen=True, kw_only=True, tag="notes"):
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """A look at one slot. `still_valid` says whether what was read since then is whole."""
+    """One version, read in place. `verify` tells whether everything that was read from it is whole."""
 
     identity: WeightVersion
     layout: TensorLayout
@@ -72,36 +71,26 @@ class StoreSnapshot:
     _slot: int
     _sequence: int
 
-    def view(self, name: str) -> npt.NDArray[np.uint8]:
-        """Bytes of tensor `name`, uint8 [nbytes], in place."""
-        spec = self.layout.by_name()[name]
-        return np.frombuffer(self.block, np.uint8, spec.nbytes, spec.offset)
-
     def __iter__(self) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Every tensor with its bytes, in place."""
         for spec in self.layout.tensors:
             yield spec, self.block[spec.offset : spec.offset + spec.nbytes]
 
     def changed_since(self, base: WeightVersion) -> list[TensorSpec] | None:
-        """The tensors whose bytes differ from those of `base`; None if that is not known."""
+        """The tensors whose bytes differ from those of `base`; None if this is not known."""
         if self.notes.base is None or WeightVersion(*self.notes.base) != base:
             return None
         flags = chunks.unpack(self.notes.changed, len(self.layout.tensors))
         return [spec for spec, changed in zip(self.layout.tensors, flags, strict=True) if changed]
 
-    @property
-    def still_valid(self) -> bool:
-        """False once the writer has begun to overwrite this slot."""
-        return self._store.sequence(self._slot) == self._sequence
-
     def verify(self) -> None:
-        """Raise WeightsCorrupt if anything read from this snapshot may have been overwritten."""
-        if not self.still_valid:
+        """Raise WeightsCorrupt if the writer has begun to overwrite this slot."""
+        if self._store.sequence(self._slot) != self._sequence:
             raise WeightsCorrupt(f"{self.identity} was overwritten while it was read; what was read is refused.")
 
 
 class WeightStore:
-    """One writer (`create`, `adopt`), any number of readers (`open`). Not safe for two writers."""
+    """Has one writer (`create`, `adopt`) and any number of readers (`open`). Not safe for two writers."""
 
     def __init__(self, path: Path, descriptor: int, memory: mmap.mmap) -> None:
         """Use `create`, `adopt` or `open`."""
@@ -115,7 +104,8 @@ class WeightStore:
             raise WeightsError(f"{path} is not a weight store of format {FORMAT}.")
         self.layout = decode(memory[PAGE : PAGE + layout_bytes], TensorLayout)
         notes_at = page_up(PAGE + layout_bytes)
-        self._counters = np.frombuffer(memory, np.int64, _COUNTERS, _COUNTERS_OFFSET)
+        counters = np.frombuffer(memory, np.int64, _COUNTERS, _COUNTERS_OFFSET)
+        self._commits, self._heads = counters[:1], counters[1:].reshape(2, 5)
         block = memoryview(memory)
         self._notes = [block[notes_at + slot * self._notes_bytes :][: self._notes_bytes] for slot in (0, 1)]
         slot_bytes = page_up(self.layout.total_bytes)
@@ -124,9 +114,9 @@ class WeightStore:
 
     @classmethod
     def create(cls, path: Path, layout: TensorLayout, *, chunks: int = 0) -> WeightStore:
-        """Make (or replace) the store at `path`, mode 600, all pages allocated, with room for notes on `chunks`.
+        """Create or replace the store at `path`, mode 600, all pages allocated, with room for notes on `chunks` chunks.
 
-        Raises WeightsError where there is no room for two copies of the model.
+        Raises WeightsError if there is no room for two copies of the model.
         """
         described = encode(layout)
         notes_bytes = page_up(PAGE + 8 * chunks + len(layout.tensors))
@@ -143,7 +133,7 @@ class WeightStore:
 
     @classmethod
     def adopt(cls, path: Path) -> WeightStore:
-        """Go on writing the store that a dead writer left. Raises WeightsError if there is none."""
+        """Continue to write the store that a dead writer left. Raises WeightsError if there is none."""
         return cls._map(path, os.O_RDWR, mmap.ACCESS_WRITE)
 
     @classmethod
@@ -162,75 +152,59 @@ class WeightStore:
 
     @property
     def identity(self) -> WeightVersion | None:
-        """What was committed last and is whole; None if there is nothing."""
+        """The whole version that was committed last; None if there is none."""
         with self._header(fcntl.LOCK_SH):
             whole = [slot for slot in (0, 1) if self._is_whole(slot)]
             return self._identity(max(whole, key=self._commit_number)) if whole else None
 
-    @property
-    def identities(self) -> set[WeightVersion]:
-        """All that can be read now."""
-        with self._header(fcntl.LOCK_SH):
-            return {self._identity(slot) for slot in (0, 1) if self._is_whole(slot)}
-
-    @property
-    def commits(self) -> int:
-        """How many versions were committed."""
-        return int(self._counters[0])
-
     def sequence(self, slot: int) -> int:
-        """Moves when the slot begins to be written, and when it is whole."""
+        """The slot's sequence number, which changes at `begin` and at `commit`."""
         with self._header(fcntl.LOCK_SH):
-            return int(self._counters[_at(slot, _SEQUENCE)])
+            return int(self._heads[slot, _SEQUENCE])
 
     def begin(self, sparing: WeightVersion | None = None) -> memoryview:
-        """A slot to write into: the one without the newest version, unless it holds `sparing`.
+        """A slot to write into: the one without the newest version, unless that one holds `sparing`.
 
-        Readers of what it held find their snapshots invalid.
+        Snapshots of the version that it held become invalid.
         """
         with self._header(fcntl.LOCK_EX):
             slot = self._next_slot(sparing)
-            if self._counters[_at(slot, _SEQUENCE)] % 2 == 0:
-                self._counters[_at(slot, _SEQUENCE)] += 1
+            self._heads[slot, _SEQUENCE] |= 1
             self._writing = slot
         return self._slots[slot]
 
     def next_victim(self) -> WeightVersion | None:
-        """What `begin` would overwrite."""
+        """The version that `begin` would overwrite; None if it would overwrite none."""
         with self._header(fcntl.LOCK_SH):
             slot = self._next_slot(None)
             return self._identity(slot) if self._is_whole(slot) else None
 
     def commit(self, identity: WeightVersion, notes: VersionNotes | None = None) -> None:
-        """The slot that was begun, now whole, becomes the newest."""
+        """Make the slot that was begun, and is now whole, the newest version."""
         if self._writing is None:
             raise WeightsError(f"commit of {identity} without begin.")
         slot, self._writing = self._writing, None
         described = encode(notes or VersionNotes())
-        if len(described) > self._notes_bytes:  # other chunks than the store was made for
+        if len(described) > self._notes_bytes:  # more chunks than the store was made for
             described = encode(VersionNotes())
         with self._header(fcntl.LOCK_EX):
-            self._counters[0] += 1
-            self._counters[_at(slot, _EPOCH)] = identity.epoch
-            self._counters[_at(slot, _VERSION)] = identity.version
-            self._counters[_at(slot, _COMMIT)] = self._counters[0]
-            self._counters[_at(slot, _NOTES)] = len(described)
+            self._commits += 1
+            self._heads[slot, _EPOCH:] = *identity, self._commits[0], len(described)
             self._notes[slot][: len(described)] = described
-            self._counters[_at(slot, _SEQUENCE)] += 1
+            self._heads[slot, _SEQUENCE] += 1
 
     def snapshot(self, identity: WeightVersion) -> StoreSnapshot:
-        """Exactly these weights, in place. Raises WeightsReplaced if the store does not hold them."""
+        """Exactly this version, in place. Raises WeightsReplaced if the store does not hold it."""
         with self._header(fcntl.LOCK_SH):
             for slot in (0, 1):
                 if self._is_whole(slot) and self._identity(slot) == identity:
-                    sequence = int(self._counters[_at(slot, _SEQUENCE)])
-                    return StoreSnapshot(
-                        identity, self.layout, self._slots[slot], self._read_notes(slot), self, slot, sequence
-                    )
+                    notes = decode(bytes(self._notes[slot][: self._heads[slot, _NOTES]]), VersionNotes)
+                    sequence = int(self._heads[slot, _SEQUENCE])
+                    return StoreSnapshot(identity, self.layout, self._slots[slot], notes, self, slot, sequence)
         raise WeightsReplaced(f"{self.path} does not hold {identity}; it was replaced by {self.identity}.")
 
     def unlink(self) -> None:
-        """Remove the file, and the run's folder with its last store; mapped pages live on."""
+        """Remove the file, and with the last store the run's folder. Mapped pages stay."""
         self.path.unlink(missing_ok=True)
         if self.path.parent.parent == SHARED_MEMORY:
             with suppress(OSError):  # other stores of the run are still there
@@ -263,17 +237,10 @@ class WeightStore:
         return 1 - older if self._identity(older) == sparing else older
 
     def _is_whole(self, slot: int) -> bool:
-        return self._commit_number(slot) > 0 and int(self._counters[_at(slot, _SEQUENCE)]) % 2 == 0
+        return self._commit_number(slot) > 0 and int(self._heads[slot, _SEQUENCE]) % 2 == 0
 
     def _commit_number(self, slot: int) -> int:
-        return int(self._counters[_at(slot, _COMMIT)])
+        return int(self._heads[slot, _COMMIT])
 
     def _identity(self, slot: int) -> WeightVersion:
-        return WeightVersion(int(self._counters[_at(slot, _EPOCH)]), int(self._counters[_at(slot, _VERSION)]))
-
-    def _read_notes(self, slot: int) -> VersionNotes:
-        return decode(bytes(self._notes[slot][: int(self._counters[_at(slot, _NOTES)])]), VersionNotes)
-
-
-def _at(slot: int, field: int) -> int:
-    return 1 + 5 * slot + field
+        return WeightVersion(*self._heads[slot, _EPOCH:_COMMIT].tolist())

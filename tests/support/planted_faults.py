@@ -71,7 +71,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     ("async_grpo/utils/frames.py", "tests/unit/async_grpo/utils/test_frames.py"),
     "frame_length_unbounded: if length > max_bytes: --> if length < 0:",
     ("async_grpo/weights/zmq/fetch.py", "tests/integration/async_grpo/weights/test_weight_delta_plane.py"),
-    "chunk_hash_not_compared: return right --> return True",
+    "chunk_hash_not_compared: return hash_chunk(data) == int(self.served.hashes[index]) --> return True",
     ("async_grpo/weights/store.py", "tests/unit/async_grpo/weights/test_weight_store.py"),
     "held_slot_overwritten: return 1 - older if self._identity(older) == sparing else older --> return older",
     "slots_swapped: return 1 if self._is_whole(0) else 0 --> return 0 if self._is_whole(0) else 1",

@@ -1,8 +1,8 @@
 """Trackers: where the scalars of a run go, one module each.
 
-    row of a step, evaluation --> Trackers --Tracker.log--> TensorBoard (and whatever is added to `make_trackers`)
+    row of a step, evaluation --> Trackers --Tracker.log--> TensorBoard (and others of `make_trackers`)
 
-A tracker that fails is named in the log and left out from then on; it never ends a run.
+A tracker that fails is logged and left out from then on; it never ends a run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Tracker(Protocol):
     """One place where scalars go."""
 
     def log(self, step: int, scalars: Mapping[str, float], at_s: float | None = None) -> None:
-        """Tag -> value at `step`; `at_s`: Unix time, now if it is None. May raise anything."""
+        """Record the value of each tag at `step`, at Unix time `at_s` (default: now). May raise anything."""
         ...
 
     def close(self) -> None:
-        """Write what is left. Safe to call twice."""
+        """Write what is still buffered. Safe to call twice."""
         ...
 
 
@@ -87,7 +87,7 @@ class Trackers:
     def _unless_it_fails(self, tracker: Tracker, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # packages of others: a curve that is missing is no reason to stop training
+        except Exception as error:  # third-party packages: a missing curve is no reason to stop training
             log.warning("a tracker failed and is left out", tracker=type(tracker).__name__, error=str(error))
             if tracker in self._trackers:
                 self._trackers.remove(tracker)
