@@ -1,7 +1,9 @@
-"""From a configuration to the buffer and the board of a run, on a server that was checked."""
+"""Connect to the buffer and the board of a configured run, on a server that was checked."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from async_grpo.config import RunConfig
@@ -21,7 +23,7 @@ _LOOK_AT_ONCE = 1000
 async def connect(
     redis: RedisConfig, run: str, *, policy: ReplayPolicy, lease_s: float, max_attempts: int
 ) -> RedisBuffer:
-    """The buffer of `run`, new or as it was left. Raises ServerLost, ServerRefused."""
+    """Open the buffer of `run`, new or as it was left. Raises ServerLost, ServerRefused."""
     client = await _checked_client(redis, run)
     try:
         return await RedisBuffer.open(
@@ -33,8 +35,8 @@ async def connect(
 
 
 def attach(redis: RedisConfig, run: str) -> RedisBuffer:
-    """The buffer of a run that somebody else has opened, to look at it: nothing is checked, and nothing is written.
-    It connects when first used."""
+    """The buffer of a run that another process has opened, for reading. It checks and writes nothing, and connects when
+    first used."""
     return RedisBuffer(RetryingClient(make_client(redis, run), redis.timeout_s), run)
 
 
@@ -44,38 +46,28 @@ async def connect_board(redis: RedisConfig, run: str) -> RedisBoard:
 
 
 async def memory_limit(redis: RedisConfig, run: str) -> int:
-    """The server's maxmemory in bytes, or else the memory of its machine; 0 if it tells neither."""
-    client = await _checked_client(redis, run)
-    try:
-        about = await RetryingClient(client, redis.timeout_s).call(lambda: client.info("memory"))
+    """The server's maxmemory in bytes, or else the memory of its machine; 0 if it reports neither."""
+    async with _checked_link(redis, run) as link:
+        about = await link.call(lambda: link.client.info("memory"))
         return int(about.get("maxmemory") or about.get("total_system_memory") or 0)
-    finally:
-        await close(client)
 
 
 async def knows_run(redis: RedisConfig, run: str) -> bool:
-    """Whether the server holds anything of `run`; nothing is changed."""
-    client = await _checked_client(redis, run)
-    try:
-        known: int = await RetryingClient(client, redis.timeout_s).call(lambda: client.exists(RunKeys(run).of("meta")))
-        return bool(known)
-    finally:
-        await close(client)
+    """Whether the server holds anything of `run`. It changes nothing."""
+    async with _checked_link(redis, run) as link:
+        return bool(await link.call(lambda: link.client.exists(RunKeys(run).of("meta"))))
 
 
 async def wipe_run(redis: RedisConfig, run: str) -> int:
-    """Delete everything that `run` has on the configured server; returns how many keys that was."""
-    client = await _checked_client(redis, run)
-    try:
-        return await wipe(client, run, timeout_s=redis.timeout_s)
-    finally:
-        await close(client)
+    """Delete everything that `run` has on the configured server; returns the number of deleted keys."""
+    async with _checked_link(redis, run) as link:
+        return await wipe(link.client, run, timeout_s=redis.timeout_s)
 
 
 async def wipe(client: Any, run: str, *, timeout_s: float = 30.0) -> int:
-    """Delete every key of `run`; returns how many there were. `timeout_s`: for one page of keys.
+    """Delete every key of `run`; returns how many there were. `timeout_s` bounds the work on one page of keys.
 
-    It ends with a pass that finds nothing: a failover in the middle of a pass may hide keys from it.
+    It repeats until a pass finds nothing, because a failover during a pass may hide keys from it.
     """
     link, deleted = RetryingClient(client, timeout_s), 0
     while found := await _wipe_once(link, run):
@@ -95,19 +87,9 @@ async def _wipe_once(link: RetryingClient, run: str) -> int:
             return deleted
 
 
-async def _checked_client(redis: RedisConfig, run: str) -> Any:
-    client = make_client(redis, run)
-    try:
-        await RetryingClient(client, redis.timeout_s).call(lambda: check_server(client))
-    except BaseException:
-        await close(client)
-        raise
-    return client
-
-
 async def open_run(config: RunConfig) -> RedisBuffer:
-    """The buffer of the run, new or as it was left. Raises ServerLost, ServerRefused, and ConfigError if the
-    server's memory would not last."""
+    """Open the buffer of the run, new or as it was left. Raises ServerLost, ServerRefused, and ConfigError if the
+    server has too little memory for the run."""
     memory_plan(config).check(await memory_limit(config.redis, config.name), "the server at redis.url")
     return await connect(
         config.redis,
@@ -119,7 +101,27 @@ async def open_run(config: RunConfig) -> RedisBuffer:
 
 
 async def is_over(config: RunConfig, buffer: ReplayBuffer, board: RunBoard) -> bool:
-    """Whether rollout servers have nothing left to do: every step is trained and the final policy is measured (its
-    probe comes before its evaluation). The trainer may still have to read both, and to export."""
+    """Whether rollout servers have nothing left to do: every step is trained and the final policy is evaluated (its
+    probe comes before that). The trainer may still have to read both, and to export."""
     evaluated = any(evaluation.version >= config.steps for evaluation in await board.evaluations())
     return evaluated and (await buffer.stats()).ended
+
+
+@asynccontextmanager
+async def _checked_link(redis: RedisConfig, run: str) -> AsyncIterator[RetryingClient]:
+    """A connection for a few questions to a checked server."""
+    link = RetryingClient(await _checked_client(redis, run), redis.timeout_s)
+    try:
+        yield link
+    finally:
+        await link.aclose()
+
+
+async def _checked_client(redis: RedisConfig, run: str) -> Any:
+    client = make_client(redis, run)
+    try:
+        await RetryingClient(client, redis.timeout_s).call(lambda: check_server(client))
+    except BaseException:
+        await close(client)
+        raise
+    return client

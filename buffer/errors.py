@@ -1,4 +1,4 @@
-"""The errors of the contract, worded once for all implementations."""
+"""The errors of the replay buffer's contract, worded once for all implementations."""
 
 from __future__ import annotations
 
@@ -7,63 +7,64 @@ from async_grpo.wire import ReleaseReason, Ticket
 
 
 def lease_lost(ticket: Ticket) -> LeaseLost:
-    """The caller no longer holds the ticket."""
+    """For a caller that no longer holds the ticket."""
     return LeaseLost(
-        f"attempt {ticket.attempt} of group {ticket.seq} is no longer held by {ticket.holder}: its lease expired or "
-        "was given back, or the group has ended. Drop the work; the next holder goes on. Raise rollout.lease_s if "
-        "this happens to a server that is alive"
+        f"{ticket.holder} no longer holds attempt {ticket.attempt} of group {ticket.seq}: its lease expired or was "
+        "given back, or the group has ended. Drop the work; the next holder continues. Raise rollout.lease_s if this "
+        "happens to a live server"
     )
 
 
 def fenced(caller: int, newest: int) -> Fenced:
-    """The caller's epoch is over."""
+    """For a trainer whose epoch is over."""
     return Fenced(
-        f"epoch {caller} is over, epoch {newest} has taken over: what this trainer says no longer counts. Stop it"
+        f"epoch {caller} is over, epoch {newest} has begun: another trainer has taken over, and the buffer refuses "
+        "the calls of this one. Stop it"
     )
 
 
 def run_ended() -> RunEnded:
-    """Nothing will be admitted or delivered any more."""
+    """For a wait that the end of the run has ended."""
     return RunEnded("the run has ended: no group is admitted or delivered any more")
 
 
 def forgotten(version: int, committed: int) -> BufferFault:
-    """A trainer asks for steps whose groups are deleted."""
+    """For a trainer that resumes at steps whose groups are deleted."""
     return BufferFault(
-        f"cannot resume at version {version}: a checkpoint of version {committed} was committed, and the groups of the "
-        f"steps before it are deleted. Resume from version {committed} or later, or start over with --fresh"
+        f"cannot resume at version {version}: a checkpoint of version {committed} was committed, which deleted the "
+        f"groups of the steps before it. Resume from version {committed} or later, or start over with --fresh"
     )
 
 
 def forgotten_run(run: str) -> BufferFault:
-    """The books are gone."""
+    """For a run whose state has vanished from the server."""
     return BufferFault(
-        f"the server holds nothing of run {run}: its data were lost or wiped while the run was going on. Restore its "
+        f"the server holds nothing of run {run}: its data were lost or wiped during the run. Restore the server's "
         "append-only file, or start over with --fresh"
     )
 
 
 def groups_of_step(version: int) -> str:
-    """What a take waits for."""
+    """What a `take` waits for, in words."""
     return f"the groups of the step after version {version} from the rollout servers"
 
 
 def gap(first: int, following: int) -> StreamGap:
-    """Tasks that leave out some of the stream."""
+    """For tasks that would leave a gap in the stream."""
     return StreamGap(
-        f"task {first} does not continue the stream: task {following} is next. Nothing was stored; look at how many "
-        "tasks there are, and put them from there"
+        f"task {first} does not continue the stream: task {following} is next. Nothing was stored. Read tasks_put "
+        f"from the buffer's stats, and put the tasks from {following} on"
     )
 
 
 def checked_stream(indices: list[int]) -> None:
-    """Raises ValueError unless the indices follow each other."""
+    """Raises ValueError unless the indices are consecutive."""
     if indices and indices != list(range(indices[0], indices[0] + len(indices))):
-        raise ValueError(f"task indices {indices} do not follow each other: the stream would have a gap")
+        raise ValueError(f"task indices {indices} are not consecutive: the stream would have a gap")
 
 
 def checked_reason(reason: ReleaseReason) -> ReleaseReason:
-    """A reason that a group may be discarded for. Raises ValueError for `trained`."""
+    """The reason, if a group may be discarded for it. Raises ValueError for `trained`."""
     if reason is ReleaseReason.TRAINED:
-        raise ValueError("a group that was not taken cannot be discarded as trained. Give the real reason")
+        raise ValueError("a group that was not taken cannot be discarded as trained. Pass the real reason")
     return reason

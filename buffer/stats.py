@@ -1,4 +1,4 @@
-"""The counters of a run, and a cache of them for readers that ask often, such as the metrics page."""
+"""The counters of a run, and a cache of them for readers that ask often, such as `/metrics`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATS_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BufferStats:
-    """One consistent look at the counters."""
+    """A consistent snapshot of a run's counters."""
 
     epoch: int
     version: int
@@ -26,7 +26,7 @@ class BufferStats:
     taken: int
     admitted: int
     released: dict[str, int] = field(default_factory=dict)
-    """Groups that ended, by reason; every `ReleaseReason` is there."""
+    """Number of groups that ended, for every `ReleaseReason`."""
     released_by_length: dict[str, int] = field(default_factory=dict)
     """"<reason>:<n>": groups whose longest completion had at most n tokens and more than n / 2."""
     max_staleness: int = 0
@@ -37,14 +37,14 @@ class BufferStats:
     inserted: int = 0
     """Groups that ever became READY."""
     used: int = 0
-    """Groups taken, each as often as it was."""
+    """Groups taken; a group counts each time that it was taken."""
     ended: bool = False
     kept: int = 0
     """Groups whose payload is kept: READY, TAKEN, and those that no committed checkpoint contains."""
 
     @property
     def released_total(self) -> int:
-        """Groups that ended, whatever the reason."""
+        """Number of groups that ended, for any reason."""
         return sum(self.released.values())
 
     @property
@@ -68,7 +68,7 @@ class CachedStats:
         self._asking = asyncio.Lock()
 
     async def refresh(self, ask: Callable[[], Awaitable[BufferStats]]) -> None:
-        """Ask unless the last answer is young enough. Raises nothing; without an answer `stats` is None."""
+        """Ask, unless the last answer is young enough. Raises nothing: without an answer, `stats` becomes None."""
         async with self._asking:
             if time.monotonic() - self._at_s < STATS_MAX_AGE_S:
                 return

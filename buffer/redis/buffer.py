@@ -37,7 +37,7 @@ from buffer.redis.scripts import RunKeys, script
 from buffer.stats import BufferStats
 
 _COUNTERS = (
-    *("epoch", "version", "tasks_put", "admitted", "inserted", "used", "ended"),
+    *("epoch", "version", "tasks_put", "admitted", "inserted", "used"),
     *("max_staleness", "groups_per_step", "horizon", "selector_window"),
 )
 
@@ -82,8 +82,7 @@ class RedisBuffer:
         fresh = [task for task in tasks if task.index >= known]
         if not fresh:
             return known
-        keys = self._keys.payloads("task", [task.index for task in fresh])
-        payloads = [Payload(key, encode(task), only_new=True) for key, task in zip(keys, fresh, strict=True)]
+        payloads = [Payload(self._keys.of(f"task:{task.index}"), encode(task), only_new=True) for task in fresh]
         status, following = await self._script("put_tasks", fresh[0].index, len(fresh), payloads=payloads)
         if status == b"gap":
             raise gap(fresh[0].index, following)
@@ -150,30 +149,21 @@ class RedisBuffer:
 
     async def stats(self) -> BufferStats:
         books = await self._script("stats")
-        meta, released, lengths = (_mapping(book) for book in books[:3])
+        meta, released, lengths = ({name.decode(): v.decode() for name, v in batched(book, 2)} for book in books[:3])
         if not meta:
             raise forgotten_run(self._run_name)
         inflight, ready, taken, kept = books[3:]
-        number = {name: int(meta.get(name, 0)) for name in _COUNTERS}
+        counters = {name: int(meta.get(name, 0)) for name in _COUNTERS}
         return BufferStats(
-            epoch=number["epoch"],
-            version=number["version"],
-            tasks_put=number["tasks_put"],
-            waiting=number["tasks_put"] - number["admitted"],
+            **counters,
+            waiting=counters["tasks_put"] - counters["admitted"],
             inflight=inflight,
             ready=ready,
             taken=taken,
-            admitted=number["admitted"],
             released={reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason},
             released_by_length={name: int(count) for name, count in lengths.items()},
-            max_staleness=number["max_staleness"],
-            groups_per_step=number["groups_per_step"],
-            horizon=number["horizon"],
             selector=meta["selector"],
-            selector_window=number["selector_window"],
-            inserted=number["inserted"],
-            used=number["used"],
-            ended=bool(number["ended"]),
+            ended=meta.get("ended") == "1",
             kept=kept,
         )
 
@@ -209,7 +199,7 @@ class RedisBuffer:
                 lease_s=lease_ms / 1000,
                 partial=decode(partial, Partial) if partial is not None else None,
             )
-            for seq, attempt, version, task, partial in _batched(leases, 5)
+            for seq, attempt, version, task, partial in batched(leases, 5)
         ]
 
     async def _take(self, epoch: int, version: int, have: int, extent: str, timeout_s: float) -> Batch:
@@ -226,7 +216,7 @@ class RedisBuffer:
         if status != b"ok":
             return _not_yet(status, rest)
         replayed, mask_below, missing, *chosen = rest
-        keys = [self._keys.group(seq, attempt) for seq, attempt in _batched(chosen, 2)]
+        keys = [self._keys.group(seq, attempt) for seq, attempt in batched(chosen, 2)]
         groups = [decode(payload, Group) for payload in await self._link.fetch(keys) if payload is not None]
         if len(groups) < len(keys):
             if await self._script("take", epoch, version, have, extent) != reply:
@@ -263,14 +253,9 @@ def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
     )
 
 
-def _batched(values: list[Any], size: int) -> Iterator[list[Any]]:
-    """So many at a time."""
+def batched(values: list[Any], size: int) -> Iterator[list[Any]]:
+    """The values of a flat reply, `size` at a time."""
     return (values[start : start + size] for start in range(0, len(values), size))
-
-
-def _mapping(book: list[bytes]) -> dict[str, str]:
-    """A hash as a script returns it: name, value, name, value, ..."""
-    return {name.decode(): value.decode() for name, value in zip(book[::2], book[1::2], strict=True)}
 
 
 def _check_lease(reply: list[Any], ticket: Ticket) -> None:

@@ -36,7 +36,6 @@ all functions of a script again at every call, so each script gets only those th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -57,10 +56,6 @@ class RunKeys:
     def of(self, name: str) -> str:
         """The key called `name`."""
         return self.prefix + name
-
-    def payloads(self, kind: str, seqs: Iterable[int]) -> list[str]:
-        """The keys of the payloads of one kind (task, partial)."""
-        return [f"{self.prefix}{kind}:{seq}" for seq in seqs]
 
     def group(self, seq: int, attempt: int) -> str:
         """The key of a finished group."""

@@ -5,28 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from async_grpo.config.buffer import RedisConfig
 from buffer import make_client
+from buffer.inspector import GroupRecord
 from buffer.redis.retrying import RetryingClient
 from buffer.redis.scripts import RunKeys
 from tests.support.buffer_crashes.plan import RUN, SERVER_TIMEOUT_S
 
 _SETS = ("open", "ready", "leases", "begun", "ages")
 _PAYLOADS = ("task", "partial", "group")
-
-
-class Record(NamedTuple):
-    """RECORD of lua/parts/records.lua."""
-
-    attempt: int
-    strikes: int
-    longest: int
-    oldest: int
-    newest: int
-    uses: int
-    pins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +24,7 @@ class Books:
     seqs: Mapping[str, set[int]]
     logged: Mapping[int, list[int]]
     """Version -> sequences of its batch."""
-    records: Mapping[int, Record]
+    records: Mapping[int, GroupRecord]
     tasks_put: int
     admitted: int
     released: int
@@ -74,7 +62,7 @@ async def read_books(link: RetryingClient) -> Books:
     return Books(
         seqs={**seqs, **stored, "taken": _numbers(taken)},
         logged={int(version): _logged(entry) for version, entry in log.items()},
-        records={int(seq): Record(*map(int, text.split())) for seq, text in records.items()},
+        records={int(seq): GroupRecord(*map(int, text.split())) for seq, text in records.items()},
         tasks_put=tasks_put,
         admitted=admitted,
         released=sum(map(int, released)),
