@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import redis
@@ -33,6 +33,7 @@ rollout: {{max_concurrency: 16, lease_s: 10, vllm: {{max_model_len: 256, kv_cach
 trainer: {{optimizer: {{lr: 1.0e-3}}, checkpoint: {{every_steps: 2}}}}
 eval: {{prompts: 16, samples: 1}}
 """
+COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
 
 
 class WholeRun:
@@ -56,14 +57,7 @@ class WholeRun:
 
     def start(self) -> None:
         with self._printed.open("ab") as printed:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(self._config), *self._overrides],
-                cwd=self.folder,
-                stdout=printed,
-                stderr=printed,
-                env={**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache")},
-                start_new_session=True,
-            )
+            self._process = self._start("run", str(self._config), *self._overrides, output=printed)
 
     def wait(self, timeout_s: float = 240.0) -> int:
         assert self._process is not None
@@ -80,7 +74,7 @@ class WholeRun:
             self._process.wait()
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
-        self._until(lambda: max([row["step"] for row in self.steps()], default=0) >= step, f"step {step}", timeout_s)
+        self.until(lambda: max([row["step"] for row in self.steps()], default=0) >= step, f"step {step}", timeout_s)
 
     def wait_for_end(self, *, measured: bool, timeout_s: float = 240.0) -> None:
         """Until the trainer has said that every step is trained; `measured`: and the final policy is."""
@@ -91,7 +85,7 @@ class WholeRun:
             ended = books.hget(keys.of("meta"), "ended") == b"1"
             return ended and (not measured or bool(books.hexists(keys.of("board:evaluations"), str(steps))))
 
-        self._until(is_there, "the end", timeout_s)
+        self.until(is_there, "the end", timeout_s)
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
@@ -111,23 +105,13 @@ class WholeRun:
     def join(self, name: str) -> subprocess.Popen[bytes]:
         """One more rollout server, started by hand."""
         with (self.folder / f"{name}.log").open("ab") as printed:
-            return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "async_grpo.app.cli.main",
-                    "rollout",
-                    "--run-dir",
-                    str(self.run_dir),
-                    "--name",
-                    name,
-                ],
-                cwd=self.folder,
-                stdout=printed,
-                stderr=printed,
-                env={**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache")},
-                start_new_session=True,
-            )
+            return self._start("rollout", "--run-dir", str(self.run_dir), "--name", name, output=printed)
+
+    def command(self, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command on this run, to its end."""
+        argv = [*COMMAND, name, "--run-dir", str(self.run_dir), *words]
+        environment = {**self._environment, "COLUMNS": "200"}
+        return subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=300, env=environment)
 
     def role(self, module: str) -> psutil.Process:
         """The process that runs `-m module`."""
@@ -139,7 +123,21 @@ class WholeRun:
         assert self._process is not None
         return psutil.Process(self._process.pid).children(recursive=True)
 
-    def _until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
+    def _start(self, *words: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*COMMAND, *words],
+            cwd=self.folder,
+            stdout=output,
+            stderr=output,
+            env=self._environment,
+            start_new_session=True,
+        )
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache")}
+
+    def until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not done():
             assert self._process is not None

@@ -31,4 +31,4 @@ def test_fifty_thousand_groups_leave_nothing_behind() -> None:
 
 
 def test_hundreds_of_groups_leave_no_key_behind() -> None:
-    check(run_rounds([(640, SMALL), (640, SMALL), (96, LARGE), (160, SMALL)]))
+    check(run_rounds([(320, SMALL), (320, SMALL), (48, LARGE), (80, SMALL)]))

@@ -14,12 +14,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.errors import ConfigError, ServerFull, ServerLost, ServerRefused
+from async_grpo.errors import ConfigError, ServerLost, ServerRefused
 from async_grpo.staleness import ReplayPolicy
-from async_grpo.wire import Group, ReleaseReason, Sample, Ticket, logprobs_to_bytes, tokens_to_bytes
-from async_grpo.wire.records import VersionSpan
+from async_grpo.wire import ReleaseReason, tokens_to_bytes
 from buffer import EmbeddedServer, RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
-from buffer.redis.retrying import RetryingClient
+from buffer.redis.retrying import RetryingClient, ScriptCall
 from tests.support.buffer_cases import (
     admit,
     finish,
@@ -27,7 +26,6 @@ from tests.support.buffer_cases import (
     group_of,
     partial_of,
     policy,
-    publish,
     released,
     seqs,
     take,
@@ -70,10 +68,14 @@ async def keys(client: Redis, run: str) -> dict[str, object]:
 class LosesReplies(RetryingClient):
     """Every command reaches the server, and every first answer to a script is lost."""
 
-    async def _run(self, *args: Any) -> Any:
-        reply = await super()._run(*args)
-        if args not in self.__dict__.setdefault("lost", []):
-            self.__dict__["lost"].append(args)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lost: list[object] = []
+
+    async def _run(self, call: ScriptCall, until: float) -> Any:
+        reply = await super()._run(call, until)
+        if call not in self._lost:
+            self._lost.append(call)
             raise ConnectionError("the reply was lost")
         return reply
 
@@ -192,37 +194,6 @@ async def test_wiping_a_run_leaves_its_neighbours_alone(
     assert await wipe(client, run) == 0
     assert (await neighbour.stats()).groups_per_step == 2
     await neighbour.aclose()
-
-
-def bulky(ticket: Ticket, tokens: int) -> Group:
-    ids = range(tokens)
-    sample = Sample(
-        tokens=tokens_to_bytes(ids),
-        logprobs=logprobs_to_bytes([0.0] * tokens),
-        spans=[VersionSpan(ticket.version, 0, tokens)],
-    )
-    return Group(seq=ticket.seq, attempt=ticket.attempt, task=ticket.task, samples=[sample])
-
-
-async def test_a_full_server_is_named_and_can_be_drained(tmp_path: Path, run: str) -> None:
-    server = EmbeddedServer(tmp_path, RedisConfig(max_memory_bytes=16 << 20))
-    config = RedisConfig(url=server.start(), timeout_s=2.0)
-    buffer = await attach(config, run, policy(S=9, P=2))
-    await buffer.put_tasks(tasks(0, 20))
-    await buffer.rollback(0)
-    tickets = await admit(buffer, 20)
-    with pytest.raises(ServerFull, match="memory limit"):
-        for ticket in tickets:
-            await buffer.insert(ticket, bulky(ticket, 250_000))
-    ready = (await buffer.stats()).ready
-    assert ready >= 2
-    batch = await take(buffer, 0)
-    await publish(buffer, 1)
-    await buffer.release(batch)
-    await buffer.commit_checkpoint(epoch=1, version=1)
-    await buffer.insert(tickets[ready], bulky(tickets[ready], 250_000))
-    await buffer.aclose()
-    server.stop()
 
 
 async def test_calls_outlive_a_restart_of_the_server(tmp_path: Path, run: str) -> None:

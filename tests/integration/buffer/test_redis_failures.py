@@ -20,6 +20,7 @@ from async_grpo.errors import BufferFault, ServerFull, ServerLost
 from async_grpo.wire import Group, ReleaseReason, Sample, Task, Ticket, logprobs_to_bytes, tokens_to_bytes
 from async_grpo.wire.records import VersionSpan
 from buffer import EmbeddedServer, RedisBuffer, make_client
+from buffer.redis import retrying
 from buffer.redis.client import KEEPALIVE_IDLE_S
 from buffer.redis.retrying import RetryingClient
 from rollout_server.dispatch.admission import TaskFeeder
@@ -253,18 +254,23 @@ async def test_a_server_that_stays_silent_is_named_in_time(server: Server, run: 
     await asyncio.sleep(0.05)
     server.pause()
     started = time.monotonic()
-    for call in (buffer.stats(), finish(buffer, ticket), waiting):
-        with pytest.raises(ServerLost, match=f"127.0.0.1:{server.port} has not answered for 1 s: no reply"):
-            await call
-    assert time.monotonic() - started < 20
+    calls = (buffer.stats(), finish(buffer, ticket), waiting)
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, ServerLost)
+        assert f"127.0.0.1:{server.port} has not answered for 1 s: no reply" in str(error)
+    assert time.monotonic() - started < 10
     server.resume()
     await finish(buffer, ticket)
     assert (await buffer.stats()).ready == 1
     await buffer.aclose()
 
 
-async def test_connections_that_fall_silent_are_replaced_in_time(proxy: Proxy, run: str) -> None:
-    buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=18.0), run)
+async def test_connections_that_fall_silent_are_replaced_in_time(
+    proxy: Proxy, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrying, "RECHECK_S", 0.5)
+    monkeypatch.setattr(retrying, "LATE_WAKE_S", 0.5)
+    buffer = await begin(RedisConfig(url=f"redis://127.0.0.1:{proxy.port}", timeout_s=9.0), run)
     small, large = await admit(buffer, 2)
     waiting = asyncio.create_task(take(buffer, 0, timeout_s=60.0))
     await asyncio.gather(*(buffer.stats() for _ in range(20)))  # many connections, each of which will be silent
@@ -272,7 +278,7 @@ async def test_connections_that_fall_silent_are_replaced_in_time(proxy: Proxy, r
     started = time.monotonic()
     inserts = [buffer.insert(small, group_of(small)), buffer.insert(large, bulky(large, 20 * BULK_TOKENS))]
     await asyncio.gather(buffer.stats(), *inserts)
-    assert time.monotonic() - started < 18.0
+    assert time.monotonic() - started < 9.0
     assert seqs(await waiting) == [0, 1]
     await buffer.aclose()
 

@@ -31,43 +31,53 @@ def pair(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
         yield primary, replica
 
 
+@pytest.fixture(scope="module")
+def sentinels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sentinels]:
+    with Sentinels(tmp_path_factory.mktemp("sentinels")).running() as sentinels:
+        yield sentinels
+
+
 def config_of(primary: Server, timeout_s: float) -> RedisConfig:
     return RedisConfig(url=primary.url, replicas_to_wait_for=1, timeout_s=timeout_s)
 
 
-async def test_writers_wait_out_a_failover_and_what_was_confirmed_is_still_there(tmp_path: Path, run: str) -> None:
-    with Sentinels(tmp_path).running() as sentinels:
-        await live_through(RedisConfig(url=sentinels.url, replicas_to_wait_for=1), run)
-        buffer = await begin(RedisConfig(url=sentinels.url, replicas_to_wait_for=1), run)
-        tickets = await admit(buffer, 4)
-        await finish(buffer, tickets[0])
-        await buffer.aclose()
-        buffer = await attach(RedisConfig(url=sentinels.url), run)  # no replica will be left
-        waiting = asyncio.create_task(take(buffer, 0, timeout_s=30.0))
-        await asyncio.sleep(0.1)
-        sentinels.primary.kill()
-        insert = asyncio.create_task(finish(buffer, tickets[1]))
-        await asyncio.sleep(0.3)
-        assert not insert.done()
-        await insert
-        assert seqs(await waiting) == [0, 1]
-        assert sentinels.replica.admin.info("replication")["role"] == "master"
-        stats = await buffer.stats()
-        assert (stats.taken, stats.inflight, stats.admitted) == (2, 2, 4)
-        await buffer.aclose()
+async def test_writers_wait_out_a_failover_and_what_was_confirmed_is_still_there(
+    sentinels: Sentinels, run: str
+) -> None:
+    """It leaves no replica."""
+    await live_through(RedisConfig(url=sentinels.url, replicas_to_wait_for=1), run)
+    buffer = await begin(RedisConfig(url=sentinels.url, replicas_to_wait_for=1), run)
+    tickets = await admit(buffer, 4)
+    await finish(buffer, tickets[0])
+    await buffer.aclose()
+    buffer = await attach(RedisConfig(url=sentinels.url), run)  # no replica will be left
+    waiting = asyncio.create_task(take(buffer, 0, timeout_s=30.0))
+    await asyncio.sleep(0.1)
+    sentinels.primary.kill()
+    insert = asyncio.create_task(finish(buffer, tickets[1]))
+    await asyncio.sleep(0.3)
+    assert not insert.done()
+    await insert
+    assert seqs(await waiting) == [0, 1]
+    assert sentinels.replica.admin.info("replication")["role"] == "master"
+    stats = await buffer.stats()
+    assert (stats.taken, stats.inflight, stats.admitted) == (2, 2, 4)
+    await buffer.aclose()
 
 
-async def test_an_unknown_service_is_named_and_a_sentinel_that_hangs_is_passed_over(tmp_path: Path, run: str) -> None:
-    with Sentinels(tmp_path).running() as sentinels:
-        with pytest.raises(ServerLost, match=r"other of the sentinels .*knows no service other"):
-            await attach(RedisConfig(url=sentinels.url.replace("/main", "/other"), timeout_s=1.0), run)
-        with pytest.raises(ServerRefused, match=r"redis\+sentinel://"):
-            await attach(RedisConfig(url=sentinels.sentinels[0].url), run)
-        for sentinel in sentinels.sentinels[:2]:
-            sentinel.pause()
-        buffer = await attach(RedisConfig(url=sentinels.url, timeout_s=4.0), run)  # the third one answers
-        assert (await buffer.stats()).groups_per_step == 2
-        await buffer.aclose()
+async def test_an_unknown_service_is_named_and_a_sentinel_that_hangs_is_passed_over(
+    sentinels: Sentinels, run: str
+) -> None:
+    """The last test of these sentinels: two of them hang."""
+    with pytest.raises(ServerLost, match=r"other of the sentinels .*knows no service other"):
+        await attach(RedisConfig(url=sentinels.url.replace("/main", "/other"), timeout_s=1.0), run)
+    with pytest.raises(ServerRefused, match=r"redis\+sentinel://"):
+        await attach(RedisConfig(url=sentinels.sentinels[0].url), run)
+    for sentinel in sentinels.sentinels[:2]:
+        sentinel.pause()
+    buffer = await attach(RedisConfig(url=sentinels.url, timeout_s=4.0), run)  # the third one answers
+    assert (await buffer.stats()).groups_per_step == 2
+    await buffer.aclose()
 
 
 async def test_a_replica_alone_is_named(pair: tuple[Server, Server], run: str) -> None:
@@ -97,7 +107,7 @@ async def test_a_silent_replica_is_named_and_a_repeated_call_is_not_taken_for_co
 ) -> None:
     """A repetition finds the change made and writes nothing: WAIT on a connection without writes confirms anything."""
     primary, replica = pair
-    buffer = await begin(config_of(primary, 2.0), run)
+    buffer = await begin(config_of(primary, 1.0), run)
     (ticket,) = await admit(buffer, 1)
     replica.pause()
     for _ in range(2):
@@ -124,7 +134,7 @@ async def test_a_confirmation_survives_lost_scripts_and_a_full_server(pair: tupl
 
 async def test_a_change_that_a_failover_would_undo_is_not_confirmed(pair: tuple[Server, Server], run: str) -> None:
     primary, replica = pair
-    buffer = await begin(config_of(primary, 2.0), run)
+    buffer = await begin(config_of(primary, 1.0), run)
     (ticket,) = await admit(buffer, 1)
     replica.admin.replicaof("NO", "ONE")  # cut off from the primary, it is promoted
     with pytest.raises(ReplicasBehind):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis._parsers import Encoder
 from redis.connection import PythonRespSerializer
@@ -17,6 +17,7 @@ def by_redis_py(*commands: list[object]) -> bytes:
     return b"".join(part for command in commands for part in serializer.pack(*command))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(PARTS, min_size=1, max_size=6), min_size=1, max_size=4))
 def test_every_command_is_packed_as_redis_py_packs_it(commands: list[list[object]]) -> None:
     named: list[list[object]] = [["SET", *command] for command in commands]
