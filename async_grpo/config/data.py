@@ -11,6 +11,9 @@ from pydantic import Field
 from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
 from async_grpo.config.model import ArithmeticTaskConfig
 
+DataFormat = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
+"""What `async-grpo prepare --format` takes: FORMATS of data/prepare/formats.py, `auto` and `generic`."""
+
 
 class DataConfig(StrictModel):
     """The prompts and their reference answers."""
@@ -48,7 +51,7 @@ class PrepareConfig(StrictModel):
     out: Path
     model: Path
     """A checkpoint folder: the tokenizer in it makes the token ids."""
-    format: Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"] = "auto"
+    format: DataFormat = "auto"
     prompt_field: str = ""
     answer_field: str = ""
     keep_fields: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -27,11 +27,15 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Options = dict[str, float | int | str | bool]
 
 
+def _choice_of(names: Iterable[str], *, own: bool) -> Any:
+    """A field's description: the names that it may have, and `module:attribute` if it may be the user's own."""
+    return Field(description=", ".join(f"`{name}`" for name in names) + (", or `module:attribute`." if own else "."))
+
+
 class CorrectionConfig(StrictModel):
     """One correction for tokens of another policy or another engine: its name alone, or with its dials."""
 
-    kind: str
-    """`token_tis`, `seq_tis`, `seq_mis`, `icepop`, `geo_rs`, `m2po`, `opsm`, `ess_lr`, or `module:attribute`."""
+    kind: Annotated[str, _choice_of(CORRECTIONS, own=True)]
     cap: Positive | None = None
     """token_tis, seq_tis: the weight is at most this."""
     low: Positive | None = None
@@ -75,12 +79,9 @@ class ObjectiveConfig(StrictModel):
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "areal"] = "areal"
     """`areal`: decoupled GRPO for asynchronous training."""
-    advantage: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp_baseline`, `opo`, `lite_ppo`, or `module:attribute`."""
-    aggregation: str = "token_mean"
-    """`token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum_norm`, `token_sum`, `seq_mean_token_sum`."""
-    loss: str = "decoupled"
-    """`ppo_clip`, `decoupled`, `gspo`, `cispo`, `sapo`, `gmpo`, `dppo_tv`, `topr`, or `module:attribute`."""
+    advantage: Annotated[str, _choice_of(ADVANTAGES, own=True)] = "grpo"
+    aggregation: Annotated[str, _choice_of(AGGREGATIONS, own=False)] = "token_mean"
+    loss: Annotated[str, _choice_of(LOSSES, own=True)] = "decoupled"
     prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
     """Where pi_prox comes from: the weights just before the step, their approximation by token version (A-3PO), or
     the policy that sampled the token (plain PPO)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.app.cli.common import exit_with, progress_bar
+from async_grpo.config.data import DataFormat, PrepareConfig
 
 if TYPE_CHECKING:
-    from async_grpo.config.data import PrepareConfig
     from async_grpo.data.prepare.pipeline import PrepareResult
 
-Format = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines, a JSON array, or Parquet.")]
 KeepField = Annotated[list[str] | None, typer.Option(help="Field to keep as metadata for verifiers; may be repeated.")]
 HeldOutFrom = Annotated[
@@ -29,7 +28,7 @@ def prepare(
     files: Files,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create; it must not exist.")],
     model: Annotated[Path, typer.Option(metavar="FOLDER", help="Model of the run, whose tokenizer is used.")],
-    format: Annotated[Format, typer.Option(help="Names of the fields; auto looks at the first row.")] = "auto",
+    format: Annotated[DataFormat, typer.Option(help="Names of the fields; auto looks at the first row.")] = "auto",
     prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot leads into an object.")] = "",
     answer_field: Annotated[
         str, typer.Option(help="With --format generic; only what follows ####, if it has it.")
@@ -76,7 +75,6 @@ def _checked(options: dict[str, Any]) -> PrepareConfig:
     """The options as a PrepareConfig. Raises ConfigError that names the options that are wrong."""
     from pydantic import ValidationError
 
-    from async_grpo.config.data import PrepareConfig
     from async_grpo.errors import ConfigError
 
     try:
