@@ -1,15 +1,25 @@
-"""Shared by all tests: one real Valkey a session; verifiers of tests/support."""
+"""Shared by all tests: one real Valkey and two vLLM engines a session; verifiers of tests/support."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 
 from async_grpo.config.buffer import RedisConfig
 from buffer import EmbeddedServer
+
+if TYPE_CHECKING:
+    from tests.support.vllm_lab import Lab
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end a shared engine come after all others."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_engine") is not None)
 
 
 @pytest.fixture
@@ -24,3 +34,21 @@ def redis_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisConf
     server = EmbeddedServer(tmp_path_factory.mktemp("valkey"), RedisConfig())
     yield RedisConfig(url=server.start(), timeout_s=5.0)
     server.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tied_lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    """A real vLLM whose model has tied embeddings and stop tokens; it lives as long as the test session."""
+    from tests.support.vllm_lab import STOP_TOKENS, started_lab
+
+    async with started_lab(tmp_path_factory.mktemp("tied"), tied=True, stop_tokens=STOP_TOKENS) as lab:
+        yield lab
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def untied_lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    """A real vLLM whose model has an output layer of its own and no stop token: completions are as long as asked."""
+    from tests.support.vllm_lab import started_lab
+
+    async with started_lab(tmp_path_factory.mktemp("untied"), tied=False) as lab:
+        yield lab

@@ -158,6 +158,7 @@ class ScriptedEngine:
                 await self._finished.wait()
             self._gate.clear()
             await asyncio.sleep(self._update_s)
+            self._raise_failure()
             if self._reads_store:
                 SourceReader().open(weights).verify()
             for active in self._active.values():

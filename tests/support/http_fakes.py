@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 from starlette.types import ASGIApp
@@ -16,7 +17,7 @@ from async_grpo.config import RunConfig
 from async_grpo.weights.manifest import WeightVersion
 from buffer import InMemoryBuffer
 from rollout_server.context import ServerContext
-from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.admission import AdmissionGate, TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
@@ -26,6 +27,7 @@ from rollout_server.http.auth import ApiKeys
 from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.jobs import CompletionJobs
 from rollout_server.http.prompts import PromptEncoder
+from rollout_server.http.server import ApiServer
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 from tests.support.rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, watcher_of
@@ -111,6 +113,26 @@ async def house_of(
     jobs = CompletionJobs(engine, config.rollout.http.max_concurrency)
     http.server = ReadyServer(context, watcher, dispatcher, MilestoneEvaluator(context, watcher), jobs)
     return House(make_app(http), http, context, engine, watcher, dispatcher)
+
+
+@asynccontextmanager
+async def serving(engine: Any, tokenizer: Any, *, vocabulary: int, longest: int = 1024) -> AsyncIterator[str]:
+    """The routes of /v1 around an engine whose weights others replace; yields the address."""
+    config = config_of(
+        name="policy",
+        model={"random": {"max_positions": longest}},
+        trainer={"micro_batch_tokens": longest},
+        rollout={"vllm": {"max_model_len": longest}},
+    )
+    api = ApiServer(config, "rollout-0", PromptEncoder(tokenizer, vocabulary=vocabulary, limits=config.rollout.limits))
+    await api.open()
+    parts: list[Any] = [SimpleNamespace(engine=engine), SimpleNamespace(applied=WeightVersion(0, 0))]
+    api.attach(*parts, cast(Any, SimpleNamespace(admission=AdmissionGate())), cast(Any, None))
+    try:
+        yield api.address
+    finally:
+        await api.detach()
+        await api.aclose()
 
 
 @asynccontextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from async_grpo.config.rollout import VllmConfig
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
-from async_grpo.weights.shared_memory import store_path
+from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest, Interruption
 from rollout_server.engines.vllm.engine import VllmEngine
@@ -24,6 +26,8 @@ VOCABULARY = 512
 STOP_TOKENS = list(range(16))
 EXACT = 1e-4
 FAR = 1e-3
+PROBE = "tests.support.weight_probe.WeightProbe"
+"""Only vLLM's worker imports it."""
 
 
 class Lab:
@@ -93,6 +97,24 @@ class Lab:
         """What is published of a version, by name."""
         state = self.models[version].state_dict()
         return {name: tensor.numpy() for name, tensor in state.items() if not (self.tied and name == "lm_head.weight")}
+
+
+@asynccontextmanager
+async def started_lab(
+    model_dir: Path, *, tied: bool, stop_tokens: list[int] | None = None, **vllm: Any
+) -> AsyncIterator[Lab]:
+    """A lab whose engine runs and tells its weights; leaves environment and shared memory as found."""
+    run, before = f"test-vllm-{os.getpid()}-{model_dir.name}", dict(os.environ)
+    vllm = {"extra": {"worker_extension_cls": PROBE}, **vllm}
+    lab = Lab(model_dir, run=run, tied=tied, stop_tokens=stop_tokens, **vllm)
+    try:
+        await lab.engine.start()
+        os.environ.clear()
+        os.environ.update(before)
+        yield lab
+    finally:
+        await lab.engine.aclose()
+        remove_stores(run)
 
 
 def engine_of(model_dir: Path, **vllm: Any) -> VllmEngine:

@@ -71,8 +71,8 @@ class VllmEngine:
         """By request id of the caller."""
         self._partials: dict[str, Generation] = {}
         self._submissions = 0
-        self._finished_tokens = 0
-        self._reported_tokens = 0
+        self._ended_tokens = 0
+        """Tokens of `generate` in requests that are no longer active."""
         self._streamed_tokens = 0
         self.disputed_spans = 0
         """Requests for which vLLM reported other spans than were kept here: always 0, or one of the two is wrong."""
@@ -121,7 +121,7 @@ class VllmEngine:
                 break
         generation = generation_of(output, active)
         self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))
-        self._finished_tokens += len(generation.tokens)
+        self._ended_tokens += len(generation.tokens) - active.counted
         return generation
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
@@ -173,15 +173,14 @@ class VllmEngine:
         return self._llm
 
     def load(self) -> EngineLoad:
-        """Requests with and without a first token; tokens of finished and running requests; blocks of the KV cache
+        """Requests with and without a first token; tokens of ended and running requests; blocks of the KV cache
         that these need, as a share of all."""
-        counts = token_counts(self._llm)
-        running = sum(1 for tokens in counts.values() if tokens)
-        streams = {active.vllm_id for active in self._active.values() if active.streams}
-        tokens = sum(tokens for vllm_id, tokens in counts.items() if vllm_id not in streams)
-        self._reported_tokens = max(self._reported_tokens, self._finished_tokens + tokens)
-        waiting = len(self._active) - running
-        return EngineLoad(running, waiting, self._reported_tokens, kv_use(self._llm), self._streamed_tokens)
+        counts, active = token_counts(self._llm), self._active.values()
+        for request in active:
+            request.counted = counts.get(request.vllm_id, request.counted)
+        running = sum(request.counted > 0 for request in active)
+        generated = self._ended_tokens + sum(request.counted for request in active if not request.streams)
+        return EngineLoad(running, len(active) - running, generated, kv_use(self._llm), self._streamed_tokens)
 
     def peek(self, request_id: str) -> Generation | None:
         """What a request in flight has so far; of one that failed because the engine died, what it had."""
@@ -225,6 +224,7 @@ class VllmEngine:
             ) from error
         finally:
             del self._active[request.request_id]
+            self._ended_tokens += 0 if active.streams else active.counted
             self._finished.set()
 
     async def _drain(self, interruption: Interruption) -> None:

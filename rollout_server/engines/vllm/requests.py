@@ -24,6 +24,8 @@ class EngineRequest:
         self.streams = streams
         self.passed_on = 0
         """Tokens that the reader of a stream has."""
+        self.counted = 0
+        """Tokens that the engine's load has shown of this request."""
         self.resubmit = False
         """True if an update came before the first token: the request is made again."""
 

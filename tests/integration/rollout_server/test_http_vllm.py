@@ -6,10 +6,8 @@ Every log-probability that comes over HTTP must be that of the policy version na
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,22 +15,15 @@ import openai
 import pytest
 import pytest_asyncio
 
-from async_grpo.config import RunConfig
-from async_grpo.weights.manifest import WeightVersion
-from async_grpo.weights.shared_memory import remove_stores
 from async_grpo.wire import VersionSpan
-from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.engines.http import HttpSampler
-from rollout_server.engines.vllm.requests import request_states
-from rollout_server.http.prompts import PromptEncoder
-from rollout_server.http.server import ApiServer
 from rollout_server.workflows.session import join
+from tests.support.http_fakes import serving
 from tests.support.vllm_lab import EXACT, FAR, VOCABULARY, Lab, prompt_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-RUN = f"test-http-vllm-{os.getpid()}"
 FIRST = 0x100
 
 
@@ -46,52 +37,18 @@ class OneCharacterEach:
         return "".join(chr(FIRST + token) for token in token_ids)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment_and_shared_memory_are_left_as_found() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-    remove_stores(RUN)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
-    lab = Lab(tmp_path_factory.mktemp("http"), run=RUN, tied=False)
-    await lab.engine.start()
-    yield lab
-    await lab.engine.aclose()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
-    config = RunConfig.model_validate(
-        {
-            "name": "policy",
-            "model": {"random": {"max_positions": 1024}},
-            "trainer": {"micro_batch_tokens": 2048},
-            "rollout": {"vllm": {"max_model_len": 1024}},
-        }
-    )
-    prompts = PromptEncoder(OneCharacterEach(), vocabulary=VOCABULARY, limits=config.rollout.limits)
-    api = ApiServer(config, "rollout-0", prompts)
-    await api.open()
-    nouns: list[Any] = [
-        SimpleNamespace(engine=lab.engine),
-        SimpleNamespace(applied=WeightVersion(0, 0)),
-        SimpleNamespace(admission=AdmissionGate()),
-        None,
-    ]
-    api.attach(*nouns)
-    async with openai.AsyncOpenAI(base_url=f"{api.address}/v1", api_key="none", max_retries=0) as client:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(untied_lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving(untied_lab.engine, OneCharacterEach(), vocabulary=VOCABULARY) as address,
+        openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
         yield client
-    await api.detach()
-    await api.aclose()
 
 
-async def test_a_completion_is_of_the_version_that_it_names(lab: Lab, client: openai.AsyncOpenAI) -> None:
+async def test_a_completion_is_of_the_version_that_it_names(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
     for index in range(2):
-        version = await lab.update("keep")
+        version = await untied_lab.update("keep")
         prompt = prompt_of(10, index)
         answer = await client.completions.create(
             model="policy", prompt=[prompt], max_tokens=30, logprobs=0, n=2, seed=index, temperature=0.7
@@ -101,7 +58,7 @@ async def test_a_completion_is_of_the_version_that_it_names(lab: Lab, client: op
         for choice in answer.choices:
             generation = generation_of(choice)
             assert generation.spans == [VersionSpan(version, 0, 30)]
-            assert lab.error(prompt, generation, temperature=0.7) < EXACT
+            assert untied_lab.error(prompt, generation, temperature=0.7) < EXACT
 
 
 async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
@@ -112,10 +69,10 @@ async def test_the_same_seed_says_the_same(client: openai.AsyncOpenAI) -> None:
     assert texts[0] == texts[1]
 
 
-async def test_who_asks_from_afar_gets_what_the_engine_gives(lab: Lab, client: openai.AsyncOpenAI) -> None:
+async def test_who_asks_from_afar_gets_what_the_engine_gives(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
     afar = HttpSampler([str(client.base_url).removesuffix("/v1/")], at_once=8, patience_s=60.0)
     request = GenerationRequest("afar", prompt_of(10, 1), 40, seed=2**62 + 1)
-    here, there = await lab.engine.generate(request), await afar.generate(request)
+    here, there = await untied_lab.engine.generate(request), await afar.generate(request)
     assert there.tokens.tolist() == here.tokens.tolist()
     assert (there.spans, there.finish_reason) == (here.spans, here.finish_reason)
     assert np.allclose(there.logprobs, here.logprobs, atol=EXACT)
@@ -124,7 +81,7 @@ async def test_who_asks_from_afar_gets_what_the_engine_gives(lab: Lab, client: o
     await afar.aclose()
 
 
-async def test_every_part_of_a_stream_is_of_its_version(lab: Lab, client: openai.AsyncOpenAI) -> None:
+async def test_every_part_of_a_stream_is_of_its_version(untied_lab: Lab, client: openai.AsyncOpenAI) -> None:
     prompt = prompt_of(6, 3)
     stream = await client.completions.create(
         model="policy", prompt=cast(Any, prompt), max_tokens=400, logprobs=0, stream=True
@@ -133,7 +90,7 @@ async def test_every_part_of_a_stream_is_of_its_version(lab: Lab, client: openai
     for _ in range(2):
         while sum(len(piece.choices[0].text) for piece in pieces) < 60 * (1 + len(fingerprints(pieces))):
             pieces.append(await anext(stream))
-        version = await lab.update("keep")
+        version = await untied_lab.update("keep")
     pieces += [piece async for piece in stream]
     assert len(pieces) > 10
     assert fingerprints(pieces) == [f"0-{old}" for old in range(version - 2, version + 1)]
@@ -141,57 +98,27 @@ async def test_every_part_of_a_stream_is_of_its_version(lab: Lab, client: openai
     for piece in pieces[1:]:
         whole = join(whole, generation_of(piece.choices[0]))
     assert (len(whole.tokens), len(whole.spans)) == (400, 3)
-    assert lab.error(prompt, whole) < EXACT
-    assert lab.error(prompt, whole, keep=False) > FAR
+    assert untied_lab.error(prompt, whole) < EXACT
+    assert untied_lab.error(prompt, whole, keep=False) > FAR
 
 
-async def test_streams_that_start_around_updates_are_exact(lab: Lab) -> None:
+async def test_streams_that_start_around_updates_are_exact(untied_lab: Lab) -> None:
     """Those without a token are made again under the new weights, and nothing comes twice."""
     prompt = prompt_of(150, 4)
     reading = []
     for turn in range(3):
-        reading += [asyncio.create_task(read(lab, f"s{turn}-{index}", prompt)) for index in range(6)]
+        reading += [asyncio.create_task(read(untied_lab, f"s{turn}-{index}", prompt)) for index in range(6)]
         await asyncio.sleep(0.01)
-        await lab.update("keep")
+        await untied_lab.update("keep")
     for generation in await asyncio.gather(*reading):
         assert len(generation.tokens) == 30
-        assert lab.error(prompt, generation) < EXACT
+        assert untied_lab.error(prompt, generation) < EXACT
 
 
-async def test_training_is_not_charged_for_streams(lab: Lab) -> None:
-    before = lab.engine.load()
-    await read(lab, "t", prompt_of(5, 1))
-    after = lab.engine.load()
-    assert after.streamed_tokens == before.streamed_tokens + 30
-    assert after.generated_tokens == before.generated_tokens
-    await lab.generate(prompt_of(5, 1), 10)
-    assert lab.engine.load().generated_tokens == before.generated_tokens + 10
-
-
-async def test_a_client_that_leaves_frees_vllm(lab: Lab, client: openai.AsyncOpenAI) -> None:
-    stream = await client.completions.create(model="policy", prompt="Āā", max_tokens=1000, stream=True)
-    await anext(stream)
-    assert lab.engine.load().running == 1
-    await stream.close()
-    async with asyncio.timeout(20):
-        while lab.engine.load().running or request_states(lab.engine._llm):
-            await asyncio.sleep(0.01)
-
-
-async def test_an_update_that_drains_waits_for_a_stream_to_end(lab: Lab) -> None:
-    reading = asyncio.create_task(read(lab, "d", prompt_of(5, 2), max_tokens=100))
-    async with asyncio.timeout(20):
-        while not lab.engine.load().running:
-            await asyncio.sleep(0.005)
-    old = lab.engine.version
-    await lab.update("drain")
-    assert (await reading).spans == [VersionSpan(old, 0, 100)]
-
-
-async def read(lab: Lab, name: str, prompt: list[int], max_tokens: int = 30) -> Generation:
+async def read(untied_lab: Lab, name: str, prompt: list[int], max_tokens: int = 30) -> Generation:
     """All pieces of a stream."""
     request = GenerationRequest(name, prompt, max_tokens, interruptible=False)
-    async with aclosing(lab.engine.stream(request)) as stream:
+    async with aclosing(untied_lab.engine.stream(request)) as stream:
         whole = await anext(stream)
         async for piece in stream:
             whole = join(whole, piece)

@@ -1,25 +1,18 @@
-"""Version spans, and the scripted engine that keeps them as the real one does."""
+"""Version spans, as vLLM reports them and as they are kept here; how the scripted engine ends."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from async_grpo.errors import EngineError, WeightsError
-from async_grpo.weights.base import HeldWeights
+from async_grpo.config.rollout import VllmConfig
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.base import Engine, GenerationRequest, SpanLog, from_labels
-from rollout_server.engines.scripted import ScriptedEngine, hashed_script, scripted_logprobs
-
-NO_STORE = Path("/dev/shm/no-such-store")
-
-
-def request(name: str = "a", max_tokens: int = 100, **fields: object) -> GenerationRequest:
-    return GenerationRequest(request_id=name, prompt=[1, 2], max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+from rollout_server.engines.base import GenerationRequest, SpanLog, from_labels
+from rollout_server.engines.scripted import ScriptedEngine, hashed_script
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.engines.vllm.requests import EngineRequest
 
 
 @pytest.mark.parametrize(
@@ -48,39 +41,42 @@ def test_labels_of_vllm_become_versions_and_its_default_label_is_the_checkpoint(
     assert from_labels(labels) == [VersionSpan(-1, 0, 2), VersionSpan(12, 2, 5)]
 
 
-async def test_the_scripted_engine_repeats_itself_and_continues_a_prefix() -> None:
-    engine: Engine = ScriptedEngine(hashed_script(10))
+def test_spans_of_a_piece_count_from_its_start() -> None:
+    log = SpanLog(1)
+    log.update(4, 2)
+    log.update(4, 3)
+    log.update(9, 4)
+    assert log.spans(12, since=2) == [VersionSpan(1, 0, 2), VersionSpan(3, 2, 7), VersionSpan(4, 7, 10)]
+    assert log.spans(12, since=9) == [VersionSpan(4, 0, 3)]
+    assert log.spans(5, since=5) == []
+
+
+async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
+    engine = VllmEngine(Path("unused"), VllmConfig(), precision="float32")
+    aborted: list[list[str]] = []
+
+    async def abort(requests: list[str]) -> None:
+        aborted.append(requests)
+
+    processor = SimpleNamespace(request_states={})  # neither is known to vLLM's front end any more
+    engine._llm = SimpleNamespace(output_processor=processor, abort=abort)
+    read, unread = (EngineRequest(name, 1, interruptible=False, streams=True) for name in ("read#1", "unread#2"))
+    read.passed_on = 5
+    engine._active = {"read": read, "unread": unread}
+    await engine._mark_active(2, "keep")
+    assert (read.resubmit, unread.resubmit) == (False, True)
+    assert read.spans.spans(7, since=5) == [VersionSpan(1, 0, 2)]
+    assert aborted == [[]]
+
+
+async def test_the_scripted_engine_says_why_it_ended_and_repeats_itself() -> None:
+    engine = ScriptedEngine(hashed_script(10))
     await engine.start()
-    whole = await engine.generate(request(seed=4))
-    rest = await engine.generate(request(seed=4, prefix=whole.tokens[:6].tolist()))
-    assert whole.finish_reason == "stop"
-    assert rest.tokens.tolist() == whole.tokens[6:].tolist()
-    assert np.array_equal(whole.logprobs, scripted_logprobs(whole.tokens.tolist()))
-    assert (await engine.generate(request(max_tokens=3))).finish_reason == "length"
-
-
-async def test_a_request_in_flight_goes_on_under_the_new_version() -> None:
-    engine = ScriptedEngine(hashed_script(20), tokens_per_s=200)
-    await engine.start()
-    await engine.update_weights(HeldWeights.in_store(NO_STORE, epoch=0, version=0), interruption="keep")
-    running = asyncio.create_task(engine.generate(request()))
-    while engine.load().generated_tokens < 5:
-        await asyncio.sleep(0.005)
-    await engine.update_weights(HeldWeights.in_store(NO_STORE, epoch=0, version=1), interruption="keep")
-    spans = (await running).spans
-    assert [span.version for span in spans] == [0, 1]
-    assert spans[0].end >= 5
-    assert engine.updates == [((0, 0), "keep"), ((0, 1), "keep")]
-
-
-async def test_a_dead_scripted_engine_fails_its_requests_and_a_missing_store_its_update() -> None:
-    engine = ScriptedEngine(hashed_script(1000), reads_store=True)
-    await engine.start()
-    with pytest.raises(WeightsError, match="no weight store"):
-        await engine.update_weights(HeldWeights.in_store(NO_STORE, epoch=0, version=0), interruption="keep")
-    running = asyncio.create_task(engine.generate(request(max_tokens=1000)))
-    await asyncio.sleep(0.02)
-    engine.fail()
-    with pytest.raises(EngineError, match="died"):
-        await running
-    assert engine.load().running == 0
+    whole = await engine.generate(GenerationRequest("a", [1, 2], 100, seed=4))
+    again = await engine.generate(GenerationRequest("a", [1, 2], 3, seed=4))
+    assert (len(whole.tokens), whole.finish_reason, again.finish_reason) == (10, "stop", "length")
+    assert again.tokens.tolist() == whole.tokens[:3].tolist()
+    assert [piece.finish_reason async for piece in engine.stream(GenerationRequest("b", [1, 2], 100))][-2:] == [
+        "",
+        "stop",
+    ]

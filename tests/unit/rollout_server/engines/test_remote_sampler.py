@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from async_grpo.app.evaluate.policy_source import OfflineContext
@@ -16,18 +15,18 @@ from async_grpo.data.base import make_task
 from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.utils.http_server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.wire import Task, VersionSpan
+from async_grpo.wire import Task
 from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.http import KEEP_ALIVE_S, HttpSampler
-from rollout_server.engines.scripted import ScriptedEngine, scripted_logprobs
+from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.http.server import ApiServer
 from rollout_server.workflows import SingleTurn
 from tests.support.http_fakes import Letters, http_config, lettered, prompts_of, says, scripted
-from tests.support.rollout_fakes import FakeReceiver, context_of, until, watcher_of
+from tests.support.rollout_fakes import FakeReceiver, context_of, watcher_of
 
 HELLO = [*b"hello", 255]
 
@@ -64,15 +63,6 @@ def request(**changes: Any) -> GenerationRequest:
     return GenerationRequest(**{"request_id": "r", "prompt": [1, 2], "max_tokens": 20, "seed": 2**62, **changes})
 
 
-async def test_a_completion_comes_whole_with_its_version(tmp_path: Path) -> None:
-    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
-        generation = await live.generate(request())
-    assert generation.tokens.tolist() == HELLO
-    assert np.allclose(generation.logprobs, scripted_logprobs(HELLO))
-    assert generation.spans == [VersionSpan(3, 0, 6)]
-    assert generation.finish_reason == "stop"
-
-
 async def test_it_is_the_request_that_an_engine_here_would_get(tmp_path: Path) -> None:
     asked: list[GenerationRequest] = []
 
@@ -84,15 +74,6 @@ async def test_it_is_the_request_that_an_engine_here_would_get(tmp_path: Path) -
         await live.generate(request(temperature=0.5, prefix=[7]))
     (given,) = asked
     assert (list(given.prompt), given.temperature, given.seed, given.max_tokens) == ([1, 2, 7], 0.5, 2**62, 20)
-
-
-async def test_a_stream_comes_piece_by_piece(tmp_path: Path) -> None:
-    async with server(tmp_path, await scripted(says("hello"))) as api, sampler(api.address) as live:
-        pieces = [piece async for piece in live.stream(request())]
-    assert [token for piece in pieces for token in piece.tokens.tolist()] == HELLO
-    assert len(pieces) > 2
-    assert [piece.finish_reason for piece in pieces][-2:] == ["", "stop"]
-    assert {span.version for piece in pieces for span in piece.spans} == {3}
 
 
 async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path: Path) -> None:
@@ -180,12 +161,3 @@ async def test_a_server_that_never_has_time_is_given_up_by_name(tmp_path: Path) 
         async with sampler(api.address, patience_s=0.2) as live:
             with pytest.raises(WaitTimeout, match=api.address):
                 await live.generate(request())
-
-
-async def test_a_stream_that_is_left_ends_the_request(tmp_path: Path) -> None:
-    engine = await scripted(says("hello" * 10), tokens_per_s=50.0)
-    async with server(tmp_path, engine) as api, sampler(api.address) as live:
-        stream = live.stream(request(max_tokens=50))
-        await anext(stream)
-        await stream.aclose()
-        await until(lambda: engine.load().running + engine.load().waiting == 0)
