@@ -335,3 +335,48 @@ def _mean(values: Sequence[float]) -> float:
 def _deviation(values: Sequence[float]) -> float:
     centre = _mean(values)
     return math.sqrt(_mean([(value - centre) ** 2 for value in values]))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetric:
+    """One row of what a rollout server shows to Prometheus."""
+
+    key: str
+    """Name without `async_grpo_`. A name that ends in `_total` is a counter, any other a gauge."""
+    doc: str
+    """One sentence, for docs/reference.md and the help on /metrics."""
+    labels: tuple[str, ...] = ()
+
+
+SERVER_METRICS: tuple[ServerMetric, ...] = (
+    ServerMetric("server_info", "This server, always 1.", ("run", "server")),
+    ServerMetric("ready", "1: ready for completions and training."),
+    ServerMetric("http_responses_total", "Answers over HTTP.", ("route", "status")),
+    ServerMetric("generated_tokens_total", "Tokens generated for training and evaluation."),
+    ServerMetric("evaluation_tokens_total", "Tokens of those for evaluation, counted when a sample is finished."),
+    ServerMetric("http_tokens_total", "Tokens generated for HTTP; they are in neither of the other two."),
+    ServerMetric("requests_running", "Requests in the engine that have a first token, of any origin."),
+    ServerMetric("requests_waiting", "Requests in the engine that have no token yet."),
+    ServerMetric("kv_cache_use_ratio", "Share of the KV cache that requests in flight need; 0 if unknown."),
+    ServerMetric("http_completions_running", "Completions under way for HTTP."),
+    ServerMetric("policy_version", "Version of the weights that generate the next token."),
+    ServerMetric("policy_epoch", "Epoch of those weights."),
+    ServerMetric("policy_versions_behind", "Newest published version minus this server's."),
+    ServerMetric("weight_updates_total", "Weight updates applied."),
+    ServerMetric("weight_pause_seconds", "Time without a token during the last update."),
+    ServerMetric("concurrency_limit_samples", "Most training samples that may run at once."),
+    ServerMetric("samples_running", "Training samples that run."),
+    ServerMetric("admission_open", "1: takes up new groups; 0: paused or draining."),
+    ServerMetric("leases", "Groups that this server is generating."),
+    ServerMetric("leases_lost_total", "Groups dropped because another server holds them."),
+    ServerMetric(
+        "groups_total", "Groups that ended here; a discarded one by its reason.", ("outcome",)
+    ),
+    ServerMetric("samples_total", "Samples of inserted groups.", ("finish_reason",)),
+    ServerMetric("reward_failures_total", "Completions that could not be judged.", ("kind",)),
+    ServerMetric("buffer_up", "1: the buffer answered; it is asked at most once a second."),
+    ServerMetric("buffer_groups", "Groups of the whole run: waiting, inflight, ready or taken.", ("state",)),
+    ServerMetric("window_groups", "Groups of the whole run in the staleness window."),
+    ServerMetric("window_capacity_groups", "Size of the staleness window, (S + 1) * P."),
+    ServerMetric("window_fill_ratio", "How full the window is; 1 means that the trainer is the bottleneck."),
+)

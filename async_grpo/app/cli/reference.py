@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
-from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
 HEADER = """# Reference
 
@@ -32,7 +32,7 @@ page from the code; change the code, not the page.
 
 def reference() -> str:
     """The whole page as Markdown."""
-    return "\n".join([HEADER, *configuration(), *step_metrics(), *commands()]).rstrip() + "\n"
+    return "\n".join([HEADER, *configuration(), *step_metrics(), *server_metrics(), *commands()]).rstrip() + "\n"
 
 
 def configuration() -> Iterator[str]:
@@ -60,6 +60,17 @@ def step_metrics() -> Iterator[str]:
     yield "| key | tag | gauge | meaning |\n|---|---|---|---|"
     for metric in METRICS:
         yield f"| `{metric.key}` | {_code(metric.tag)} | {_code(metric.gauge)} | {_cell(metric.doc)} |"
+    yield ""
+
+
+def server_metrics() -> Iterator[str]:
+    """The table of SERVER_METRICS: name, labels, meaning."""
+    yield "## Metrics of a rollout server\n"
+    yield "On the `/metrics` of every rollout server ([http.md](http.md)), since its engine started.\n"
+    yield "| metric | labels | meaning |\n|---|---|---|"
+    for metric in SERVER_METRICS:
+        labels = ", ".join(_code(label) for label in metric.labels)
+        yield f"| `async_grpo_{metric.key}` | {labels} | {_cell(metric.doc)} |"
     yield ""
 
 
