@@ -369,9 +369,7 @@ SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("admission_open", "1: takes up new groups; 0: paused or draining."),
     ServerMetric("leases", "Groups that this server is generating."),
     ServerMetric("leases_lost_total", "Groups dropped because another server holds them."),
-    ServerMetric(
-        "groups_total", "Groups that ended here; a discarded one by its reason.", ("outcome",)
-    ),
+    ServerMetric("groups_total", "Groups that ended here; a discarded one by its reason.", ("outcome",)),
     ServerMetric("samples_total", "Samples of inserted groups.", ("finish_reason",)),
     ServerMetric("reward_failures_total", "Completions that could not be judged.", ("kind",)),
     ServerMetric("buffer_up", "1: the buffer answered; it is asked at most once a second."),

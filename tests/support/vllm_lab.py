@@ -24,6 +24,7 @@ from rollout_server.engines.vllm.engine import VllmEngine
 
 VOCABULARY = 512
 STOP_TOKENS = list(range(16))
+FIRST_PROMPT = [40, 41, 42]
 EXACT = 1e-4
 FAR = 1e-3
 PROBE = "tests.support.weight_probe.WeightProbe"
@@ -44,6 +45,8 @@ class Lab:
         tensors = self.tensors(-1)
         layout = layout_of([(name, "float32", array.shape) for name, array in tensors.items()])
         self.store = WeightStore.create(store_path(run, model_dir.name), layout)
+        self.first: Generation
+        """The completion of FIRST_PROMPT, before any update."""
         self._requests = 0
 
     async def update(
@@ -111,6 +114,7 @@ async def started_lab(
         await lab.engine.start()
         os.environ.clear()
         os.environ.update(before)
+        lab.first = await lab.generate(FIRST_PROMPT, 24)
         yield lab
     finally:
         await lab.engine.aclose()

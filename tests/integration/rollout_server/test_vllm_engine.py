@@ -23,7 +23,7 @@ from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest
 from rollout_server.engines.vllm import engine, requests
-from tests.support.vllm_lab import EXACT, FAR, STOP_TOKENS, Lab, log_softmax, prompt_of
+from tests.support.vllm_lab import EXACT, FAR, FIRST_PROMPT, STOP_TOKENS, Lab, log_softmax, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -32,11 +32,8 @@ PREFIX_BLOCK = 128
 
 
 async def test_the_first_prompt_may_be_a_short_one_and_its_weights_are_the_checkpoints(tied_lab: Lab) -> None:
-    """The first test with this engine."""
-    assert tied_lab.engine.version == -1
-    generation = await tied_lab.generate([40, 41, 42], 24)
-    assert {span.version for span in generation.spans} == {-1}
-    assert tied_lab.error([40, 41, 42], generation) < EXACT
+    assert {span.version for span in tied_lab.first.spans} == {-1}
+    assert tied_lab.error(FIRST_PROMPT, tied_lab.first) < EXACT
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
