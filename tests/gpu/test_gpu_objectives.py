@@ -7,22 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_grpo.algorithms import Tokens, token_objective, whole_batch_multiplier
 from async_grpo.config.objective import ObjectiveConfig
 from tests.integration.trainer.test_trainer_objectives import (
     DEALT_OUT,
+    FAMILY,
     OBJECTIVES,
     WHOLE,
-    Outcome,
-    assert_same,
-    reference,
-    run_config,
-    train,
+    assert_plain_step,
+    run_of,
 )
 from tests.support.objective_cases import random_rows, tokens_of, weights_of
-from tests.support.trainer_programs.batches import VOCAB
+from tests.support.trainer_programs.launching import Outcome, run_all
+from tests.support.trainer_programs.models import make_model
 
 
 def on_gpu(tokens: Tokens, dtype: torch.dtype) -> Tokens:
@@ -58,35 +56,18 @@ def test_value_and_gradient_are_those_of_float64_on_the_cpu(name: str, dtype: to
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    path = tmp_path_factory.mktemp("objectives") / "model"
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
-    return path
+    return make_model(tmp_path_factory.mktemp("objectives"), FAMILY)
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Outcome]:
     """One step of the trainer on the GPU for every kind of objective."""
-    configs = {name: run_config(name, WHOLE) for name in OBJECTIVES}
-    on_cuda = {
-        name: config.model_copy(update={"trainer": config.trainer.model_copy(update={"platform": "cuda"})})
-        for name, config in configs.items()
-    }
-    return train(tmp_path_factory.mktemp("steps"), model, on_cuda, ranks=1)
+    folder = tmp_path_factory.mktemp("steps")
+    runs = {name: run_of(model, name, WHOLE, platform="cuda") for name in OBJECTIVES}
+    return run_all({folder: runs}, ranks=1)[folder]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_step_equals_plain_torch(steps: dict[str, Outcome], model: Path, name: str) -> None:
-    assert name in DEALT_OUT or steps[name].figures["micro_batches"] == 1
-    assert_same(steps[name], reference(model, run_config(name, WHOLE).trainer.objective), 1e-4)
+    assert name in DEALT_OUT or steps[name].step["micro_batches"] == 1
+    assert_plain_step(steps[name], model, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.trainer_programs.launching import Case, launch, train
+from tests.support.trainer_programs.launching import Outcome, Run, launch
 from tests.support.trainer_programs.models import make_model
 from trainer.model.hf_folder import stream_folder
 
@@ -25,6 +24,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"expert_parallel": 2},
     "context": {"context_parallel": 2},
 }
+
+
+def runs(folder: Path) -> dict[int, dict[str, Run]]:
+    layout = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "optimizer": {"lr": 1e-3}}
+    return {2: {"trained": Run(make_model(folder, "moe"), layout, {"versions": [*range(STEPS)], "save_at": STEPS})}}
 
 
 def run(*arguments: object, code: int = 0) -> str:
@@ -85,15 +89,12 @@ def test_ranks_in_any_layout_load_a_converted_checkpoint(tmp_path: Path) -> None
         assert_same_bits(load_file(file), tensors_of(model))
 
 
-def test_the_checkpoint_of_a_run_on_two_ranks_is_exported(tmp_path: Path) -> None:
-    layout = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
-    case = Case("trained", make_model(tmp_path, "moe"), STEPS, layout, save_at=STEPS)
-    trained = train(tmp_path, [case], ranks=2)["trained"].trained
-    shutil.copyfile(tmp_path / "trained.yaml", tmp_path / "trained" / "config.yaml")
-    said = run("export", tmp_path / "trained", tmp_path / "out")
+def test_the_checkpoint_of_a_run_on_two_ranks_is_exported(two_ranks: dict[str, Outcome], tmp_path: Path) -> None:
+    trained = two_ranks["trained"]
+    said = run("export", trained.run_dir, tmp_path / "out")
     assert f"policy version {STEPS}" in said
-    assert_same_bits(tensors_of(tmp_path / "out"), trained)
-    said = run("export", tmp_path / "trained", tmp_path / "other", "--version", 7, code=1)
+    assert_same_bits(tensors_of(tmp_path / "out"), trained.trained)
+    said = run("export", trained.run_dir, tmp_path / "other", "--version", 7, code=1)
     assert f"no checkpoint of version 7, only of {STEPS}" in said
 
 

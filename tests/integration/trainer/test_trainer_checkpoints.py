@@ -11,26 +11,17 @@ from typing import Any
 
 import pytest
 
-from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config import dump, validate
 from tests.support.trainer_programs.models import make_model
 
 ROOT = Path(__file__).parents[3]
-KILLS = 10
-FAMILY = "qwen2-untied"
 
 Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model and a configuration."""
-    made = tmp_path_factory.mktemp("checkpoints")
-    make_model(made, FAMILY)
-    (made / "config.yaml").write_text(dump(run_config(made)))
-    return made
-
-
-def run_config(folder: Path) -> RunConfig:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    folder = tmp_path_factory.mktemp("checkpoints")
     raw: dict[str, Any] = {
         "name": "facts",
         "runs_dir": str(folder),
@@ -38,33 +29,29 @@ def run_config(folder: Path) -> RunConfig:
         "rollout": {"vllm": {"max_model_len": 110}},
         "trainer": {"micro_batch_tokens": 110, "optimizer": {"lr": 1e-3, "weight_decay": 0.1}},
     }
-    return validate(raw, "test")
-
-
-@pytest.fixture(scope="module")
-def facts(folder: Path) -> Facts:
-    return run("checkpoint_facts", folder)
-
-
-def run(program: str, folder: Path, *arguments: str) -> Any:
-    out = folder / f"{program}.json"
-    files = [str(folder / "config.yaml"), str(make_model(folder, FAMILY)), str(out)]
-    command = [sys.executable, "-m", f"tests.support.trainer_programs.{program}", *files, *arguments]
+    files = [folder / "config.yaml", make_model(folder, "qwen2-untied"), folder / "facts.json"]
+    files[0].write_text(dump(validate(raw, "test")))
+    command = [sys.executable, "-m", "tests.support.trainer_programs.checkpoint_facts", *map(str, files)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+    found: Facts = json.loads(files[2].read_text())
+    return found
 
 
-def test_a_kill_at_any_moment_costs_no_checkpoint_that_was_safe(folder: Path) -> None:
-    lives = run("checkpoint_kills", folder, str(KILLS))
+def test_a_kill_at_any_moment_costs_no_checkpoint_that_was_safe(facts: Facts) -> None:
     safe = -1
-    for life in lives:
+    for life in facts["lives"]:
         assert int(life["resumed"]) >= safe
         safe = max(int(life["resumed"]), life["safe"] or -1)
     assert safe > 0
-    assert any(life["draft"] for life in lives), "no kill came while a checkpoint was being written"
-    assert max(int(life["resumed"]) for life in lives) > 0
+    assert any(life["draft"] for life in facts["lives"]), "no kill came while a checkpoint was being written"
+    assert max(int(life["resumed"]) for life in facts["lives"]) > 0
+
+
+def test_a_trainer_that_replays_is_ready_only_when_it_has_published(facts: Facts) -> None:
+    replayed = ["logger.joined", "logger.step"]
+    assert facts["replay"] == [*replayed, "exporter.publish", "logger.serving", "logger.step"]
 
 
 def test_one_written_during_steps_has_the_bytes_of_one_written_in_peace(facts: Facts) -> None:
@@ -98,8 +85,8 @@ def test_a_trainer_that_was_thought_dead_does_not_replace_the_newer_ones_checkpo
     assert facts["overtaken"]["newest"] == 8
 
 
-def test_of_two_trainers_that_write_the_same_version_at_once_the_newer_one_is_believed(folder: Path) -> None:
-    found = run("checkpoint_rivals", folder)
+def test_of_two_trainers_that_write_the_same_version_at_once_the_newer_one_is_believed(facts: Facts) -> None:
+    found = facts["rivals"]
     assert "a newer trainer (epoch 2) has taken over from this one (1)" in found["old"]["refused"]
     assert found["new"]["refused"] == ""
     assert found["files"] == found["new"]["files"] != found["old"]["files"]

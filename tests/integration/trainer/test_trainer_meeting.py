@@ -207,11 +207,11 @@ async def test_silence_is_the_loss_of_a_node_though_its_connection_stands(tmp_pa
 
 
 async def test_beats_keep_both_from_being_taken_for_lost(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port, silence_s=5.0) as (_, connection, peers):
-        others = Peers([connection], 5.0)
+    async with met(tmp_path, port, silence_s=3.0) as (_, connection, peers):
+        others = Peers([connection], 3.0)
         async with others.followed():
             watching = [asyncio.create_task(peers.watch()), asyncio.create_task(others.watch())]
-            done, _ = await asyncio.wait(watching, timeout=7.0)
+            done, _ = await asyncio.wait(watching, timeout=4.0)
             assert not done
             peers.tell(Ended(reason=""))
             others.tell(Ended(reason=""))

@@ -66,11 +66,11 @@ while not pathlib.Path("left").exists():
     time.sleep(0.05)
 """
 DIES_AFTER_IT = f"""{AFTER_IT}
-time.sleep(2)
+time.sleep(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 NEEDS_THE_STORE_AFTER_THAT = f"""{AFTER_IT}
-time.sleep(4)
+time.sleep(1.5)
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
 """
 TELLS_ITS_CARD = """

@@ -11,93 +11,63 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from async_grpo.algorithms import token_objective
 from async_grpo.config.objective import ObjectiveConfig
-from tests.support.trainer_programs.aged_batch import VERSION
-from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.plain_torch import plain_tokens, reference_logprobs
-from tests.support.trainer_programs.updates import (
-    TEMPERATURE,
+from tests.support.trainer_programs.launching import (
+    AGED,
+    KINDS,
     Outcome,
     Run,
     assert_same_figures,
-    assert_same_weights,
-    make_other,
-    run_all,
+    assert_same_moves,
+    assert_same_step,
 )
+from tests.support.trainer_programs.models import make_model, make_other
+from tests.support.trainer_programs.plain import load, minus_gradient, plain_tokens, reference_logprobs
 
+FAMILY = "qwen2-untied"
 BETA = 0.3
-AGED = {"aged": True, "versions": [VERSION]}
 ESTIMATORS = ["k1", "k2", "k3", "k3+"]
 STEPS, SAVED, SYNC = 7, 4, 3
 """Saved at version 4, when the reference is that of version 3."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reference")
+def runs(folder: Path) -> dict[int, dict[str, Run]]:
+    model = make_model(folder, FAMILY)
+    frozen = {"source": "frozen", "path": str(make_other(model))}
 
+    def diverging(estimator: str, where: str, placement: str = "swap", swap: bool = False, **layout: int) -> Run:
+        objective = {"kl_beta": BETA, "kl_estimator": estimator, "kl_in": where}
+        trainer = {"objective": objective, "reference": {**frozen, "placement": placement}, **layout}
+        return Run(model, trainer, {**AGED, "swap": swap})
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make_model(folder, "qwen2-untied")
+    def synced(first: int, placement: str = "swap", **layout: int) -> Run:
+        trainer = {
+            "optimizer": {"lr": 1e-2},
+            "objective": {"kl_beta": BETA},
+            "reference": {"source": "synced", "sync_every": SYNC, "placement": placement},
+        }
+        case = {"resume": True} if first else {"save_at": SAVED}
+        return Run(model, trainer | layout, {"versions": [*range(first, STEPS)], **case}, "synced" if first else "")
 
-
-@pytest.fixture(scope="module")
-def other(folder: Path, model: Path) -> Path:
-    return make_other(model, folder / "other")
-
-
-def divergence(other: Path, estimator: str, where: str, placement: str = "swap") -> Run:
-    trainer = {
-        "objective": {"kl_beta": BETA, "kl_estimator": estimator, "kl_in": where},
-        "reference": {"source": "frozen", "path": str(other), "placement": placement},
+    one = {
+        **{f"{estimator} in loss": diverging(estimator, "loss") for estimator in ESTIMATORS},
+        **{f"{estimator} in reward": diverging(estimator, "reward") for estimator in ("k1", "k3+")},
+        "second model": diverging("k3", "loss", "model"),
+        "measured only": Run(model, {"reference": frozen}, AGED),
+        "swap float32": Run(model, {"reference": frozen}, {"swap": True}),
+        "swap bfloat16": Run(model, {"reference": frozen}, {"swap": True}, precision="bfloat16"),
+        "synced": synced(0),
+        "synced, resumed": synced(SAVED),
+        "synced, second model, resumed": synced(SAVED, "model"),
     }
-    return Run(trainer, AGED)
-
-
-def synced(folder: str, first: int = 0, placement: str = "swap", **case: Any) -> Run:
-    trainer = {
-        "optimizer": {"lr": 1e-2},
-        "objective": {"kl_beta": BETA},
-        "reference": {"source": "synced", "sync_every": SYNC, "placement": placement},
-    }
-    return Run(trainer, {"versions": [*range(first, STEPS)], **case}, folder=folder)
-
-
-@pytest.fixture(scope="module")
-def one_rank(folder: Path, model: Path, other: Path) -> dict[str, Outcome]:
-    frozen = {"reference": {"source": "frozen", "path": str(other)}}
-    runs = {
-        **{f"{estimator} in loss": divergence(other, estimator, "loss") for estimator in ESTIMATORS},
-        **{f"{estimator} in reward": divergence(other, estimator, "reward") for estimator in ("k1", "k3+")},
-        "second model": divergence(other, "k3", "loss", "model"),
-        "measured only": Run(frozen, AGED),
-        "swap float32": Run(frozen, {"swap": True}),
-        "swap bfloat16": Run(frozen, {"swap": True}, precision="bfloat16"),
-        "synced": synced("synced", save_at=SAVED),
-        "synced, resumed": synced("synced", first=SAVED, resume=True),
-        "synced, second model, resumed": synced("synced", first=SAVED, placement="model", resume=True),
-    }
-    return run_all(folder, model, runs, ranks=1)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(folder: Path, model: Path, other: Path, one_rank: dict[str, Outcome]) -> dict[str, Outcome]:
-    sizes = {"data": {}, "tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}}
-    what = {
-        "loss": Run(divergence(other, "k3+", "loss").trainer, {**AGED, "swap": True}),
-        "second model": divergence(other, "k3", "loss", "model"),
-        "resumed": synced("synced", first=SAVED, resume=True),
-    }
-    runs = {"reward, data": divergence(other, "k3+", "reward")}
-    runs |= {f"{name}, {kind}": run for name, run in what.items() for kind in sizes}
-    runs = {
-        name: Run({**run.trainer, **sizes[name.split(", ")[1]]}, run.case, run.folder) for name, run in runs.items()
-    }
-    return run_all(folder, model, runs, ranks=2)
+    two = {"reward, data": diverging("k3+", "reward")}
+    for kind, layout in KINDS.items():
+        two[f"loss, {kind}"] = diverging("k3+", "loss", swap=True, **layout)
+        two[f"second model, {kind}"] = diverging("k3", "loss", "model", **layout)
+        two[f"resumed, {kind}"] = synced(SAVED, **layout)
+    return {1: one, 2: two}
 
 
 def formula(estimator: str, d_N: Tensor) -> Tensor:
@@ -106,57 +76,41 @@ def formula(estimator: str, d_N: Tensor) -> Tensor:
     return {"k1": d_N, "k2": k2_N, "k3": k3_N, "k3+": k3_N.detach() + k2_N - k2_N.detach()}[estimator]
 
 
-def plain_step(model: Path, other: Path, estimator: str, where: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+def plain_step(model: Path, estimator: str, where: str) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The figures and minus the gradient, in float64."""
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double() for path in (model, other)
-    )
+    policy, reference = (load(path).double() for path in (model, make_other(model)))
 
     def penalty(group: Any, sample: Any, trained: Tensor) -> float:
         behaviour = torch.tensor(sample.token_logprobs().copy()).double()
-        d_C = behaviour - reference_logprobs(reference, group, sample, TEMPERATURE)
+        d_C = behaviour - reference_logprobs(reference, group, sample)
         return BETA * float(formula(estimator, d_C)[trained].sum())
 
     objective = ObjectiveConfig()
     tokens, weights_N = plain_tokens(
-        policy,
-        objective,
-        temperature=TEMPERATURE,
-        reference=reference,
-        penalty=penalty if where == "reward" else None,
+        policy, objective, reference=reference, penalty=penalty if where == "reward" else None
     )
     assert tokens.reference_N is not None
     divergence_N = formula(estimator, tokens.logprobs_N - tokens.reference_N)
     loss_N = token_objective(tokens, objective).loss_N
     loss = ((loss_N + BETA * divergence_N if where == "loss" else loss_N) * weights_N).sum()
     loss.backward()
-    figures = {"loss": loss.item(), "kl": divergence_N.mean().item()}
-    return figures, {name: -parameter.grad for name, parameter in policy.named_parameters()}
+    return {"loss": loss.item(), "kl": divergence_N.mean().item()}, minus_gradient(policy)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_divergence_in_the_loss_has_the_value_and_the_gradient_of_plain_torch(
-    one_rank: dict[str, Outcome], model: Path, other: Path, estimator: str
+@pytest.mark.parametrize(
+    ("estimator", "where"), [*((name, "loss") for name in ESTIMATORS), ("k1", "reward"), ("k3+", "reward")]
+)
+def test_a_divergence_in_the_loss_or_the_reward_has_the_value_and_the_gradient_of_plain_torch(
+    one_rank: dict[str, Outcome], folder: Path, estimator: str, where: str
 ) -> None:
-    figures, moved = plain_step(model, other, estimator, "loss")
-    found = one_rank[f"{estimator} in loss"]
+    figures, moved = plain_step(make_model(folder, FAMILY), estimator, where)
+    found = one_rank[f"{estimator} in {where}"]
     assert_same_figures(found.step, figures, 1e-5)
-    assert_same_weights(found.moved, moved, 1e-4)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3+"])
-def test_a_divergence_in_the_reward_changes_the_advantages_as_plain_torch_does(
-    one_rank: dict[str, Outcome], model: Path, other: Path, estimator: str
-) -> None:
-    figures, moved = plain_step(model, other, estimator, "reward")
-    found = one_rank[f"{estimator} in reward"]
-    assert_same_figures(found.step, figures, 1e-5)
-    assert_same_weights(found.moved, moved, 1e-4)
+    assert_same_moves(found, moved, 1e-4)
 
 
 def test_a_second_model_and_exchanged_weights_give_the_same_step(one_rank: dict[str, Outcome]) -> None:
-    assert_same_figures(one_rank["second model"].step, one_rank["k3 in loss"].step, 1e-6)
-    assert_same_weights(one_rank["second model"].moved, one_rank["k3 in loss"].moved, 1e-6)
+    assert_same_step(one_rank["second model"], one_rank["k3 in loss"], 1e-6)
 
 
 def test_a_reference_without_a_weight_is_measured_and_changes_nothing(one_rank: dict[str, Outcome]) -> None:
@@ -169,15 +123,14 @@ def test_a_reference_without_a_weight_is_measured_and_changes_nothing(one_rank: 
     ("name", "alone", "kind"),
     [
         ("reward", "k3+ in reward", "data"),
-        *(("loss", "k3+ in loss", kind) for kind in ("data", "tensor", "pipeline")),
-        *(("second model", "k3 in loss", kind) for kind in ("data", "tensor", "pipeline")),
+        *(("loss", "k3+ in loss", kind) for kind in KINDS),
+        *(("second model", "k3 in loss", kind) for kind in KINDS),
     ],
 )
 def test_two_ranks_of_any_kind_diverge_as_one(
     one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], name: str, alone: str, kind: str
 ) -> None:
-    assert_same_figures(two_ranks[f"{name}, {kind}"].step, one_rank[alone].step, 2e-5)
-    assert_same_weights(two_ranks[f"{name}, {kind}"].moved, one_rank[alone].moved, 2e-5)
+    assert_same_step(two_ranks[f"{name}, {kind}"], one_rank[alone], 2e-5)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -188,7 +141,7 @@ def test_weights_masters_and_moments_come_back_bit_for_bit(one_rank: dict[str, O
     assert found["compared"] > 60
 
 
-@pytest.mark.parametrize("kind", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_they_come_back_on_two_ranks_too(two_ranks: dict[str, Outcome], kind: str) -> None:
     assert two_ranks[f"loss, {kind}"].found["swap"]["back"]
 
@@ -207,7 +160,7 @@ def test_a_synced_reference_survives_a_resume(one_rank: dict[str, Outcome], name
         assert_same_figures(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_survives_a_resume_on_other_ranks(
     one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], kind: str
 ) -> None:

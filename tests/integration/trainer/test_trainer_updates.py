@@ -7,37 +7,37 @@ from typing import Any
 
 import msgpack
 import pytest
-from transformers import AutoModelForCausalLM
 
 from async_grpo.algorithms import token_objective
 from async_grpo.config.objective import ObjectiveConfig
-from tests.support.trainer_programs.aged_batch import VERSION
-from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.plain_torch import plain_tokens
-from tests.support.trainer_programs.plain_updates import (
+from tests.support.trainer_programs.launching import (
+    AGED,
     CAP,
-    CLIP_GRAD,
-    DECAY,
-    EPS,
+    KINDS,
+    Outcome,
+    Run,
+    adamw,
+    assert_close,
+    assert_same_figures,
+    assert_same_moves,
+    assert_same_step,
+)
+from tests.support.trainer_programs.models import make_model
+from tests.support.trainer_programs.plain import (
     HIGH,
     LEAST,
     LOW,
-    LR,
     MOST,
-    VERSIONS,
-    plain_updates,
-)
-from tests.support.trainer_programs.updates import (
-    TEMPERATURE,
-    Outcome,
-    Run,
-    assert_same_figures,
-    assert_same_weights,
-    run_all,
+    load,
+    minus_gradient,
+    plain_steps,
+    plain_tokens,
 )
 
+FAMILY = "qwen2-untied"
+LR = 3e-3
+VERSIONS = 2
 ROOM = 20
-AGED = {"aged": True, "versions": [VERSION]}
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "recompute": {"behaviour_cap": CAP, "clip_low": LOW, "clip_high": HIGH},
@@ -59,87 +59,62 @@ PARTS = dict(zip(STREAMED, [[1, 1, 1, 1], [3, 1], [1, 3], [2, 2]], strict=True))
 """How many groups arrive together."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("updates")
+def runs(folder: Path) -> dict[int, dict[str, Run]]:
+    model = make_model(folder, FAMILY)
 
+    def several(name: str, **layout: int) -> Run:
+        keys = adamw(LR) | {"num_iterations": 2, "mini_batches": 2, "objective": OBJECTIVES[name], **layout}
+        return Run(model, keys, {"versions": [*range(VERSIONS)]})
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make_model(folder, "qwen2-untied")
+    def streamed(name: str, parts: list[int] | None, **layout: int) -> Run:
+        keys = {"reference": {"source": "frozen"}, **STREAMED[name], "streaming": parts is not None, **layout}
+        return Run(model, keys, {**AGED, "parts": parts})
 
+    def skipping(**trainer: Any) -> Run:
+        """Of the versions 0 ... 4, the batches of 1, 3 and 4 are poisoned."""
+        case = {"versions": [*range(5)], "poisoned": [1, 3, 4], "parts": [2, 2]}
+        return Run(model, {"max_skipped_steps": 2, "optimizer": {"lr": 1e-3}, **trainer}, case)
 
-def several(name: str, **trainer: Any) -> Run:
-    optimizer = {"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP_GRAD, "eps": EPS}
-    keys = {"num_iterations": 2, "mini_batches": 2, "optimizer": optimizer, "objective": OBJECTIVES[name], **trainer}
-    return Run(keys, {"versions": [*range(VERSIONS)]})
-
-
-def streamed(name: str, parts: list[int] | None, **trainer: Any) -> Run:
-    reference = {"reference": {"source": "frozen"}}
-    return Run(
-        {**reference, **STREAMED[name], "streaming": parts is not None, **trainer},
-        {**AGED, "parts": parts},
-    )
-
-
-def skipping(**trainer: Any) -> Run:
-    """Of the versions 0 ... 4, the batches of 1, 3 and 4 are poisoned."""
-    case = {"versions": [*range(5)], "poisoned": [1, 3, 4]}
-    parts = {"parts": [2, 2]} if trainer.get("streaming") else {}
-    return Run({"max_skipped_steps": 2, "optimizer": {"lr": 1e-3}, **trainer}, {**case, **parts})
-
-
-@pytest.fixture(scope="module")
-def one_rank(folder: Path, model: Path) -> dict[str, Outcome]:
-    runs = {
+    two: dict[str, Run] = {}
+    for kind, layout in KINDS.items():
+        two |= {f"recompute, {kind}": several("recompute", **layout)}
+        two |= {f"streamed, {kind}": streamed("token_mean", [1, 2, 1], **layout)}
+        two |= {f"skipping, {kind}": skipping(**layout)}
+    one = {
         **{name: several(name) for name in OBJECTIVES},
         **{name: streamed(name, None) for name in STREAMED},
         **{f"{name}, streamed": streamed(name, parts) for name, parts in PARTS.items()},
-        "buffered": Run({"streaming": True}, {"buffered": True, "parts": [1, 3]}),
-        "not buffered": Run(),
-        "backwards": Run({**STREAMED["seq_mean_token_sum_norm"]}, {**AGED, "backwards": True}),
-        "truncate": Run({"overlong": "truncate", "micro_batch_tokens": ROOM}, AGED),
-        "drop": Run({"overlong": "drop", "micro_batch_tokens": ROOM}, AGED),
-        "endless": Run({"objective": {"loss": "tests.support.own_objective:endless"}}),
+        "buffered": Run(model, {"streaming": True}, {"buffered": True, "parts": [1, 3]}),
+        "not buffered": Run(model),
+        "backwards": Run(model, {**STREAMED["seq_mean_token_sum_norm"]}, {**AGED, "backwards": True}),
+        "truncate": Run(model, {"overlong": "truncate", "micro_batch_tokens": ROOM}, AGED),
+        "drop": Run(model, {"overlong": "drop", "micro_batch_tokens": ROOM}, AGED),
+        "endless": Run(model, {"objective": {"loss": "tests.support.own_objective:endless"}}),
         "skipping": skipping(),
         "skipping, streamed": skipping(streaming=True),
         "skipping, several": skipping(mini_batches=2),
     }
-    return run_all(folder, model, runs, ranks=1)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(folder: Path, model: Path, one_rank: dict[str, Outcome]) -> dict[str, Outcome]:
-    runs: dict[str, Run] = {}
-    for kind, size in {"data": {}, "tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}}.items():
-        runs |= {f"recompute, {kind}": several("recompute", **size)}
-        runs |= {f"streamed, {kind}": streamed("token_mean", [1, 2, 1], **size)}
-        runs |= {f"skipping, {kind}": skipping(**size)}
-    return run_all(folder, model, runs, ranks=2)
+    return {1: one, 2: two}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_two_passes_of_two_updates_equal_hugging_face_and_torch_adamw(
-    one_rank: dict[str, Outcome], model: Path, name: str
+    one_rank: dict[str, Outcome], folder: Path, name: str
 ) -> None:
-    steps, moved = plain_updates(model, name)
-    for found, expected in zip(one_rank[name].steps, steps, strict=True):
+    expected = plain_steps(make_model(folder, FAMILY), VERSIONS, LR, name, updates=2)
+    for found, step in zip(one_rank[name].steps, expected.steps, strict=True):
         assert found["updates"] == 4
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    for key, tensor in one_rank[name].moved.items():
-        assert (tensor - moved[key]).abs().max().item() <= 1e-5, key
+        assert_same_figures(found, step, 1e-5)
+    assert_close(one_rank[name].trained, expected.weights[-1], 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_they_do_on_two_ranks_of_any_kind(
     one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], kind: str
 ) -> None:
     for found, expected in zip(two_ranks[f"recompute, {kind}"].steps, one_rank["recompute"].steps, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    for key, tensor in two_ranks[f"recompute, {kind}"].moved.items():
-        assert (tensor - one_rank["recompute"].moved[key]).abs().max().item() <= 1e-5, key
+    assert_close(two_ranks[f"recompute, {kind}"].trained, one_rank["recompute"].trained, 1e-5)
 
 
 def test_the_trust_region_is_left_in_later_updates_and_sequences_are_rejected(one_rank: dict[str, Outcome]) -> None:
@@ -157,41 +132,40 @@ def test_only_what_needs_the_policy_before_the_step_costs_a_pass(one_rank: dict[
     assert passes == {"recompute": True, "loglinear": False, "behaviour": True}
 
 
-@pytest.mark.parametrize("name", STREAMED)
-def test_a_streamed_step_is_the_one_that_waits_for_the_whole_batch(one_rank: dict[str, Outcome], name: str) -> None:
-    assert_same_figures(one_rank[f"{name}, streamed"].step, one_rank[name].step, 1e-5)
-    assert_same_weights(one_rank[f"{name}, streamed"].moved, one_rank[name].moved, 1e-5)
+@pytest.mark.parametrize(
+    ("name", "waiting"),
+    [
+        *((f"{name}, streamed", name) for name in STREAMED),
+        pytest.param("buffered", "not buffered", id="the buffer hands out the parts"),
+    ],
+)
+def test_a_streamed_step_is_the_one_that_waits_for_the_whole_batch(
+    one_rank: dict[str, Outcome], name: str, waiting: str
+) -> None:
+    assert_same_step(one_rank[name], one_rank[waiting], 1e-5)
 
 
-def test_it_is_when_the_buffer_hands_out_the_parts(one_rank: dict[str, Outcome]) -> None:
-    assert_same_figures(one_rank["buffered"].step, one_rank["not buffered"].step, 1e-5)
-    assert_same_weights(one_rank["buffered"].moved, one_rank["not buffered"].moved, 1e-5)
-
-
-@pytest.mark.parametrize("kind", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_on_two_ranks_of_any_kind(one_rank: dict[str, Outcome], two_ranks: dict[str, Outcome], kind: str) -> None:
-    assert_same_figures(two_ranks[f"streamed, {kind}"].step, one_rank["token_mean"].step, 2e-5)
-    assert_same_weights(two_ranks[f"streamed, {kind}"].moved, one_rank["token_mean"].moved, 2e-5)
+    assert_same_step(two_ranks[f"streamed, {kind}"], one_rank["token_mean"], 2e-5)
 
 
 def test_the_order_of_the_groups_changes_nothing(one_rank: dict[str, Outcome]) -> None:
-    assert_same_figures(one_rank["backwards"].step, one_rank["seq_mean_token_sum_norm"].step, 1e-5)
-    assert_same_weights(one_rank["backwards"].moved, one_rank["seq_mean_token_sum_norm"].moved, 1e-5)
+    assert_same_step(one_rank["backwards"], one_rank["seq_mean_token_sum_norm"], 1e-5)
 
 
 @pytest.mark.parametrize("what", ["truncate", "drop"])
 def test_what_is_too_long_loses_tokens_and_not_its_place_in_the_denominator(
-    one_rank: dict[str, Outcome], model: Path, what: str
+    one_rank: dict[str, Outcome], folder: Path, what: str
 ) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").double()
-    objective = ObjectiveConfig()
-    tokens, weights_N = plain_tokens(plain, objective, temperature=TEMPERATURE, room=ROOM, truncate=what == "truncate")
+    plain, objective = load(make_model(folder, FAMILY)).double(), ObjectiveConfig()
+    tokens, weights_N = plain_tokens(plain, objective, room=ROOM, truncate=what == "truncate")
     loss = (token_objective(tokens, objective).loss_N * weights_N).sum()
     loss.backward()
     found = one_rank[what]
     assert found.step["overlong_samples"] > 0
     assert_same_figures(found.step, {"loss": loss.item(), "trained_tokens": len(weights_N)}, 1e-5)
-    assert_same_weights(found.moved, {key: -parameter.grad for key, parameter in plain.named_parameters()}, 1e-4)
+    assert_same_moves(found, minus_gradient(plain), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["skipping", "skipping, streamed", "skipping, data", "skipping, pipeline"])
@@ -218,9 +192,8 @@ def test_updates_before_the_one_that_is_not_finite_stand(one_rank: dict[str, Out
     assert "2 steps in a row" in found["stopped"]
 
 
-def test_the_batch_of_a_skipped_step_can_be_read_with_plain_msgpack(one_rank: dict[str, Outcome], folder: Path) -> None:
-    name = [*one_rank].index("skipping")
-    dumps = sorted((folder / "runs" / f"run-1-{name}" / "dumps").iterdir())
+def test_the_batch_of_a_skipped_step_can_be_read_with_plain_msgpack(one_rank: dict[str, Outcome]) -> None:
+    dumps = sorted((one_rank["skipping"].run_dir / "dumps").iterdir())
     assert [path.name for path in dumps] == ["step-2.msgpack", "step-4.msgpack", "step-5.msgpack"]
     dump = msgpack.unpackb(dumps[0].read_bytes())
     assert (dump["step"], dump["batch"]["version"], len(dump["batch"]["groups"])) == (2, 1, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.model import ArithmeticTaskConfig, WarmupConfig
 from async_grpo.errors import TrainingError
-from trainer.warmup import WarmupProgress, learning_rate, sample, warm_up
+from trainer.warmup import WarmupProgress, WarmupReport, learning_rate, sample, warm_up
 
 SHORT = WarmupConfig(
     task=ArithmeticTaskConfig(digits=2, held_out=8),
@@ -31,48 +31,48 @@ SHORT = WarmupConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine two threads wait for each other longer than they work on matrices this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def changed(**fields: object) -> WarmupConfig:
     return WarmupConfig.model_validate(SHORT.model_dump() | fields)
 
 
-def test_the_folder_is_a_checkpoint_that_transformers_loads_and_samples_from(tmp_path: Path) -> None:
-    report = warm_up(SHORT, tmp_path / "policy", seed=1)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+@dataclass(frozen=True)
+class Made:
+    folder: Path
+    report: WarmupReport
+    progress: list[WarmupProgress]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder, seen = tmp_path_factory.mktemp("warmup"), list[WarmupProgress]()
+    return Made(folder, warm_up(SHORT, folder / "policy", seed=1, on_progress=seen.append), seen)
+
+
+def test_the_folder_is_a_checkpoint_that_transformers_loads_and_samples_from(made: Made) -> None:
+    model = AutoModelForCausalLM.from_pretrained(made.folder / "policy", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(made.folder / "policy")
     assert (model.config.model_type, model.config.tie_word_embeddings) == ("qwen2", True)
-    assert sum(parameter.numel() for parameter in model.parameters()) == report.parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == made.report.parameters
     prompts = torch.tensor([tokenizer.encode("47+85=")])
     generated = model.generate(prompts, max_new_tokens=6, do_sample=False)[0, prompts.shape[1] :]
-    ours = sample(model, prompts, 6, None)[0]
-    assert generated.tolist() == ours.tolist()
+    assert generated.tolist() == sample(model, prompts, 6, None)[0].tolist()
 
 
-def test_the_report_lies_beside_the_weights_and_no_draft_is_left(tmp_path: Path) -> None:
-    report = warm_up(SHORT, tmp_path / "policy", seed=1)
-    assert json.loads((tmp_path / "policy" / "warmup.json").read_text()) == dataclasses.asdict(report)
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+def test_the_report_lies_beside_the_weights_and_no_draft_is_left(made: Made) -> None:
+    assert json.loads((made.folder / "policy" / "warmup.json").read_text()) == dataclasses.asdict(made.report)
+    assert [path.name for path in made.folder.iterdir()] == ["policy"]
 
 
-def test_progress_comes_at_every_probe_and_after_the_last_step(tmp_path: Path) -> None:
-    seen: list[WarmupProgress] = []
-    warm_up(SHORT, tmp_path / "policy", seed=1, on_progress=seen.append)
-    assert [progress.step for progress in seen] == [5, 10, 12]
-    assert seen[-1].loss < seen[0].loss
+def test_progress_comes_at_every_probe_and_after_the_last_step(made: Made) -> None:
+    assert [progress.step for progress in made.progress] == [5, 10, 12]
+    assert made.progress[-1].loss < made.progress[0].loss
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
-    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(made: Made, tmp_path: Path) -> None:
+    for name, seed in (("again", 1), ("other", 2)):
         warm_up(SHORT, tmp_path / name, seed)
-    first, again, other = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again", "other"))
+    folders = (made.folder / "policy", tmp_path / "again", tmp_path / "other")
+    first, again, other = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not all(torch.equal(first[key], other[key]) for key in first)
 

@@ -1,14 +1,17 @@
-"""Batches that depend on their version alone, for programs and for the references they are compared with."""
+"""Batches for programs, and for the references that they are compared with: the same whenever they are made."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
-from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire import Batch, Group, Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 
 VOCAB = 96
 GROUPS, SAMPLES = 4, 4
+AGED_VERSION = 5
+LONGEST = 20
+"""Most tokens of a completion."""
 
 
 def make_batch(version: int, *, poisoned: bool = False) -> Batch:
@@ -28,7 +31,7 @@ def make_task(generator: np.random.Generator, index: int, prompt_tokens: int) ->
 
 def make_sample(generator: np.random.Generator, version: int, *, mixed: bool = True) -> Sample:
     """All tokens from `version`; if `mixed`, the first half from the one before."""
-    length = int(generator.integers(2, 21))
+    length = int(generator.integers(2, LONGEST + 1))
     half = length // 2
     old_half = [VersionSpan(version - 1, 0, half), VersionSpan(version, half, length)]
     return Sample(
@@ -42,3 +45,39 @@ def make_sample(generator: np.random.Generator, version: int, *, mixed: bool = T
 def _group(generator: np.random.Generator, seq: int, version: int, prompt_tokens: int) -> Group:
     task = make_task(generator, seq, prompt_tokens)
     return Group(seq=seq, attempt=1, task=task, samples=[make_sample(generator, version) for _ in range(SAMPLES)])
+
+
+def make_aged_batch() -> Batch:
+    """Everything that an objective can see: tokens of versions 2 (masked) to 5, an environment's tokens, a sample that
+    nobody could judge, groups of unequal size. The trainer is at version 5."""
+    generator = np.random.default_rng(11)
+    groups = [_aged_group(generator, number, samples) for number, samples in enumerate([4, 4, 3, 4])]
+    return Batch(epoch=1, version=AGED_VERSION, groups=groups, mask_below=3)
+
+
+def _aged_group(generator: np.random.Generator, number: int, samples: int) -> Group:
+    rewards = [None if number == 1 and place == 2 else float(generator.random()) for place in range(samples)]
+    members = [_aged_sample(generator, reward, turns=number == 2) for reward in rewards]
+    return Group(seq=number, attempt=1, task=make_task(generator, number, 4 + number), samples=members)
+
+
+def _aged_sample(generator: np.random.Generator, reward: float | None, *, turns: bool) -> Sample:
+    length = int(generator.integers(8, LONGEST + 1))
+    logprobs = -np.log(VOCAB) + generator.normal(0, 0.3, length)
+    if turns:
+        logprobs[3:5] = 0.0
+    return Sample(
+        tokens=tokens_to_bytes(generator.integers(0, VOCAB, length)),
+        logprobs=logprobs_to_bytes(logprobs),
+        spans=_aged_spans(generator, length),
+        turns=[Turn(0, 3, True, "tool"), Turn(3, 5, False), Turn(5, length, True, "stop")] if turns else [],
+        reward=reward,
+    )
+
+
+def _aged_spans(generator: np.random.Generator, length: int) -> list[VersionSpan]:
+    """One to three versions, one after another, between 2 and 5."""
+    count = int(generator.integers(1, 4))
+    first = int(generator.integers(2, AGED_VERSION - count + 2))
+    ends = [0, *sorted(generator.choice(np.arange(1, length), count - 1, replace=False).tolist()), length]
+    return [VersionSpan(first + place, ends[place], ends[place + 1]) for place in range(count)]

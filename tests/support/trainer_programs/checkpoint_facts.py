@@ -1,6 +1,8 @@
-"""One rank writes checkpoints in many ways and notes what came of it.
+"""One rank writes checkpoints in many ways, is killed, has a rival, and notes what came of it.
 
-python -m tests.support.trainer_programs.checkpoint_facts CONFIG.yaml MODEL OUT.json
+    python -m tests.support.trainer_programs.checkpoint_facts CONFIG.yaml MODEL OUT.json
+
+What is killed and the rivals are forks, made before this process has groups or threads of its own.
 """
 
 from __future__ import annotations
@@ -15,36 +17,39 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CheckpointError, WaitTimeout
 from async_grpo.wire.board import Evaluation
+from buffer.base import Resume
 from trainer.platform import select_platform
+
+RESUMED_AT, HEAD_VERSION = 2, 4
+TOLD = ("logger.joined", "logger.step", "exporter.publish", "logger.serving")
 
 
 def main() -> None:
     config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     platform = select_platform("cpu")
     platform.activate(1)
+    from tests.support.trainer_programs import checkpoint_kills, checkpoint_rivals
     from trainer.distributed import start_ranks, stop_ranks
 
-    start_ranks(config.trainer, platform, config.seed, 60.0)
-    found = {
-        "decay": decay(config, model, platform),
-        "background": background(config, model, platform, out.parent / "background"),
-        "full_disk": full_disk(config, model, platform, out.parent / "full"),
-        "other_rank": other_rank(out.parent / "other"),
-        "overtaken": overtaken(config, model, platform, out.parent / "overtaken"),
-        "damaged": damaged(config, model, platform, out.parent / "damaged"),
-        "kept": kept(config, model, platform, out.parent / "kept"),
-        "order": order(config, model, platform, out.parent / "order"),
-        "offload": offload(config, model, platform, out.parent / "offload"),
+    found: dict[str, Any] = {
+        "lives": checkpoint_kills.lives(config, model, platform),
+        "rivals": checkpoint_rivals.rivals(config, model, platform, out.parent / "rivals"),
     }
+    start_ranks(config.trainer, platform, config.seed, 60.0)
+    for fact in (decay, background, full_disk, overtaken, damaged, kept, order, offload):
+        found[fact.__name__] = fact(config, model, platform, out.parent / fact.__name__)
+    found["other_rank"] = other_rank(out.parent / "other")
+    found["replay"] = replay(config)
     out.write_text(json.dumps(found))
     stop_ranks()
 
 
-def decay(config: RunConfig, model: Path, platform: Any) -> dict[str, list[str]]:
+def decay(config: RunConfig, model: Path, platform: Any, _folder: Path) -> dict[str, list[str]]:
     """Names of the parameters that decay and that do not, as they stand in torch's groups after a step."""
     policy = make(config, model, platform)
     step(policy, config, 0)
@@ -175,6 +180,24 @@ def order(config: RunConfig, model: Path, platform: Any, folder: Path) -> list[A
         let_go()
     loop._save_rest()
     return [early, [buffer.told, saved.newest()]]
+
+
+def replay(config: RunConfig) -> list[str]:
+    """A trainer resumes below the version that servers have: what its loop tells of itself, in order.
+
+    The loop alone: steps are made at once, and nothing is trained, published or written.
+    """
+    from trainer import loop
+
+    world = MagicMock()
+    world.coordinator.resume.return_value = Resume(epoch=2, head_version=HEAD_VERSION)
+    world.checkpoints.poll_saved.return_value = None
+    world.step_runner.make.side_effect = [MagicMock()] * (HEAD_VERSION - RESUMED_AT) + [None]
+    parts = {"WeightExporter": lambda *_: world.exporter, "StepRunner": lambda *_: world.step_runner}
+    with patch.multiple(loop, **parts, step_row=lambda *_, **__: {}):
+        args = (world.policy, world.coordinator, world.checkpoints, world.logger, RESUMED_AT)
+        loop.TrainingLoop(config, Path(), *args).run()
+    return [name for name, *_ in world.mock_calls if name in TOLD]
 
 
 def offload(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:

@@ -1,40 +1,31 @@
-"""Write checkpoints without a pause, get killed at any moment, resume; ten times.
+"""Write checkpoints without a pause, get killed at any moment, resume; several times.
 
-    python -m tests.support.trainer_programs.checkpoint_kills CONFIG.yaml MODEL OUT.json KILLS
-
-Every life is a fork of this process, which has imported everything but made no groups and no
-threads. It resumes from the newest checkpoint, says so, and says of each checkpoint when it is safe.
-It is killed after some of them, at a moment of the next one that chance chooses.
+Every life is a fork. It resumes from the newest checkpoint, says so, and says of each checkpoint when it is safe. It is
+killed after some of them, at a moment of the next one that chance chooses.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config import RunConfig, load
-from trainer.platform import select_platform
+from async_grpo.config import RunConfig
 
+KILLS = 6
 MOST_CHECKPOINTS = 3
 """Of one life."""
 
 
-def main() -> None:
-    config, model, out, kills = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    platform = select_platform("cpu")
-    platform.activate(1)
+def lives(config: RunConfig, model: Path, platform: Any) -> list[dict[str, Any]]:
     import trainer.checkpoint.folder
     import trainer.model.policy  # noqa: F401  (imported once, not in every life)
 
     dice = random.Random(7)
-    found = [life(config, model, platform, dice) for _ in range(kills)]
-    out.write_text(json.dumps(found))
+    return [life(config, model, platform, dice) for _ in range(KILLS)]
 
 
 def life(config: RunConfig, model: Path, platform: Any, dice: random.Random) -> dict[str, Any]:
@@ -76,7 +67,3 @@ def write_for_ever(config: RunConfig, model: Path, platform: Any, say: Any) -> N
         checkpoints.save(policy, version, epoch=1)
         checkpoints.poll_saved(wait=True)
         say.write(f"{version}\n")
-
-
-if __name__ == "__main__":
-    main()

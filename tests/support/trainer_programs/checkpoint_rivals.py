@@ -1,6 +1,4 @@
-"""Two trainers, each a process, write the same version into one folder at the same time.
-
-    python -m tests.support.trainer_programs.checkpoint_rivals CONFIG.yaml MODEL OUT.json
+"""Two trainers, each a fork, write the same version into one folder at the same time.
 
     epoch 1   begins to save version 1 .............. writes it, to the end
     epoch 2             begins to save version 1 ......................... writes it, to the end
@@ -12,32 +10,26 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config import RunConfig, load
+from async_grpo.config import RunConfig
 from tests.support.trainer_programs.checkpoint_facts import checkpoints, hashes, held_back, listing, make, refusal, step
-from trainer.platform import select_platform
 
 
-def main() -> None:
-    config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
-    platform = select_platform("cpu")
-    platform.activate(1)
+def rivals(config: RunConfig, model: Path, platform: Any, folder: Path) -> dict[str, Any]:
     import trainer.checkpoint.folder
     import trainer.model.policy  # noqa: F401  (imported once, not in both)
 
-    folder = out.parent / "rivals"
     old, new = (Rival.saving(config, model, platform, folder, epoch) for epoch in (1, 2))
     found: dict[str, Any] = {}
     found["old"], found["new"] = (rival.finished() for rival in (old, new))
     found["names"], found["latest"] = listing(folder), (folder / "latest").read_text().strip()
     found["epoch"] = json.loads((folder / "00000001" / "manifest.json").read_text())["epoch"]
     found["files"] = hashes(folder / "00000001")
-    out.write_text(json.dumps(found))
+    return found
 
 
 @dataclass
@@ -88,7 +80,3 @@ def write(config: RunConfig, model: Path, platform: Any, folder: Path, epoch: in
         refused = refusal(lambda: saved.poll_saved(wait=True))
     mine = hashes(folder.parent / f"rival-{epoch}" / "00000001")
     channel.send_bytes(json.dumps({"refused": refused, "files": mine}).encode())
-
-
-if __name__ == "__main__":
-    main()

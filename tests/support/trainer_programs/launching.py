@@ -1,4 +1,4 @@
-"""Start a program as the ranks of a trainer; `train_steps` on some cases, and read what it found."""
+"""Start a program as the ranks of a trainer; start `steps` on some runs, and read what each of them came to."""
 
 from __future__ import annotations
 
@@ -10,78 +10,113 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config import dump, validate
+from tests.support.trainer_programs.batches import AGED_VERSION, LONGEST
 from trainer.node_main import Node, NodeSetup
 
 ROOT = Path(__file__).parents[3]
 TEMPERATURE = 0.8
-LR, DECAY, CLIP, CAP = 1e-3, 0.1, 0.5, 2.0
+CLIP, CAP, DECAY = 0.5, 2.0, 0.1
 EPS = 1e-5
 """Of AdamW: large enough that gradients that are zero but for rounding stay without effect."""
+HUGE = 1e6
+GRADIENT = {"lr": HUGE, "eps": HUGE, "clip_grad": HUGE, "beta1": 0.0}
+"""Adam with a huge eps and a learning rate as huge is plain gradient descent: weights move by minus their gradient."""
+AGED = {"aged": True, "versions": [AGED_VERSION]}
+KINDS: dict[str, dict[str, int]] = {"data": {}, "tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}}
+"""The kinds of parallelism of two ranks."""
+PACKING = {"micro_batches", "packing_efficiency", "rank_balance"}
+"""Figures that depend on how a batch is cut."""
 
 Tensors = dict[str, torch.Tensor]
 
 
+def adamw(lr: float) -> dict[str, Any]:
+    """Keys of a trainer that optimizes as `plain` does."""
+    return {
+        "optimizer": {"lr": lr, "weight_decay": DECAY, "clip_grad": CLIP, "eps": EPS},
+        "objective": {"behaviour_cap": CAP},
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """`trainer`: keys of its section; `case`: those of `steps.Case`."""
+
+    model: Path
+    trainer: dict[str, Any] = field(default_factory=dict)
+    case: dict[str, Any] = field(default_factory=dict)
+    checkpoints_of: str = ""
+    """The run that it resumes from; default itself."""
+    precision: str = "float32"
+
+    def prepare(self, folder: Path, name: str, ranks: int) -> dict[str, Any]:
+        """Write the configuration; returns the case for `steps`."""
+        raw: dict[str, Any] = {
+            "name": _plain(self.checkpoints_of or name),
+            "runs_dir": str(folder / "runs"),
+            "groups_per_step": 4,
+            "model": {"path": str(self.model), "precision": self.precision},
+            "sampling": {"temperature": TEMPERATURE, "max_tokens": LONGEST},
+            "rollout": {"vllm": {"max_model_len": 40}},
+            "telemetry": {"tensorboard": False},
+            "trainer": {"processes": ranks, "micro_batch_tokens": 110, "optimizer": GRADIENT, **self.trainer},
+        }
+        config = validate(raw, name)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        out = folder / f"{ranks}-{_plain(name)}.json"
+        for written in (out.with_suffix(".yaml"), config.run_dir / "config.yaml"):
+            written.write_text(dump(config))
+        return {"config": str(out.with_suffix(".yaml")), "model": str(self.model), "out": str(out), **self.case}
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a program wrote. Tensors as they lie on a disk: before the steps, after the first, after all."""
+    """What the program wrote. Tensors as they lie on a disk: before the steps, after the first, after all."""
 
-    steps: list[dict[str, float]]
-    logprobs: list[float]
+    found: dict[str, Any]
     untouched: Tensors
     first: Tensors
     trained: Tensors
-    refused: str = ""
+    run_dir: Path
+
+    @classmethod
+    def read(cls, folder: Path, name: str, ranks: int, run: Run) -> Outcome:
+        out = folder / f"{ranks}-{_plain(name)}.json"
+        states = (load_file(out.with_suffix(f".{state}.safetensors")) for state in ("untouched", "first", "trained"))
+        return cls(json.loads(out.read_text()), *states, folder / "runs" / _plain(run.checkpoints_of or name))
+
+    @property
+    def moved(self) -> Tensors:
+        """How far the weights have moved."""
+        return {name: tensor - self.untouched[name] for name, tensor in self.trained.items()}
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Figures of the steps that were made."""
+        return [step for step in self.found["steps"] if step is not None]
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """Those of the only step."""
+        (step,) = self.steps
+        return step
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run of the program; `run` names the run folder whose checkpoints it uses."""
-
-    name: str
-    model: Path
-    versions: int
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Keys of the trainer, such as its layout."""
-    precision: str = "float32"
-    run: str = ""
-    save_at: int | None = None
-    resume: bool = False
-    poisoned: bool = False
-
-    def prepare(self, folder: Path, ranks: int) -> dict[str, Any]:
-        (folder / f"{self.name}.yaml").write_text(dump(self._config(folder, ranks)))
-        files = {"config": f"{folder / self.name}.yaml", "model": str(self.model), "out": f"{folder / self.name}.json"}
-        how = {"save_at": self.save_at, "resume": self.resume, "poisoned": self.poisoned}
-        return {**files, **how, "versions": self.versions}
-
-    def _config(self, folder: Path, ranks: int) -> RunConfig:
-        raw: dict[str, Any] = {
-            "name": self.run or self.name,
-            "runs_dir": str(folder),
-            "model": {"path": str(self.model), "precision": self.precision},
-            "sampling": {"temperature": TEMPERATURE},
-            "rollout": {"vllm": {"max_model_len": 110}},
-            "trainer": {
-                "processes": ranks,
-                "micro_batch_tokens": 110,
-                "optimizer": {"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP, "eps": EPS},
-                "objective": {"behaviour_cap": CAP},
-                **self.trainer,
-            },
-        }
-        return validate(raw, "test")
-
-
-def train(folder: Path, cases: list[Case], ranks: int) -> dict[str, Outcome]:
-    """All cases in one start of the processes, which is most of the time."""
-    listed = [case.prepare(folder, ranks) for case in cases]
-    (folder / f"cases-{ranks}.json").write_text(json.dumps(listed))
-    launch("train_steps", ranks, folder / f"cases-{ranks}.json")
-    return {case.name: _read(folder / f"{case.name}.json") for case in cases}
+def run_all(folders: dict[Path, dict[str, Run]], ranks: int) -> dict[Path, dict[str, Outcome]]:
+    """The outcomes of runs by folder and name; all in one start of the ranks, which is most of the time."""
+    cases = [run.prepare(folder, name, ranks) for folder, runs in folders.items() for name, run in runs.items()]
+    listed = next(iter(folders)) / f"cases-{ranks}.json"
+    listed.write_text(json.dumps(cases))
+    launch("steps", ranks, listed, timeout_s=550.0)
+    return {
+        folder: {name: Outcome.read(folder, name, ranks, run) for name, run in runs.items()}
+        for folder, runs in folders.items()
+    }
 
 
 @dataclass(slots=True)
@@ -99,14 +134,36 @@ class ProgramNode(Node):
 
 
 def launch(program: str, ranks: int, *arguments: object, timeout_s: float = 400.0) -> None:
-    """Until all ranks have ended. Raises TrainingError if one fails."""
+    """Wait until all ranks have ended. Raises TrainingError if one fails."""
     config = validate({"name": program, "model": {"random": {}}, "trainer": {"processes": ranks}}, "test")
     argv = [sys.executable, "-m", f"tests.support.trainer_programs.{program}", *map(str, arguments)]
     asyncio.run(asyncio.wait_for(ProgramNode(config, Path(), Path(), 0, argv=argv).run(), timeout_s))
 
 
-def _read(path: Path) -> Outcome:
-    found = json.loads(path.read_text())
-    states = ("untouched", "first", "trained")
-    untouched, first, trained = (load_file(path.with_suffix(f".{state}.safetensors")) for state in states)
-    return Outcome(found["steps"], found["logprobs"], untouched, first, trained, found.get("refused", ""))
+def assert_same_figures(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """All that is expected, but for how the batch was cut."""
+    for key in {key for key, value in expected.items() if value is not None} - PACKING:
+        assert found[key] == pytest.approx(expected[key], rel=tolerance, abs=tolerance), key
+
+
+def assert_same_moves(found: Outcome, expected: Tensors, tolerance: float) -> None:
+    """How far each weight has moved, relative to the largest move."""
+    assert_close(found.moved, expected, tolerance * max(tensor.abs().max().item() for tensor in expected.values()))
+
+
+def assert_close(found: Tensors, expected: Tensors, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        difference = (tensor - expected[name]).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference:.2e} of {tolerance:.2e}"
+
+
+def assert_same_step(found: Outcome, expected: Outcome, tolerance: float) -> None:
+    """One step came to the same figures and moved the weights as far."""
+    assert_same_figures(found.step, expected.step, tolerance)
+    assert_same_moves(found, expected.moved, tolerance)
+
+
+def _plain(name: str) -> str:
+    """Fit for a file, and for the name of a run."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)

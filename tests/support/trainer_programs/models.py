@@ -34,6 +34,7 @@ _LLAMA3: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2-untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen2-even": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**SIZES, head_dim=8, tie_word_embeddings=False),
     "llama3": lambda: LlamaConfig(**SIZES, head_dim=8, rope_parameters=_LLAMA3, tie_word_embeddings=True),
@@ -43,15 +44,28 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def make_model(folder: Path, name: str) -> Path:
-    """A Hugging Face folder, made once; norms and biases are random, too."""
+    """A Hugging Face folder, made once; norms and biases are random, too, but for the even one."""
     path = folder / f"model-{name}"
     if path.exists():
         return path
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias") or "norm" in parameter_name:
+        if name != "qwen2-even" and (parameter_name.endswith("bias") or "norm" in parameter_name):
             torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.2)
     model.save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
     return path
+
+
+def make_other(model: Path) -> Path:
+    """The same architecture, with weights that have gone another way."""
+    folder = model.with_name(f"{model.name}-other")
+    if not folder.exists():
+        other = AutoModelForCausalLM.from_pretrained(model)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        other.save_pretrained(folder)
+    return folder

@@ -1,98 +1,230 @@
-"""The same steps in plain Hugging Face and torch: padded sequences, no packing, no parallelism."""
+"""The same steps in plain Hugging Face and torch: no packing, no parallelism.
+
+`plain_steps` makes the updates of `make_batch` with torch's AdamW, in float32. `plain_tokens` is the aged batch as an
+objective sees it, in the precision of the model.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from async_grpo.algorithms import ADVANTAGES
-from tests.support.trainer_programs.batches import make_batch
-from tests.support.trainer_programs.launching import CAP, CLIP, DECAY, EPS, LR, TEMPERATURE, Outcome
+from async_grpo.algorithms import ADVANTAGES, AGGREGATIONS, PROXIMALS, Tokens
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.wire import Group, Sample
+from tests.support.trainer_programs.batches import AGED_VERSION, LONGEST, make_aged_batch, make_batch
+from tests.support.trainer_programs.launching import CAP, CLIP, DECAY, EPS, TEMPERATURE
+from trainer.batch.packing import split_groups
+
+LOW, HIGH = 0.01, 0.02
+"""The trust region of several updates: so narrow that the later ones leave it."""
+LEAST, MOST = 0.05, 1e3
+"""Sequences whose product of rho is outside are rejected, in the case `behaviour`."""
+
+
+@dataclass
+class PlainSteps:
+    """`steps`: loss and norm, means over the updates of a step, and the trained tokens. Weights as on a disk."""
+
+    logprobs: list[float]
+    steps: list[dict[str, float]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    """After each step."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample that a verifier could judge. `before`: its log-probabilities before the step."""
+
+    place: int
+    group: Group
+    sample: Sample
+    advantage: float
+    before: Tensor
 
 
 @functools.cache
-def plain_training(model_folder: Path, versions: int) -> Outcome:
-    """What Megatron must come to."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads wait for each other longer than such tensors take
-    try:
-        return _train(model_folder, versions)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(model_folder: Path, versions: int) -> Outcome:
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager").float()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}],
-        lr=LR,
-        betas=(0.9, 0.95),
-        eps=EPS,
-    )
-    with torch.no_grad():
-        logprobs = [value for _, _, values in _tokens(model, 0) for value in values.tolist()]
-    steps, weights = [], {}
+def plain_steps(folder: Path, versions: int, lr: float, name: str = "recompute", updates: int = 1) -> PlainSteps:
+    """What Megatron must come to. `updates`: passes over the batch, and updates of each. `name`: what pi_prox is, and
+    the objective."""
+    model = load(folder).float()
+    matrices = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": DECAY}
+    others = {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, others], lr=lr, betas=(0.9, 0.95), eps=EPS)
+    done = PlainSteps([value for row in _rows(model, 0) for value in row.before.tolist()])
     for version in range(versions):
-        optimizer.zero_grad()
-        loss, tokens = _loss(model, version)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        steps.append({"loss": loss.item(), "grad_norm": norm.item(), "tokens": tokens})
+        rows, figures = _rows(model, version), []
+        for iteration in range(updates):
+            for part in split_groups(4, updates, seed=1, version=version, iteration=iteration):
+                chosen = [row for row in rows if row.place in part]
+                optimizer.zero_grad()
+                loss = torch.cat(_losses(model, chosen, name, version)).mean()
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                figures.append(torch.stack([loss.detach(), norm]))
+                optimizer.step()
+        mean_loss, mean_norm = torch.stack(figures).mean(0).tolist()
+        tokens = sum(len(row.before) for row in rows) * updates
+        done.steps.append({"loss": mean_loss, "grad_norm": mean_norm, "trained_tokens": tokens})
         if version in (0, versions - 1):
-            weights[version] = _weights(model, model_folder)
-    untouched = load_file(model_folder / "model.safetensors")
-    return Outcome(steps, logprobs, untouched, weights[0], weights[versions - 1])
+            done.weights.append(_weights(model, folder))
+    return done
 
 
-def _weights(model: Any, model_folder: Path) -> dict[str, torch.Tensor]:
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def _weights(model: Any, folder: Path) -> dict[str, Tensor]:
     """As they lie on a disk: in memory, transformers fuses the experts."""
-    written = model_folder.with_name(f"{model_folder.name}-plain")
+    written = folder.with_name(f"{folder.name}-plain")
     model.save_pretrained(written)
     return load_file(written / "model.safetensors")
 
 
-def _tokens(model: Any, version: int) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
-    """(advantage, behaviour log-probs, log-probs) of every verifiable sample."""
-    prompts, samples, advantages = [], [], []
-    for group in make_batch(version).groups:
-        rewards = torch.tensor([[s.reward if s.reward is not None else 0.0 for s in group.samples]])
-        valid = torch.tensor([[s.reward is not None for s in group.samples]])
-        lengths = torch.tensor([[len(s.token_ids()) for s in group.samples]])
-        advantages += ADVANTAGES["grpo"](rewards.double(), valid, lengths)[0].tolist()
-        samples += group.samples
-        prompts += [torch.tensor(group.task.prompt_ids().copy(), dtype=torch.int64)] * len(group.samples)
-    completions = [torch.tensor(sample.token_ids().copy(), dtype=torch.int64) for sample in samples]
-    whole = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
-    logits_BTV = model(pad_sequence(whole, batch_first=True)).logits / TEMPERATURE  # causal: no token sees padding
+def _rows(model: Any, version: int) -> list[Row]:
     found = []
-    for row, (prompt, tokens, sample) in enumerate(zip(prompts, completions, samples, strict=True)):
-        if sample.reward is not None:
-            logits = logits_BTV[row, len(prompt) - 1 : len(whole[row]) - 1]
-            logprobs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-            found.append((advantages[row], torch.tensor(sample.token_logprobs().copy()), logprobs))
-    return found
+    for place, group in enumerate(make_batch(version).groups):
+        rewards = torch.tensor([[sample.reward or 0.0 for sample in group.samples]]).double()
+        valid = torch.tensor([[sample.reward is not None for sample in group.samples]])
+        advantages = ADVANTAGES["grpo"](rewards, valid, valid.long())[0].tolist()
+        judged = zip(group.samples, advantages, strict=True)
+        found += [(place, group, sample, each) for sample, each in judged if sample.reward is not None]
+    with torch.no_grad():
+        values = _logprobs(model, [(group, sample) for _, group, sample, _ in found])
+    return [Row(*each, before) for each, before in zip(found, values, strict=True)]
 
 
-def _loss(model: Any, version: int) -> tuple[torch.Tensor, int]:
-    """Mean over tokens of -w * r * A, 0 where w > cap; r is 1 and carries the gradient."""
-    rows = _tokens(model, version)
-    tokens = sum(len(logprobs) for _, _, logprobs in rows)
-    terms = [
-        -(_weight(logprobs.detach() - behaviour) * (logprobs - logprobs.detach()).exp() * advantage).sum()
-        for advantage, behaviour, logprobs in rows
+def _logprobs(model: Any, members: list[tuple[Group, Sample]]) -> list[Tensor]:
+    """Of the completions' tokens, from one padded batch; the model is causal, so no token sees padding."""
+    words = [_words(group, sample) for group, sample in members]
+    logits_BTV = model(pad_sequence([torch.cat(pair) for pair in words], batch_first=True)).logits / TEMPERATURE
+    rows = [
+        logits_TV[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+        for logits_TV, (prompt, completion) in zip(logits_BTV, words, strict=True)
     ]
-    return torch.stack(terms).sum() / tokens, tokens
+    return [
+        row.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+        for row, (_, completion) in zip(rows, words, strict=True)
+    ]
 
 
-def _weight(log_w: torch.Tensor) -> torch.Tensor:
-    w = log_w.exp()
-    return torch.where(w > CAP, torch.zeros_like(w), w)
+def _words(group: Group, sample: Sample) -> tuple[Tensor, Tensor]:
+    tokens = (torch.tensor(ids.copy(), dtype=torch.int64) for ids in (group.task.prompt_ids(), sample.token_ids()))
+    prompt, completion = tokens
+    return prompt, completion
+
+
+def _losses(model: Any, rows: list[Row], name: str, version: int) -> list[Tensor]:
+    """-w * min(r A, clip(r) A) of each token, 0 where w > cap; of a single update r is 1, and carries the gradient."""
+    values = _logprobs(model, [(row.group, row.sample) for row in rows])
+    return [_loss(row, logprobs, name, version) for row, logprobs in zip(rows, values, strict=True)]
+
+
+def _loss(row: Row, logprobs: Tensor, name: str, version: int) -> Tensor:
+    behaviour, advantage, prox = torch.tensor(row.sample.token_logprobs().copy()), row.advantage, row.before
+    if name == "behaviour":
+        product = (prox - behaviour).sum().exp().item()
+        r = (logprobs - behaviour).exp()
+        return -float(LEAST <= product <= MOST) * torch.minimum(r * advantage, r.clamp(0.5, 1.5) * advantage)
+    if name == "loglinear":
+        age = version - torch.tensor(row.sample.token_versions().copy())
+        prox = behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
+    w, r = (prox - behaviour).exp(), (logprobs - prox).exp()
+    return -w * (w <= CAP) * torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage)
+
+
+Penalty = Callable[[Group, Sample, Tensor], float]
+"""(group, sample, which tokens of its completion are trained) -> what is taken from its reward."""
+
+
+def plain_tokens(
+    model: Any,
+    objective: ObjectiveConfig,
+    *,
+    reference: Any = None,
+    room: int | None = None,
+    truncate: bool = False,
+    penalty: Penalty | None = None,
+) -> tuple[Tokens, Tensor]:
+    """All trained tokens, and the weight of each. `room`: what is longer is truncated to it, or else dropped."""
+    batch = make_aged_batch()
+    size = max(len(group.samples) for group in batch.groups)
+    rewards_BG, lengths_BG = torch.zeros(len(batch.groups), size).double(), torch.zeros(len(batch.groups), size)
+    trained: dict[tuple[int, int], Tensor] = {}
+    for row, group in enumerate(batch.groups):
+        for column, sample in enumerate(group.samples):
+            if sample.reward is not None:
+                trained[row, column] = _trained(group, sample, batch.mask_below, room, truncate)
+                taken = penalty(group, sample, trained[row, column]) if penalty else 0.0
+                rewards_BG[row, column] = sample.reward - taken
+                lengths_BG[row, column] = sum(sample.written_by_policy().tolist())
+    advantages_BG = ADVANTAGES[objective.advantage](rewards_BG, lengths_BG > 0, lengths_BG)
+    weights_BG = AGGREGATIONS[objective.aggregation](lengths_BG.long().flatten(), LONGEST).reshape(lengths_BG.shape)
+    columns: list[list[Tensor]] = []
+    for (row, column), chosen in trained.items():
+        group, sample = batch.groups[row], batch.groups[row].samples[column]
+        if chosen.any():
+            logprobs, entropies = plain_logprobs(model, group, sample)
+            ones = torch.ones(sample.length, dtype=torch.float64)
+            parts = [
+                logprobs,
+                entropies,
+                torch.tensor(sample.token_logprobs().copy()).double(),
+                torch.tensor(sample.token_versions().copy()),
+                ones * advantages_BG[row, column],
+                ones * weights_BG[row, column],
+                torch.full((sample.length,), len(columns)),
+                ones * 0 if reference is None else reference_logprobs(reference, group, sample),
+            ]
+            columns.append([part[chosen] for part in parts])
+    logprobs_N, entropy_N, behaviour_N, versions_N, advantages_N, weights_N, segment_N, reference_N = (
+        torch.cat(parts) for parts in zip(*columns, strict=True)
+    )
+    tokens = Tokens(
+        logprobs_N,
+        PROXIMALS[objective.prox](logprobs_N, behaviour_N, AGED_VERSION - versions_N),
+        behaviour_N,
+        advantages_N,
+        segment_N,
+        segments=len(columns),
+        reference_N=None if reference is None else reference_N,
+        entropy_N=entropy_N,
+    )
+    return tokens, weights_N
+
+
+def plain_logprobs(model: Any, group: Group, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy at every token of the completion."""
+    prompt, completion = _words(group, sample)
+    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    logs = logits.log_softmax(-1)
+    return logs.gather(-1, completion[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+def reference_logprobs(model: Any, group: Group, sample: Sample) -> Tensor:
+    with torch.no_grad():
+        return plain_logprobs(model, group, sample)[0]
+
+
+def minus_gradient(model: Any) -> dict[str, Tensor]:
+    """How far plain gradient descent with a rate of 1 moves the weights."""
+    return {name: -parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _trained(group: Group, sample: Sample, mask_below: int, room: int | None, truncate: bool) -> Tensor:
+    written = zip(sample.written_by_policy().tolist(), sample.token_versions().tolist(), strict=True)
+    trained = torch.tensor([wrote and version >= mask_below for wrote, version in written])
+    prompt = len(group.task.prompt_ids())
+    if room is not None and prompt + sample.length - 1 > room:
+        trained[room + 1 - prompt if truncate else 0 :] = False
+    return trained

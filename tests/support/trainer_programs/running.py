@@ -23,8 +23,21 @@ def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> Non
     from trainer.distributed import lay_out, start_ranks, stop_ranks
 
     start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
+    present = _layout(configs[0])
     for config, case in zip(configs, cases, strict=True):
-        parallel_state.destroy_model_parallel()
-        lay_out(config.trainer, config.seed)
+        if present != _layout(config):
+            parallel_state.destroy_model_parallel()
+            lay_out(config.trainer, config.seed)
+            present = _layout(config)
         run(config, case, platform)
     stop_ranks()
+
+
+def _layout(config: RunConfig) -> tuple[int, ...]:
+    trainer = config.trainer
+    return (
+        trainer.tensor_parallel,
+        trainer.pipeline_parallel,
+        trainer.context_parallel,
+        trainer.expert_parallel,
+    )

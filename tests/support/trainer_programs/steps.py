@@ -1,15 +1,17 @@
-"""Steps of several updates, with a reference model, streamed, or skipped: one case after another.
+"""Steps of one or several updates, with a reference model, streamed, skipped, or resumed: one case after another.
 
-    python -m tests.support.trainer_programs.update_steps CASES.json
+    python -m tests.support.trainer_programs.steps CASES.json
 
 A case: {"config": FILE, "model": FOLDER, "out": FILE} and, of `Case`, what differs from the default. `out` gets what is
-to be compared as JSON; how far each weight moved lies beside it.
+to be compared as JSON; the weights lie beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from async_grpo.errors import TrainingError
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.wire import Batch, Ticket
 from buffer.memory import InMemoryBuffer
+from tests.support.trainer_programs.batches import make_aged_batch, make_batch
 from tests.support.trainer_programs.running import run_cases
 from trainer.platform import Platform
 
@@ -43,6 +46,10 @@ class Case:
     poisoned: list[int] = field(default_factory=list)
     save_at: int | None = None
     resume: bool = False
+    die: bool = False
+    """End by SIGKILL."""
+    logprobs: bool = False
+    """Evaluate the tokens of batch 0 first; on a single rank."""
     swap: bool = False
     """Enter and leave the reference's weights once more, after the steps."""
 
@@ -54,9 +61,6 @@ class Scripted:
         self._case = case
 
     def take(self, version: int) -> Batch:
-        from tests.support.trainer_programs.aged_batch import make_aged_batch
-        from tests.support.trainer_programs.batches import make_batch
-
         batch = make_aged_batch() if self._case.aged else make_batch(version, poisoned=version in self._case.poisoned)
         return replace(batch, groups=batch.groups[::-1]) if self._case.backwards else batch
 
@@ -69,10 +73,11 @@ class Scripted:
 
 
 class Buffered:
-    """Like `Leader`, with the in-memory buffer, into which more groups are put before each call."""
+    """Like the coordinator, with the in-memory buffer, into which more groups are put before each call."""
 
     def __init__(self, config: RunConfig, case: Case) -> None:
-        self._case = case
+        assert case.parts is not None
+        self._parts = iter(case.parts)
         self._runner = asyncio.Runner()
         self._buffer = InMemoryBuffer(config.replay_policy, lease_s=60.0, max_attempts=3)
         self._groups = Scripted(case).take(0).groups
@@ -87,9 +92,8 @@ class Buffered:
         return self._runner.run(self._put_and_take(version, have))
 
     async def _put_and_take(self, version: int, have: int) -> Batch:
-        assert self._case.parts is not None
-        count = self._case.parts.pop(0)
-        for ticket, group in [*zip(self._tickets, self._groups, strict=True)][have : have + count]:
+        end = have + next(self._parts)
+        for ticket, group in zip(self._tickets[have:end], self._groups[have:end], strict=True):
             await self._buffer.insert(ticket, replace(group, seq=ticket.seq))
         return await self._buffer.take_part(epoch=1, version=version, have=have, timeout_s=5.0)
 
@@ -105,22 +109,28 @@ def run(config: RunConfig, case: Case, platform: Platform) -> None:
     policy = load_policy(config, Path(case.model), platform)
     reference = load_reference(config, policy, Path(case.model), platform)
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
+    states = {"untouched": weights_of(policy)}
     if case.resume:
         newest = checkpoints.newest()
         assert newest == case.versions[0]
         checkpoints.load(policy, newest)
-    before = weights_of(policy)
-    found = steps(config, case, policy, reference, checkpoints)
+    values = logprobs(policy, config) if case.logprobs else []
+    found = steps(config, case, policy, reference, checkpoints, states) | {"logprobs": values}
+    if case.die:
+        os.kill(os.getpid(), signal.SIGKILL)
     if case.swap:
         found["swap"] = swap(policy, reference)
-    after = weights_of(policy)
+    states["trained"] = weights_of(policy)
     if is_leader():
         out = Path(case.out)
-        save_file({name: after[name] - before[name] for name in before}, out.with_suffix(".safetensors"))
+        for state, weights in states.items():
+            save_file(weights, out.with_suffix(f".{state}.safetensors"))
         out.write_text(json.dumps(found))
 
 
-def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoints: Any) -> dict[str, Any]:
+def steps(
+    config: RunConfig, case: Case, policy: Any, reference: Any, checkpoints: Any, states: dict[str, Any]
+) -> dict[str, Any]:
     """Figures of each step, None for those that were skipped; and whether the weights of those stayed."""
     import torch
 
@@ -130,22 +140,25 @@ def steps(config: RunConfig, case: Case, policy: Any, reference: Any, checkpoint
 
     logger = TrainerLogger(config)
     skipped_steps = SkippedSteps(config.run_dir / "dumps", config.trainer.max_skipped_steps, writes=is_leader())
-    coordinator = Buffered(config, case) if case.buffered else Scripted(case)
+    coordinator: Any = Buffered(config, case) if case.buffered else Scripted(case)
     step_runner = StepRunner(config, policy, reference, coordinator, logger, skipped_steps)
     found: dict[str, Any] = {"steps": [], "stayed": [], "stopped": ""}
+    before = weights_of(policy)
     for version in case.versions:
-        before = weights_of(policy)
         try:
             made = step_runner.make(version, waiting="wait")
         except TrainingError as error:
             found["stopped"] = str(error)
             break
         assert made is not None
+        after = weights_of(policy)
+        states.setdefault("first", after)
         found["steps"].append(made.result)
-        found["stayed"].append(all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy).items()))
+        found["stayed"].append(all(torch.equal(tensor, before[name]) for name, tensor in after.items()))
+        before = after
         if version + 1 == case.save_at:
             checkpoints.save(policy, version + 1, epoch=1)
-            checkpoints.poll_saved(wait=True)
+    checkpoints.poll_saved(wait=True)
     found["passes"] = sorted(logger.phases.seconds)
     logger.close()
     rows = read_rows(config.run_dir / "metrics.jsonl") if is_leader() else []
@@ -169,6 +182,15 @@ def swap(policy: Any, reference: Any) -> dict[str, Any]:
     back = all(torch.equal(was, is_) for was, is_ in zip(before, everything(), strict=True))
     moved = [name for name, tensor in weights_of(policy).items() if not torch.equal(tensor, inside[name])]
     return {"back": back, "others": len(moved), "compared": len(before)}
+
+
+def logprobs(policy: Any, config: RunConfig) -> list[float]:
+    """Of the trained tokens of batch 0, in their packed order."""
+    from trainer.batch.packing import pack_for_rank
+
+    packed = pack_for_rank(make_batch(0), config).micro_batches
+    found = policy.run(packed, lambda values_N, _entropy, _batch: (values_N.sum(), values_N.tolist()), train=False)
+    return [value for part in found for value in part]
 
 
 def weights_of(policy: Any) -> dict[str, Any]:
