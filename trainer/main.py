@@ -45,7 +45,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     check_private_names("trainer", "trainer, torch")
     from async_grpo.algorithms import check_objective
     from trainer.checkpoint.folder import CheckpointFolder
-    from trainer.coordinator import join_run
+    from trainer.coordinator import Coordinator
     from trainer.distributed import start_ranks, stop_ranks
     from trainer.loop import TrainingLoop
     from trainer.model.policy import load_policy
@@ -63,7 +63,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     if version is not None:
         checkpoints.load(policy, version)
     gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
-    coordinator = join_run(config)
+    coordinator = Coordinator(config)
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
     TrainingLoop(

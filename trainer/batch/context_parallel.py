@@ -28,19 +28,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from trainer.batch.packed import BUCKET, KeyRanges, LengthBucket, PackedSequences, PaddedCells, pack
+from trainer.batch.packed import ContextRank, PackedSequences, pack
 from trainer.batch.sequences import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class ContextRank:
-    """The position of a rank among those that share the tokens of a micro-batch."""
-
-    rank: int = 0
-    ranks: int = 1
-    """Number of ranks that share every sequence (context_parallel)."""
-    scattered: int = 1
-    """Number of ranks that share the activations between the matrices (tensor_parallel, if sequence_parallel)."""
 
 
 def padded_lengths(lengths: Sequence[int], context: ContextRank) -> list[int]:
@@ -68,59 +57,6 @@ def positions_of(length: int, context: ContextRank) -> Tensor:
     chunk = length // (2 * context.ranks)
     front, back = context.rank * chunk, (2 * context.ranks - 1 - context.rank) * chunk
     return torch.cat([torch.arange(front, front + chunk), torch.arange(back, back + chunk)])
-
-
-def pack_part(lengths: Sequence[int], context: ContextRank) -> PackedSequences:
-    """Describe this rank's part of sequences with these padded lengths.
-
-    The offsets are those of the whole sequences, from which Megatron finds the positions of the part by itself.
-    """
-    whole = pack(lengths)
-    if context.ranks == 1:
-        return whole
-    lengths_N = torch.tensor(lengths)
-    locals_N = lengths_N // context.ranks
-    starts_N = locals_N.cumsum(0) - locals_N
-    step = BUCKET * context.ranks
-    widths_N = (lengths_N + step - 1) // step * step
-    order, buckets = [], []
-    for width in widths_N.unique().tolist():
-        members = widths_N == width
-        bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), context)
-        buckets.append(bucket)
-        order.append(tokens)
-    whole.buckets, whole.cells = buckets, PaddedCells.of(buckets, torch.cat(order))
-    return whole
-
-
-def _bucket(
-    starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, context: ContextRank
-) -> tuple[LengthBucket, Tensor]:
-    """The rectangle of R parts, and the tokens of the part in the order of its real cells.
-
-    `starts_R`: of the parts; `tokens`: of all parts of one rank.
-    """
-    starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // context.ranks
-    column = torch.arange(width // context.ranks)
-    real_RW = column < locals_R1
-    gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
-    keys = _keys(starts_R1, lengths_R[:, None], width, tokens, context)
-    bucket = LengthBucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
-    return bucket, gather_RW[real_RW]
-
-
-def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, context: ContextRank) -> KeyRanges:
-    chunk_R1 = lengths_R1 // (2 * context.ranks)
-    position = torch.arange(width)
-    key_RK = torch.minimum(position, lengths_R1 - 1)
-    number_RK, offset_RK = key_RK // chunk_R1, key_RK % chunk_R1
-    back_RK = number_RK >= context.ranks
-    owner_RK = torch.where(back_RK, 2 * context.ranks - 1 - number_RK, number_RK)
-    gather_RK = owner_RK * tokens + starts_R1 + offset_RK + back_RK * chunk_R1
-    column = torch.minimum(torch.arange(width // context.ranks), 2 * chunk_R1 - 1)
-    front_R1, back_R1 = context.rank * chunk_R1, (2 * context.ranks - 2 - context.rank) * chunk_R1
-    query_RW = column + torch.where(column < chunk_R1, front_R1, back_R1)
-    return KeyRanges(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))
 
 
 def gather_context(part: Tensor, group: Any) -> Tensor:
@@ -219,7 +155,7 @@ def rank_tokens(batch: MicroBatch, context: ContextRank) -> RankTokens:
     return RankTokens(
         tokens_1T=batch.tokens_1T.index_select(1, sources_T),
         positions_1T=torch.cat(positions)[None],
-        packing=pack_part(padded, context),
+        packing=pack(padded, context),
         trained_M=place_N[mine_M],
         mine_M=None if context.ranks == 1 else mine_M,
     )

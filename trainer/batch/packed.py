@@ -83,16 +83,32 @@ class PackedSequences(PackedSeqParams):
     """int64: the positions whose logits are computed."""
 
 
-def pack(lengths: Sequence[int]) -> PackedSequences:
-    """Describe sequences of these lengths, lying end to end."""
+@dataclass(frozen=True, slots=True)
+class ContextRank:
+    """The position of a rank among those that share the tokens of a micro-batch."""
+
+    rank: int = 0
+    ranks: int = 1
+    """Number of ranks that share every sequence (context_parallel)."""
+    scattered: int = 1
+    """Number of ranks that share the activations between the matrices (tensor_parallel, if sequence_parallel)."""
+
+
+def pack(lengths: Sequence[int], context: ContextRank = ContextRank()) -> PackedSequences:
+    """Describe sequences of these lengths, lying end to end; of padded ones, the part of the rank at `context`.
+
+    The offsets are those of the whole sequences, from which Megatron finds the positions of a part by itself.
+    """
     lengths_N = torch.tensor(lengths)
-    ends_N = lengths_N.cumsum(0)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends_N]).to(torch.int32)
-    widths_N = (lengths_N + BUCKET - 1) // BUCKET * BUCKET
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_N.cumsum(0)]).to(torch.int32)
+    locals_N = lengths_N // context.ranks
+    starts_N = locals_N.cumsum(0) - locals_N
+    step = BUCKET * context.ranks
+    widths_N = (lengths_N + step - 1) // step * step
     order, buckets = [], []
     for width in widths_N.unique().tolist():
         members = widths_N == width
-        bucket, tokens = _bucket(ends_N[members] - lengths_N[members], lengths_N[members], width)
+        bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), context)
         buckets.append(bucket)
         order.append(tokens)
     return PackedSequences(
@@ -106,10 +122,31 @@ def pack(lengths: Sequence[int]) -> PackedSequences:
     )
 
 
-def _bucket(starts_R: Tensor, lengths_R: Tensor, width: int) -> tuple[LengthBucket, Tensor]:
-    """The rectangle of R sequences, and the packed tokens in the order of its real cells."""
-    column = torch.arange(width)
-    real_RW = column < lengths_R[:, None]
-    gather_RW = starts_R[:, None] + torch.minimum(column, lengths_R[:, None] - 1)
-    bucket = LengthBucket(len(starts_R), width, gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0])
+def _bucket(
+    starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, context: ContextRank
+) -> tuple[LengthBucket, Tensor]:
+    """The rectangle of R sequences or parts, and the tokens in the order of its real cells.
+
+    `starts_R`: where they start on this rank; `tokens`: of all of them, on one rank.
+    """
+    starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // context.ranks
+    column = torch.arange(width // context.ranks)
+    real_RW = column < locals_R1
+    gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
+    keys = _keys(starts_R1, lengths_R[:, None], width, tokens, context) if context.ranks > 1 else None
+    bucket = LengthBucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
     return bucket, gather_RW[real_RW]
+
+
+def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, context: ContextRank) -> KeyRanges:
+    chunk_R1 = lengths_R1 // (2 * context.ranks)
+    position = torch.arange(width)
+    key_RK = torch.minimum(position, lengths_R1 - 1)
+    number_RK, offset_RK = key_RK // chunk_R1, key_RK % chunk_R1
+    back_RK = number_RK >= context.ranks
+    owner_RK = torch.where(back_RK, 2 * context.ranks - 1 - number_RK, number_RK)
+    gather_RK = owner_RK * tokens + starts_R1 + offset_RK + back_RK * chunk_R1
+    column = torch.minimum(torch.arange(width // context.ranks), 2 * chunk_R1 - 1)
+    front_R1, back_R1 = context.rank * chunk_R1, (2 * context.ranks - 2 - context.rank) * chunk_R1
+    query_RW = column + torch.where(column < chunk_R1, front_R1, back_R1)
+    return KeyRanges(width, gather_RK.flatten(), (query_RW[:, None, :, None] >= position))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.batch.context_parallel import ContextRank, pack_part, padded_lengths, positions_of, rank_tokens
+from trainer.batch.context_parallel import padded_lengths, positions_of, rank_tokens
+from trainer.batch.packed import ContextRank, pack
 from trainer.batch.sequences import Sequence, micro_batch
 
 LENGTHS = [5, 17, 1, 8, 30]
@@ -54,7 +55,7 @@ def test_a_query_sees_its_own_sequence_up_to_itself(ranks: int) -> None:
     token_of = [tokens_of(padded, ContextRank(rank, ranks)) for rank in range(ranks)]
     everywhere = [token for tokens in token_of for token in tokens]
     for rank in range(ranks):
-        packing = pack_part(padded, ContextRank(rank, ranks))
+        packing = pack(padded, ContextRank(rank, ranks))
         for bucket in packing.buckets:
             assert bucket.keys is not None
             seen = bucket.keys.seen.flatten(0, 2)
