@@ -17,35 +17,23 @@ from async_grpo.telemetry.logging import configure_logging, redact_secrets
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
 
 
-def test_rows_come_back_in_order(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "deep" / "rows.jsonl") as rows:
+def test_rows_come_back_in_order_even_before_the_file_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rows.jsonl"
+    assert read_rows(path) == []
+    with JsonLines(path) as rows:
         rows.write({"step": 1, "text": "a\nb"})
         rows.write({"step": 2})
-    assert read_rows(tmp_path / "deep" / "rows.jsonl") == [{"step": 1, "text": "a\nb"}, {"step": 2}]
+        assert read_rows(path) == [{"step": 1, "text": "a\nb"}, {"step": 2}]
 
 
-def test_a_row_is_on_disk_before_the_file_is_closed(tmp_path: Path) -> None:
-    rows = JsonLines(tmp_path / "rows.jsonl")
-    rows.write({"step": 1})
-    assert read_rows(tmp_path / "rows.jsonl") == [{"step": 1}]
-
-
-def test_a_torn_last_line_harms_only_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"text": "\xe2\x82'], ids=["row", "character"])
+def test_a_torn_last_line_harms_only_itself(torn: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    assert read_rows(path) == [{"step": 1}]
     with JsonLines(path) as rows:
         rows.write({"step": 3})
     assert read_rows(path) == [{"step": 1}, {"step": 3}]
-
-
-def test_a_line_torn_inside_a_character_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"text": "\xe2\x82')
-    assert read_rows(path) == [{"step": 1}]
-
-
-def test_a_file_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / "none.jsonl") == []
 
 
 def test_a_follower_gives_every_whole_row_once(tmp_path: Path) -> None:

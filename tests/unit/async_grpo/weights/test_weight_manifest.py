@@ -25,14 +25,17 @@ def test_tensors_are_aligned_and_do_not_overlap() -> None:
     assert LAYOUT.total_bytes == 192
 
 
-def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(WeightsError, match="same name"):
-        layout_of([("a", "float32", [1]), ("a", "float32", [1])])
-
-
-def test_an_unknown_dtype_names_the_tensor() -> None:
-    with pytest.raises(WeightsError, match=r"'a' has dtype 'complex64'"):
-        layout_of([("a", "complex64", [1])])
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([("a", "float32", [1]), ("a", "float32", [1])], "same name"),
+        ([("a", "complex64", [1])], "'a' has dtype 'complex64'"),
+        ([], "at least one tensor"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(tensors: list[tuple[str, str, list[int]]], reason: str) -> None:
+    with pytest.raises(WeightsError, match=reason):
+        layout_of(tensors)
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 128, 192, 1024])

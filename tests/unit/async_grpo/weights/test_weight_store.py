@@ -91,18 +91,20 @@ def test_the_file_is_private_and_can_be_removed_while_it_is_mapped(path: Path) -
     assert reader.snapshot(WeightVersion(0, 1)).block[0] == 9
 
 
-def test_too_little_shared_memory_is_refused_with_the_arithmetic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(WeightsError, match=r"of 32768 bytes .* 1000 bytes are free, 31768 too few"):
-        WeightStore.create(path, LAYOUT)
-
-
-def test_too_little_memory_is_refused_with_the_arithmetic(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("free", "available", "reason"),
+    [
+        (1000, 10**9, r"1000 bytes are free, 31768 too few"),
+        (10**12, 10, r"10240 bytes are available, 22528 too few"),
+    ],
+)
+def test_too_little_room_is_refused_with_the_arithmetic(
+    free: int, available: int, reason: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    10 kB\n")
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:    {available} kB\n")
     monkeypatch.setattr(shared_memory, "_MEMINFO", tmp_path / "meminfo")
-    with pytest.raises(WeightsError, match=r"of 32768 bytes .* 10240 bytes are available, 22528 too few"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(WeightsError, match=f"of 32768 bytes .* {reason}"):
         WeightStore.create(path, LAYOUT)
 
 
@@ -114,28 +116,19 @@ def test_something_that_is_no_store_is_refused(tmp_path: Path) -> None:
         WeightStore.open(tmp_path / "missing")
 
 
-def test_the_version_that_is_spared_stays_whole_and_the_newest_one_is_overwritten(path: Path) -> None:
+def test_begin_overwrites_the_next_victim_unless_it_is_spared(path: Path) -> None:
     store = WeightStore.create(path, LAYOUT)
     for version in (1, 2):
+        assert store.next_victim() is None
         write(store, WeightVersion(0, version), version)
+    assert store.next_victim() == (0, 1)
     spared = store.snapshot(WeightVersion(0, 1))
     np.frombuffer(store.begin(WeightVersion(0, 1)), np.uint8)[:] = 3
-    assert store.identity == (0, 1)
+    assert (store.identity, store.next_victim()) == ((0, 1), None)
     store.commit(WeightVersion(0, 3))
     assert store.identity == (0, 3)
     assert spared.block[0] == 1
     spared.verify()
-
-
-def test_the_next_victim_is_what_begin_overwrites(path: Path) -> None:
-    store = WeightStore.create(path, LAYOUT)
-    assert store.next_victim() is None
-    write(store, WeightVersion(0, 1), 1)
-    assert store.next_victim() is None
-    write(store, WeightVersion(0, 2), 2)
-    assert store.next_victim() == (0, 1)
-    store.begin()
-    assert store.next_victim() is None
 
 
 def test_a_version_says_which_tensors_differ_from_its_base_and_no_other(path: Path) -> None:
