@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from async_grpo.config import RunConfig
@@ -109,6 +110,8 @@ class Platform(Protocol):
     """Environment variable that says which devices a process may use; "" for the CPU."""
     network_variables: tuple[str, ...] = ()
     """Environment variables that name the network card of its collectives, beside gloo's."""
+    start_environment: Mapping[str, str] = MappingProxyType({})
+    """Environment variables that a rank must be started with, where the user does not set them."""
     tool: str = ""
     """The vendor's tool that lists the devices; "" for the CPU."""
 

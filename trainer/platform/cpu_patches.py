@@ -82,30 +82,20 @@ def _redirect_factories() -> None:
     """`device="cuda"` means the CPU, in tensor factories, `.to` and `.cuda`."""
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.to, torch.nn.Module.to = _to_cpu(torch.Tensor.to), _to_cpu(torch.nn.Module.to)
+    torch.Tensor.to, torch.nn.Module.to = _on_cpu(torch.Tensor.to), _on_cpu(torch.nn.Module.to)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return call
-
-
-def _to_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return method(self, *args, **kwargs)
+        if len(args) > 1 and _is_cuda(args[1]):  # of `.to`
+            args = (args[0], CPU, *args[2:])
+        return function(*args, **kwargs)
 
     return call
 

@@ -128,7 +128,9 @@ class NpuPlatform(Accelerator):
         set_defaults(ENVIRONMENT)
         torch = import_package("npu", "torch", INSTALL_TORCH_NPU)
         import_package("npu", "torch_npu", INSTALL_TORCH_NPU)
-        _check_pair()
+        pair = check_torch_npu()
+        if not pair.ok:
+            raise DependencyError(f"torch-npu {pair.found}. Run: {pair.fix}")
         if not torch.npu.is_available():
             raise ConfigError(
                 "trainer.platform is npu, but torch_npu sees no NPU. Check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, "
@@ -171,16 +173,6 @@ def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
         "use_distributed_optimizer": True,
         "variable_seq_lengths": True,
     }
-
-
-def _check_pair() -> None:
-    """torch_npu is built for one release of torch."""
-    torch_version, npu_version = installed("torch"), installed("torch-npu")
-    if torch_version and npu_version and release(torch_version) != release(npu_version):
-        raise DependencyError(
-            f"torch-npu {npu_version} is built for torch {release(npu_version)}, but torch {torch_version} is "
-            f"installed. Run: {INSTALL_TORCH_NPU}"
-        )
 
 
 @contextlib.contextmanager

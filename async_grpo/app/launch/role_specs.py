@@ -73,12 +73,6 @@ def _pool(
     return pool
 
 
-MALLOC_VARIABLE = "GLIBC_TUNABLES"
-
-
-KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
-
-
 def rollout_argv(config_file: Path, model: Path, name: str) -> list[str]:
     """The command of one rollout server."""
     return [sys.executable, "-m", "rollout_server.main", *_files(config_file, model), "--name", name]
@@ -91,18 +85,11 @@ def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str
 
 
 def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of the ranks, beside the environment that is given."""
-    memory = kept_memory(given) if config.trainer.platform == "cpu" else {}
-    return {"OMP_NUM_THREADS": str(config.trainer.threads), **memory}
-
-
-def kept_memory(given: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a process that trains on a CPU: freed memory is kept, in large pages.
-
-    Else every activation would be mapped anew and zeroed by the kernel: a sixth of a step's processor time, and more of
-    long micro-batches. Of glibc's malloc; others ignore it.
-    """
-    return {MALLOC_VARIABLE: given.get(MALLOC_VARIABLE, KEEP_MEMORY)}
+    """Environment variables of the ranks, beside the environment that is given, which comes first."""
+    defaults = select_platform(config.trainer.platform).start_environment
+    return {"OMP_NUM_THREADS": str(config.trainer.threads)} | {
+        name: given.get(name, defaults[name]) for name in defaults
+    }
 
 
 def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSpec]:
@@ -115,21 +102,20 @@ def role_specs(config: RunConfig, folder: RunFolder, model: Path) -> list[RoleSp
         trainer_argv(folder.roles_file, model),
         folder.log("trainer"),
         restarts.trainer,
-        env=trainer_environment(config, os.environ) | devices["trainer"],
+        env=trainer_environment(config, os.environ) | devices.pop("trainer"),
         cores=trainer_cores,
     )
-    names = [f"rollout-{index}" for index in range(config.rollout.servers)]
-    servers = [
+    servers = (
         RoleSpec(
             name,
             rollout_argv(folder.roles_file, model, name),
             folder.log(name),
             restarts.rollout,
-            env=devices[name],
+            env=environment,
             cores=rollout_cores,
         )
-        for name in names
-    ]
+        for name, environment in devices.items()
+    )
     return [trainer, *servers]
 
 

@@ -252,12 +252,15 @@ def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None
     if run_dir is not None:
         if config is not None or overrides:
             raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
-        return _impatient(_of_folder(RunFolder(run_dir)))
-    if config is None:
+        found = _of_folder(RunFolder(run_dir))
+    elif config is None:
         raise ConfigError("which run? Give the CONFIG (and -o) that it was started with, or --run-dir runs/NAME")
-    asked = load(config, overrides)
-    asked = asked.model_copy(update={"name": run_name(asked.name, overrides)})
-    return _impatient(asked if asked.redis.url is not None else _of_folder(RunFolder(asked.run_dir)))
+    else:
+        asked = load(config, overrides)
+        asked = asked.model_copy(update={"name": run_name(asked.name, overrides)})
+        found = asked if asked.redis.url is not None else _of_folder(RunFolder(asked.run_dir))
+    redis = found.redis.model_copy(update={"timeout_s": min(found.redis.timeout_s, PATIENCE_S)})
+    return found.model_copy(update={"redis": redis})
 
 
 def _of_folder(folder: RunFolder) -> RunConfig:
@@ -281,8 +284,3 @@ def _check_embedded(config: RunConfig) -> None:
             "The command that started it resumes it, and what the buffer held is there again"
         )
     os.environ.pop(PASSWORD_VARIABLE, None)
-
-
-def _impatient(config: RunConfig) -> RunConfig:
-    redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, PATIENCE_S)})
-    return config.model_copy(update={"redis": redis})

@@ -18,8 +18,8 @@ from rich.progress import Progress
 
 from async_grpo.app.bench.measure import Measurement
 from async_grpo.app.bench.rig import LineChild
-from async_grpo.app.launch.role_specs import kept_memory
 from async_grpo.errors import TrainingError
+from trainer.platform import select_platform
 
 _ROUND_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 2000
@@ -32,7 +32,7 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
         out, log = Path(folder) / "figures.json", Path(folder) / "log"
         arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
-        environment = os.environ | kept_memory(os.environ)  # as a trainer has it
+        environment = {**select_platform("cpu").start_environment, **os.environ}  # as a trainer has it
         task = progress.add_task("training steps", total=None)
         with log.open("w") as stderr:
             child = LineChild("async_grpo.app.bench.trainer.main", *arguments, env=environment, stderr=stderr)

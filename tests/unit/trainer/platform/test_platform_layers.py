@@ -26,16 +26,7 @@ HEADS, GROUPS, DIM = 4, 2, 16
 LENGTHS = [5, 12, 1, 7]
 
 
-class Norm: ...
-
-
-class Column: ...
-
-
-class Row: ...
-
-
-class Attention: ...
+Norm, Column, Row, Attention = (type(name, (), {}) for name in ("Norm", "Column", "Row", "Attention"))
 
 
 @pytest.fixture
@@ -43,14 +34,10 @@ def their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine, as far as the spec sees it."""
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    theirs = {
-        "TENorm": Norm,
-        "TEColumnParallelLinear": Column,
-        "TERowParallelLinear": Row,
-        "TEDotProductAttention": Attention,
-    }
-    for name, layer in theirs.items():
-        monkeypatch.setattr(extension, name, layer)
+    monkeypatch.setattr(extension, "TENorm", Norm)
+    monkeypatch.setattr(extension, "TEColumnParallelLinear", Column)
+    monkeypatch.setattr(extension, "TERowParallelLinear", Row)
+    monkeypatch.setattr(extension, "TEDotProductAttention", Attention)
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +70,13 @@ def classes_in(node: Any) -> set[type]:
 
 
 @pytest.mark.usefixtures("their_layers")
-def test_transformer_engine_takes_every_place_that_was_ours() -> None:
+def test_transformer_engine_takes_every_place_that_was_ours_and_parameters_keep_their_names() -> None:
     config = model_config(qk_layernorm=True)
-    found = classes_in(own.block_spec(config, cuda.transformer_engine_layers(config)))
+    spec = own.block_spec(config, cuda.transformer_engine_layers(config))
+    found = classes_in(spec)
     assert found >= {Norm, Column, Row, Attention}
     assert not found & {own.RMSNorm, own.PackedAttention, ColumnParallelLinear, RowParallelLinear}
-
-
-@pytest.mark.usefixtures("their_layers")
-def test_norms_stay_beside_the_linear_layers_so_that_parameters_keep_their_names() -> None:
-    config = model_config()
-    layer = own.block_spec(config, cuda.transformer_engine_layers(config)).layer_specs[0].submodules
+    layer = spec.layer_specs[0].submodules  # norms stay beside the linear layers
     assert layer.input_layernorm is layer.pre_mlp_layernorm is Norm
     assert layer.self_attention.submodules.linear_qkv is layer.mlp.submodules.linear_fc1 is Column
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.app.launch import single_role
-from async_grpo.app.launch.role_specs import MALLOC_VARIABLE, trainer_environment
+from async_grpo.app.launch.role_specs import trainer_environment
 from async_grpo.config import load, validate
 
 QUICKSTART = Path(__file__).parents[5] / "configs" / "quickstart.yaml"
@@ -74,7 +74,7 @@ def test_a_server_that_joins_a_run_of_this_machine_reads_a_copy_of_its_own(
 
 def test_memory_is_kept_on_a_cpu_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     config = validate({"name": "kept", "runs_dir": tmp_path, "model": {"random": {}}}, "test")
-    assert "trim_threshold" in trainer_environment(config, {})[MALLOC_VARIABLE]
-    assert trainer_environment(config, {MALLOC_VARIABLE: "mine"})[MALLOC_VARIABLE] == "mine"
+    assert "trim_threshold" in trainer_environment(config, {})["GLIBC_TUNABLES"]
+    assert trainer_environment(config, {"GLIBC_TUNABLES": "mine"})["GLIBC_TUNABLES"] == "mine"
     trainer = config.trainer.model_copy(update={"platform": "cuda"})
-    assert MALLOC_VARIABLE not in trainer_environment(config.model_copy(update={"trainer": trainer}), {})
+    assert "GLIBC_TUNABLES" not in trainer_environment(config.model_copy(update={"trainer": trainer}), {})
