@@ -76,12 +76,7 @@ def lite_ppo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "opo": opo,
-    "lite_ppo": lite_ppo,
+    rule.__name__: rule for rule in (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, lite_ppo)
 }
 """Rule by its name in the configuration."""
 

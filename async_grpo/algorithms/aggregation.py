@@ -48,11 +48,8 @@ def seq_mean_token_sum(tokens_N: Tensor, longest: int) -> Tensor:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": token_mean,
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
-    "token_sum": token_sum,
-    "seq_mean_token_sum": seq_mean_token_sum,
+    rule.__name__: rule
+    for rule in (token_mean, seq_mean_token_mean, seq_mean_token_sum_norm, token_sum, seq_mean_token_sum)
 }
 """Rule by its name in the configuration."""
 

@@ -74,13 +74,7 @@ def opsm(tokens: Tokens, dials: CorrectionConfig) -> Tensor:
 
 
 CORRECTIONS: dict[str, Correction] = {
-    "token_tis": token_tis,
-    "seq_tis": seq_tis,
-    "icepop": icepop,
-    "seq_mis": seq_mis,
-    "geo_rs": geo_rs,
-    "m2po": m2po,
-    "opsm": opsm,
+    rule.__name__: rule for rule in (token_tis, seq_tis, icepop, seq_mis, geo_rs, m2po, opsm)
 }
 """Multiplier by its name in the configuration."""
 

@@ -111,14 +111,7 @@ def topr(tokens: Tokens, config: ObjectiveConfig) -> TokenLoss:
 
 
 LOSSES: dict[str, Loss] = {
-    "ppo_clip": ppo_clip,
-    "decoupled": decoupled,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo_tv": dppo_tv,
-    "topr": topr,
+    rule.__name__: rule for rule in (ppo_clip, decoupled, gspo, cispo, sapo, gmpo, dppo_tv, topr)
 }
 """Loss by its name in the configuration."""
 
