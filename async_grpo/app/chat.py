@@ -96,7 +96,6 @@ def make_prompt(config: RunConfig, tokenizer: Tokenizer, *, template: str = "", 
 class Reply:
     """A reply as far as it has come."""
 
-    question: str
     prompt: str
     text: str = ""
     tokens_by_version: dict[int, int] = field(default_factory=dict)
@@ -129,7 +128,7 @@ class ChatSession:
         """The text of the reply, as it comes. Raises DataError for a question that cannot be a prompt, EngineError and
         WaitTimeout of the sampler."""
         prompt, tokens = self._encode(question)
-        reply = self.last = Reply(question, prompt)
+        reply = self.last = Reply(prompt)
         request = GenerationRequest(
             request_id=f"chat-{next(self._numbers)}",
             prompt=tokens,

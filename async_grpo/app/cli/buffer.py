@@ -166,15 +166,13 @@ def export(
 
     async def move(inspector: Inspector) -> None:
         from async_grpo.app.inspector.export import export as write
-        from async_grpo.app.inspector.export import format_of
 
-        format_of(to)
         groups = await inspector.groups(_states(state))
         with progress_bar() as progress:
             bar = progress.add_task("groups", total=len(groups))
-            done = await write(inspector, groups, to, lambda: progress.advance(bar))
-        gone = f"; {done.gone} ended before they could be written" if done.gone else ""
-        print_line(f"{done.groups} groups, {done.size_bytes:,} bytes in {to}{gone}")
+            written = await write(inspector, groups, to, lambda: progress.advance(bar))
+        gone = f"; {len(groups) - written} ended before they could be written" if written < len(groups) else ""
+        print_line(f"{written} groups, {to.stat().st_size:,} bytes in {to}{gone}")
 
     exit_with(lambda: _attached(config, override, run_dir, move))
 

@@ -116,9 +116,16 @@ class ChatTerminal:
         self._pool: RewardPool | None = None
         self.session = session
 
+    @property
+    def most_tokens(self) -> int:
+        """The longest reply that the servers of a live run give, in tokens; unlimited for a checkpoint."""
+        from async_grpo.app.evaluate.policy_source import LiveRun
+
+        return self._config.rollout.http.max_tokens if isinstance(self._policy, LiveRun) else sys.maxsize
+
     def allow(self, max_tokens: int) -> None:
         """Set the longest reply, in tokens. Raises ConfigError above the limit of a live run's servers."""
-        if max_tokens > (most := most_tokens(self._config, self._policy)):
+        if max_tokens > (most := self.most_tokens):
             raise ConfigError(
                 f"{max_tokens} tokens are above {most}, the longest reply that the run's servers give "
                 "(rollout.http.max_tokens). Ask for less, or resume the run with a larger rollout.http.max_tokens"
@@ -181,13 +188,6 @@ class ChatTerminal:
         return f"{self._policy.path}" if version is None else f"policy version {version}"
 
 
-def most_tokens(config: RunConfig, policy: Checkpoint | LiveRun) -> int:
-    """The longest reply that the servers of a live run give, in tokens; unlimited for a checkpoint."""
-    from async_grpo.app.evaluate.policy_source import LiveRun
-
-    return config.rollout.http.max_tokens if isinstance(policy, LiveRun) else sys.maxsize
-
-
 def note(text: str) -> None:
     """Print text that the policy did not write to standard error, dimmed."""
     Console(stderr=True).print(escape(text), style="dim", highlight=False, soft_wrap=True)
@@ -230,7 +230,7 @@ async def _open(config: RunConfig, policy: Checkpoint | LiveRun, options: ChatOp
         session.temperature = session.temperature if options.temperature is None else options.temperature
         session.seed = options.seed
         terminal = ChatTerminal(config, policy, session, stack)
-        terminal.allow(options.max_tokens or min(session.max_tokens, most_tokens(config, policy)))
+        terminal.allow(options.max_tokens or min(session.max_tokens, terminal.most_tokens))
         yield terminal
 
 

@@ -23,9 +23,9 @@ import base64
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -37,6 +37,9 @@ from async_grpo.wire.records import LOGPROB_DTYPE, TOKEN_DTYPE
 from buffer.inspector import GroupFacts, GroupState, Inspector, Overview
 
 LOOK_EVERY_S = 0.5
+EXPORTABLE = (GroupState.READY, GroupState.TAKEN, GroupState.KEPT)
+_DTYPES: dict[str, np.dtype[Any]] = {"tokens": TOKEN_DTYPE, "logprobs": LOGPROB_DTYPE}
+"""End of a field's name -> type of its array."""
 
 
 async def wait_until_drained(inspector: Inspector, timeout_s: float, show: Callable[[Overview], None]) -> Overview:
@@ -67,8 +70,8 @@ def _still_in_flight(overview: Overview, timeout_s: float) -> WaitTimeout:
 
 
 def to_jsonable(value: object) -> object:
-    """Arrays become lists of numbers, other bytes {"base64": ...}, and numbers that JSON does not know their
-    names: "NaN", "Infinity", "-Infinity"."""
+    """The value as JSON has it: arrays as lists of numbers, bytes as {"base64": ...}, and numbers that JSON does not
+    know by name: "NaN", "Infinity", "-Infinity"."""
     if isinstance(value, np.ndarray):
         return [_number(each) for each in value.tolist()]
     if isinstance(value, bytes):
@@ -98,9 +101,6 @@ def _number(value: float) -> object:
     return value
 
 
-_DTYPES: dict[str, np.dtype[Any]] = {"tokens": TOKEN_DTYPE, "logprobs": LOGPROB_DTYPE}
-
-
 def decode_untyped(payload: bytes) -> object:
     """The value in `payload`, its arrays as numpy views. Raises WireError for what is no MessagePack."""
     try:
@@ -124,81 +124,53 @@ def _with_arrays(value: object, name: str) -> object:
     if isinstance(value, list):
         return [_with_arrays(each, name) for each in value]
     if isinstance(value, bytes):
-        dtype = _dtype_of(name)
+        dtype = next((dtype for suffix, dtype in _DTYPES.items() if name.endswith(suffix)), None)
         if dtype is not None and len(value) % dtype.itemsize == 0:
             return np.frombuffer(value, dtype)
     return value
 
 
-def _dtype_of(name: str) -> np.dtype[Any] | None:
-    return next((dtype for suffix, dtype in _DTYPES.items() if name.endswith(suffix)), None)
+async def export(inspector: Inspector, groups: Sequence[GroupFacts], file: Path, advance: Callable[[], None]) -> int:
+    """Write `file`, whole or not at all; returns the number of groups written.
 
-
-Format = Literal["jsonl", "msgpack"]
-
-
-EXPORTABLE = (GroupState.READY, GroupState.TAKEN, GroupState.KEPT)
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What an export wrote."""
-
-    groups: int
-    gone: int
-    """Groups that ended between the first look and their turn."""
-    size_bytes: int
-
-
-def format_of(file: Path) -> Format:
-    """The format by the ending of the file's name. Raises ConfigError for another ending."""
-    formats: dict[str, Format] = {".jsonl": "jsonl", ".msgpack": "msgpack"}
-    if file.suffix not in formats:
-        raise ConfigError(f"{file} ends neither in .jsonl nor in .msgpack: which format is it to be? Rename it")
-    return formats[file.suffix]
-
-
-async def export(
-    inspector: Inspector, groups: Sequence[GroupFacts], file: Path, advance: Callable[[], None]
-) -> Exported:
-    """Write `file`, whole or not at all; `advance` is called after every group. Only a few groups are in
-    memory at a time. Raises ConfigError if it is there already, WireError for a payload that is no record."""
-    pack = {"jsonl": _line, "msgpack": _packed}[format_of(file)]
-    _check_absent(file)
+    Groups that have ended since they were listed are left out. Only a few groups are in memory at a time. `advance` is
+    called after every group. Raises ConfigError if the file exists or its name ends in neither .jsonl nor .msgpack,
+    WireError for a payload that is not a record.
+    """
+    pack = _packer(file)
     by_seq = {group.seq: group for group in groups}
-    written = gone = 0
+    written = 0
     with atomic_file(file) as stream:
         async for seq, payload in inspector.payloads([by_seq[seq] for seq in sorted(by_seq)]):
-            if payload is None:
-                gone += 1
-            else:
+            if payload is not None:
                 stream.write(pack(by_seq[seq], payload))
                 written += 1
             advance()
-        size_bytes = stream.tell()
-    return Exported(written, gone, size_bytes)
+    return written
 
 
-def _check_absent(file: Path) -> None:
+def _packer(file: Path) -> Callable[[GroupFacts, bytes], bytes]:
+    """The function that makes an entry of `file`, by the end of its name."""
+    pack = {".jsonl": _line, ".msgpack": _packed}.get(file.suffix)
+    if pack is None:
+        raise ConfigError(f"{file} ends neither in .jsonl nor in .msgpack, so its format is unknown. Rename it")
     if file.exists():
-        raise ConfigError(f"{file} is there already, and is not overwritten. Choose another name or remove it")
+        raise ConfigError(f"{file} exists already and is not overwritten. Choose another name or remove it")
+    return pack
+
+
+def _facts(group: GroupFacts) -> dict[str, Any]:
+    return {"seq": group.seq, "state": group.state.value, "step": group.step}
 
 
 def _line(group: GroupFacts, payload: bytes) -> bytes:
-    content = {
-        "seq": group.seq,
-        "state": group.state.value,
-        "step": group.step,
-        "group": to_jsonable(decode_untyped(payload)),
-    }
+    content = {**_facts(group), "group": to_jsonable(decode_untyped(payload))}
     return json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _packed(group: GroupFacts, payload: bytes) -> bytes:
-    """The map by hand, so that the stored bytes go in as they are. What is no record would spoil the rest."""
-    decode_untyped(payload)
-    packer = msgpack.Packer()
-    facts = {"seq": group.seq, "state": group.state.value, "step": group.step}
-    parts = [packer.pack_map_header(len(facts) + 1)]
-    parts += [packer.pack(part) for fact in facts.items() for part in fact]
-    return b"".join([*parts, packer.pack("group"), payload])
+    """A map packed by hand, so that it contains the stored bytes unchanged."""
+    decode_untyped(payload)  # bytes that are not MessagePack would make the rest of the file unreadable
+    packer, facts = msgpack.Packer(), _facts(group)
+    parts = [packer.pack(part) for fact in facts.items() for part in fact]
+    return b"".join([packer.pack_map_header(len(facts) + 1), *parts, packer.pack("group"), payload])

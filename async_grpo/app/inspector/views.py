@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from async_grpo.utils.text import escape_controls
+from async_grpo.utils.text import escape_controls, figure
 from buffer.inspector import GroupFacts, GroupState, Overview
 
 BAR_CELLS = 32
@@ -72,11 +72,8 @@ def record_view(title: str, record: object, characters: int) -> Tree:
 
 def human_bytes(count: float) -> str:
     """A number of bytes with its unit: 1536 is "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("the last unit takes all")
+    power = min(3, max(0, int(count).bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}" if power else f"{count:.0f} B"
 
 
 def _window(overview: Overview) -> RenderableType:
@@ -128,11 +125,11 @@ def _cells(group: GroupFacts, head_version: int) -> list[str]:
         str(group.attempt),
         str(group.strikes or ""),
         str(group.uses or ""),
-        _or_dash(group.oldest_version),
-        _or_dash(group.newest_version),
+        figure(group.oldest_version, ""),
+        figure(group.newest_version, ""),
         str(max(0, head_version - (group.oldest_version or 0))) if known_age else "-",
-        _or_dash(group.step),
-        _or_dash(group.longest),
+        figure(group.step, ""),
+        figure(group.longest, ""),
         human_bytes(group.size_bytes) if group.size_bytes else "-",
         _lease(group) if group.state is GroupState.INFLIGHT else "",
     ]
@@ -144,29 +141,19 @@ def _lease(group: GroupFacts) -> str:
     return f"expires in {group.lease_s:.1f} s" if group.lease_s > 0 else f"expired {-group.lease_s:.1f} s ago"
 
 
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
 def _grow(tree: Tree, value: object, characters: int) -> None:
-    """A branch for each field or element."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            _branch(tree, escape_controls(str(key)), each, characters)
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            _branch(tree, f"[{number}]", each, characters)
-    else:
+    """Add a branch for each field or element that has records in it, and a leaf for anything else."""
+    if isinstance(value, list):
+        value = {f"[{number}]": each for number, each in enumerate(value)}
+    if not isinstance(value, dict):
         tree.add(_leaf(value, characters))
-
-
-def _branch(tree: Tree, name: str, value: object, characters: int) -> None:
-    label = Text(name, style=_KEY)
-    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value))
-    if nested:
-        _grow(tree.add(label.append(f"  {len(value)}", style="dim")), value, characters)  # type: ignore[arg-type]
-    else:
-        tree.add(label.append("  ").append(_leaf(value, characters)))
+        return
+    for name, each in value.items():
+        label = Text(escape_controls(str(name)), style=_KEY)
+        if isinstance(each, dict) or (isinstance(each, list) and any(isinstance(item, dict) for item in each)):
+            _grow(tree.add(label.append(f"  {len(each)}", style="dim")), each, characters)
+        else:
+            tree.add(label.append("  ").append(_leaf(each, characters)))
 
 
 def _leaf(value: object, characters: int) -> Text:
@@ -175,17 +162,12 @@ def _leaf(value: object, characters: int) -> Text:
     if isinstance(value, bytes):
         shown = value[:PREVIEW].hex(" ") + (" ..." if len(value) > PREVIEW else "")
         return Text(f"{len(value):,} bytes ", style="dim").append(shown, style="default")
-    if isinstance(value, str):
-        return Text(escape_controls(value, characters), style="green")
-    return Text(escape_controls(str(value), characters), style="default")
+    return Text(escape_controls(str(value), characters), style="green" if isinstance(value, str) else "default")
 
 
 def _preview(array: np.ndarray) -> str:
-    """Its ends."""
-    if len(array) <= 2 * PREVIEW:
-        return _elements(array)
-    return f"{_elements(array[:PREVIEW])}, ... {_elements(array[-PREVIEW // 2 :])}"
-
-
-def _elements(array: np.ndarray) -> str:
-    return ", ".join(f"{each:.4g}" if array.dtype.kind == "f" else str(each) for each in array.tolist())
+    """The elements of an array; of a long one, those at its ends."""
+    shown = [f"{each:.4g}" if array.dtype.kind == "f" else str(each) for each in array.tolist()]
+    if len(shown) <= 2 * PREVIEW:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:PREVIEW])}, ... {', '.join(shown[-PREVIEW // 2 :])}"

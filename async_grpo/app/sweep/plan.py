@@ -138,7 +138,7 @@ class Point:
         return RunFolder(self.config.run_dir).read_state().finished_steps >= self.config.steps
 
     def __str__(self) -> str:
-        return describe(self.values, self.seed)
+        return ", ".join([*assignments(self.values), f"seed={self.seed}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,8 @@ def lay_out(request: SweepRequest, known: Sequence[Point], resolve: Resolve) -> 
     refusals: dict[str, int] = {}  # in order, each once, whatever the seed
     for values, seed in product(combinations(request.axes), request.seeds):
         try:
-            point = _make(request, values, seed, taken, resolve)
+            name = point_name(request.name, values, seed, taken)
+            point = Point(values, resolve(_overrides(request, values, seed, name)))
         except ConfigError as error:
             refusals.setdefault(f"{', '.join(assignments(values))}: {error}", seed)
             continue
@@ -199,21 +200,9 @@ def point_name(base: str, values: Mapping[str, str], seed: int, taken: Collectio
     return f"{name[: _NAME_LENGTH - 9]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
-def describe(values: Mapping[str, str], seed: int) -> str:
-    """A point in words, such as `max_staleness=4, seed=2`."""
-    return ", ".join([*assignments(values), f"seed={seed}"])
-
-
 def assignments(values: Mapping[str, str]) -> list[str]:
     """The values as overrides: `key=value`."""
     return [f"{key}={value}" for key, value in values.items()]
-
-
-def _make(
-    request: SweepRequest, values: Mapping[str, str], seed: int, taken: Collection[str], resolve: Resolve
-) -> Point:
-    name = point_name(request.name, values, seed, taken)
-    return Point(values, resolve(_overrides(request, values, seed, name)))
 
 
 def _overrides(request: SweepRequest, values: Mapping[str, str], seed: int, name: str) -> list[str]:
