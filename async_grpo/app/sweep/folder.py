@@ -1,6 +1,6 @@
 """SweepFolder: the files of one sweep.
 
-points.json         its points, as they were asked for, and how the last attempt at each ended
+points.json         its points as they were requested, and how the last attempt at each ended
 configs/NAME.yaml   the resolved configuration of each point
 logs/NAME.log       what `async-grpo run` printed
 runs/NAME/          the run itself
@@ -10,6 +10,7 @@ report.md, sweep.json, plots/
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class PointRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Error of the last attempt; "" if it finished, was stopped, or has not been made."""
     at_once: int = 1
-    """Largest number of runs that shared the machine."""
+    """Largest number of runs that shared the machine with it."""
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,10 @@ class SweepFolder:
         """The configuration file that `async-grpo run` is given for the point `name`."""
         return self.path / "configs" / f"{name}.yaml"
 
+    def argv(self, point: Point) -> list[str]:
+        """The command that runs `point`, as a user would type it."""
+        return [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(self.config_file(point.name))]
+
     def log(self, name: str) -> Path:
         """The output of `async-grpo run` for the point `name`, over all attempts."""
         return self.path / "logs" / f"{name}.log"
@@ -83,6 +88,11 @@ class SweepFolder:
                 "sweep another folder (--out)"
             )
         return record
+
+    def records(self, points: Sequence[Point]) -> dict[str, PointRecord]:
+        """The record of every point by its name, with what earlier invocations wrote."""
+        known = {record.name: record for record in self.read().points}
+        return {one.name: known.get(one.name) or PointRecord(name=one.name, values=dict(one.values)) for one in points}
 
     def write(self, record: SweepRecord) -> None:
         """Write points.json, whole or not at all."""

@@ -163,14 +163,15 @@ class SweepRunner:
         points: Sequence[Point],
         folder: SweepFolder,
         *,
-        argv: Callable[[Point], Sequence[str]],
         total: int,
         at_once: int,
         pool: DevicePool | None,
         show: Callable[[SweepState], None],
         ended: Callable[[AttemptResult], None],
+        argv: Callable[[Point], Sequence[str]] | None = None,
     ) -> None:
-        """`argv` is the command that runs a point: it exits with 0 when the point is trained and stops on SIGTERM.
+        """`argv` is the command that runs a point (default: `folder.argv`). It exits with 0 when the point is trained,
+        and stops on SIGTERM.
 
         `total` counts the points of the sweep, the finished ones included. `show` gets the state about twice a second,
         `ended` the result of every attempt.
@@ -178,7 +179,7 @@ class SweepRunner:
         self._waiting = list(points)
         self._patience_s = REPORT_PATIENCE_S + max((p.config.launch.stop_timeout_s for p in points), default=0.0)
         self._folder = folder
-        self._argv = argv
+        self._argv = argv or folder.argv
         self._total = total
         self._before = total - len(points)
         self._at_once = at_once
@@ -201,9 +202,12 @@ class SweepRunner:
                     )
                     for task in done:
                         self._note_end(task)
-                    self._look()
-            finally:
-                await self._abandon()
+                    for run in self._running.values():
+                        run.look()
+                    self._show(self._state())
+            finally:  # leave no run behind, even after an error of this runner
+                self._kill()
+                await asyncio.gather(*self._running, return_exceptions=True)
         return self._results
 
     def stop(self) -> None:
@@ -217,27 +221,23 @@ class SweepRunner:
     async def _fill(self) -> bool:
         """Start as many runs as there is room for; False if no run is left to wait for."""
         while self._waiting and not self.stopping and len(self._running) < self._at_once:
-            environment = self._devices_for(self._waiting[0])
+            point = self._waiting[0]
+            environment = {} if self._pool is None else self._pool.take(point.name, devices_wanted(point.config)[1])
             if environment is None:
                 break
             await self._start(self._waiting.pop(0), environment)
         return bool(self._running)
 
-    def _devices_for(self, point: Point) -> dict[str, str] | None:
-        return {} if self._pool is None else self._pool.take(point.name, devices_wanted(point.config)[1])
-
     async def _start(self, point: Point, environment: dict[str, str]) -> None:
-        role = await RoleProcess.start(self._spec(point, environment), f"sweep {self._folder.path.name}")
+        log = self._folder.log(point.name)
+        spec = RoleSpec(point.name, self._argv(point), log, restarts=0, env={**_WIDE, **environment})
+        role = await RoleProcess.start(spec, f"sweep {self._folder.path.name}")
         run = _Run(point, role, RowFollower(point.config.run_dir / "metrics.jsonl"), time.monotonic())
         run.look()
         run.begun_at = run.step
         self._running[asyncio.create_task(role.wait(), name=f"run {point.name}")] = run
         if self.stopping:  # asked for while it was being started
             role.ask_to_stop()
-
-    def _spec(self, point: Point, environment: dict[str, str]) -> RoleSpec:
-        log = self._folder.log(point.name)
-        return RoleSpec(point.name, self._argv(point), log, restarts=0, env={**_WIDE, **environment})
 
     def _note_end(self, task: asyncio.Task[int]) -> None:
         run = self._running.pop(task)
@@ -251,11 +251,6 @@ class SweepRunner:
         error = run.role.explain(code) if outcome is AttemptOutcome.FAILED else ""
         self._results.append(AttemptResult(run.point, outcome, error))
         self._ended(self._results[-1])
-
-    def _look(self) -> None:
-        for run in self._running.values():
-            run.look()
-        self._show(self._state())
 
     def _state(self) -> SweepState:
         now_s = time.monotonic()
@@ -286,8 +281,3 @@ class SweepRunner:
     def _kill(self) -> None:
         for run in self._running.values():
             run.role.kill()
-
-    async def _abandon(self) -> None:
-        """Leave no run behind, also after an error of the runner itself."""
-        self._kill()
-        await asyncio.gather(*self._running, return_exceptions=True)

@@ -8,18 +8,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.run_folder import run_name
-from async_grpo.app.sweep.folder import PointRecord, SweepFolder, SweepRecord
+from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.app.sweep.plan import (
     Point,
     SweepPlan,
@@ -82,17 +82,22 @@ async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions)
         todo = [point for point in plan.points if point.name in plan.asked and not point.is_finished]
         pool = pool_for([point.config for point in todo], options.at_once, os.environ)
         folder.write_configs(plan.points)
-        points = PointsFile(folder, view, plan, options)
+        records = folder.records(plan.points)
+
+        def write() -> None:
+            folder.write(SweepRecord(command=options.command, points=list(records.values())))
+
+        def ended(result: AttemptResult) -> None:
+            known = records[result.point.name]
+            at_once = max(known.at_once, options.at_once)
+            records[known.name] = msgspec.structs.replace(known, error=result.error, at_once=at_once)
+            write()
+            view.say(f"{result.point}: {result.error or result.outcome.value}")
+
+        write()
         view.say(f"{len(plan.points)} points in {folder.path}, {len(todo)} to run")
         runner = SweepRunner(
-            todo,
-            folder,
-            argv=lambda point: run_argv(folder.config_file(point.name)),
-            total=len(plan.asked),
-            at_once=options.at_once,
-            pool=pool,
-            show=view.update,
-            ended=points.note,
+            *(todo, folder), total=len(plan.asked), at_once=options.at_once, pool=pool, show=view.update, ended=ended
         )
         results = await runner.work()
         comparison = write_report(folder, options.tolerance)
@@ -103,11 +108,6 @@ async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions)
     if runner.stopping:
         Console().print("stopped; the same command goes on")
     return INTERRUPTED if runner.stopping else FAILED if failed else 0
-
-
-def run_argv(config: Path) -> list[str]:
-    """The command of one run, as a user would type it."""
-    return [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(config)]
 
 
 def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
@@ -134,32 +134,3 @@ def _future(point: Point, asked: bool) -> str:
         return "not in this grid, stays as it is"
     rows = last_of_each(of_kind(read_rows(point.config.run_dir / "metrics.jsonl"), "step"), "step")
     return f"is resumed after step {rows[-1]['step']}" if rows else "is run"
-
-
-class PointsFile:
-    """Keeps points.json up to date as runs end."""
-
-    def __init__(self, folder: SweepFolder, view: SweepView, plan: SweepPlan, options: SweepOptions) -> None:
-        """Writes the file with every point of the plan."""
-        before = {known.name: known for known in folder.read().points}
-        self._folder, self._view, self._options = folder, view, options
-        self._points = {
-            point.name: before.get(point.name) or PointRecord(name=point.name, values=dict(point.values))
-            for point in plan.points
-        }
-        self._write()
-
-    def note(self, result: AttemptResult) -> None:
-        """Print how an attempt ended, and write its error to points.json."""
-        name = result.point.name
-        self._points[name] = PointRecord(
-            name=name,
-            values=dict(result.point.values),
-            error=result.error,
-            at_once=max(self._points[name].at_once, self._options.at_once),
-        )
-        self._write()
-        self._view.say(f"{result.point}: {result.error or result.outcome.value}")
-
-    def _write(self) -> None:
-        self._folder.write(SweepRecord(command=self._options.command, points=list(self._points.values())))

@@ -23,7 +23,7 @@ from async_grpo.app.sweep.folder import SweepFolder
 from async_grpo.app.sweep.plan import Point
 from async_grpo.app.sweep.progress import SweepState
 from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunner
-from async_grpo.app.sweep.sweep import INTERRUPTED, run_argv
+from async_grpo.app.sweep.sweep import INTERRUPTED
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.model import TinyQwen2Config
 from async_grpo.errors import ConfigError, RoleFailed
@@ -142,7 +142,6 @@ async def run_all(folder: Path, configs: Sequence[RunConfig], show: Callable[[st
     runner = SweepRunner(
         points,
         files,
-        argv=lambda point: run_argv(files.config_file(point.name)),
         total=len(points),
         at_once=1,
         pool=None,
