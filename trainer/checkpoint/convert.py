@@ -69,20 +69,20 @@ def to_hugging_face(checkpoint: Path, settings: Path, target: Path, progress: Pr
         from megatron.core import dist_checkpointing
 
         from trainer.checkpoint.manifest import changed, check_fits, read_manifest, unreadable
-        from trainer.checkpoint.state import metadata, traits_of_model
-        from trainer.model.hf_folder import read_config, stream_folder
+        from trainer.checkpoint.state import metadata, traits_of
+        from trainer.model.hf_folder import read_config, write_folder
         from trainer.model.hf_weights import export_hf
         from trainer.model.weight_map import model_tensors
 
         manifest, hf = read_manifest(checkpoint), read_config(settings)
         model, dtype = _build(hf, platform, str(manifest.model["precision"]))
-        check_fits(checkpoint, manifest, version=manifest.version, model=traits_of_model(hf, dtype))
+        check_fits(checkpoint, manifest, version=manifest.version, model=traits_of(hf, dtype))
         if damaged := changed(checkpoint, manifest, manifest.files):
             raise unreadable(checkpoint, f"{', '.join(damaged)} does not hold what was written")
         wanted = {"model": model.sharded_state_dict(metadata=metadata())}
         model.load_state_dict(dist_checkpointing.load(wanted, str(checkpoint))["model"])
         count = _counting(progress, sum(1 for _ in model_tensors(hf, 1)))
-        stream_folder(target, settings, _counted(export_hf(model, hf), count))
+        write_folder(target, settings, _counted(export_hf(model, hf), count))
 
 
 def _check_free(target: Path) -> None:
@@ -132,13 +132,13 @@ def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dty
     """Like the checkpoint of a run at version 0, without an optimizer."""
     from trainer.checkpoint.manifest import CheckpointManifest, seal
     from trainer.checkpoint.snapshot import RankSnapshot
-    from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of_model
+    from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of
 
     state = {"model": model.sharded_state_dict(metadata=metadata())}
-    snapshot = RankSnapshot(state, folder, metadata(), live=())  # nobody trains: the weights need not be copied
+    snapshot = RankSnapshot(state, folder, live=())  # nobody trains: the weights need not be copied
     part = snapshot.write()
     snapshot.finish([part])
-    manifest = CheckpointManifest(version=0, epoch=0, model=traits_of_model(hf, dtype), layout=layout_of_ranks())
+    manifest = CheckpointManifest(version=0, epoch=0, model=traits_of(hf, dtype), layout=layout_of_ranks())
     seal(folder, manifest, part.files)
 
 

@@ -26,21 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from async_grpo.config.trainer import CheckpointConfig
 from async_grpo.errors import CheckpointError
 from async_grpo.utils.files import sync, write_atomic
 from async_grpo.wire.board import Evaluation
-from trainer.checkpoint.manifest import (
-    CheckpointManifest,
-    changed,
-    check_fits,
-    read_manifest,
-    seal,
-    unreadable,
-)
-from trainer.checkpoint.snapshot import BackgroundJob, JobState, RankSnapshot, draft_of, drafts, read_part, write_part
+from trainer.checkpoint.manifest import CheckpointManifest, changed, check_fits, read_manifest, seal, unreadable
+from trainer.checkpoint.snapshot import BackgroundJob, RankSnapshot, draft_of, drafts, read_part, write_part
 from trainer.checkpoint.state import fill, layout_of_ranks, live_tensors, metadata, state_of, traits_of
 from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, max_over_ranks
 from trainer.model.hf_folder import write_folder
@@ -112,8 +106,8 @@ class CheckpointFolder:
     config: CheckpointConfig
     reference: Reference | None = None
     """Reference model that is saved and loaded with the policy."""
-    _saving: tuple[int, BackgroundJob] | None = field(default=None, init=False)
-    _exporting: tuple[int, BackgroundJob] | None = field(default=None, init=False)
+    _saving: BackgroundJob | None = field(default=None, init=False)
+    _exporting: BackgroundJob | None = field(default=None, init=False)
 
     def newest(self) -> int | None:
         """The version to resume from; None before the first checkpoint. Raises CheckpointError."""
@@ -135,22 +129,25 @@ class CheckpointFolder:
                     shutil.rmtree(left_over, ignore_errors=True)  # an older trainer may be adding files to it
             draft.mkdir(parents=True)
         dist.barrier()
-        snapshot = RankSnapshot(state_of(policy) | self._reference_state(), draft, metadata(), live_tensors(policy))
-        manifest = CheckpointManifest(version=version, epoch=epoch, model=traits_of(policy), layout=layout_of_ranks())
-        accuracies = {found.version: found.sampled_accuracy for found in evaluations}
-        rank = dist.get_rank()
-        ranks = dist.get_world_size()
+        snapshot = RankSnapshot(state_of(policy) | self._reference_state(), draft, live_tensors(policy))
+        model, layout = traits_of(policy.hf, policy.dtype), layout_of_ranks()
+        manifest = CheckpointManifest(version=version, epoch=epoch, model=model, layout=layout)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
 
         def write() -> None:
             try:
                 write_part(snapshot, draft, rank)
                 if rank == 0:
-                    self._complete(snapshot, draft, manifest, ranks, accuracies)
+                    parts = [read_part(draft, each, self.config.timeout_s) for each in range(ranks)]
+                    snapshot.finish(parts)
+                    seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
+                    self._put_in_place(draft, manifest)
+                    self._prune(version, evaluations)
             except OSError:
                 self._check_not_overtaken(epoch)  # by one that has removed the draft: then that is the reason
                 raise
 
-        self._saving = version, BackgroundJob(f"checkpoint-{version}", write)
+        self._saving = BackgroundJob("checkpoint", version, write)
 
     def poll_saved(self, *, wait: bool) -> int | None:
         """The version whose checkpoint has come to disk since the last call, if any; with `wait`, wait for the one in
@@ -159,14 +156,10 @@ class CheckpointFolder:
         Raises CheckpointError on all ranks if writing it failed; `latest` then names the one before it.
         """
         saving, self._saving = self._saving, None
-        if saving is None:
-            return None
-        version, job = saving
-        state = self._outcome(job, f"the checkpoint of version {version}", wait=wait)
-        if state is JobState.RUNNING:
-            self._saving = saving
-            return None
-        return version
+        if saving is None or self._is_done(saving, wait=wait):
+            return None if saving is None else saving.version
+        self._saving = saving
+        return None
 
     def load(self, policy: Policy, version: int) -> None:
         """Load weights, optimizer and random state of `version`.
@@ -175,7 +168,7 @@ class CheckpointFolder:
         """
         folder = self._folder(version)
         manifest = read_manifest(folder)
-        check_fits(folder, manifest, version=version, model=traits_of(policy))
+        check_fits(folder, manifest, version=version, model=traits_of(policy.hf, policy.dtype))
         _check_bytes(folder, manifest)
         wanted = state_of(policy, written_by=manifest.layout) | self._reference_state()
         try:
@@ -197,30 +190,30 @@ class CheckpointFolder:
             return
         saved = self._marked(_LATEST)
         if saved is not None:
-            self._prune(saved, {found.version: found.sampled_accuracy for found in evaluations})
+            self._prune(saved, evaluations)
 
     def export(self, policy: Policy, source: Path) -> Path:
         """Write the present weights as checkpoints/hf, with configuration and tokenizer from `source`, and return the
         folder."""
-        tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
+        tensors = _copies(policy)
         target = self.path / "hf"
         if is_leader():
-            write_folder(target, source, tensors)
+            write_folder(target, source, tensors.items())
         return target
 
     def begin_export(self, policy: Policy, source: Path, version: int, evaluations: Sequence[Evaluation] = ()) -> None:
         """Begin to write the present weights as an export of `version`; waits for the export before it."""
         self.wait_for_export()
-        tensors = {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
-        accuracies = {found.version: found.sampled_accuracy for found in evaluations}
+        tensors = _copies(policy)
 
         def write() -> None:
             if tensors:
-                write_folder(self._export_folder(version), source, tensors)
-                for old in self._unkept(self._versions("hf-"), version, self.config.export_every_steps, accuracies):
+                write_folder(self._export_folder(version), source, tensors.items())
+                span = self.config.export_every_steps
+                for old in self._unkept(self._versions("hf-"), version, span, _accuracies(evaluations)):
                     shutil.rmtree(self._export_folder(old))
 
-        self._exporting = version, BackgroundJob(f"export-{version}", write)
+        self._exporting = BackgroundJob("export", version, write)
         if not self.config.background:
             self.wait_for_export()
 
@@ -228,41 +221,25 @@ class CheckpointFolder:
         """Wait for the export in progress. Raises CheckpointError on all ranks if it failed."""
         exporting, self._exporting = self._exporting, None
         if exporting is not None:
-            version, job = exporting
-            self._outcome(job, f"the export of version {version}", wait=True)
+            self._is_done(exporting, wait=True)
 
-    def _outcome(self, job: BackgroundJob, what: str, *, wait: bool) -> JobState:
-        """The state of rank 0's job, on all ranks.
+    def _is_done(self, job: BackgroundJob, *, wait: bool) -> bool:
+        """Whether rank 0's job is done, on all ranks.
 
         Raises CheckpointError if it failed, or with `wait` if it is late.
         """
-        if wait:
-            job.wait(self.config.timeout_s + _SLACK_S)
-        (number,) = broadcast_ints([job.state] if is_leader() else None, 1)
-        state = JobState(number)
-        if state is JobState.FAILED or (wait and state is JobState.RUNNING):
-            late = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
-            reason = broadcast_bytes((job.failure or late).encode() if is_leader() else None).decode()
+        ended = job.ended(self.config.timeout_s + _SLACK_S if wait else 0.0)
+        failure = job.failure
+        if wait and not ended:
+            failure = f"it was not done after trainer.checkpoint.timeout_s ({self.config.timeout_s:g} s)"
+        done, failed = broadcast_ints([int(ended), int(failure != "")] if is_leader() else None, 2)
+        if failed:
+            reason = broadcast_bytes(failure.encode() if is_leader() else None).decode()
             raise CheckpointError(
-                f"{what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
+                f"{job.what} could not be written to {self.path}: {reason}. What was written before it is intact: make "
                 "room or mend the disk, and the same command resumes"
             )
-        return state
-
-    def _complete(
-        self,
-        snapshot: RankSnapshot,
-        draft: Path,
-        manifest: CheckpointManifest,
-        ranks: int,
-        accuracies: dict[int, float],
-    ) -> None:
-        """Turn the files of all ranks into a checkpoint that `latest` names. Runs on rank 0's thread."""
-        parts = [read_part(draft, rank, self.config.timeout_s) for rank in range(ranks)]
-        snapshot.finish(parts)
-        seal(draft, manifest, {name: file for part in parts for name, file in part.files.items()})
-        self._put_in_place(draft, manifest)
-        self._prune(manifest.version, accuracies)
+        return bool(done)
 
     def _put_in_place(self, draft: Path, manifest: CheckpointManifest) -> None:
         """Rename the draft, and let `latest` name it. Another trainer may do the same at any moment, and so every
@@ -277,15 +254,15 @@ class CheckpointFolder:
         draft.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
         sync(self.path)
-        self._mark(manifest.version, manifest.epoch)
+        self._mark(_LATEST, manifest.version)
         epochs = {version: _epoch_of(self._folder(version)) for version in self._versions()}
         newest = max(epochs, key=lambda version: (epochs[version], version))
         if epochs[newest] > manifest.epoch:
-            self._mark(newest, manifest.epoch)
+            self._mark(_LATEST, newest)
         self._check_not_overtaken(manifest.epoch)
 
-    def _mark(self, version: int, epoch: int) -> None:
-        write_atomic(self.path / _LATEST, f"{version}\n", synced=True)
+    def _mark(self, name: str, version: int) -> None:
+        write_atomic(self.path / name, f"{version}\n", synced=True)
 
     def _check_not_overtaken(self, epoch: int) -> None:
         """Raise CheckpointError if a newer trainer has taken over: its checkpoint comes first."""
@@ -294,12 +271,13 @@ class CheckpointFolder:
         if newest > epoch:
             raise CheckpointError(f"a newer trainer (epoch {newest}) has taken over from this one ({epoch})")
 
-    def _prune(self, saved: int, accuracies: dict[int, float]) -> None:
-        for version in self._unkept(self._versions(), saved, self.config.every_steps, accuracies):
+    def _prune(self, saved: int, evaluations: Sequence[Evaluation]) -> None:
+        accuracies, span = _accuracies(evaluations), self.config.every_steps
+        for version in self._unkept(self._versions(), saved, span, accuracies):
             shutil.rmtree(self._folder(version))
-        best = ranked(self._versions(), accuracies, span=self.config.every_steps)
+        best = ranked(self._versions(), accuracies, span=span)
         if self.config.keep_best and best:
-            write_atomic(self.path / _BEST, f"{best[0]}\n", synced=True)
+            self._mark(_BEST, best[0])
 
     def _unkept(self, versions: list[int], saved: int, span: int, accuracies: dict[int, float]) -> list[int]:
         keep, keep_best = self.config.keep, self.config.keep_best
@@ -328,6 +306,15 @@ class CheckpointFolder:
 
     def _export_folder(self, version: int) -> Path:
         return self.path / f"hf-{version:08d}"
+
+
+def _accuracies(evaluations: Sequence[Evaluation]) -> dict[int, float]:
+    return {found.version: found.sampled_accuracy for found in evaluations}
+
+
+def _copies(policy: Policy) -> dict[str, Tensor]:
+    """The present weights on rank 0, {} on the others."""
+    return {name: tensor.clone() for name, tensor in policy.export() if is_leader()}
 
 
 def _epoch_of(folder: Path) -> int:

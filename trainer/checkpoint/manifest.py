@@ -96,13 +96,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             )
         manifest = msgspec.convert(found, CheckpointManifest)
     except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
-        raise _torn(folder, f"its {FILE} is missing or cannot be read ({error})") from error
+        raise unreadable(folder, f"its {FILE} is missing or cannot be read ({error})") from error
     for name, file in manifest.files.items():
         path = folder / name
         there = path.stat().st_size if path.is_file() else None
         if there != file.bytes:
             fact = "is missing" if there is None else f"has {there} bytes"
-            raise _torn(folder, f"{name} {fact}, {file.bytes} bytes were written")
+            raise unreadable(folder, f"{name} {fact}, {file.bytes} bytes were written")
     return manifest
 
 
@@ -121,12 +121,8 @@ def check_fits(folder: Path, manifest: CheckpointManifest, *, version: int, mode
         )
 
 
-def unreadable(folder: Path, reason: object) -> CheckpointError:
-    """The error for a checkpoint whose files exist but do not hold what was written, or what is needed."""
-    return _torn(folder, str(reason))
-
-
-def _torn(folder: Path, reason: str) -> CheckpointError:
+def unreadable(folder: Path, reason: str) -> CheckpointError:
+    """The error for a checkpoint that does not hold what was written, or what is needed."""
     return CheckpointError(
         f"{folder} is damaged: {reason}. Nothing was loaded. Restore the folder from a copy; the buffer has forgotten "
         "what was trained before it, so an older checkpoint cannot be resumed. Else start over with --fresh"

@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -42,48 +41,32 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from async_grpo.errors import WaitTimeout
 from async_grpo.utils.files import write_atomic
 from trainer.checkpoint.manifest import File, describe
+from trainer.checkpoint.state import metadata
 
 _LOOK_EVERY_S = 0.02
 
 
-class JobState(IntEnum):
-    """How far a job is."""
-
-    RUNNING = 0
-    DONE = 1
-    FAILED = 2
-
-
 class BackgroundJob:
-    """Runs `work` at once, on a thread named `name`."""
+    """Writes something of `version`, such as a checkpoint, on a thread that starts at once."""
 
-    def __init__(self, name: str, work: Callable[[], None]) -> None:
+    def __init__(self, kind: str, version: int, work: Callable[[], None]) -> None:
+        self.what, self.version = f"the {kind} of version {version}", version
+        self.failure = ""
+        """Why the job failed; "" if it did not (yet)."""
         self._work = work
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{kind}-{version}", daemon=True)
         self._thread.start()
 
-    @property
-    def state(self) -> JobState:
-        """The present state; does not wait."""
-        if self._thread.is_alive():
-            return JobState.RUNNING
-        return JobState.DONE if self._failure is None else JobState.FAILED
-
-    @property
-    def failure(self) -> str:
-        """Why the job failed; "" if it did not (yet)."""
-        return f"{type(self._failure).__name__}: {self._failure}" if self._failure is not None else ""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the job has ended, or `timeout_s` is over."""
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the job has ended, within `timeout_s`."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:  # kept for `failure`; errors of torch's checkpoints are no Exceptions
-            self._failure = error
+            self.failure = f"{type(error).__name__}: {error}"
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -108,11 +91,11 @@ class RankShards(msgspec.Struct, frozen=True):
 class RankSnapshot:
     """This rank's part of a checkpoint in `folder`, which exists. All ranks construct it together."""
 
-    def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], live: Collection[Tensor]) -> None:
+    def __init__(self, state: dict[str, Any], folder: Path, live: Collection[Tensor]) -> None:
         """`live` are the tensors that the next step changes: what shares memory with them is copied."""
         self._folder = folder
         self._strategy = SaveStrategy({_memory(tensor) for tensor in live})
-        dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata)
+        dist_checkpointing.save(state, str(folder), self._strategy, content_metadata=metadata())
 
     def write(self) -> RankShards:
         """Write this rank's file (none, if other ranks have all of its state too)."""

@@ -69,13 +69,8 @@ def live_tensors(policy: Policy) -> list[Tensor]:
     return [tensor for tensor in (*weights, *states) if isinstance(tensor, Tensor)]
 
 
-def traits_of(policy: Policy) -> dict[str, str | int | bool | None]:
+def traits_of(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, str | int | bool | None]:
     """The values in which another model would differ."""
-    return traits_of_model(policy.hf, policy.dtype)
-
-
-def traits_of_model(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, str | int | bool | None]:
-    """The values in which another model would differ, for a model without an optimizer."""
     traits = {name: getattr(hf, name) for name in _TRAITS if hasattr(hf, name)}
     return {**traits, "precision": str(dtype).removeprefix("torch.")}
 
@@ -93,8 +88,7 @@ def layout_of_ranks() -> RankLayout:
 
 def _forget_gathered_elsewhere(state: dict[Any, Any]) -> None:
     """Ranks that gathered nothing have None for it, which would be stored as if it were the state."""
-    parts = [state] if "param_state" in state else list(state.values())
-    for part in parts:
+    for part in [state] if "param_state" in state else state.values():
         if part["param_state"] is None:
             part["param_state"] = {}
 

@@ -83,15 +83,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def write_folder(target: Path, source: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder that transformers and vLLM load: `tensors`, with configuration and tokenizer from `source`."""
-    stream_folder(target, source, tensors.items())
-
-
-def stream_folder(
+def write_folder(
     target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write such a folder from a stream of tensors, holding only those of one file of `shard_bytes` at a time."""
+    """Write a folder that transformers and vLLM load: `tensors`, with configuration and tokenizer from `source`.
+
+    Only the tensors of one file of `shard_bytes` are held at a time.
+    """
     draft = target.with_name(target.name + ".part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

@@ -13,7 +13,6 @@ the same numbers: they depend on neither micro-batches nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,8 +111,3 @@ def tokens_of(
         segments=targets.segments,
         entropy_N=entropy_N,
     )
-
-
-def attach_precomputed(batches: Many[MicroBatch], precomputed: PrecomputedTokens) -> list[MicroBatch]:
-    """Attach the precomputed values of their tokens to micro-batches."""
-    return [precomputed.attach_to(batch) for batch in batches]

@@ -14,7 +14,6 @@ and an addition are two operations. The backward pass takes twice the forward on
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.errors import NonFiniteStep
 from async_grpo.staleness import age
 from async_grpo.telemetry.metrics import COMPUTE, PHASES
 from async_grpo.telemetry.timeline import START
@@ -72,15 +70,6 @@ def _is_mixed(hf: Any, layer: int) -> bool:
 def _mixed(hf: Any) -> int:
     """Weights that a token meets in the experts of a layer."""
     return int(hf.hidden_size * (hf.num_experts + 3 * hf.num_experts_per_tok * hf.moe_intermediate_size))
-
-
-def refuse_non_finite(loss: float, version: int) -> None:
-    """Raise NonFiniteStep if the loss of the step from `version` is not finite."""
-    if not math.isfinite(loss):
-        raise NonFiniteStep(
-            f"the loss of the step {version} -> {version + 1} is {loss}. The weights before it are intact. "
-            "Lower trainer.optimizer.lr, or the caps of trainer.objective"
-        )
 
 
 def step_row(

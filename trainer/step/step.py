@@ -12,8 +12,9 @@ policy before the step. `precompute` makes an extra pass only if something needs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from async_grpo.algorithms import ess_scale, rewards_less_kl, token_objective
 from async_grpo.config import RunConfig
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.errors import NonFiniteStep
 from async_grpo.telemetry.metrics import StepTotals
 from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
@@ -30,8 +32,8 @@ from trainer.batch.packing import Packed, pack, pack_for_rank, sequences_in, spl
 from trainer.batch.sequences import MicroBatch, Sequence, reweighed, targets_of
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
-from trainer.step.precompute import PrecomputedTokens, attach_precomputed, precompute, theta_version, tokens_of
-from trainer.step.results import TRAINING, StepValues, model_cost, refuse_non_finite
+from trainer.step.precompute import PrecomputedTokens, precompute, theta_version, tokens_of
+from trainer.step.results import TRAINING, StepValues, model_cost
 from trainer.step.statistics import StepSums, gap_sums, micro_batch_sums, reduce_sums
 
 
@@ -57,83 +59,108 @@ def train_step(
     The result does not depend on the number of micro-batches or ranks (up to rounding). Raises NonFiniteStep if the
     loss or the gradient of an update is not finite: that update changes nothing, and those before it stand.
     """
-    objective = config.trainer.objective
-    prepared = prepare_batch(policy, batch, config, reference, phases)
-    totals = new_totals(config, reference)
-    count_members(totals, prepared.members)
-    for number, packed in enumerate(_mini_batches(policy, prepared, batch, config, phases)):
-        loss = MicroBatchLoss(objective, batch.version, updates=config.trainer.updates, first=number == 0)
+    step = Step(policy, config, batch.version, phases, reference)
+    prepared = step.prepare(batch)
+    for number, packed in enumerate(step.mini_batches(prepared, len(batch.groups))):
+        loss = MicroBatchLoss(config.trainer.objective, batch.version, config.trainer.updates, first=number == 0)
         with phases.span("train", micro_batches=len(packed.micro_batches)):
             policy.zero_grad()
-            micro_batches = attach_precomputed(packed.micro_batches, prepared.precomputed)
-            found = policy.run(micro_batches, loss, train=True, entropy=objective.entropy_coef > 0)
+            found = step.run(packed, prepared.precomputed, loss)
             sums, maxima = reduce_sums(found)
-        count_read(totals, packed, policy)
-        take_update(
-            policy, totals, sums, maxima, prepared.precomputed, config, lr=lr, version=batch.version, phases=phases
+        step.update(sums, maxima, lr, prepared.precomputed.lr_scale)
+    return step.totals.values()
+
+
+@dataclass(slots=True)
+class Step:
+    """The parts of the step `version` -> `version + 1`. All calls are collective."""
+
+    policy: Policy
+    config: RunConfig
+    version: int
+    phases: PhaseTimer
+    reference: Reference | None = None
+    totals: StepTotals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.totals = StepTotals(with_entropy=self._with_entropy, with_reference=self.reference is not None)
+
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        """Make and pack the sequences of a batch or a part of one, and make the passes that must come before the first
+        update."""
+        objective = self.config.trainer.objective
+        members, packed = self._packed(batch)
+        precomputed = precompute(
+            self.policy,
+            packed,
+            objective,
+            self.version,
+            updates=self.config.trainer.updates,
+            reference=self.reference,
+            phases=self.phases,
         )
-    return totals.values()
+        if objective.kl_beta > 0 and objective.kl_in == "reward":
+            members, packed = self._packed(_penalised(batch, members, precomputed, objective))
+        self.totals.advantages += [member.advantage for member in members if member.counted]
+        self.totals.overlong += sum(member.overlong for member in members)
+        return PreparedBatch(members, packed, precomputed)
 
+    def mini_batches(self, prepared: PreparedBatch, groups: int) -> Iterator[Packed]:
+        """The packed mini-batch of each update, in order."""
+        trainer = self.config.trainer
+        if trainer.updates == 1:
+            yield prepared.packed
+            return
+        for iteration in range(trainer.num_iterations):
+            parts = split_groups(
+                groups, trainer.mini_batches, seed=self.config.seed, version=self.version, iteration=iteration
+            )
+            for part in parts:
+                with self.phases.span("pack"):
+                    members = [member for member in prepared.members if member.group in part]
+                    weighed = reweighed(members, trainer.objective, self.config.sampling.max_tokens)
+                    packed = pack(weighed, self.config, model_cost(self.policy.hf).quadratic)
+                yield packed
 
-def new_totals(config: RunConfig, reference: Reference | None) -> StepTotals:
-    """The totals of a step before its first micro-batch."""
-    return StepTotals(with_entropy=config.trainer.objective.entropy_coef > 0, with_reference=reference is not None)
+    def run(
+        self, packed: Packed, precomputed: PrecomputedTokens, loss: MicroBatchLoss, *, total: bool = True
+    ) -> list[StepSums]:
+        """Accumulate the gradient of the micro-batches; returns their statistics. `total`: as in `Policy.run`."""
+        batches = [precomputed.attach_to(batch) for batch in packed.micro_batches]
+        found: list[StepSums] = self.policy.run(batches, loss, train=True, entropy=self._with_entropy, total=total)
+        totals = self.totals
+        totals.lengths += packed.lengths
+        totals.slots += packed.slots
+        totals.micro_batches += len(batches)
+        totals.balances.append(packed.balance)
+        totals.flops += TRAINING * model_cost(self.policy.hf).forward(packed.lengths)
+        return found
 
+    def update(self, sums: dict[str, float], maxima: dict[str, float], lr: float, lr_scale: float | None) -> None:
+        """Change the weights by the gradient that was accumulated. Raises NonFiniteStep before it does.
 
-def count_members(totals: StepTotals, members: list[Sequence]) -> None:
-    """Add what is known about the sequences of a batch, each counted once."""
-    totals.advantages += [member.advantage for member in members if member.counted]
-    totals.overlong += sum(member.overlong for member in members)
+        `lr_scale`: of the whole batch, where it was precomputed.
+        """
+        if not math.isfinite(sums["loss"]):
+            raise NonFiniteStep(
+                f"the loss of the step {self.version} -> {self.version + 1} is {sums['loss']}. The weights before it "
+                "are intact. Lower trainer.optimizer.lr, or the caps of trainer.objective"
+            )
+        if self.config.trainer.objective.scales_step:
+            of_this = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
+            self.totals.lr_scale = of_this if lr_scale is None else lr_scale
+        with self.phases.span("optimizer"):
+            self.totals.norms.append(self.policy.update(lr * self.totals.lr_scale))
+        self.totals.add(sums, maxima)
 
+    @property
+    def _with_entropy(self) -> bool:
+        return self.config.trainer.objective.entropy_coef > 0
 
-def count_read(totals: StepTotals, packed: Packed, policy: Policy) -> None:
-    """Add the micro-batches that were trained through."""
-    totals.lengths += packed.lengths
-    totals.slots += packed.slots
-    totals.micro_batches += len(packed.micro_batches)
-    totals.balances.append(packed.balance)
-    totals.flops += TRAINING * model_cost(policy.hf).forward(packed.lengths)
-
-
-def prepare_batch(
-    policy: Policy, batch: Batch, config: RunConfig, reference: Reference | None, phases: PhaseTimer
-) -> PreparedBatch:
-    """Make and pack the sequences, and make the passes that must come before the first update."""
-    objective, quadratic = config.trainer.objective, model_cost(policy.hf).quadratic
-    with phases.span("pack"):
-        members = sequences_in(batch, config)
-        packed = pack(members, config, quadratic)
-    updates = config.trainer.updates
-    precomputed = precompute(
-        policy, packed, objective, batch.version, updates=updates, reference=reference, phases=phases
-    )
-    if objective.kl_beta > 0 and objective.kl_in == "reward":
-        with phases.span("pack"):
-            members = sequences_in(_penalised(batch, members, precomputed, objective), config)
-            packed = pack(members, config, quadratic)
-    return PreparedBatch(members, packed, precomputed)
-
-
-def take_update(
-    policy: Policy,
-    totals: StepTotals,
-    sums: dict[str, float],
-    maxima: dict[str, float],
-    precomputed: PrecomputedTokens,
-    config: RunConfig,
-    *,
-    lr: float,
-    version: int,
-    phases: PhaseTimer,
-) -> None:
-    """Change the weights by the gradient that was accumulated. Raises NonFiniteStep before it does."""
-    refuse_non_finite(sums["loss"], version)
-    if config.trainer.objective.scales_step:
-        of_this = ess_scale(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"])
-        totals.lr_scale = of_this if precomputed.lr_scale is None else precomputed.lr_scale
-    with phases.span("optimizer"):
-        totals.norms.append(policy.update(lr * totals.lr_scale))
-    totals.add(sums, maxima)
+    def _packed(self, batch: Batch) -> tuple[list[Sequence], Packed]:
+        with self.phases.span("pack"):
+            members = sequences_in(batch, self.config)
+            return members, pack(members, self.config, model_cost(self.policy.hf).quadratic)
 
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:
@@ -181,26 +208,6 @@ class MicroBatchLoss:
         found = token_objective(tokens, objective, batch.given_N)
         loss = (found.loss_N * batch.weights_N).sum() * self.scale
         return loss, micro_batch_sums(tokens, batch, found, loss, objective, self.version if self.first else None)
-
-
-def _mini_batches(
-    policy: Policy, prepared: PreparedBatch, batch: Batch, config: RunConfig, phases: PhaseTimer
-) -> Iterator[Packed]:
-    """The packed mini-batch of each update, in order."""
-    trainer = config.trainer
-    if trainer.updates == 1:
-        yield prepared.packed
-        return
-    for iteration in range(trainer.num_iterations):
-        parts = split_groups(
-            len(batch.groups), trainer.mini_batches, seed=config.seed, version=batch.version, iteration=iteration
-        )
-        for part in parts:
-            with phases.span("pack"):
-                members = [member for member in prepared.members if member.group in part]
-                weighed = reweighed(members, trainer.objective, config.sampling.max_tokens)
-                packed = pack(weighed, config, model_cost(policy.hf).quadratic)
-            yield packed
 
 
 def _penalised(

@@ -21,35 +21,23 @@ import torch
 from msgspec import structs
 
 from async_grpo.algorithms import denominator
-from async_grpo.config import RunConfig
-from async_grpo.telemetry.metrics import StepTotals
-from async_grpo.telemetry.timeline import PhaseTimer
 from async_grpo.wire import Batch
 from trainer.batch.sequences import Sequence
-from trainer.model.policy import Policy
-from trainer.model.reference import Reference
-from trainer.step.precompute import PrecomputedTokens, attach_precomputed
 from trainer.step.results import StepValues
 from trainer.step.statistics import StepSums, reduce_sums
-from trainer.step.step import MicroBatchLoss, count_members, count_read, new_totals, prepare_batch, take_update
+from trainer.step.step import MicroBatchLoss, Step
 
 
 @dataclass(slots=True)
-class StreamedStep:
+class StreamedStep(Step):
     """The step `version` -> `version + 1`, made part by part. All calls are collective."""
 
-    policy: Policy
-    config: RunConfig
-    version: int
-    phases: PhaseTimer
-    reference: Reference | None = None
     parts: list[Batch] = field(default_factory=list)
     found: list[StepSums] = field(default_factory=list)
     members: list[Sequence] = field(default_factory=list)
-    totals: StepTotals = field(init=False)
 
     def __post_init__(self) -> None:
-        self.totals = new_totals(self.config, self.reference)
+        Step.__post_init__(self)
         self.policy.zero_grad()
 
     @property
@@ -70,16 +58,12 @@ class StreamedStep:
     def add(self, part: Batch) -> None:
         """Accumulate the gradient of further groups of the batch."""
         self.parts.append(part)
-        objective = self.config.trainer.objective
-        prepared = prepare_batch(self.policy, part, self.config, self.reference, self.phases)
-        loss = MicroBatchLoss(objective, self.version, scale=self._denominator(prepared.members))
+        prepared = self.prepare(part)
+        scale = self._denominator(prepared.members)
+        loss = MicroBatchLoss(self.config.trainer.objective, self.version, scale=scale)
         with self.phases.span("train", groups=len(part.groups)):
-            micro_batches = attach_precomputed(prepared.packed.micro_batches, prepared.precomputed)
-            entropy = objective.entropy_coef > 0
-            self.found += self.policy.run(micro_batches, loss, train=True, entropy=entropy, total=False)
+            self.found += self.run(prepared.packed, prepared.precomputed, loss, total=False)
         self.members += prepared.members
-        count_members(self.totals, prepared.members)
-        count_read(self.totals, prepared.packed, self.policy)
 
     def close(self, lr: float) -> StepValues:
         """Update the weights by the accumulated gradient. Raises NonFiniteStep before it does."""
@@ -88,18 +72,7 @@ class StreamedStep:
             self.policy.total_gradients(scale=1.0 / total)
             sums, maxima = reduce_sums(self.found)
         sums["loss"] /= total
-        precomputed = PrecomputedTokens()
-        take_update(
-            self.policy,
-            self.totals,
-            sums,
-            maxima,
-            precomputed,
-            self.config,
-            lr=lr,
-            version=self.version,
-            phases=self.phases,
-        )
+        self.update(sums, maxima, lr, None)
         return self.totals.values()
 
     def _denominator(self, members: list[Sequence]) -> float:
