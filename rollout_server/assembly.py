@@ -21,7 +21,7 @@ from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.utils.aio import cancel_and_wait
+from async_grpo.utils.aio import Overtaken, race
 from async_grpo.weights import make_receiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
@@ -133,12 +133,15 @@ async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callabl
     """Wait for the first weights. False, and the wait is cancelled, if the run ends before: other servers may have
     finished it while this one was starting, and then nobody publishes. The board sends no events, so look once a
     second."""
-    waiting = asyncio.create_task(first)
-    try:
-        while not (await asyncio.wait([waiting], timeout=LOOK_EVERY_S))[0]:
+
+    async def end() -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
             if await is_over():
-                return False
-        waiting.result()
-        return True
-    finally:
-        await cancel_and_wait(waiting)
+                return
+
+    try:
+        await race(first, end())
+    except Overtaken:
+        return False
+    return True

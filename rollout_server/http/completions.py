@@ -25,13 +25,7 @@ from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.detokenizer import TextStream
 from rollout_server.http.jobs import CompletionChunk, CompletionJob
 from rollout_server.http.requests import Body, ChatBody, CompletionBody, Sampling, parse
-from rollout_server.http.responses import (
-    ChatFormat,
-    CompletionChoice,
-    CompletionFormat,
-    ResponseFormat,
-    ResponseOptions,
-)
+from rollout_server.http.responses import ResponseFormat
 from rollout_server.http.streaming import EventStream, HttpError, read_json, unless_gone
 
 VERSION_HEADER = "x-policy-version"
@@ -86,7 +80,7 @@ class CompletionApi:
         self._check(body, prompts=len(body.prompts))
         prompts = [await self._http.prompts.of_text(prompt) for prompt in body.prompts]
         return await self._answer(
-            request, CompletionRequest(prompts, body, body.max_tokens, self._format(CompletionFormat, body))
+            request, CompletionRequest(prompts, body, body.max_tokens, self._format(body, chat=False))
         )
 
     async def chat(self, request: Request) -> Response:
@@ -95,9 +89,7 @@ class CompletionApi:
         self._check(body, prompts=1)
         prompt = await self._http.prompts.of_chat(body.messages)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return await self._answer(
-            request, CompletionRequest([prompt], body, max_tokens, self._format(ChatFormat, body))
-        )
+        return await self._answer(request, CompletionRequest([prompt], body, max_tokens, self._format(body, chat=True)))
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         self._http.ready()
@@ -113,9 +105,14 @@ class CompletionApi:
                 "(rollout.http.max_n, rollout.http.max_concurrency). Ask for the rest in other requests",
             )
 
-    def _format(self, kind: type[ResponseFormat], body: Sampling) -> ResponseFormat:
-        options = ResponseOptions(logprobs=body.wants_logprobs, token_ids=body.return_token_ids)
-        return kind(self._http.config.name, self._http.prompts.name, options=options)
+    def _format(self, body: Sampling, *, chat: bool) -> ResponseFormat:
+        return ResponseFormat(
+            self._http.config.name,
+            self._http.prompts.name,
+            chat=chat,
+            logprobs=body.wants_logprobs,
+            token_ids=body.return_token_ids,
+        )
 
     async def _answer(self, request: Request, asked: CompletionRequest) -> Response:
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.sampling.n)]
@@ -176,12 +173,11 @@ class CompletionApi:
 
 
 async def _whole(asked: CompletionRequest, server: ReadyServer, job: CompletionJob, count: int) -> Response:
-    choices = [CompletionChoice() for _ in range(count)]
+    choices = [CompletionChunk(index) for index in range(count)]
     async with aclosing(job.chunks()) as chunks:
         async for chunk in chunks:
             choices[chunk.index].add(chunk)
-    versions = [choice.version for choice in choices if choice.version is not None]
-    fingerprint = server.identity_of(max(versions, default=server.context.engine.version))
+    fingerprint = _fingerprint(server, *choices)
     body = asked.format.whole(choices, asked.prompt_tokens, fingerprint)
     return JSONResponse(body, headers={VERSION_HEADER: fingerprint})
 
@@ -202,6 +198,6 @@ async def _events(
         yield asked.format.usage(asked.prompt_tokens, tokens, fingerprint)
 
 
-def _fingerprint(server: ReadyServer, chunk: CompletionChunk) -> str:
-    versions = [span.version for span in chunk.spans]
+def _fingerprint(server: ReadyServer, *chunks: CompletionChunk) -> str:
+    versions = [span.version for chunk in chunks for span in chunk.spans]
     return server.identity_of(max(versions, default=server.context.engine.version))

@@ -12,28 +12,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from async_grpo.errors import EngineError
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.wire import VersionSpan
-from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.engines.base import Engine, GenerationRequest, join_spans
 from rollout_server.http.detokenizer import TextStream
 from rollout_server.http.streaming import HttpError, not_ready
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionChunk:
-    """More of completion `index`: settled text, and the tokens that came, whose text may come later. Empty
-    `finish_reason`: more follows."""
+    """A part of completion `index`, or all of it: settled text, and the tokens that came, whose text may come later.
+    Empty `finish_reason`: more follows."""
 
     index: int
-    text: str
-    tokens: list[int]
-    logprobs: list[float]
-    spans: list[VersionSpan]
-    finish_reason: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def add(self, more: CompletionChunk) -> None:
+        """Append the next chunk."""
+        self.spans = join_spans(self.spans, more.spans, offset=len(self.tokens))
+        self.text += more.text
+        self.tokens += more.tokens
+        self.logprobs += more.logprobs
+        self.finish_reason = more.finish_reason
 
 
 ChunkQueue = asyncio.Queue[CompletionChunk | BaseException | None]

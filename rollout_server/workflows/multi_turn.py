@@ -17,7 +17,6 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,17 +40,12 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
 class Toolbox:
     """The tools that the policy of a run may call."""
 
-    tools: dict[str, tuple[Callable[..., Any], float]]
-    """By name: the function, and its timeout in seconds."""
-
-    @classmethod
-    def of(cls, tools: Sequence[ToolConfig]) -> Toolbox:
-        """The tools of the configuration. Raises ConfigError for a function that does not exist."""
-        return cls({tool.name: (_function(tool), tool.timeout_s) for tool in tools})
+    def __init__(self, tools: Sequence[ToolConfig]) -> None:
+        """Raises ConfigError for a function that does not exist."""
+        self._tools = {tool.name: (_function(tool), tool.timeout_s) for tool in tools}
 
     async def answer(self, turn: str) -> str:
         """The answer to the last call in `turn`, or the text of its error. Waits for the tool, at most its timeout."""
@@ -59,9 +53,9 @@ class Toolbox:
             call = msgspec.json.decode(_CALL.findall(turn)[-1], type=ToolCall)
         except msgspec.MsgspecError as error:
             return f"error: the call is not valid: {error}"
-        if call.name not in self.tools:
-            return f"error: there is no tool {call.name!r}; there are: {', '.join(self.tools)}"
-        function, timeout_s = self.tools[call.name]
+        if call.name not in self._tools:
+            return f"error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}"
+        function, timeout_s = self._tools[call.name]
         try:
             async with asyncio.timeout(timeout_s):
                 return str(await _call(function, call.arguments))
@@ -69,11 +63,6 @@ class Toolbox:
             return f"error: {call.name} took longer than {timeout_s:g} s"
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"
-
-
-def calls_a_tool(turn: str) -> bool:
-    """Whether the turn contains a call."""
-    return bool(_CALL.search(turn))
 
 
 async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -102,7 +91,7 @@ class MultiTurn:
         """Raises ConfigError for a tool that does not exist."""
         self._tokenizer = tokenizer
         self._config = config
-        self._tools = Toolbox.of(config.tools)
+        self._tools = Toolbox(config.tools)
 
     async def run(self, task: Task, session: SampleSession) -> Sample:
         """A sample with the whole conversation. Its text includes the answers of tools. Raises EngineError."""
@@ -111,7 +100,7 @@ class MultiTurn:
             turn = await session.turn()
             said = self._tokenizer.decode(turn.tokens.tolist(), skip_special_tokens=True)
             text += said
-            wants_more = turn.finish_reason == "stop" and calls_a_tool(said)
+            wants_more = turn.finish_reason == "stop" and _CALL.search(said)
             if not wants_more or calls == self._config.max_calls or session.tokens_left <= 0:
                 break
             text += await self._observe(session, said)

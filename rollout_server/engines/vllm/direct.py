@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.vllm.requests import sampling_params
 
 Loop = Callable[[Any, Sequence[GenerationRequest], int], Awaitable[list[int]]]
 """`continuous` or `waves`."""
@@ -43,19 +44,10 @@ async def waves(async_llm: Any, requests: Sequence[GenerationRequest], concurren
 
 async def complete(async_llm: Any, request: GenerationRequest) -> int:
     """Number of tokens of one completion, which ends at max_tokens only."""
-    from vllm import SamplingParams, TokensPrompt
-    from vllm.sampling_params import RequestOutputKind
+    from vllm import TokensPrompt
 
-    sampling = SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    sampling = sampling_params(request, (), streams=False)
+    sampling.ignore_eos = True
     prompt = TokensPrompt(prompt_token_ids=[*request.prompt])
     outputs = [output async for output in async_llm.generate(prompt, sampling, request.request_id)]
     return len(outputs[-1].outputs[0].token_ids)

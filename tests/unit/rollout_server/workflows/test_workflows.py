@@ -111,7 +111,7 @@ async def test_an_interrupted_conversation_ends_as_an_undisturbed_one() -> None:
 )
 async def test_whatever_goes_wrong_in_a_tool_is_told_to_the_policy(turn: str, answer: str) -> None:
     here = "tests.unit.rollout_server.workflows.test_workflows"
-    toolbox = Toolbox.of(
+    toolbox = Toolbox(
         [
             ToolConfig(name="weather", function=f"{here}:weather"),
             ToolConfig(name="slow", function=f"{here}:slow_weather", timeout_s=0.05),
@@ -183,4 +183,4 @@ def test_a_workflow_that_cannot_be_had_is_refused(workflow: str, message: str) -
 
 def test_a_tool_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tools \(weather\): there is no tool 'rain'"):
-        Toolbox.of([ToolConfig(name="weather", function="rain")])
+        Toolbox([ToolConfig(name="weather", function="rain")])
