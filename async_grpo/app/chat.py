@@ -1,6 +1,6 @@
-"""ChatSession: a question is written as the training prompts are, and the reply comes out piece by piece.
+"""ChatSession: formats a question as the training prompts are, and streams the reply.
 
-    question (and what was said before) --ChatPrompt--> token ids --Sampler.stream--> TextStream --> text, as it settles
+    question (and conversation so far)  --ChatPrompt--> token ids --Sampler.stream--> TextStream --> text, as it settles
 
 A session waits for the sampler's next piece. It takes one question at a time.
 """
@@ -31,7 +31,7 @@ class ChatPrompt(Protocol):
 
     def prompt(self, said: Sequence[str], question: str) -> tuple[str, list[int]]:
         """The prompt as text and as token ids. `said` holds the messages before, questions and replies in turn. Raises
-        whatever the template or the tokenizer raises."""
+        what the template or the tokenizer raises."""
         ...
 
 
@@ -164,7 +164,7 @@ class ChatSession:
     def _encode(self, question: str) -> tuple[str, list[int]]:
         try:
             prompt, tokens = self._prompt.prompt(self._said, question)
-        except Exception as error:  # whatever a template or a tokenizer raises for a text that it does not know
+        except Exception as error:  # templates and tokenizers raise anything
             raise DataError(f"this cannot be a prompt of the policy: {type(error).__name__}: {error}") from error
         if not tokens or len(tokens) >= self._limits.max_length:
             raise DataError(

@@ -4,8 +4,8 @@
                          +--> EvalRunner --> EvalReport --> facts (JSON), rows (--save)
     LiveRun ----HTTP-----+
 
-The engine's settings, prompts, seeds and rewards are those of the configuration, so that the weights that a run has
-evaluated give the run's figures again. It waits for the next completion and for its grade, at most `patience_s` each.
+Engine settings, prompts, seeds and rewards are those of the configuration, so the same weights reproduce the figures of
+the run's own evaluation. It waits for the next completion and for its grade, at most `patience_s` seconds each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EvalReport:
     stated: dict[str, Any] = field(default_factory=dict)
     """The entry for this version in the run's summary.json, if the run measured it in the same way; else empty."""
     trained_on: int = 0
-    """Number of prompts that were asked for and left out, because the run trains on them."""
+    """Number of requested prompts that were left out, because the run trains on them."""
 
     @property
     def agrees(self) -> bool | None:
@@ -65,7 +65,7 @@ def plan_of(config: RunConfig, *, prompts: int | None, samples: int | None, temp
     plan = EvalPlan.of(config)
     if temperature is not None and not 0 < temperature <= 10:
         raise ConfigError(
-            f"--temperature {temperature:g} is not above 0 and at most 10. Accuracy at temperature 0 is reported as "
+            f"--temperature {temperature:g} is outside (0, 10]. Accuracy at temperature 0 is reported as "
             "greedy, unless eval.greedy is false"
         )
     return EvalPlan(

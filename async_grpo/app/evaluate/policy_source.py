@@ -6,9 +6,8 @@
     chosen run, --live                 --> LiveRun ----HTTP-----+
 
 `open_context` adds what an evaluation needs beside a sampler: prompts, workflow and reward pool of the configuration.
-Nothing of a run is changed. A resumable (Megatron) checkpoint is exported into a temporary folder by another process,
-because Megatron-core needs a process for itself. Everything is closed in the reverse order, also when a later part
-cannot be opened.
+None of this changes a run. Another process exports a resumable (Megatron) checkpoint into a temporary folder, because
+Megatron-core needs a process of its own. Everything is closed in reverse order, even if a later part fails to open.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def find_checkpoint(folder: RunFolder, given: Path | None) -> Checkpoint:
         return Checkpoint(given, int(given.name), resumable=True)
     raise ConfigError(
         f"--checkpoint: {given} is neither a Hugging Face folder (config.json, *.safetensors, tokenizer) nor a "
-        "resumable checkpoint of a run. Make the first of it: `async-grpo export runs/NAME OUT` for a run, "
-        f"`async-grpo convert {given} OUT` for what convert has written"
+        "resumable checkpoint of a run. Make a Hugging Face folder: `async-grpo export runs/NAME OUT` for a run, "
+        f"`async-grpo convert {given} OUT` for a checkpoint that convert wrote"
     )
 
 
@@ -173,7 +172,7 @@ async def open_policy(
             await sampler.aclose()
         return
 
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are for who tunes a server
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # warnings are for people who tune a server
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of vLLM's processes
     async with open_checkpoint(policy, say) as folder:
         say(f"loading {folder} into vLLM")
@@ -222,7 +221,7 @@ def _what_there_is(folder: RunFolder) -> str:
     if not found:
         return (
             f"{folder.path} has no checkpoint at all. Is the name right (overrides, -o, are part of it)? While the run "
-            "is going on, ask it itself: --live"
+            "is in progress, ask its servers: --live"
         )
     names = ", ".join(path.name for path in found)
     return f"There are {names}: give one with --checkpoint {checkpoints}/{found[-1].name}, or ask the live run: --live"

@@ -1,4 +1,4 @@
-"""What `async-grpo buffer` takes out of a run: stored groups into a file, records and overviews as JSON.
+"""Exports of a run's buffer: stored groups as a file, records and overviews as JSON.
 
 Both formats hold one map for each group, in the order of their sequence:
 
@@ -7,13 +7,13 @@ Both formats hold one map for each group, in the order of their sequence:
     step     the newest step that it was taken for, or null
     group    the record as it is stored: kind, format, seq, attempt, task, samples, server, ...
 
-`jsonl` is one JSON object a line, with arrays as lists of numbers. `msgpack` is a stream of maps in which `group` has
-the very bytes of the server, arrays as raw bytes; `msgpack.Unpacker` reads it. Records are decoded by the `msgpack`
-package alone, so that a record of a newer format, with fields that this release does not know, can be read as well.
+`jsonl` is one JSON object per line, with arrays as lists of numbers. `msgpack` is a stream of maps in which `group` has
+the stored bytes unchanged, with arrays as raw bytes; `msgpack.Unpacker` reads it. Records are decoded by the `msgpack`
+package alone, so records of a newer format, with fields that this release does not know, can be read too.
 
-`wait_until_drained` looks twice a second until nothing is INFLIGHT. A group stops being so when its server inserts
-or discards it. If the server dies, its lease expires, and the next server that asks goes on with it, also while
-admission is stopped. Only if no server is left do groups stay INFLIGHT, and the wait ends by its timeout.
+`wait_until_drained` looks twice a second until no group is INFLIGHT. A group leaves that state when its server inserts
+or discards it. If the server dies, the lease expires and the next server that asks takes the group over, even while
+admission is stopped. Groups stay INFLIGHT only if no server is left; then the wait times out.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ async def wait_until_drained(inspector: Inspector, timeout_s: float, show: Calla
 
 def _still_in_flight(overview: Overview, timeout_s: float) -> WaitTimeout:
     held, unheld = overview.held, overview.expired + overview.given_back
-    waited_for = f"the {overview.stats.inflight} groups in flight ({held} held by a server, {unheld} by nobody)"
+    waited_for = f"the {overview.stats.inflight} groups in flight ({held} held by a server, {unheld} by no server)"
     fix = "Admission stays stopped: wait again with a longer --timeout, or undo it with --resume"
     if unheld:
-        fix = f"Nobody goes on with those {unheld}: start a rollout server. {fix}"
+        fix = f"No server continues those {unheld}: start a rollout server. {fix}"
     return WaitTimeout(waited_for, timeout_s, fix)
 
 

@@ -1,4 +1,4 @@
-"""LiveState: one consistent look at a running job, and who waits for whom in it, in words."""
+"""LiveState: a snapshot of a running job, and a sentence that says who waits for whom in it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LiveState:
 
 
 def who_waits(state: LiveState, groups_per_step: int) -> str:
-    """The wait that matters now, in words. A trainer that has taken a batch works; otherwise it waits."""
+    """A sentence about the wait that matters now. A trainer that has taken a batch is training; otherwise it waits."""
     if starting := [role.name for role in state.roles if role.state in ("starting", "restarting")]:
         return f"waiting for {_names(starting)} to start"
     if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
@@ -53,7 +53,7 @@ def who_waits(state: LiveState, groups_per_step: int) -> str:
 
 
 def _while_training(state: LiveState) -> str:
-    """The trainer works, so only rollout servers can be waiting."""
+    """The wait while the trainer is training: only rollout servers can be waiting."""
     idle = [server for server in state.servers if server.waiting_for]
     if not idle:
         return "nobody: training and generation overlap"
@@ -63,7 +63,7 @@ def _while_training(state: LiveState) -> str:
 
 
 def _while_trainer_is_idle(state: LiveState, groups_per_step: int) -> str:
-    """No batch is taken: it is not ready, not in ticket order, or about to be taken."""
+    """The wait while no batch is taken: groups are missing, not in ticket order, or about to be taken."""
     busy = [server.name for server in state.servers if server.running]
     if state.ready >= groups_per_step and not state.inflight:
         return f"rollouts wait for the trainer: {state.ready} groups ready, none taken"
@@ -83,6 +83,6 @@ def _waits(servers: Sequence[ServerBeat]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """At most three by name."""
+    """The names, at most three of them."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

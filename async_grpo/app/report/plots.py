@@ -1,4 +1,4 @@
-"""The plots of a run, PNG files in run_dir/plots. They need no display and leave pyplot's state alone."""
+"""The plots of a run: PNG files in run_dir/plots. Drawing needs no display and does not use pyplot."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _reward(steps: Sequence[Row]) -> Figure | None:
 
 
 def _accuracy(summary: Facts) -> Figure | None:
-    """Held-out accuracy, its first and last points labelled."""
+    """Held-out accuracy by policy version, with labels at the first and last points."""
     evaluations = summary.get("evaluations") or []
     if not evaluations:
         return None
@@ -96,7 +96,7 @@ def _accuracy(summary: Facts) -> Figure | None:
 
 
 def _draw_accuracy(axes: Axes, evaluations: Sequence[Row], key: str, color: str, label: str) -> tuple[list[Point], str]:
-    """A line through the versions measured."""
+    """Draw a line through the measured versions; returns its points and its colour."""
     points = [(float(e["version"]), value) for e in evaluations if (value := number(e, key)) is not None]
     if points:
         xs, ys = zip(*points, strict=True)
@@ -105,7 +105,7 @@ def _draw_accuracy(axes: Axes, evaluations: Sequence[Row], key: str, color: str,
 
 
 def _label_points(axes: Axes, points: Sequence[tuple[Point, str]]) -> None:
-    """Figures beside points of one version: above the highest, below the others."""
+    """Label the points of one version: above the highest, below the others."""
     for rank, ((x, y), color) in enumerate(sorted(points, key=lambda point: -point[0][1])):
         offset = (0, 9) if rank == 0 else (0, -17)
         style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
@@ -122,7 +122,7 @@ def _loss(steps: Sequence[Row]) -> Figure | None:
 
 
 def _staleness(summary: Facts) -> Figure | None:
-    """Share of the trained tokens by age, with the bound."""
+    """Shares of the trained tokens by age, with the age bound."""
     tokens = {int(age): count for age, count in (summary.get("tokens_by_age") or {}).items()}
     total = sum(tokens.values())
     if not total:
@@ -143,7 +143,7 @@ def _staleness(summary: Facts) -> Figure | None:
 
 
 def _time_split(steps: Sequence[Row]) -> Figure | None:
-    """Where each step's wall time went, as stacked areas."""
+    """The parts of each step's wall time, as stacked areas."""
     parts = [seconds_by_part(row) for row in steps]
     names = [name for name in _PART_COLORS if any(part.get(name) for part in parts)]
     if not names:
@@ -190,7 +190,7 @@ def _draw_series(axes: Axes, rows: Sequence[Row], key: str, color: str, label: s
 
 
 def _window(points: Sequence[object]) -> int:
-    """Smoothing that fits the length of the run; 1 (none) for short ones."""
+    """Number of points to average, by the length of the run; 1 for short runs."""
     return max(1, min(25, len(points) // 10))
 
 

@@ -22,9 +22,9 @@ from async_grpo.wire.board import EvalMetrics
 from async_grpo.wire.records import ReleaseReason
 
 _GROUPS = 2
-"""Groups shown of the beginning and of the end of a run."""
+"""Number of groups shown from the beginning, and from the end, of a run."""
 _COMPLETIONS = 2
-"""Completions shown of a group: the best and the worst."""
+"""Number of completions shown of a group: the best and the worst."""
 _PART_MEANINGS = {
     "wait": "the trainer waited for a batch from the rollout servers",
     "pack": "packing sequences into micro-batches",
@@ -38,8 +38,10 @@ _HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation
 
 
 def evaluations_section(evaluations: Sequence[Row]) -> str:
-    """Markdown: a table of the measured versions, one of the sources of the last version, and why a figure is missing;
-    "" without figures."""
+    """Markdown: a table of the measured versions, one of the sources of the last version, and why figures are missing.
+
+    Returns "" if no version has figures.
+    """
     measured = [row for row in evaluations if row.get("figures")]
     if not measured:
         return ""
@@ -89,8 +91,10 @@ def _cell(text: str) -> str:
 
 
 def samples_section(run_dir: Path) -> str:
-    """Markdown: a few groups from the beginning and the end of the run, model output in blocks that it cannot close;
-    "" without samples."""
+    """Markdown: a few groups from the beginning and the end of the run; "" without samples.
+
+    Model output stands in blocks that it cannot close.
+    """
     rows = [row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in read_rows(path)]
     rows = sorted((row for row in rows if _completions(row)), key=_version)
     if not rows:
@@ -180,7 +184,7 @@ def _headline(summary: Facts) -> str:
 
 
 def _counts(summary: Facts, key: str) -> str:
-    """Names with their counts, without those that are 0."""
+    """The names in a dictionary of counts, each with its count if that is not 0; "none" without any."""
     return ", ".join(f"{name} {count}" for name, count in (summary.get(key) or {}).items() if count) or "none"
 
 
@@ -237,7 +241,7 @@ def _time(summary: Facts) -> str:
 
 
 def _who_waited(share: float) -> str:
-    """Which side was the bottleneck, in words. `share`: the part of its time that the trainer waited, 0 to 1."""
+    """A sentence about the bottleneck; `share` is the part of its time that the trainer waited, 0 to 1."""
     if share >= 0.2:
         reading = "generation was the bottleneck: more rollout servers would make the run faster"
     elif share >= 0.05:

@@ -1,4 +1,4 @@
-"""summary.json: a whole run in one dictionary. Pure; it reads and writes no files."""
+"""summary.json: the figures of a whole run in one dictionary. Pure; it reads and writes no files."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _logprob_gap(rows: Sequence[Row]) -> Facts:
 
 
 def _groups(stats: Mapping[str, Any]) -> Facts:
-    """The counters, and whether admitted == released + active, with `active` counted from the sets."""
+    """The counters of groups, and whether admitted == released + active; `active` is counted from the sets."""
     released = stats.get("released") or {}
     ended = {reason.value: int(released.get(reason.value, 0)) for reason in ReleaseReason}
     active = sum(int(stats.get(place) or 0) for place in ("inflight", "ready", "taken"))

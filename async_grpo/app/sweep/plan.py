@@ -26,7 +26,7 @@ _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "'\""
 _RESERVED = {
     "seed": "Give the seeds with --seeds 1,2,3",
     "name": "A sweep names its runs itself; -o name=... names the sweep",
-    "runs_dir": "A sweep keeps its runs in its own folder; --out says which",
+    "runs_dir": "A sweep keeps its runs in its own folder; set it with --out",
 }
 
 Resolve = Callable[[Sequence[str]], RunConfig]
@@ -54,7 +54,7 @@ def parse_axis(text: str) -> Axis:
     if not equals or not key or not all(parts):
         raise ConfigError(f"--grid {text!r} is not of the form key=value,value,... such as max_staleness=0,1,2,4")
     if key in _RESERVED:
-        raise ConfigError(f"--grid {text!r}: {key} is no axis. {_RESERVED[key]}")
+        raise ConfigError(f"--grid {text!r}: {key} cannot be an axis. {_RESERVED[key]}")
     twice = [value for value in parts if parts.count(value) > 1]
     if twice:
         raise ConfigError(f"--grid {text!r}: the value {twice[0]} stands twice. Remove one")
@@ -74,7 +74,7 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> list[Axis]:
         if keys.count(key) > 1:
             raise ConfigError(f"--grid {key}=... stands twice. Give all values of {key} in one --grid")
         if key in [override.partition("=")[0] for override in overrides]:
-            raise ConfigError(f"{key} is both in --grid and in -o: which is meant? Remove one of them")
+            raise ConfigError(f"{key} is both in --grid and in -o. Remove one of them")
     return axes
 
 
@@ -169,7 +169,7 @@ def lay_out(request: SweepRequest, known: Sequence[Point], resolve: Resolve) -> 
     known = [_again(point, request, resolve) for point in known]
     taken = {point.name for point in known}
     asked: list[Point] = []
-    refusals: dict[str, int] = {}  # in order, each once, whatever the seed
+    refusals: dict[str, int] = {}  # in order, each once over all seeds
     for values, seed in product(combinations(request.axes), request.seeds):
         try:
             name = point_name(request.name, values, seed, taken)
@@ -233,7 +233,7 @@ def _check_distinct(points: Sequence[Point]) -> None:
 
 
 def _identity(point: Point) -> str:
-    """Equal for equal runs, whatever they are called and wherever they write."""
+    """The configuration without name and folder, as text: equal for two points that are the same run."""
     plain = _plain(point.config)
     return json.dumps({key: value for key, value in plain.items() if key not in ("name", "runs_dir")}, sort_keys=True)
 

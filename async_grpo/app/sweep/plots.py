@@ -1,4 +1,4 @@
-"""The plots of a sweep, PNG files in DIR/plots. They need no display and leave pyplot's state alone.
+"""The plots of a sweep: PNG files in DIR/plots.
 
 The colour shows the value of the first axis; line and marker show those of the other axes.
 """

@@ -1,11 +1,11 @@
 """The rule that recommends a setting, and its reason in words. Pure.
 
-    1. A setting counts if every seed has finished, its books balance and no trained token was older than the bound.
+    1. A setting counts if every seed has finished, its group counts balance and its age bound was kept.
     2. `learning` is the held-out accuracy at the end (sampled), mean over seeds; where it was not measured for all of
        them, the mean training reward.
     3. `margin` is the caller's tolerance; without one it is one standard error of the best setting, the larger of the
        spread over its seeds and the sampling error of the evaluation; without either it is DEFAULT_TOLERANCE.
-    4. Of the settings whose learning is within the margin of the best, the one that trains most samples a second.
+    4. Among the settings whose learning is within the margin of the best, the one that trains most samples per second.
 
 This is the one-standard-error rule: speed is not given up for a difference that the seeds do not support.
 """
@@ -28,7 +28,7 @@ _LEARNING = {ACCURACY: "accuracy_after", REWARD: "reward_mean"}
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rule knows of a setting."""
+    """The figures of a setting that the rule uses."""
 
     label: str
     learning: float
@@ -120,7 +120,7 @@ def _why_not(setting: GridSetting) -> str:
         if point not in setting.finished:
             return f"seed {point.seed}: {point.state}"
         if point.balanced is False:
-            return f"seed {point.seed}: its books do not balance"
+            return f"seed {point.seed}: its group counts do not balance"
         if point.age_max is not None and point.age_bound is not None and point.age_max > point.age_bound:
             ages = f"a trained token was {point.age_max} steps old, above the bound {point.age_bound}"
             return f"seed {point.seed}: {ages}"
@@ -133,14 +133,16 @@ def _margin(best: Candidate, tolerance: float | None) -> tuple[float, str]:
         return tolerance, "the stated tolerance"
     if best.error is not None:
         return best.error, "one standard error of the best"
-    return DEFAULT_TOLERANCE, "a fixed tolerance, because one seed without an evaluation gives no error"
+    return DEFAULT_TOLERANCE, "a fixed tolerance, because one seed without an evaluation gives no standard error"
 
 
 def _in_words(
     chosen: Candidate, best: Candidate, within: Sequence[Candidate], total: int, margin: tuple[float, str], measure: str
 ) -> str:
     before = "" if chosen.before is None else f" (before: {chosen.before:.3f})"
-    lead = f"{chosen.label} trains {chosen.samples_per_s:.3g} samples a second; its {measure} is {chosen.learning:.3f}"
+    lead = (
+        f"{chosen.label} trains {chosen.samples_per_s:.3g} samples per second; its {measure} is {chosen.learning:.3f}"
+    )
     width = f"{margin[0]:.3g}, which is {margin[1]}"
     if total == 1:
         compared = "It is the only setting that counts, so nothing was compared."

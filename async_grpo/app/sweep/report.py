@@ -23,21 +23,22 @@ from async_grpo.utils.text import fenced, figure
 T = TypeVar("T")
 FORMAT = 1
 _WINDOWS = 4
-"""A run shorter than this many windows of S + 1 steps does not reach its usual pace."""
+"""A run with fewer windows of S + 1 steps than this does not reach its usual pace."""
 
 _READING = """\
 - **Learning** is {measure}; ± is one standard error: the larger of the spread over the
   seeds and the sampling error of the evaluation (samples of one prompt count as one).
-- **Throughput** is what the trainer consumed, over the seconds of its steps, waits included: samples and tokens. The
-  first S + 1 steps (half of all, at most) are left out: what they train was generated before the clock started.
-- **Idle**: trainer, the share of the same steps that it waited for a batch; rollout, the share of the trainer's time in
-  which a server generated nothing.
-- **Age**: how many optimizer steps old trained tokens were, mean / max (bound). **ESS**: effective sample size of the
-  importance weights, as a share of the tokens. **Clipped**: share of the tokens that the loss clipped. **Gap**: mean
-  difference between engine and trainer in the log-probability of the same token under the same weights.
-- Seconds of training leave out the start of the engines; wall time has it, and the evaluations, too.
-- Recommended is the setting that trains most samples a second among those whose learning is within the margin of the
-  best. A setting counts if every seed of it has finished, its books balance and its bound on ages was kept."""
+- **Throughput** is what the trainer consumed (samples and tokens) per second of its steps, waits included. The first
+  S + 1 steps (at most half of all) are left out, because their data were generated before the clock started.
+- **Idle**: for the trainer, the share of those steps spent waiting for a batch; for rollout, the share of the trainer's
+  time in which a server generated nothing.
+- **Age** is the number of optimizer steps between generation and training of a token, mean / max (bound). **ESS** is
+  the effective sample size of the importance weights, as a share of the tokens. **Clipped** is the share of the tokens
+  that the loss clipped. **Gap** is the mean difference between engine and trainer in the log-probability of the same
+  token under the same weights.
+- Seconds of training leave out engine start-up; wall time includes it and the evaluations.
+- The recommended setting trains the most samples per second among those whose learning is within the margin of the
+  best. A setting counts if all of its seeds have finished, its group counts balance and its age bound was kept."""
 
 
 class SweepComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,21 +188,23 @@ def _points_table(points: Sequence[PointMetrics]) -> str:
 
 
 def _troubles(comparison: SweepComparison) -> str:
-    """What a reader should know before believing the figures."""
+    """Markdown: what a reader should know before trusting the figures."""
     lines = [f"- {label} does not count: {why}." for label, why in comparison.choice.excluded.items()]
     lines += [f"- {point.name} failed:\n\n{fenced(point.error)}\n" for point in comparison.points if point.error]
     shared = max((point.at_once for point in comparison.points), default=1)
     if shared > 1:
-        lines.append(f"- Up to {shared} runs shared this machine: times and throughputs are those of a shared machine.")
+        lines.append(f"- Up to {shared} runs shared this machine, which affects all times and throughputs.")
     short = [p.name for p in comparison.points if p.age_bound is not None and p.steps < _WINDOWS * (p.age_bound + 1)]
     if short:
         lines.append(
             f"- Fewer steps than {_WINDOWS} windows of S + 1: {', '.join(short)}. Most of what such a run trains is "
-            "its head start, so its throughput says little: sweep with more steps."
+            "its head start, so its throughput means little: sweep with more steps."
         )
     if any(one.error is None for one in comparison.settings):
-        lines.append("- One seed a setting, and no evaluation at the end, gives no error: repeat with --seeds 1,2,3.")
-    return "## Mind\n\n" + "\n".join(lines) if lines else ""
+        lines.append(
+            "- One seed per setting and no final evaluation give no standard error: repeat with --seeds 1,2,3."
+        )
+    return "## Caveats\n\n" + "\n".join(lines) if lines else ""
 
 
 def _table(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> str:

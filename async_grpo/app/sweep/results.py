@@ -1,8 +1,8 @@
-"""PointMetrics: the result of one run, from the files that it left.
+"""PointMetrics: the figures of one run, read from its files.
 
     summary.json, metrics.jsonl, timeline/*.jsonl  -->  PointMetrics
 
-Every file may be missing: a run that was killed has no summary yet. The idle share of rollout servers is the time in
+Any file may be missing: a run that was killed has no summary yet. The idle share of rollout servers is the time in
 which they generated nothing while the trainer was at work:
 
     trainer      |--wait--|----train----|--wait--|          the run is going on

@@ -111,7 +111,7 @@ def test_groups_are_listed_and_one_is_shown_whole(folder: RunFolder) -> None:
 def test_a_run_is_drained_and_goes_on(folder: RunFolder) -> None:
     drained = type_in("drain", "--run-dir", folder.path, "--timeout", "0")
     assert drained.exit_code == 1
-    assert "1 groups in flight (0 held by a server, 1 by nobody)" in " ".join(drained.output.split())
+    assert "1 groups in flight (0 held by a server, 1 by no server)" in " ".join(drained.output.split())
     assert stats_of(folder).horizon == 0
     assert "stopped by" in type_in("stats", "--run-dir", folder.path).output
     resumed = type_in("drain", "--run-dir", folder.path, "--resume")

@@ -245,7 +245,7 @@ async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer
     tickets = await admit(buffer, 3)
     await buffer.give_back(tickets[0])
     await inspector.stop_admission()
-    with pytest.raises(WaitTimeout, match=r"3 groups in flight \(2 held by a server, 1 by nobody\).*--resume"):
+    with pytest.raises(WaitTimeout, match=r"3 groups in flight \(2 held by a server, 1 by no server\).*--resume"):
         await wait_until_drained(inspector, 0.0, lambda _: None)
 
 

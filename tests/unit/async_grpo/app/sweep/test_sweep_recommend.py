@@ -34,7 +34,7 @@ NEAR = 0.95 - DEFAULT_TOLERANCE / 2
         ([one("best", 0.95, 5, 0.001), one("noisy", 0.9, 9, 0.2)], None, "best", "learned most"),
         ([one("s0", 0.95, 5), one("s8", 0.90, 9)], 0.1, "s8", "stated tolerance"),
         ([one("s0", 0.95, 5), one("s8", 0.90, 9)], 0.0, "s0", "stated tolerance"),
-        ([one("s0", 0.95, 5, None), one("s2", NEAR, 9, None)], None, "s2", "gives no error"),
+        ([one("s0", 0.95, 5, None), one("s2", NEAR, 9, None)], None, "s2", "gives no standard error"),
         ([one("a", 0.945, 9), one("b", 0.95, 9)], None, "b", "fastest of the 2"),
         ([one("s0", 0.95, 5)], None, "s0", "nothing was compared"),
     ],
@@ -55,7 +55,7 @@ def test_a_sweep_in_which_nothing_was_learned_says_so() -> None:
     ("broken", "why"),
     [
         ({"state": FAILED, "error": "boom"}, "seed 2: failed"),
-        ({"balanced": False}, "books do not balance"),
+        ({"balanced": False}, "group counts do not balance"),
         ({"age_max": 5, "age_bound": 4}, "above the bound 4"),
     ],
 )
