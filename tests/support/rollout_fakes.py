@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +19,10 @@ from async_grpo.rewards.pool import RewardPool
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Task, VersionSpan
-from buffer import InMemoryBoard, InMemoryBuffer
+from buffer import BufferStats, InMemoryBoard, InMemoryBuffer, ReplayBuffer
 from rollout_server.context import ServerContext
+from rollout_server.dispatch.admission import TaskFeeder
+from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import Engine, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.weight_watcher import WeightWatcher
@@ -171,7 +173,8 @@ class FakePool:
 
     def _verdict(self, completion: str, answer: str) -> RewardResult:
         if completion == "?":
-            return RewardResult(failure="raised", reason="cannot say")
+            failed = RewardFailure("raised", "cannot say")
+            return RewardResult({}, None, {"answer_tag": failed}, failed.kind, failed.reason)
         score = float(completion == answer)
         return RewardResult(scores={"answer_tag": score}, reward=score)
 
@@ -250,17 +253,35 @@ def watcher_of(
     )
 
 
+@asynccontextmanager
+async def dispatching(
+    context: ServerContext, receiver: FakeReceiver | None = None
+) -> AsyncIterator[tuple[Dispatcher, asyncio.Task[None]]]:
+    """A dispatcher at work with its feeder and weights, and its task; stopped as by SIGTERM at the end of the block."""
+    receiver = receiver or FakeReceiver(WeightVersion(1, 0))
+    watcher = watcher_of(context, receiver, interruption=context.config.rollout.interruption)
+    await watcher.first(1.0)
+    feeder = TaskFeeder(context.buffer, context.source, target=64)
+    dispatcher = Dispatcher(context, watcher, feeder)
+    loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
+    running = asyncio.create_task(dispatcher.run())
+    try:
+        yield dispatcher, running
+    finally:
+        for task in (running, *loops):
+            task.cancel()
+        await asyncio.gather(running, *loops, return_exceptions=True)
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Let the event loop run until the condition holds."""
-
-    async def holds() -> bool:
-        return condition()
-
-    await until_async(holds, timeout_s)
-
-
-async def until_async(condition: Callable[[], Awaitable[bool]], timeout_s: float = 5.0) -> None:
-    """Let the event loop run until the condition holds."""
     async with asyncio.timeout(timeout_s):
-        while not await condition():
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def until_buffer(buffer: ReplayBuffer, shows: Callable[[BufferStats], bool]) -> None:
+    """Let the event loop run until the buffer shows it."""
+    async with asyncio.timeout(5.0):
+        while not shows(await buffer.stats()):
             await asyncio.sleep(0.001)

@@ -21,7 +21,7 @@ from tests.support.rollout_fakes import (
     config_of,
     context_of,
     until,
-    until_async,
+    until_buffer,
     watcher_of,
 )
 
@@ -60,7 +60,7 @@ async def test_a_ticket_that_comes_after_the_pause_is_given_back(tmp_path: Path)
     await until(lambda: house.dispatcher.asking_since_s is not None)
     house.dispatcher.admission.pause()
     await buffer.put_tasks([house.context.source.task(0)])
-    await until_async(lambda: _is_admitted(buffer))
+    await until_buffer(buffer, lambda stats: stats.admitted > 0)
     (ticket,) = await buffer.admit(1, holder="rollout-1", timeout_s=2.0)
     assert ticket.seq == 0
     assert not house.engine.requests
@@ -88,7 +88,7 @@ async def test_tickets_on_their_way_back_after_a_pause_survive_a_stop(tmp_path: 
     await until(lambda: house.dispatcher.asking_since_s is not None)
     house.dispatcher.admission.pause()
     await buffer.put_tasks([house.context.source.task(index) for index in range(2)])
-    await until_async(lambda: _is_admitted(buffer))
+    await until_buffer(buffer, lambda stats: stats.admitted > 0)
     if stop == "drain":
         house.dispatcher.admission.drain()
     else:
@@ -156,7 +156,7 @@ async def test_a_drained_server_leaves_without_the_final_evaluation(tmp_path: Pa
     await watcher.first(1.0)
     server = RolloutServer(context, watcher)
     serving = asyncio.create_task(server.serve())
-    await until_async(lambda: _has_ready(buffer, 4))
+    await until_buffer(buffer, lambda stats: stats.ready >= 4)
     server._dispatcher.admission.drain(now=True)
     async with asyncio.timeout(15):
         await serving
@@ -171,11 +171,3 @@ def test_a_server_that_drains_cannot_be_called_back() -> None:
     admission.resume()
     admission.pause()
     assert admission.is_draining
-
-
-async def _is_admitted(buffer: InMemoryBuffer) -> bool:
-    return (await buffer.stats()).admitted > 0
-
-
-async def _has_ready(buffer: InMemoryBuffer, groups: int) -> bool:
-    return (await buffer.stats()).ready >= groups

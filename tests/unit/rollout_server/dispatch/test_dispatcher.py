@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,9 @@ from async_grpo.utils.aio import root_cause
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from buffer import InMemoryBuffer
-from rollout_server.context import ServerContext
 from rollout_server.dispatch.admission import TaskFeeder
-from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.engines.base import GenerationRequest, sample_seed
-from rollout_server.workflows.session import SampleSession
 from tests.support.rollout_fakes import (
     FakeEngine,
     FakePool,
@@ -28,34 +23,14 @@ from tests.support.rollout_fakes import (
     buffer_of,
     config_of,
     context_of,
+    dispatching,
     until,
-    until_async,
-    watcher_of,
+    until_buffer,
 )
 
 
-@asynccontextmanager
-async def dispatching(context: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[Dispatcher]:
-    """A dispatcher with its feeder and weights, stopped as by SIGTERM at the end of the block."""
-    watcher = watcher_of(context, receiver or FakeReceiver(WeightVersion(1, 0)))
-    await watcher.first(1.0)
-    feeder = TaskFeeder(context.buffer, context.source, target=16)
-    dispatcher = Dispatcher(context, watcher, feeder)
-    loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
-    running = asyncio.create_task(dispatcher.run())
-    try:
-        yield dispatcher
-    finally:
-        for task in (running, *loops):
-            task.cancel()
-        await asyncio.gather(running, *loops, return_exceptions=True)
-
-
 async def ready(buffer: InMemoryBuffer, groups: int) -> None:
-    async def enough() -> bool:
-        return (await buffer.stats()).ready >= groups
-
-    await until_async(enough)
+    await until_buffer(buffer, lambda stats: stats.ready >= groups)
 
 
 async def test_groups_go_from_ticket_to_buffer(tmp_path: Path) -> None:
@@ -84,7 +59,7 @@ async def test_the_engine_stays_full_and_is_never_overfilled(tmp_path: Path) -> 
     config = config_of(max_staleness=8, rollout={"max_concurrency": 6})
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(context_of(tmp_path, config, engine)) as dispatcher:
+    async with dispatching(context_of(tmp_path, config, engine)) as (dispatcher, _):
         await until(lambda: len(engine.held) == 6)
         for _ in range(12):
             engine.release(next(iter(engine.held)))
@@ -105,7 +80,7 @@ async def test_all_free_slots_are_filled_with_one_request(tmp_path: Path) -> Non
     buffer.admit = noted  # type: ignore[method-assign]
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(context_of(tmp_path, config, engine, buffer)) as dispatcher:
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as (dispatcher, _):
         await until(lambda: len(engine.held) == 10)
         assert (limits, dispatcher.slots.committed) == ([3], 12)
 
@@ -179,31 +154,12 @@ async def test_stopping_stores_what_has_finished_and_another_server_makes_the_re
     assert (group.attempt, group.server, len(group.samples)) == (2, "rollout-1", 4)
 
 
-async def test_a_sample_goes_on_behind_the_tokens_of_its_partial() -> None:
-    prior = Sample(
-        tokens=tokens_to_bytes([1, 2]),
-        logprobs=logprobs_to_bytes([-1.0, -2.0]),
-        spans=[VersionSpan(3, 0, 2)],
-        finish_reason="",
-    )
-    engine = FakeEngine()
-    engine.version = 4
-    session = SampleSession(engine, "r", [9], seed=1, temperature=1.0, max_tokens=4, prior=prior)
-    await session.turn()
-    sample = session.sample("text")
-    sample.validate()
-    assert engine.requests[0].prefix == [1, 2]
-    assert engine.requests[0].max_tokens == 2
-    assert sample.token_ids().tolist() == [1, 2, ord("y"), ord("e")]
-    assert sample.spans == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 4)]
-
-
 async def test_a_group_whose_lease_was_lost_is_dropped(tmp_path: Path) -> None:
     config = config_of(max_staleness=0, groups_per_step=1)
     buffer = buffer_of(config)
     engine = FakeEngine()
     engine.hold = True
-    async with dispatching(context_of(tmp_path, config, engine, buffer)) as dispatcher:
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as (dispatcher, _):
         await until(lambda: len(engine.held) == 4)
         (work,) = dispatcher.leases
         await buffer.give_back(work.ticket)
@@ -228,12 +184,8 @@ async def test_a_group_that_cannot_be_trained_is_discarded_with_its_reason(
     buffer = buffer_of(config)
     engine = FakeEngine(lambda request: answers[int(float(request.request_id.split("-")[2]))])
     context = context_of(tmp_path, config, engine, buffer)
-
-    async def discarded() -> bool:
-        return (await buffer.stats()).released.get(reason, 0) >= 2
-
     async with dispatching(context):
-        await until_async(discarded)
+        await until_buffer(buffer, lambda stats: stats.released.get(reason, 0) >= 2)
         assert (await buffer.stats()).ready == 0
 
 
@@ -286,31 +238,21 @@ async def test_a_buffer_that_takes_nothing_back_does_not_turn_a_stop_into_a_fail
     engine.hold = True
     monkeypatch.setattr("rollout_server.dispatch.dispatcher.GIVE_BACK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(buffer, "give_back", lambda ticket: asyncio.sleep(3600))
-    context = context_of(tmp_path, config, engine, buffer)
-    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
-    await watcher.first(1.0)
-    feeder = TaskFeeder(buffer, context.source, target=16)
-    await feeder.top_up()
-    running = asyncio.create_task(Dispatcher(context, watcher, feeder).run())
-    await until(lambda: len(engine.held) > 0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as (_, running):
+        await until(lambda: len(engine.held) > 0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
 
 
 async def test_when_every_group_fails_the_server_gives_up_and_says_why(tmp_path: Path) -> None:
     config = config_of()
-    context = context_of(tmp_path, config, FakeEngine(lambda request: "?"))
-    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
-    await watcher.first(1.0)
-    feeder = TaskFeeder(context.buffer, context.source, target=64)
-    feeding = asyncio.create_task(feeder.run())
-    with pytest.raises(ExceptionGroup) as raised:
-        await Dispatcher(context, watcher, feeder).run()
+    async with dispatching(context_of(tmp_path, config, FakeEngine(lambda request: "?"))) as (_, running):
+        with pytest.raises(ExceptionGroup) as raised:
+            await running
     cause = root_cause(raised.value)
     assert isinstance(cause, RoleFailed)
     assert "32 groups in a row ended as unverifiable, the last because: raised: cannot say" in str(cause)
-    feeding.cancel()
 
 
 async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_path: Path) -> None:
@@ -318,13 +260,9 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
     buffer = buffer_of(config)
     engine = FakeEngine()
     engine.error = EngineError("rollout-0: the engine died")
-    context = context_of(tmp_path, config, engine, buffer)
-    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
-    await watcher.first(1.0)
-    feeder = TaskFeeder(buffer, context.source, target=16)
-    await feeder.top_up()
-    with pytest.raises(ExceptionGroup) as raised:
-        await Dispatcher(context, watcher, feeder).run()
+    async with dispatching(context_of(tmp_path, config, engine, buffer)) as (_, running):
+        with pytest.raises(ExceptionGroup) as raised:
+            await running
     assert isinstance(root_cause(raised.value), EngineError)
     tickets = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
     assert tickets[0].attempt == 2

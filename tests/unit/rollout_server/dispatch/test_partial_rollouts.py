@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +11,9 @@ from async_grpo.errors import EngineError
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Group, Ticket
 from buffer import InMemoryBuffer
-from rollout_server.context import ServerContext
-from rollout_server.dispatch.admission import TaskFeeder
-from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
-from tests.support.rollout_fakes import FakeReceiver, buffer_of, config_of, context_of, until, until_async, watcher_of
+from tests.support.rollout_fakes import FakeReceiver, buffer_of, config_of, context_of, dispatching, until, until_buffer
 
 LENGTH = 40
 
@@ -44,25 +38,6 @@ async def started(tokens_per_s: float = 200.0) -> ScriptedEngine:
     return engine
 
 
-@asynccontextmanager
-async def serving(context: ServerContext, receiver: FakeReceiver | None = None) -> AsyncIterator[asyncio.Task[None]]:
-    """Yields the dispatcher's task."""
-    watcher = watcher_of(
-        context, receiver or FakeReceiver(WeightVersion(1, 0)), interruption=context.config.rollout.interruption
-    )
-    await watcher.first(1.0)
-    feeder = TaskFeeder(context.buffer, context.source, target=16)
-    dispatcher = Dispatcher(context, watcher, feeder)
-    loops = [asyncio.create_task(loop) for loop in (watcher.run(), feeder.run())]
-    running = asyncio.create_task(dispatcher.run())
-    try:
-        yield running
-    finally:
-        for task in (running, *loops):
-            task.cancel()
-        await asyncio.gather(running, *loops, return_exceptions=True)
-
-
 async def some_tokens(engine: ScriptedEngine, least: int) -> None:
     await until(lambda: engine.load().generated_tokens >= least)
 
@@ -82,10 +57,7 @@ async def look(buffer: InMemoryBuffer) -> list[Ticket]:
 
 
 async def the_group(buffer: InMemoryBuffer) -> Group:
-    async def is_ready() -> bool:
-        return (await buffer.stats()).ready == 1
-
-    await until_async(is_ready)
+    await until_buffer(buffer, lambda stats: stats.ready == 1)
     (group,) = (await buffer.take(epoch=0, version=0, timeout_s=1.0)).groups
     return group
 
@@ -100,12 +72,12 @@ def check_whole(group: Group, samples: int = 4) -> None:
 async def test_a_server_that_stops_leaves_every_token_to_the_next_one(tmp_path: Path) -> None:
     settings = config()
     buffer, first = buffer_of(settings), await started()
-    async with serving(context_of(tmp_path, settings, first, buffer)):
+    async with dispatching(context_of(tmp_path, settings, first, buffer)):
         await some_tokens(first, 40)
     generated = first.load().generated_tokens
     assert await stored(buffer) == generated
     second = await started(5000.0)
-    async with serving(context_of(tmp_path, settings, second, buffer, name="rollout-1")):
+    async with dispatching(context_of(tmp_path, settings, second, buffer, name="rollout-1")):
         check_whole(await the_group(buffer))
     assert generated + second.load().generated_tokens == 4 * LENGTH
 
@@ -114,13 +86,13 @@ async def test_a_server_that_is_killed_costs_what_it_made_since_it_last_stored(t
     settings = config(progress_interval_s=0.02, lease_s=0.2)
     buffer, first = buffer_of(settings), await started()
     context = context_of(tmp_path, settings, first, buffer)
-    async with serving(context) as running:
+    async with dispatching(context) as (_, running):
         await some_tokens(first, 60)
         first.fail = lambda reason="": None  # type: ignore[method-assign]
         context.buffer.progress = context.buffer.give_back = nothing  # type: ignore[method-assign]
         running.cancel()
     second = await started(5000.0)
-    async with serving(context_of(tmp_path, settings, second, buffer_again(buffer), name="rollout-1")):
+    async with dispatching(context_of(tmp_path, settings, second, buffer_again(buffer), name="rollout-1")):
         check_whole(await the_group(buffer))
     regenerated = first.load().generated_tokens + second.load().generated_tokens - 4 * LENGTH
     assert 0 <= regenerated <= 40
@@ -139,7 +111,7 @@ def buffer_again(buffer: InMemoryBuffer) -> InMemoryBuffer:
 async def test_the_death_of_the_engine_costs_no_token(tmp_path: Path) -> None:
     settings = config()
     buffer, first = buffer_of(settings), await started()
-    async with serving(context_of(tmp_path, settings, first, buffer)) as running:
+    async with dispatching(context_of(tmp_path, settings, first, buffer)) as (_, running):
         await some_tokens(first, 40)
         first.fail()
         with pytest.raises(ExceptionGroup) as errors:
@@ -148,30 +120,21 @@ async def test_the_death_of_the_engine_costs_no_token(tmp_path: Path) -> None:
     assert await stored(buffer) == first.load().generated_tokens
 
 
-async def test_abort_gives_the_group_to_whoever_has_room_and_loses_no_token(tmp_path: Path) -> None:
-    settings = config(interruption="abort", max_interruptions=9)
+@pytest.mark.parametrize(("most", "attempt"), [(9, 4), (1, 2)])
+async def test_abort_gives_the_group_to_whoever_has_room_at_most_max_interruptions_times(
+    tmp_path: Path, most: int, attempt: int
+) -> None:
+    settings = config(interruption="abort", max_interruptions=most)
     buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
-    async with serving(context_of(tmp_path, settings, engine, buffer), receiver):
-        for version, least in [(1, 30), (2, 70)]:
-            await some_tokens(engine, least)
-            await receiver.publish(1, version)
-        group = await the_group(buffer)
-    check_whole(group)
-    assert group.attempt == 3
-    assert engine.load().generated_tokens == 4 * LENGTH
-    assert all([span.version for span in sample.spans] == [0, 1, 2] for sample in group.samples)
-
-
-async def test_a_group_is_aborted_no_more_than_max_interruptions_times(tmp_path: Path) -> None:
-    settings = config(interruption="abort", max_interruptions=1)
-    buffer, engine, receiver = buffer_of(settings), await started(), FakeReceiver(WeightVersion(1, 0))
-    async with serving(context_of(tmp_path, settings, engine, buffer), receiver):
+    async with dispatching(context_of(tmp_path, settings, engine, buffer), receiver):
         for version, least in [(1, 30), (2, 70), (3, 110)]:
             await some_tokens(engine, least)
             await receiver.publish(1, version)
         group = await the_group(buffer)
     check_whole(group)
-    assert group.attempt == 2
+    assert group.attempt == attempt
+    assert engine.load().generated_tokens == 4 * LENGTH
+    assert all([span.version for span in sample.spans] == [0, 1, 2, 3] for sample in group.samples)
 
 
 async def test_a_group_that_over_samples_keeps_the_first_that_finish(tmp_path: Path) -> None:
@@ -183,7 +146,7 @@ async def test_a_group_that_over_samples_keeps_the_first_that_finish(tmp_path: P
     engine = ScriptedEngine(unequal, tokens_per_s=200.0)
     await engine.start()
     buffer = buffer_of(settings)
-    async with serving(context_of(tmp_path, settings, engine, buffer)):
+    async with dispatching(context_of(tmp_path, settings, engine, buffer)):
         group = await the_group(buffer)
         await until(lambda: engine.load().running == 0)
     assert [sample.length for sample in group.samples] == [4, 10, 16, 22]

@@ -15,9 +15,6 @@ from async_grpo.utils import aio
 from async_grpo.utils.aio import root_cause, watched_loop
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Task
-from rollout_server.context import ServerContext
-from rollout_server.dispatch.admission import TaskFeeder
-from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.evaluation.milestones import MilestoneEvaluator, longest_completion_s
 from rollout_server.workflows import SingleTurn
 from rollout_server.workflows.sample_rollout import SampleDeadline
@@ -29,8 +26,9 @@ from tests.support.rollout_fakes import (
     buffer_of,
     config_of,
     context_of,
+    dispatching,
     until,
-    until_async,
+    until_buffer,
     watcher_of,
 )
 
@@ -60,14 +58,6 @@ class Hangs(SingleTurn):
             await self.freed.wait()
 
 
-async def dispatcher_of(context: ServerContext) -> tuple[Dispatcher, list[asyncio.Task[None]]]:
-    watcher = watcher_of(context, FakeReceiver(WeightVersion(1, 0)))
-    await watcher.first(1.0)
-    feeder = TaskFeeder(context.buffer, context.source, target=64)
-    dispatcher = Dispatcher(context, watcher, feeder)
-    return dispatcher, [asyncio.create_task(feeder.run()), asyncio.create_task(dispatcher.run())]
-
-
 @pytest.mark.parametrize("stubborn", [False, True])
 async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubborn: bool
@@ -77,17 +67,10 @@ async def test_a_workflow_that_never_returns_fails_its_group_and_is_named(
     buffer, workflow = buffer_of(config), Hangs({1}, stubborn=stubborn)
     context = replace(context_of(tmp_path, config, FakeEngine(), buffer), workflow=workflow)
 
-    async def is_over() -> bool:
-        stats = await buffer.stats()
-        return stats.released["failed"] == 1 and stats.ready >= 3
-
     with structlog.testing.capture_logs() as logs:
-        dispatcher, loops = await dispatcher_of(context)
-        await until_async(is_over)
-        held = [work.ticket.seq for work in dispatcher.leases]
-        for loop in loops:
-            loop.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
+        async with dispatching(context) as (dispatcher, _):
+            await until_buffer(buffer, lambda stats: stats.released["failed"] == 1 and stats.ready >= 3)
+            held = [work.ticket.seq for work in dispatcher.leases]
         workflow.freed.set()
     (entry,) = [entry for entry in logs if entry["event"] == "group discarded"]
     assert (entry["seq"], entry["reason"], 1 in held) == (1, "failed", False)
@@ -110,23 +93,15 @@ async def test_a_workflow_that_asks_for_ever_does_not_hold_the_event_loop(tmp_pa
     buffer = buffer_of(config)
     context = replace(context_of(tmp_path, config, FakeEngine(), buffer), workflow=AsksForEver(Bytes()))
 
-    async def has_failed() -> bool:
-        return (await buffer.stats()).released["failed"] > 0
-
-    _, loops = await dispatcher_of(context)
-    await until_async(has_failed)
-    for loop in loops:
-        loop.cancel()
-    await asyncio.gather(*loops, return_exceptions=True)
+    async with dispatching(context):
+        await until_buffer(buffer, lambda stats: stats.released["failed"] > 0)
 
 
 async def test_when_every_sample_hangs_the_server_gives_up_before_the_trainer_does(tmp_path: Path) -> None:
     config = config_of(rollout=NAMED | {"sample_deadline_s": 0.05})
     context = replace(context_of(tmp_path, config, FakeEngine()), workflow=Hangs())
-    _, (feeding, running) = await dispatcher_of(context)
-    async with asyncio.timeout(5):
+    async with dispatching(context) as (_, running), asyncio.timeout(5):
         (raised,) = await asyncio.gather(running, return_exceptions=True)
-    feeding.cancel()
     assert isinstance(raised, ExceptionGroup)
     cause = root_cause(raised)
     assert isinstance(cause, RoleFailed)
