@@ -78,7 +78,7 @@ class SampleOverdue(WaitTimeout):
 
 
 class BufferFault(AsyncGrpoError):
-    """The replay buffer refused or failed."""
+    """The replay buffer refused an operation, or failed."""
 
 
 class ServerRefused(BufferFault):
@@ -102,7 +102,7 @@ class StreamGap(BufferFault):
 
 
 class LeaseLost(BufferFault):
-    """The ticket is held by somebody else, or its group has already ended."""
+    """Another holder has the ticket, or its group has already ended."""
 
 
 class Fenced(BufferFault):
@@ -114,15 +114,15 @@ class RunEnded(BufferFault):
 
 
 class WeightsError(AsyncGrpoError):
-    """The weight plane failed."""
+    """Weights could not be published, received or loaded."""
 
 
 class WeightsCorrupt(WeightsError):
-    """Bytes that do not match their manifest; nothing of them was applied."""
+    """Bytes do not match their manifest; none of them were applied."""
 
 
 class WeightsReplaced(WeightsError):
-    """The store does not hold this version (any more); nothing was touched."""
+    """The store does not hold this version, or no longer does; nothing was changed."""
 
 
 class PublisherLost(WeightsError):
@@ -138,8 +138,8 @@ class TrainingError(AsyncGrpoError):
 
 
 class NonFiniteStep(TrainingError):
-    """A loss or a gradient that is not finite, on all ranks alike. Its update has changed no weight; updates of the
-    same step before it (trainer.mini_batches, trainer.num_iterations) stand."""
+    """A loss or gradient is not finite, on all ranks. Its update has changed no weight; earlier updates of the same
+    step (trainer.mini_batches, trainer.num_iterations) stay."""
 
 
 class CheckpointError(TrainingError):
@@ -155,7 +155,7 @@ class RoleFailed(AsyncGrpoError):
 
 
 CONFIG_FAULTS = (ConfigError, DataError, DependencyError)
-"""Errors of what a role was given: started again with the same, it would fail again."""
+"""Errors in what a role was given: it would fail again if it were restarted."""
 
 EXIT_CONFIG = 78
 """Exit code of a role that ends with one of CONFIG_FAULTS (EX_CONFIG of sysexits.h); it is not restarted."""

@@ -1,4 +1,4 @@
-"""Code of the user's own, named `module:attribute` in the configuration."""
+"""The user's own code, named `module:attribute` in the configuration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_plugin(name: str) -> bool:
 
 
 def load_plugin(name: str, *, key: str, expected: str = "a function or class") -> Any:
-    """What `module:attribute` names, on the Python path or in the working folder; it must be callable.
+    """Import `module:attribute` from the Python path or the working folder; it must be callable.
 
-    `key`: where in the configuration it is named; `expected`: what it should be. Raises ConfigError that says
-    what to change.
+    `key` is where the configuration names it, `expected` what it should be. Raises ConfigError, which says what to
+    change.
     """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -29,7 +29,7 @@ def load_plugin(name: str, *, key: str, expected: str = "a function or class") -
         sys.path.append(here)
     try:
         found = attrgetter(attribute)(importlib.import_module(module_name))
-    except Exception as error:  # whatever the user's module may raise while it is imported
+    except Exception as error:  # the user's module may raise anything while it is imported
         raise ConfigError(
             f"{key}: {name!r} cannot be imported ({type(error).__name__}: {error}). Is the module in the working "
             "folder or on PYTHONPATH, and the name right?"

@@ -1,4 +1,4 @@
-"""Staleness arithmetic: which groups may be admitted, which are trained next, which are too old. Pure.
+"""Staleness arithmetic: how many groups may be admitted, how they are selected, how old they may get. Pure.
 
     ReplayPolicy = StalenessWindow + Selector + OnStale + RateLimit + max_uses
 
@@ -17,15 +17,14 @@ s - (v*P + d) < (S+1)*P. It is trained at version v' only after v'*P others befo
 s groups before it never will be, so v'*P <= s - d < (v + S + 1)*P, that is v' - v <= S. No token of
 the group is older than v, because a server starts it only with weights of version >= v.
 
-`RateLimit` bounds how far sampling may run ahead of inserting, and behind: the arithmetic of Reverb's rate limiter
-(arXiv 2102.04736, section 3.3). With I groups inserted, U uses (groups sampled, each time counted),
+`RateLimit` bounds how far sampling may run ahead of inserting, or fall behind it, with the arithmetic of Reverb's rate
+limiter (arXiv 2102.04736, section 3.3). With I groups inserted, U uses (a group counts each time it is sampled),
 R = samples_per_insert and the balance
 
     diff = R * I - U
 
-an insert is allowed while  R * (I + 1) - U <= max_diff  or the table holds fewer than min_size, and a
-batch of P may be sampled while  R * I - (U + P) >= min_diff  and the table holds at least min_size.
-The defaults are no limit at all.
+an insert is allowed while  R * (I + 1) - U <= max_diff  or the table holds fewer than min_size groups, and a batch of P
+may be sampled while  R * I - (U + P) >= min_diff  and the table holds at least min_size. The defaults limit nothing.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ ends as stale.
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """`limits` says whether the ratio is limited; then a full buffer makes room by evicting its oldest
-    READY group, as a Reverb table does."""
+    """Bounds on the balance of uses and inserts. While it `limits` the ratio, a full buffer makes room by evicting its
+    oldest READY group, as a Reverb table does."""
 
     min_size: int = 0
     samples_per_insert: float = 1.0
@@ -70,18 +69,18 @@ class RateLimit:
 
     @classmethod
     def ratio(cls, samples_per_insert: float, *, min_size: int, error_buffer: float) -> RateLimit:
-        """Hold uses : inserts near `samples_per_insert`, within error_buffer uses around the balance at
-        which the table has just reached min_size."""
+        """Keep uses : inserts near `samples_per_insert`: within error_buffer uses of the balance at which the table has
+        just reached min_size."""
         start = samples_per_insert * min_size
         return cls(min_size, samples_per_insert, start - error_buffer, start + error_buffer)
 
     @property
     def limits(self) -> bool:
-        """Whether uses and inserts depend on each other."""
+        """Whether the ratio of uses to inserts is limited."""
         return self.max_diff < UNLIMITED
 
     def insertable(self, *, inserts: int, uses: int, size: int, needed_size: int) -> int:
-        """Groups that may be inserted now, beside `inserts` that were, or are being made."""
+        """Number of groups that may be inserted now, in addition to `inserts` that were inserted or are being made."""
         by_size = needed_size - size
         by_ratio = math.floor((self.max_diff + uses) / self.samples_per_insert) - inserts
         return max(0, by_size, by_ratio)
@@ -93,7 +92,7 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class StalenessWindow:
-    """The dials: S, P and the horizon H: how often, in total, the run trains a group (steps * P)."""
+    """S, P and the horizon: the number of groups that the whole run trains, with repetitions (steps * P)."""
 
     max_staleness: int
     groups_per_step: int
@@ -108,15 +107,15 @@ class StalenessWindow:
 def age(trainer_version: int, oldest_version: int) -> int:
     """Age in optimizer steps of tokens sampled from `oldest_version` when trained at `trainer_version`.
 
-    A trainer that replays steps after a crash may meet tokens of a version that it has not reached
-    again: their age is 0.
+    A trainer that replays steps after a crash may train tokens of a version that it has not reached again; their age
+    is 0.
     """
     return max(0, trainer_version - oldest_version)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPolicy:
-    """All dials of the buffer. Raises ValueError for a combination that would stall or mean nothing."""
+    """All settings of the buffer. Raises ValueError for a combination that would stall or have no effect."""
 
     window: StalenessWindow
     selector: Selector = "fifo"
@@ -134,10 +133,10 @@ class ReplayPolicy:
     def age_bound(self) -> int:
         """No token that gets a gradient is older than this many optimizer steps.
 
-        S, where older tokens are dropped or masked. Under `wait`, from the order alone: when a group is
-        admitted, at most (S+1)*P - 1 others are active, and at most W - 1 later ones overtake it; each is
-        trained at most k times, and so is the group itself before its last time. That is at most
-        ((S+1)*P + W - 1) * k - 1 uses, P a step. With k = 1: S + ceil((W-1) / P).
+        It is S if older tokens are dropped or masked. Under `wait` it follows from the order: when a group is admitted,
+        at most (S+1)*P - 1 others are active, and at most W - 1 later ones overtake it. Each is trained at most k
+        times, and the group itself at most k - 1 times before its last. That is at most ((S+1)*P + W - 1) * k - 1 uses,
+        P in each step. With k = 1: S + ceil((W-1) / P).
         """
         if self.on_stale != "wait":
             return self.window.max_staleness
@@ -150,7 +149,7 @@ class ReplayPolicy:
 
     @property
     def size_to_take(self) -> int:
-        """READY groups that a take needs, while that many are left to be trained."""
+        """Number of READY groups that a take needs, while that many are left to train."""
         return max(self.rate.min_size, self.window.groups_per_step)
 
     def mask_below(self, trainer_version: int) -> int:

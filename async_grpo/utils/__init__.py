@@ -1,1 +1,1 @@
-"""Helpers that know nothing of this project."""
+"""Helpers that do not depend on the rest of the project."""

@@ -1,19 +1,19 @@
-"""What asyncio leaves to its users: races, tasks that are ended, signals, one error of several, a blocked event loop.
+"""Helpers for asyncio: races, cancellation, signals, the cause among several errors, a watch on the event loop.
 
     race(work, rival)        the result of the work, unless the rival is done first
-    cancel_and_wait(tasks)   end tasks and wait until they have ended
+    cancel_and_wait(tasks)   cancel tasks and wait until they have ended
     stop_signals(stop)       SIGTERM and Ctrl-C call `stop`
     root_cause(error)        which of several errors to show
-    watched_loop(...)        a thread that says who holds the event loop
+    watched_loop(...)        a thread that reports what blocks the event loop
 
 The watching thread asks the event loop for a sign of life every second:
 
     watched_loop (thread) --call_soon_threadsafe--> event loop --> sign of life
 
 Code that blocks the event loop stops everything in its process: heartbeats, weights, HTTP. After WARN_S the log names
-the task and the lines that hold it; after `limit_s` the process ends, so that another one goes on with its groups. A
-process that was stopped (SIGSTOP) has missed one sign, however long that took. Code that holds Python's global lock as
-well (a regular expression, a loop in C) cannot be seen from here.
+the task and the lines that block it; after `limit_s` the process ends, so that another one can continue its groups. A
+process that was stopped (SIGSTOP) has missed one sign of life, however long it was stopped. Code that also holds
+Python's global lock (a regular expression, a loop in C) stops the watching thread too, so it goes unnoticed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Overtaken(Exception):
 
 
 async def race(work: Awaitable[T], rival: Awaitable[object]) -> T:
-    """The result of `work`, or what it raises, if it is done first; of two that are done at once, `work` counts.
+    """Return the result of `work`, or raise its error, if it is done first; if both are done, `work` counts.
 
-    Raises Overtaken if the rival is done first, or what the rival raises. Coroutines are cancelled and have ended when
-    this returns; tasks and futures of the caller go on.
+    Raises Overtaken if the rival is done first, or the rival's error. Coroutines that are not done are cancelled, and
+    have ended when this returns; tasks and futures of the caller go on.
     """
     working, other = asyncio.ensure_future(work), asyncio.ensure_future(rival)
     try:
@@ -62,7 +62,7 @@ async def race(work: Awaitable[T], rival: Awaitable[object]) -> T:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait until all have ended, whatever they end with."""
+    """Cancel the tasks and wait until all have ended; their results and errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -70,7 +70,7 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 @contextmanager
 def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C call `stop` in the event loop, every time, instead of ending this process."""
+    """Within the block, each SIGTERM and Ctrl-C calls `stop` in the event loop instead of ending this process."""
     loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, stop)
@@ -82,7 +82,7 @@ def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error itself; of a group of errors that of the engine, which explains the others, else the first."""
+    """The error itself; of a group, the engine's error, which explains the others, or else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [root_cause(inner) for inner in error.exceptions]
@@ -93,7 +93,7 @@ def root_cause(error: BaseException) -> BaseException:
 def watched_loop(limit_s: float, on_limit: Callable[[str], None], *, warn_s: float = WARN_S) -> Iterator[None]:
     """Watch the running event loop for the length of the block.
 
-    After `limit_s` the watching thread calls `on_limit` with what holds the loop; it must end the process.
+    After `limit_s` the watching thread calls `on_limit` with the lines that block the loop; it must end the process.
     """
     loop, thread_id, ended = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
 
@@ -119,7 +119,7 @@ def watched_loop(limit_s: float, on_limit: Callable[[str], None], *, warn_s: flo
 
 
 def holder_of(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
-    """The task that the loop runs, and the lines where it is, innermost first."""
+    """The task that the loop is running and its stack, innermost line first."""
     task = asyncio.current_task(loop)
     frame = sys._current_frames().get(thread_id)
     stack = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []

@@ -1,8 +1,8 @@
-"""Two promises that a Linux process can make about its family, so that no run leaves an orphan.
+"""Settings of the Linux kernel that keep a run from leaving orphans: die with the parent, adopt orphans.
 
-    parent --starts--> python process.py PARENT SIGNAL CORES PROGRAM ... --asks the kernel, then becomes--> PROGRAM
+    parent --starts--> python child_process.py PARENT SIGNAL CORES PROGRAM ... --prctl, then exec--> PROGRAM
 
-A child makes its promise itself, in a fresh process: between fork and exec of a parent with threads, Python code may
+The child makes the setting itself, in a fresh process: between fork and exec in a parent with threads, Python code may
 deadlock on a lock that another thread held.
 """
 
@@ -15,31 +15,34 @@ import sys
 from collections.abc import Sequence
 
 MARK_VARIABLE = "ASYNC_GRPO_ROLE_MARK"
-"""In the environment of every role and its children: whose they are, and with whom they end."""
+"""Environment variable of every role and its children: the role to which they belong, and with which they end."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_mark(role_mark: str) -> str:
-    """Of what one role starts for all roles of its run: it ends with the last of them."""
+    """The mark of a process that a role starts for all roles of its run; it ends with the last of them."""
     return f"{role_mark.rpartition('/')[0]}/"
 
 
 def child_argv(
     argv: Sequence[str], *, with_signal: signal.Signals = signal.SIGKILL, cores: Sequence[int] = ()
 ) -> list[str]:
-    """The command that runs `argv` as a child of this process and under its process id: the kernel sends it
-    `with_signal` when the thread that has started it ends, and it uses these cores only; () for all."""
+    """The command that runs `argv` in the process that is started with it.
+
+    The kernel sends that process `with_signal` when the thread that started it ends. It runs on `cores` only; () for
+    all cores.
+    """
     kept_to = ",".join(map(str, cores))
     # Isolated and without site: it needs the standard library alone, and starts in a fraction of the time.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(with_signal)), kept_to, *argv]
 
 
 def die_with_parent(parent: int, with_signal: int = signal.SIGKILL) -> None:
-    """The kernel sends this process `with_signal` when the thread that started it ends.
+    """Have the kernel send this process `with_signal` when the thread that started it ends.
 
-    `parent`: the process id that the parent has told. One that is gone by now counts, too.
+    `parent` is the process id of the parent. If that process has already ended, the signal is sent at once.
     """
     _prctl(_PR_SET_PDEATHSIG, with_signal)
     if os.getppid() != parent:
@@ -47,7 +50,7 @@ def die_with_parent(parent: int, with_signal: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become children of this process, which can then end them."""
+    """Make descendants whose parent dies children of this process, which can then end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -60,7 +63,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _become(parent: str, with_signal: str, cores: str, *argv: str) -> None:
-    """What a command of `child_argv` does."""
+    """Make the settings and become the program; the command of `child_argv` runs this."""
     die_with_parent(int(parent), int(with_signal))
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])

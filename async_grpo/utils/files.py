@@ -1,7 +1,7 @@
-"""Files and folders that are whole or not there, data that survives a loss of power, and locks between processes.
+"""Files and folders written atomically, data synced to disk, and locks between processes.
 
-A writer works on a draft beside the place; the draft gets the name when all of it has been written, so that a reader
-never sees half of it. Locks are the kernel's (flock): they end with the process that holds them, however it ends.
+A writer writes a draft beside the target and renames it when it is complete, so that a reader never sees half a file.
+Locks are the kernel's (flock): they end with the process that holds them, however it ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from async_grpo.errors import DataError
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, synced: bool = False) -> Iterator[BinaryIO]:
-    """A draft to write to; when the block has succeeded it replaces `path`, else it is removed.
+    """Open a draft for writing. It replaces `path` when the block succeeds, and is removed otherwise.
 
-    Several processes may write the same path at the same time, on whatever machine: each has its own draft. `synced`:
-    the file and its name are on disk when this returns.
+    Several processes, also on different machines, may write the same path at the same time: each has its own draft.
+    With `synced` the file and its name are on disk when this returns.
     """
     draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
@@ -39,14 +39,14 @@ def atomic_file(path: Path, *, synced: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, synced: bool = False) -> Path:
-    """Write the file whole or not at all (text as UTF-8) and return its path; see `atomic_file`."""
+    """Write the file atomically (text as UTF-8) and return its path; see `atomic_file`."""
     with atomic_file(path, synced=synced) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def sync(path: Path) -> None:
-    """Return when the content of the file, or the names in the folder, are on disk."""
+    """Write the content of the file, or the names in the folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,7 +55,7 @@ def sync(path: Path) -> None:
 
 
 def try_lock(file: int | IO[str]) -> bool:
-    """Lock an open file for its holder alone, without waiting; False if it is locked already."""
+    """Lock an open file exclusively, without waiting; False if it is locked already."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -74,10 +74,11 @@ def locked(path: Path, busy: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """An empty draft folder; when the block has succeeded it becomes `folder`, and is on disk if its files are.
+    """Create an empty draft folder, which becomes `folder` when the block succeeds. Its names are then on disk; syncing
+    the files is up to the block.
 
-    A draft that a killed process left behind is removed; the lock on the draft tells it from one in use. Raises
-    DataError if `folder` exists, or while another process makes it.
+    A draft that a killed process left is emptied; the lock tells it from a draft in use. Raises DataError if `folder`
+    exists, or if another process is making it.
     """
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def _check_free(folder: Path) -> None:
 
 
 def _lock_draft(draft: Path, folder: Path) -> int:
-    """A descriptor that holds the lock. Another process may rename or remove the draft at any moment before."""
+    """A descriptor that holds the draft's lock. Until it is locked, another process may rename or remove the draft."""
     while True:
         draft.mkdir(exist_ok=True)
         try:

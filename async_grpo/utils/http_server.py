@@ -1,10 +1,10 @@
-"""uvicorn inside a process that has other work (signals and log stay with the process), and its listening socket.
+"""uvicorn in a process that also does other work and keeps its own signal handlers and log, and its listening socket.
 
     connection --headers, within HEADERS_S--> RequestLimit --> application
 
-Health and metrics are always answered: neither waiting connections nor requests under way count against them. With more
-than MOST_CONNECTIONS open, the connection that has waited longest for its next request is closed; if none waits, the
-one with the oldest request.
+Health and metrics are always answered, however many connections wait and however many requests are being handled.
+Beyond MOST_CONNECTIONS the connection that has waited longest for its next request is closed; if none waits, the one
+with the oldest request.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 KEEP_ALIVE_S = 15
 HEADERS_S = 10
-"""What a client gets for the headers of a request, from the connection or from their first byte on."""
+"""Seconds that a client has to send the headers of a request, counted from the connection or from their first byte."""
 CLOSE_S = 2
-"""What answers under way get when the socket is closed."""
+"""Seconds that pending answers have when the server stops."""
 MOST_CONNECTIONS = 320
-"""Open at once. More than any limit of requests, so that those under way are not closed for others."""
+"""Most open connections. Above any limit of requests, so that no connection with a request is closed for another."""
 ALWAYS_ANSWERED = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 class HttpServer:
-    """`serve` in a task of some event loop, until `stop`.
+    """An HTTP server: run `serve` in a task; `stop` ends it.
 
-    Beyond `most_requests` at once a request gets a 503, those for health and metrics excepted.
+    Beyond `most_requests` concurrent requests, further ones get a 503, except those for health and metrics.
     """
 
     def __init__(self, app: ASGIApp, most_requests: int) -> None:
@@ -53,16 +53,16 @@ class HttpServer:
         )
 
     async def serve(self, listener: socket.socket) -> None:
-        """Answer until `stop`; the socket is closed at the end."""
+        """Answer requests until `stop`, then close the socket."""
         await self._uvicorn.serve([listener])
 
     def stop(self) -> None:
-        """Begin to end; any thread may call it."""
+        """Make `serve` return. Any thread may call this."""
         self._uvicorn.should_exit = True
 
 
 class RequestLimit:
-    """An application that answers 503 where `most` requests are under way."""
+    """Answers 503 while `most` requests are being handled."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -70,7 +70,7 @@ class RequestLimit:
         self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["path"] in ALWAYS_ANSWERED:
             await self._app(scope, receive, send)
             return
@@ -86,8 +86,8 @@ class RequestLimit:
 
 
 class DeadlineProtocol(H11Protocol):
-    """uvicorn's connection, which waits no longer than HEADERS_S for headers. (Between requests its own keep-alive
-    timer holds, which the first byte ends.)"""
+    """uvicorn's connection with a limit of HEADERS_S on waiting for headers. (Between requests, until the first byte,
+    uvicorn's keep-alive timer applies.)"""
 
     deadline: asyncio.TimerHandle | None = None
     waits_since_s = 0.0
@@ -115,7 +115,7 @@ class DeadlineProtocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """For a request: none is under way."""
+        """Whether the connection waits for a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_headers(self) -> None:
@@ -134,7 +134,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Does not install signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -142,9 +142,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any free one. Raises OSError.
+    """A socket that listens at `host` and `port` (0: any free port). Raises OSError if it cannot.
 
-    Two sockets may be bound to one port as long as neither listens, so both are tried here.
+    Both bind and listen are called here, because two sockets may be bound to one port as long as neither listens.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -160,7 +160,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, port: int) -> str:
-    """Where others find what listens there; a socket on all addresses is found by the machine's name."""
+    """The URL at which others reach a socket at `host` and `port`; for all addresses, with this machine's name."""
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         return f"http://{socket.gethostname()}:{port}"

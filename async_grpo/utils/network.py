@@ -1,4 +1,5 @@
-"""Where torch listens: by itself on all interfaces (stores), or where the machine's own name leads (collectives)."""
+"""Binds torch to one address. By default its stores listen on all interfaces, and its collectives on the address of the
+machine's name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def card_of(address: str) -> str | None:
-    """The name of the network card that has the address, as `eth0`; None if none has."""
+    """The network card that has the address (`eth0`, say); None if there is none."""
     wanted = LOOPBACK if address.startswith("127.") else address
     cards = psutil.net_if_addrs().items()
     return next((card for card, found in cards if any(entry.address == wanted for entry in found)), None)
@@ -33,10 +34,10 @@ def card_environment(address: str, variables: Iterable[str] = ()) -> dict[str, s
 
 
 def keep_stores_at_their_address() -> None:
-    """From now on, a store that `init_process_group("tcp://HOST:PORT")` or `env://` opens here listens at HOST alone.
+    """Make stores that `init_process_group("tcp://HOST:PORT")` or `env://` opens in this process listen at HOST only.
 
-    For code of others that opens one; this project opens its own on a socket that is bound already. Raises
-    DependencyError if torch has moved what is replaced.
+    This is for third-party code; this project opens its own stores on sockets that are already bound. Raises
+    DependencyError if torch no longer has the name that is replaced.
     """
     check_private_names("engine worker, torch")
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # of the package it is a function

@@ -1,12 +1,12 @@
-"""Names of other packages that we use although they are not part of what those packages document.
+"""Undocumented names of other packages that this project uses.
 
-They may move in any release. So each is listed here with the releases it was tested in, looked for at the start of the
-process that uses it, and by `async-grpo doctor`; a package that moves one is refused by name before anything is done
-with it. pyproject.toml has the same bounds.
+They may move in any release. So each is listed here with the releases in which it was tested. `async-grpo doctor` and
+every process that uses such names check them at their start, and refuse a package that has moved one, naming it.
+pyproject.toml has the same bounds.
 
     module:attribute.attribute      an attribute may also be one that `__init__` sets or a class annotates
 
-    python -m async_grpo.utils.private_names       imports what is installed, all of it, and says what it finds
+    python -m async_grpo.utils.private_names       imports the listed packages that are installed, prints its findings
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from async_grpo.utils.requirements import MEGATRON_CORE, installed, numbers
 
 @dataclass(frozen=True, slots=True)
 class PrivateNames:
-    """What one kind of process uses of one package."""
+    """The names of one package that one kind of process uses."""
 
     package: str
     distributions: tuple[str, ...]
-    """Any of which brings the package."""
+    """Distributions that install the package; one of them is needed."""
     tested: tuple[str, str]
-    """Releases: from the first, below the second."""
+    """Tested releases: from the first, below the second."""
     names: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    """Used where they exist; nothing is looked for."""
+    """Names that are used only if they exist; not checked."""
 
     @property
     def range(self) -> str:
-        """As pip writes it."""
+        """The tested releases as a version specifier of pip."""
         return f">={self.tested[0]},<{self.tested[1]}"
 
     def found(self) -> tuple[str, str] | None:
-        """The installed distribution and its version."""
+        """The installed distribution and its version; None if none is installed."""
         versions = ((name, installed(name)) for name in self.distributions)
         return next(((name, version) for name, version in versions if version), None)
 
@@ -135,13 +135,13 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
     "trainer on CPU, torch": PrivateNames(*_TORCH, names=("torch.utils._device:_device_constructors",)),
     "engine worker, torch": PrivateNames(*_TORCH, names=("torch.distributed.rendezvous:TCPStore",)),
 }
-"""By who uses them."""
+"""The names by their user."""
 
 
 def check_private_names(*users: str) -> None:
-    """Raises DependencyError for a package of another release than the tested ones, or without one of its names.
+    """Raise DependencyError for a package of an untested release, or without one of its names.
 
-    Imports the modules that the names stand in: `users` are those that this process is about to be.
+    Imports the modules of the names, so give only the `users` that this process is going to be.
     """
     for user in users:
         private = PRIVATE_NAMES[user]
@@ -167,7 +167,7 @@ def check_private_names(*users: str) -> None:
 
 
 def survey() -> Iterator[tuple[str, str]]:
-    """(package and version, what is wrong with it or "") of every package of the table that is installed."""
+    """For every installed package of the table: its name and version, and what is wrong with it ("": nothing)."""
     for user, private in PRIVATE_NAMES.items():
         if found := private.found():
             try:
@@ -179,7 +179,7 @@ def survey() -> Iterator[tuple[str, str]]:
 
 
 def _missing(name: str) -> str:
-    """What is wrong with it; "" if it is there."""
+    """Why the name cannot be used; "" if it can."""
     module, _, attributes = name.partition(":")
     try:
         owner: Any = importlib.import_module(module)
@@ -194,7 +194,7 @@ def _missing(name: str) -> str:
 
 
 def _instance_attributes(owner: type) -> Iterator[str]:
-    """What a class annotates, and what its constructors assign to."""
+    """The attributes that a class annotates, or that its constructors assign."""
     for each in owner.__mro__:
         yield from vars(each).get("__annotations__", {})
         if isinstance(make := vars(each).get("__init__"), FunctionType):

@@ -1,4 +1,4 @@
-"""What the kernel says about processes: who descends from whom, and the memory they hold."""
+"""Processes as the kernel lists them in /proc: who descends from whom, and how much memory they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PROC = Path("/proc")
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory, shared pages counted whole; 0 if the process is gone."""
+    """Resident memory of a process, with all of its shared pages; 0 if it is gone."""
     try:
         return int((_PROC / str(pid) / "statm").read_bytes().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
@@ -19,7 +19,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def pss_bytes(pid: int) -> int:
-    """Resident memory, every shared page divided among those that share it; dearer to ask for than `rss_bytes`."""
+    """Resident memory of a process, with its share of shared pages; takes longer to read than `rss_bytes`."""
     try:
         rollup = (_PROC / str(pid) / "smaps_rollup").read_bytes()
     except OSError:
@@ -28,7 +28,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process that can be seen, by process id."""
+    """The parent of every visible process, by process id."""
     with os.scandir(_PROC) as entries:
         names = [entry.name for entry in entries if entry.name.isdigit()]
     found = {int(name): _parent(name) for name in names}
@@ -36,7 +36,7 @@ def parents() -> dict[int, int]:
 
 
 def own_children() -> list[int]:
-    """Of this process: from the kernel's own list where it keeps one, else from the whole process table."""
+    """The children of this process, from the kernel's list if it keeps one, else from the whole process table."""
     me = os.getpid()
     try:
         return [int(pid) for pid in (_PROC / "self" / "task" / str(me) / "children").read_bytes().split()]
@@ -45,7 +45,7 @@ def own_children() -> list[int]:
 
 
 def descendants(root: int, parents: Mapping[int, int]) -> list[int]:
-    """Children, their children, and so on."""
+    """The children of `root`, their children, and so on; `parents` maps process id to parent."""
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
@@ -58,9 +58,9 @@ def descendants(root: int, parents: Mapping[int, int]) -> list[int]:
 
 
 def _parent(name: str) -> int | None:
-    """The fourth field of /proc/<pid>/stat; the second, a name in brackets, may hold anything.
+    """The fourth field of /proc/<pid>/stat; the second, a name in brackets, may contain any characters.
 
-    Without pathlib, which would take most of the time: the table may have thousands of rows.
+    Does not use pathlib, which would take most of the time: there may be thousands of processes.
     """
     try:
         descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY)

@@ -1,10 +1,10 @@
-"""Process trees: ending everything that a dead role has left, and engines that end with their rollout server.
+"""Process trees: ending everything that a dead role left, and engines that end with their rollout server.
 
 Every role is started in a process group of its own, with a mark in its environment. Its children inherit both, unless
-they leave the group or write their title over their environment (vLLM's engine does). The supervisor adopts orphans, so
-it finds and ends whatever a killed role had started (`end_family`).
+they leave the group or overwrite their environment with their title (as vLLM's engine does). The supervisor adopts
+orphans, so it finds and ends everything that a killed role had started (`end_family`).
 
-vLLM's engine process does not notice that the rollout server was killed; its workers do it here (`exit_with_owner`):
+vLLM's engine process does not notice that the rollout server was killed. Its workers do, with `exit_with_owner`:
 
     rollout server (owner) --> EngineCore --> worker      or, merged:      owner --> EngineCore with worker
 """
@@ -23,22 +23,22 @@ import psutil
 from async_grpo.utils.child_process import MARK_VARIABLE
 
 OWNER = "ASYNC_GRPO_ENGINE_OWNER"
-"""Environment variable inherited by vLLM's processes: the machine and the process id of the rollout server."""
+"""Environment variable that vLLM's processes inherit: the machine and the process id of the rollout server."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 _GRACE_S = 5.0
 
 
 def mark(run: str, role: str = "") -> str:
-    """What identifies the processes of one role of one supervisor; without a role, what its roles share."""
+    """Identifies the processes of one role of this supervisor; without a role, processes that all its roles share."""
     return f"{os.getpid()}/{run}/{role}"
 
 
 def end_family(value: str, group: int | None = None) -> int:
-    """SIGKILL every descendant that carries the mark, or is in the group, and reap it; returns how many there were.
+    """SIGKILL and reap every descendant that carries the mark or is in the group; returns how many there were.
 
-    Python's resource trackers among them end by themselves after the last of the others, and remove what those have
-    left in shared memory; they are killed only if they do not.
+    Python's resource trackers among them end by themselves after all others, and remove what those left in shared
+    memory. They are killed only if they do not end.
     """
     left = [process for process in psutil.Process().children(recursive=True) if _belongs(process, value, group)]
     trackers = [process for process in left if _is_tracker(process)]
@@ -59,7 +59,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Of `multiprocessing`: it knows the semaphores and shared memory of all processes that one role has spawned."""
+    """Whether this is the resource tracker of `multiprocessing`, which frees semaphores and shared memory of a role."""
     try:
         return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -74,14 +74,14 @@ def _belongs(process: psutil.Process, value: str, group: int | None) -> bool:
 
 
 def become_owner() -> None:
-    """Name this process as the owner of engines to come; the rollout server calls it before it starts vLLM."""
+    """Make this process the owner of the engines that it starts; the rollout server calls it before it starts vLLM."""
     os.environ[OWNER] = f"{_here()} {os.getpid()}"
 
 
 def exit_with_owner() -> None:
-    """Called in a worker: end the engine when the rollout server ends, however it ends; at once if it has ended.
+    """End the engine when the rollout server ends, however it ends; at once if it has already ended.
 
-    Does nothing in a worker on another machine or in another container.
+    Called in a worker. Does nothing in a worker on another machine or in another container.
     """
     machine, _, number = os.environ.get(OWNER, "").rpartition(" ")
     if not machine or machine != _here() or not hasattr(os, "pidfd_open"):
@@ -91,14 +91,14 @@ def exit_with_owner() -> None:
     if not psutil.pid_exists(owner):
         _end_orphans(ancestors)
     if owner not in ancestors:
-        return  # started by somebody else's executor, who looks after it
+        return  # another executor started this worker, and ends it
     engine = [os.getpid(), *ancestors][ancestors.index(owner)]
     handle = os.pidfd_open(owner)
     threading.Thread(target=_kill_when_ended, args=(handle, engine), daemon=True, name="owner-watch").start()
 
 
 def _end_orphans(ancestors: list[int]) -> None:
-    """The owner died while the engine was starting: whatever of the engine is above this process goes with it."""
+    """The owner died while the engine was starting: end this process and the engine process above it."""
     parent = ancestors[0] if ancestors else 1
     if parent != 1 and OWNER in _environment(parent):
         os.kill(parent, signal.SIGKILL)
@@ -113,7 +113,7 @@ def _environment(process: int) -> dict[str, str]:
 
 
 def _here() -> str:
-    """Names this machine, as long as it is up, and this container."""
+    """Identifies this machine (until it reboots) and this container; "" if that is not known."""
     try:
         return f"{BOOT_ID.read_text().strip()}/{PID_NAMESPACE.readlink()}"
     except OSError:

@@ -1,6 +1,6 @@
-"""The versions that this project is written for, what to type where they are missing, and checks of the installation.
+"""The versions that this project is written for, the commands that install them, and checks of the installation.
 
-`async-grpo doctor` and the trainer's platforms share it: what a platform needs, the doctor checks.
+`async-grpo doctor` and the trainer's platforms share them: the doctor checks what each platform needs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MEGATRON_CORE = "0.16.1"
-"""Exactly: layer specs, checkpoints and the CPU platform use internals of this version."""
+"""Exactly this version: layer specs, checkpoints and the CPU platform use its internals."""
 MINDSPEED_BRANCH = "core_r0.16.0"
 TORCH_ASCEND = "2.10.0"
 TORCH_NPU = "2.10.0.post4"
 CANN = "9.1.0"
 VLLM_ASCEND = "0.23.0"
-"""Of vllm-ascend, and of the vllm beneath it."""
+"""Version of vllm-ascend, and of the vllm that it extends."""
 STAND_IN = "0.99.0"
 """Version of the empty distributions in deploy/stand-ins."""
 INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_CORE}"
@@ -40,7 +40,7 @@ def installed(distribution: str) -> str | None:
 
 
 def release(version: str) -> str:
-    """`2.10.0.post4+cpu` -> `2.10.0`: what has to agree between packages that are built for each other."""
+    """`2.10.0.post4+cpu` -> `2.10.0`: the part that must agree between packages that are built for each other."""
     parts = version.partition("+")[0].split(".")
     return ".".join(part for part in parts[:3] if part.isdigit())
 
@@ -52,7 +52,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`ok` None: worth knowing, needed by nobody. `fix`: what to type where it is not ok."""
+    """The result of one check. `ok` is None for what is optional and missing; `fix` is the command that helps."""
 
     name: str
     ok: bool | None
@@ -64,19 +64,19 @@ Check = Callable[[], Finding]
 
 
 def exactly(name: str, distribution: str, wanted: str, fix: str) -> Finding:
-    """A package of which only one version is right."""
+    """Check a package of which only one version is right."""
     version = installed(distribution)
     found = version or "not installed"
     return Finding(name, version == wanted, found if version == wanted else f"{found}, not {wanted}", fix)
 
 
 def present(name: str, distribution: str, fix: str) -> Finding:
-    """A package of which any version that pip accepted will do."""
+    """Check a package of which any version that pip accepted is right."""
     version = installed(distribution)
     return Finding(name, version is not None, version or "not installed", fix)
 
 
 def optional(name: str, distribution: str, fix: str) -> Finding:
-    """A package that helps where it is."""
+    """Check a package that is useful but not needed."""
     version = installed(distribution)
     return Finding(name, True if version else None, version or "not installed", fix)

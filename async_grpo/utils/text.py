@@ -1,4 +1,4 @@
-"""Text for people: model output made safe for terminals and Markdown, sizes, and series of numbers as one line."""
+"""Text for people: model output made safe for terminals and Markdown, sizes, and series of numbers on one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INVISIBLE_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def escape_controls(text: str, limit: int | None = None) -> str:
-    r"""One line in which every unsafe character is spelled out; longer text is cut, and says so.
+    r"""The text on one line, with unsafe characters as escapes; text longer than `limit` is cut, and the line says so.
 
     >>> print(escape_controls("a\x1b[2Jb\nc"))
     a\x1b[2Jb\nc
@@ -53,7 +53,7 @@ def clean_text(text: str) -> str:
 
 
 def fenced(text: str, limit: int = 600) -> str:
-    """A code block that the text cannot close: its fence is longer than any run of backticks inside."""
+    """The text as a code block that it cannot close: the fence is longer than any run of backticks in it."""
     text = clean_text(text)
     if len(text) > limit:
         text = f"{text[:limit]} [... {len(text) - limit} more characters]"
@@ -63,7 +63,7 @@ def fenced(text: str, limit: int = 600) -> str:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Trailing mean over at most `window` values: point i uses nothing after i."""
+    """The mean of each value and up to `window` - 1 values before it."""
     means = []
     for end in range(1, len(values) + 1):
         recent = values[max(0, end - window) : end]
@@ -72,7 +72,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` bars from lowest to highest; longer series are averaged in equal pieces.
+    """A series as at most `width` bars, scaled from its lowest to its highest value; longer series are averaged.
 
     >>> sparkline([0, 1, 2, 3], 8)
     '▁▃▆█'

@@ -16,7 +16,7 @@ class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
 
 
 class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
-    """How a rollout server is doing. `waiting_for` is "" while it generates at full concurrency."""
+    """State of a rollout server. `waiting_for` is "" while it generates at full concurrency."""
 
     name: str
     pid: int
@@ -29,7 +29,7 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     last_pause_s: float = 0.0
     time_s: float = 0.0
     http: str = ""
-    """Where it answers over HTTP, "" if it does not: `http://127.0.0.1:40123`."""
+    """URL of its HTTP server (`http://127.0.0.1:40123`); "" if it has none."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -41,28 +41,28 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class EvalMetrics(Record, frozen=True, kw_only=True, tag="figures"):
-    """What graded completions say; None or missing: not measured. `async_grpo.evaluation.summary` makes them."""
+    """Results of graded completions, made by `async_grpo.evaluation.summary`. None or missing: not measured."""
 
     prompts: int
-    """With at least one completion that could be judged."""
+    """Number of prompts with at least one completion that could be judged."""
     completions: int
-    """Sampled and judged."""
+    """Number of completions that were sampled and judged."""
     unjudged: int = 0
-    """Sampled, and not to be judged: in no figure."""
+    """Number of completions that could not be judged; they count nowhere else."""
     unextracted: int = 0
-    """Sampled, and looking for the answer failed: without a vote in maj@k."""
+    """Number of completions in which no answer could be looked for; they have no vote in maj@k."""
     mean: Estimate | None = None
-    """mean@k: of the scores."""
+    """mean@k: mean score."""
     pass_at: dict[str, Estimate] = {}
-    """k -> probability that one of k completions is right."""
+    """k -> probability that at least one of k completions is right."""
     majority: Estimate | None = None
-    """maj@k: the answer that most completions give is right."""
+    """maj@k: probability that the most frequent answer is right."""
     greedy: Estimate | None = None
     """Mean score at temperature 0."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
-    """Accuracy on held-out prompts of one policy version, pinned while it was measured."""
+    """Accuracy of one policy version on held-out prompts; the engine kept the version during the evaluation."""
 
     version: int
     prompts: int
@@ -74,15 +74,15 @@ class Evaluation(Record, frozen=True, kw_only=True, tag="evaluation"):
     wall_s: float = 0.0
     server: str = ""
     figures: EvalMetrics | None = None
-    """With intervals; None in what an older release has measured."""
+    """The same with confidence intervals; None if an older release measured it."""
     by_source: dict[str, EvalMetrics] = {}
-    """Of each source of the data, if there are several."""
+    """Results for each data source, if there are several."""
     no_majority: str = ""
-    """Why there is no maj@k."""
+    """Reason why there is no maj@k."""
 
 
 class Probe(Record, frozen=True, kw_only=True, tag="probe"):
-    """Groups whose every token comes from `version`; the trainer compares log-probabilities."""
+    """Groups whose tokens all come from `version`, for the trainer to compare log-probabilities."""
 
     version: int
     groups: list[Group]

@@ -1,4 +1,4 @@
-"""Records to MessagePack and back, with bounded sizes and errors that say what was wrong."""
+"""Records to MessagePack and back, with a size limit and errors that name the wrong field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from async_grpo.errors import WireError
 R = TypeVar("R", bound=msgspec.Struct)
 
 MAX_RECORD_BYTES = 512 << 20
-"""No record may be larger: Redis refuses values above this, and so do we, with a better message."""
+"""Limit on the size of a record. Redis refuses larger values too, with a less helpful message."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}

@@ -1,4 +1,4 @@
-"""What travels between processes and rests in the buffer, as MessagePack.
+"""Records that travel between processes and are stored in the buffer, as MessagePack.
 
 The records:
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT = 1
-"""Raised by one when a record changes in a way that an older reader would misunderstand."""
+"""Incremented when a record changes in a way that an older reader would misread."""
 
 TOKEN_DTYPE = np.dtype("<i4")
 LOGPROB_DTYPE = np.dtype("<f4")
@@ -32,7 +32,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ReleaseReason(StrEnum):
-    """Why a group ended. Every admitted group ends exactly once, with one of these."""
+    """Why a group ended. Every admitted group ends exactly once, for one of these reasons."""
 
     TRAINED = "trained"
     STALE = "stale"
@@ -69,8 +69,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of one completion were written by the policy, or came from its environment (the answer of
-    a tool). `finish_reason` says why the policy stopped, "" while it has not."""
+    """Tokens [start, end) of one completion, written by the policy or by its environment (a tool's answer).
+    `finish_reason` says why the policy stopped; "" while it has not."""
 
     start: int
     end: int
@@ -81,11 +81,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 class Sample(Record, frozen=True, kw_only=True, tag="sample"):
     """One completion of the policy.
 
-    Guarantees (checked by `validate`): as many log-probabilities as tokens; the spans cover
-    [0, len(tokens)) in order without gap or overlap, with versions that never decrease; so do the
-    turns, if there are any (none: the policy wrote everything). Tokens of the environment have
-    log-probability 0 and the version of the token before them.
-    `reward` is None where no verifier could judge: such a sample is masked, never scored 0.
+    `validate` checks that there are as many log-probabilities as tokens, that the spans cover [0, len(tokens)) in order
+    without gap or overlap, with versions that never decrease, and that the turns, if there are any, cover it too.
+    Without turns the policy wrote everything. Tokens of the environment have log-probability 0 and the version of the
+    token before them. `reward` is None if no verifier could judge the sample, which is then masked, not scored 0.
     """
 
     tokens: bytes
@@ -114,7 +113,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
         return np.repeat(np.array([span.version for span in self.spans], TOKEN_DTYPE), counts)
 
     def written_by_policy(self) -> npt.NDArray[np.bool_]:
-        """Which tokens the policy wrote, bool [completion_len]; the others get no gradient."""
+        """Whether the policy wrote each token, bool [completion_len]; the other tokens get no gradient."""
         written = np.ones(self.length, np.bool_)
         for turn in self.turns:
             written[turn.start : turn.end] = turn.by_policy
@@ -132,7 +131,7 @@ class Sample(Record, frozen=True, kw_only=True, tag="sample"):
 
     @property
     def length(self) -> int:
-        """Tokens of the completion."""
+        """Number of tokens of the completion."""
         return len(self.tokens) // TOKEN_DTYPE.itemsize
 
     def validate(self) -> None:
@@ -173,16 +172,15 @@ class Partial(Record, frozen=True, kw_only=True, tag="partial"):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion so far."""
+        """Number of tokens of the longest completion so far."""
         return max((sample.length for sample in self.samples if sample), default=0)
 
 
 class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     """The leased right to generate the group of `task`.
 
-    `seq` orders groups by admission; `version` is the policy version published at admission: no
-    token of the group may be older. `attempt` counts leases of this group, from 1, and fences
-    late messages of an earlier holder.
+    `seq` orders groups by admission. `version` is the policy version published at admission; no token of the group may
+    be older. `attempt` counts the leases of this group from 1, and fences late messages of an earlier holder.
     """
 
     seq: NonNegative
@@ -220,17 +218,16 @@ class Group(Record, frozen=True, kw_only=True, tag="group"):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion."""
+        """Number of tokens of the longest completion."""
         return max(sample.length for sample in self.samples)
 
 
 class Batch(Record, frozen=True, kw_only=True, tag="batch"):
     """P groups for the optimizer step that turns `version` into `version + 1`.
 
-    `replayed` batches were delivered before to a trainer that died: they are the same groups in
-    the same order and their release changes no counter twice. Tokens of versions below `mask_below`
-    are context only: they get no gradient. `missing` groups of the step are still to come, if it is
-    taken in parts.
+    A `replayed` batch was delivered before, to a trainer that died: it has the same groups in the same order, and its
+    release changes no counter twice. Tokens of versions below `mask_below` are context and get no gradient. `missing`
+    is the number of groups still to come if the step is taken in parts.
     """
 
     epoch: int
