@@ -30,8 +30,8 @@ AsyncGrpoError
 │   └── Terminated         SIGTERM has ended a rank of the trainer before it joined the run
 └── RoleFailed             a supervised process ended when it should not have
 
-Signals, caught by the package that raises them or by the caller: Interrupted (async_grpo.app.launch), Overtaken
-(async_grpo.utils.aio), StoppedEarly (trainer.peers), RejectedRow (async_grpo.data), HttpError (rollout_server.http).
+Signals, caught by the package that raises them or by the caller: Overtaken (async_grpo.utils.aio), StoppedEarly
+(trainer.peers), RejectedRow (async_grpo.data), HttpError (rollout_server.http).
 """
 
 from __future__ import annotations
