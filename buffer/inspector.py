@@ -1,10 +1,10 @@
 """Look into a run on its server without taking part in it, and stop or resume its admission.
 
-Reading the state keys (`redis/scripts.py`) and the payloads changes nothing, and never opens the run: `open` could
-write admission parameters. Every look is one script, so it is consistent in itself.
+Reading the state keys (`redis/scripts.py`) and the payloads changes nothing. It never opens the run, because `open`
+could write the policy. One script reads all state keys, so that a look is consistent.
 
 `stop_admission` and `resume_admission` retune the run as `update_admission` does: with horizon 0 and no limit of the
-ratio nothing is admitted. The policy before is kept under the run's key `drained` until it is restored.
+ratio, nothing is admitted. The run's key `drained` keeps the former policy until it is restored.
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import RateLimit, ReplayPolicy, age
 from buffer.redis.buffer import RedisBuffer, batched
-from buffer.redis.client import endpoint_of, make_client
+from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 from buffer.redis.scripts import RunKeys, script
 from buffer.stats import BufferStats
 
 BOOKS_FORMAT = 3
-"""The format of the state keys that this file reads: FORMAT of lua/parts/policy.lua."""
+"""Format of the state keys that this file can read: FORMAT of lua/parts/policy.lua."""
 SIZES_AT_ONCE = 512
 GROUPS_AT_ONCE = 4
 """Payloads held in memory at a time."""
 
 
 class GroupState(StrEnum):
-    """Where a group is. WAITING tasks are no groups yet."""
+    """The state of a group. A WAITING task is not a group yet."""
 
     INFLIGHT = "inflight"
     READY = "ready"
     TAKEN = "taken"
     KEPT = "kept"
-    """Released as trained; its payload stays until a checkpoint contains it."""
+    """Released as trained. Its payload stays until a checkpoint contains the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What the server stores about one group; None: not known."""
+    """What the server stores about one group. None means not known."""
 
     seq: int
     state: GroupState
     attempt: int
-    """Leases so far."""
+    """Number of leases so far."""
     strikes: int = 0
-    """Leases that expired."""
+    """Number of leases that expired."""
     uses: int = 0
     oldest_version: int | None = None
-    """Of its tokens; of an INFLIGHT group: no token is older than this."""
+    """Version of its oldest token; for an INFLIGHT group, a version that no token is older than."""
     newest_version: int | None = None
     step: int | None = None
-    """The newest step that it was taken for."""
+    """Newest step that it was taken for."""
     longest: int | None = None
-    """Tokens of its longest completion, as far as was reported."""
+    """Tokens of its longest completion reported so far."""
     lease_s: float | None = None
-    """Until its lease expires; below 0: it has expired, and nobody has taken over; None: nobody holds it."""
+    """Seconds until its lease expires; negative if it has and no server has taken over, None without a holder."""
     size_bytes: int = 0
-    """Of the group, or, INFLIGHT, of its partial."""
+    """Size of the stored group, or of the partial of an INFLIGHT group."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Of the whole server; `limit_bytes` 0: none."""
+    """Memory of the whole server. `limit_bytes` is 0 if it has no limit."""
 
     used_bytes: int
     limit_bytes: int
@@ -79,23 +79,23 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """One look at a run."""
+    """The state of a run at one moment."""
 
     run: str
     stats: BufferStats
     policy: ReplayPolicy
     committed: int
-    """The newest version that a checkpoint contains."""
+    """Newest version that a checkpoint contains."""
     drained: bool
-    """Admission was stopped by an operator."""
+    """Whether an operator has stopped admission."""
     ages: dict[int, int]
-    """READY groups by the age of their oldest token, counted from the head version."""
+    """Number of READY groups by the age of their oldest token, measured from the head version."""
     held: int
     expired: int
-    """INFLIGHT groups whose lease has expired, and whom nobody has taken over."""
+    """Number of INFLIGHT groups whose lease has expired and that no server has taken over."""
     given_back: int
     oldest_lease: GroupFacts | None
-    """The one that expires first, or expired longest ago."""
+    """The INFLIGHT group whose lease expires first or expired longest ago."""
     memory: ServerMemory
 
 
@@ -132,7 +132,7 @@ class _Look:
 
 
 class Inspector:
-    """A run seen from outside. Made by `attach`; close it with `aclose`."""
+    """Reads the state of a run from outside. Made by `attach`; close it with `aclose`."""
 
     def __init__(self, link: RetryingClient, run: str) -> None:
         self._link = link
@@ -142,7 +142,7 @@ class Inspector:
 
     @classmethod
     async def attach(cls, redis: RedisConfig, run: str) -> Inspector:
-        """Raises ServerLost, ServerRefused, and BufferFault if the server knows no such run."""
+        """An inspector of `run`. Raises ServerLost, ServerRefused, and BufferFault if the server has no such run."""
         inspector = cls(RetryingClient(make_client(redis, run), redis.timeout_s), run)
         try:
             await inspector._check_known()
@@ -152,7 +152,7 @@ class Inspector:
         return inspector
 
     async def overview(self) -> Overview:
-        """Counters, sizes, ages, leases and memory. Raises BufferFault for a run in another format."""
+        """The counters, sizes, ages, leases and memory. Raises BufferFault for a run in another format."""
         look, stats = await self._look(), await self._buffer.stats()
         head = int(look.meta.get("version", 0))
         ages = Counter(age(head, group.oldest_version or 0) for group in look.groups if group.state is GroupState.READY)
@@ -173,14 +173,14 @@ class Inspector:
         )
 
     async def groups(self, states: Iterable[GroupState] = tuple(GroupState)) -> list[GroupFacts]:
-        """Every group in one of `states`, by sequence. Raises BufferFault for a run in another format."""
+        """The groups in one of `states`, sorted by sequence. Raises BufferFault for a run in another format."""
         wanted, look = set(states), await self._look()
         found = [facts for facts in look.groups if facts.state in wanted]
         sizes = await self._sizes(found)
         return [replace(facts, size_bytes=size) for facts, size in zip(found, sizes, strict=True)]
 
     async def records(self, seq: int) -> dict[str, bytes]:
-        """What is stored of one group or waiting task, by kind (task, partial, group); empty: nothing."""
+        """The stored records of one group or waiting task, by kind (task, partial, group)."""
         keys = {kind: self._keys.of(f"{kind}:{seq}") for kind in ("task", "partial")}
         if group := await self._link.call(lambda: self._find_group(seq)):
             keys["group"] = group
@@ -188,7 +188,7 @@ class Inspector:
         return {kind: payload for kind, payload in zip(keys, found, strict=True) if payload is not None}
 
     async def payloads(self, groups: Sequence[GroupFacts]) -> AsyncIterator[tuple[int, bytes | None]]:
-        """(sequence, stored group), one after the other, a few in memory at a time; None: gone meanwhile."""
+        """Yields (sequence, stored group), with a few in memory at a time. None for a group that is gone meanwhile."""
         for start in range(0, len(groups), GROUPS_AT_ONCE):
             page = groups[start : start + GROUPS_AT_ONCE]
             keys = [self._keys.group(group.seq, group.attempt) for group in page]
@@ -221,7 +221,7 @@ class Inspector:
         return stopped
 
     async def discard_ready(self) -> int:
-        """READY -> RELEASED for every group, as if it had grown too old; returns how many."""
+        """READY -> RELEASED(stale) for every group; returns how many there were."""
         reply = await self._link.run(script("discard_ready"), self._keys.state_keys, self._keys.prefix)
         return int(reply[1])
 
@@ -232,7 +232,7 @@ class Inspector:
     async def _check_known(self) -> None:
         if not await self._link.call(lambda: self._link.client.exists(self._keys.of("meta"))):
             raise BufferFault(
-                f"the server at {endpoint_of(self._link.client)} holds no run named {self._run}. "
+                f"the server at {self._link.client.endpoint} holds no run named {self._run}. "
                 "Check the name (overrides become part of it), or whether the run has begun"
             )
 
@@ -247,7 +247,7 @@ class Inspector:
         return _Look(meta, _group_facts(reply), drained=bool(reply[7]))
 
     async def _find_group(self, seq: int) -> str | None:
-        """Where the newest attempt has stored the group. Searched for, in case the state keys have another format."""
+        """Key of the newest attempt's group. It is searched for, because the state keys may have another format."""
         names = [name.decode() async for name in self._link.client.scan_iter(match=self._keys.of(f"group:{seq}:*"))]
         return max(names, key=lambda name: int(name.rpartition(":")[2]), default=None)
 

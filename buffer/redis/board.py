@@ -1,36 +1,35 @@
-"""The run board on Redis, under the same hash tag as the buffer of the run."""
+"""The run board on Redis, with the same hash tag as the buffer of the run."""
 
 from __future__ import annotations
 
 import uuid
 
-from redis.asyncio import Redis
-
 from async_grpo.errors import WaitTimeout
 from async_grpo.wire import decode, encode
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
+from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
 from buffer.redis.scripts import RunKeys, script
 
 REMEMBER_COUNT_MS = 120_000
-"""A repeated `count` is recognised for this long."""
+"""Time for which a repeated `count` is recognised."""
 
 
 class RedisBoard:
-    """`RunBoard` shared by all processes of a run. Made by `buffer.connect_board`."""
+    """The `RunBoard` that all processes of a run share. Made by `buffer.connect_board`."""
 
-    def __init__(self, client: Redis, run: str, *, timeout_s: float = 30.0) -> None:
-        """`client` is closed by `aclose`."""
+    def __init__(self, client: RunClient, run: str, *, timeout_s: float = 30.0) -> None:
+        """`aclose` closes `client`."""
         self._link = RetryingClient(client, timeout_s)
         self._client = self._link.client
         self._prefix = RunKeys(run).of("board:")
 
     async def set_origin(self, origin: str) -> None:
-        """Which run folder the run belongs to."""
+        """Store which run folder the run belongs to."""
         await self._link.call(lambda: self._client.set(self._of("origin"), origin))
 
     async def origin(self) -> str | None:
-        """As it was set; None for a run whose roles were started one by one."""
+        """The run folder that was stored; None for a run whose roles were started one by one."""
         (payload,) = await self._link.fetch([self._of("origin")])
         return payload.decode() if payload is not None else None
 

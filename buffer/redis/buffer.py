@@ -1,10 +1,10 @@
-"""The replay buffer on Redis: payloads by SET and MGET, one Lua script a call.
+"""The replay buffer on Redis: payloads by SET and MGET, one Lua script per call.
 
     caller --payload and script in one transaction--> server
     caller --script--> 'wait' --BLPOP wake list--> script again
 
-Every script is idempotent by (sequence, attempt), `admit` by its request, and fenced by epoch where
-the trainer calls it; so each call may be repeated after a lost reply. Deadlines are the server's time.
+Every script is idempotent by (sequence, attempt), or for `admit` by its request, and those that the trainer calls are
+fenced by epoch. So each call may be repeated after a lost reply. Deadlines are in the server's time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-from redis.asyncio import Redis
 
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import ReplayPolicy
@@ -32,6 +30,7 @@ from buffer.errors import (
     lease_lost,
     run_ended,
 )
+from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
 from buffer.redis.scripts import RunKeys, script
 from buffer.stats import BufferStats
@@ -43,7 +42,7 @@ _COUNTERS = (
 
 
 class RedisBuffer:
-    """`ReplayBuffer` shared by all processes of a run. Made by `open`, or by `buffer.connect`."""
+    """The `ReplayBuffer` that all processes of a run share. Made by `open` or `buffer.connect`."""
 
     def __init__(self, link: RetryingClient, run: str) -> None:
         self._link = link
@@ -53,7 +52,7 @@ class RedisBuffer:
     @classmethod
     async def open(
         cls,
-        client: Redis,
+        client: RunClient,
         run: str,
         *,
         policy: ReplayPolicy,
@@ -61,11 +60,11 @@ class RedisBuffer:
         max_attempts: int,
         timeout_s: float = 30.0,
     ) -> RedisBuffer:
-        """Begin the run, or attach to what is stored of it. `client` is closed by `aclose`.
+        """Begin the run, or attach to what is stored of it. `aclose` closes `client`.
 
-        The admission parameters are written where they differ from those of the last `open`: a process that
-        joins with the same configuration does not undo a live retuning. Raises BufferFault for a run that was
-        stored by a release with another format.
+        The policy is written only if it differs from that of the last `open`, so a process that joins with the same
+        configuration does not undo a live retuning. Raises BufferFault for a run that another release has stored in
+        another format.
         """
         buffer = cls(RetryingClient(client, timeout_s), run)
         status, *formats = await buffer._script("open", *_dials(policy), round(1000 * lease_s), max_attempts)
@@ -171,13 +170,13 @@ class RedisBuffer:
         await self._link.aclose()
 
     async def _admit_or_give_back(self, limit: int, holder: str, request: str) -> list[Ticket] | RetryLater:
-        """One attempt. If the caller is cancelled, the server may have granted tickets already: the answer is waited
-        for, and they are given back."""
+        """One attempt. The server may have granted tickets to a caller that is cancelled, so the reply is awaited and
+        they are given back."""
         asking = asyncio.create_task(self._try_admit(limit, holder, request))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            with contextlib.suppress(BufferFault):  # nothing was granted, or the lease runs out
+            with contextlib.suppress(BufferFault):  # nothing was granted, or the lease expires
                 answer = await asking
                 for ticket in answer if isinstance(answer, list) else []:
                     await self.give_back(ticket)
@@ -220,7 +219,7 @@ class RedisBuffer:
         groups = [decode(payload, Group) for payload in await self._link.fetch(keys) if payload is not None]
         if len(groups) < len(keys):
             if await self._script("take", epoch, version, have, extent) != reply:
-                return RetryLater(0.0)  # overtaken meanwhile, or the server came back with less: ask again
+                return RetryLater(0.0)  # another trainer took over, or the server came back with less: ask again
             raise BufferFault(
                 f"{len(keys) - len(groups)} of the {len(keys)} groups taken for version {version} are no longer "
                 f"stored: something else deletes keys of the run {self._run_name}. Give the run a server of its own"
@@ -235,7 +234,7 @@ class RedisBuffer:
         )
 
     async def _script(self, name: str, *args: object, payloads: Sequence[Payload] = (), together: bool = True) -> Any:
-        """The reply of the script `name`, run on this run's keys."""
+        """The reply of the script `name`, called with this run's keys."""
         keys = self._keys
         return await self._link.run(
             script(name), keys.state_keys, keys.prefix, *args, payloads=payloads, together=together
@@ -243,7 +242,7 @@ class RedisBuffer:
 
 
 def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
-    """In the order of `write_policy` in lua/parts/policy.lua."""
+    """The policy's values in the order of `write_policy` in lua/parts/policy.lua."""
     window, rate = policy.window, policy.rate
     return (
         *(window.max_staleness, window.groups_per_step, window.horizon),
@@ -269,7 +268,7 @@ def _check_epoch(reply: list[Any], epoch: int) -> None:
 
 
 def _not_yet(status: bytes, rest: list[Any]) -> RetryLater:
-    """How long to wait at most. Raises RunEnded where waiting is in vain."""
+    """How long to wait at most. Raises RunEnded if the run has ended."""
     if status == b"ended":
         raise run_ended()
     next_lease_ms = rest[0]

@@ -1,4 +1,4 @@
-"""A client of the configured server, and the check that this server can hold a run safely."""
+"""The client of the configured server, and the check that the server can hold a run safely."""
 
 from __future__ import annotations
 
@@ -34,33 +34,38 @@ SAFE_POLICY = "noeviction"
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 15, 5, 3
-"""TCP keepalive: an idle connection is probed after so long (which keeps a NAT entry alive, too), and is closed when
-that many probes have found no peer. Data that nobody has confirmed for as long close it as well."""
+"""TCP keepalive: seconds until an idle connection is probed (which also keeps a NAT entry alive), seconds between
+probes, and unanswered probes that close it. Data unacknowledged for the same total time close it as well."""
 MOST_CONNECTIONS = 1000
-"""Of one client; `RetryingClient` keeps it far below."""
+"""Limit of one client. `RetryingClient` stays far below it."""
 log = structlog.get_logger()
 
 _MODES = {"cluster": "a node of a cluster: use redis+cluster://", "sentinel": "a sentinel: use redis+sentinel://"}
 
 
 class RunClient(Redis):
-    """redis-py's client, and what `RetryingClient` has to know to use it."""
+    """redis-py's client, with what `RetryingClient` needs to know about it."""
 
     address: RedisUrl
     discovery: NodeDiscovery | None = None
-    """Where the node that serves the run may change."""
+    """Set if the node that serves the run may change."""
     durable = True
     """Whether a server without an append-only file is refused."""
     replicas_to_wait_for = 0
     barrier_key = ""
-    """Written before waiting for replicas."""
+    """Key that is written before waiting for replicas."""
+
+    @property
+    def endpoint(self) -> str:
+        """The address that it connects to, in words and without its password."""
+        return str(self.discovery or self.address)
 
 
 def make_client(redis: RedisConfig, run: str = "") -> RunClient:
-    """A client that connects when first used. `run` decides which node of a cluster that is.
+    """A client that connects when first used, in a cluster to the node of `run`.
 
-    It never repeats a command by itself: `RetryingClient` does, and knows which may be repeated. Raises ConfigError for
-    a URL that is missing or no server's, and for files of `redis.tls_*` that cannot be used; DependencyError for a
+    It never repeats a command by itself, because only `RetryingClient` knows which commands may be repeated. Raises
+    ConfigError for a missing or invalid URL and for unusable files of `redis.tls_*`, DependencyError for a version of
     redis-py that was not tested.
     """
     check_private_names("buffer")
@@ -85,56 +90,50 @@ def make_client(redis: RedisConfig, run: str = "") -> RunClient:
     return client
 
 
-def endpoint_of(client: Redis) -> str:
-    """What a client connects to, without its password."""
-    return str(getattr(client, "discovery", None) or getattr(client, "address", "the given client"))
-
-
-async def check_server(client: Redis) -> None:
-    """Raises ServerRefused for a server older than Redis 7.0, one that may evict data, one that keeps no append-only
-    file (a warning, where the configuration has given durability up), and one that is a part of something larger than
-    its URL says."""
+async def check_server(client: RunClient) -> None:
+    """Raises ServerRefused for a server that is older than Redis 7.0, may evict data, keeps no append-only file (only a
+    warning if redis.durable is false), or is part of a cluster or a sentinel that its URL does not name as such."""
     about = await client.info("server")
     version = str(about.get("valkey_version") or about["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
         raise ServerRefused(
-            f"the server at {endpoint_of(client)} is version {version}, older than 7.0: it does not know script "
+            f"the server at {client.endpoint} is version {version}, older than 7.0: it does not know script "
             "flags, so once its memory is full it could not be drained. Use Redis >= 7.0 or Valkey"
         )
     mode = str(about.get("server_mode") or about.get("redis_mode"))
-    if mode in _MODES and getattr(client, "discovery", None) is None:
-        raise ServerRefused(f"the server at {endpoint_of(client)} is {_MODES[mode]}")
+    if mode in _MODES and client.discovery is None:
+        raise ServerRefused(f"the server at {client.endpoint} is {_MODES[mode]}")
     policy = await _eviction_policy(client)
     if policy != SAFE_POLICY:
         raise ServerRefused(
-            f"the server at {endpoint_of(client)} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when "
+            f"the server at {client.endpoint} has maxmemory-policy {policy}, but it must be {SAFE_POLICY}: when "
             f"memory is short it would drop finished groups. Run CONFIG SET maxmemory-policy {SAFE_POLICY} on it"
         )
     await _check_file(client)
 
 
-async def _check_file(client: Redis) -> None:
+async def _check_file(client: RunClient) -> None:
     about = await client.info("persistence")
     if about.get("loading"):
-        raise BusyLoadingError("it reads its file, and does not say before whether it keeps it")
+        raise BusyLoadingError("it is reading its file, and does not report before that whether it keeps one")
     if about.get("aof_enabled"):
         return
-    if getattr(client, "durable", True):
+    if client.durable:
         raise ServerRefused(
-            f"the server at {endpoint_of(client)} has appendonly no, but it must keep an append-only file: its death "
+            f"the server at {client.endpoint} has appendonly no, but it must keep an append-only file: its death "
             "would lose the run. Run CONFIG SET appendonly yes on it, or, if it may be lost, set redis.durable: false"
         )
-    _warn_of_memory_alone(endpoint_of(client))
+    _warn_of_memory_alone(client.endpoint)
 
 
 @functools.cache
 def _warn_of_memory_alone(server: str) -> None:
-    """Once a process."""
+    """Warn once per process and server."""
     log.warning("the server keeps no append-only file: its death loses the run (redis.durable: false)", server=server)
 
 
 async def _eviction_policy(client: Redis) -> str:
-    """From CONFIG GET, or from INFO where an ACL forbids it."""
+    """The eviction policy from CONFIG GET, or from INFO if an ACL forbids that."""
     try:
         found = await client.config_get("maxmemory-policy")
     except ResponseError:
@@ -143,7 +142,7 @@ async def _eviction_policy(client: Redis) -> str:
 
 
 def _options(redis: RedisConfig, address: RedisUrl) -> dict[str, Any]:
-    """Of every connection, to a server or to a seed."""
+    """Options of every connection, to a server or to a seed."""
     options: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         # No timeout in the socket layer: redis-py would send under asyncio.wait_for, which on Python 3.11 can
@@ -163,7 +162,7 @@ def _options(redis: RedisConfig, address: RedisUrl) -> dict[str, Any]:
 
 
 def _keepalive() -> dict[int, int]:
-    """Options of a TCP socket, as far as this system has them."""
+    """Keepalive options of a TCP socket, as far as this system has them."""
     silence_ms = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_EVERY_S)
     wanted = {
         "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
@@ -175,7 +174,7 @@ def _keepalive() -> dict[int, int]:
 
 
 def _credentials(address: RedisUrl) -> dict[str, Any]:
-    """User and password; both may be absent. The user of the environment belongs to its password."""
+    """User and password; each may be None. The user of the environment counts only together with its password."""
     password = os.environ.get(PASSWORD_VARIABLE) or None
     username = address.username or (os.environ.get(USERNAME_VARIABLE) if password else None)
     return {"username": username, "password": password}
@@ -208,7 +207,7 @@ def _discovery(redis: RedisConfig, address: RedisUrl, run: str, options: dict[st
 
 
 def _check_certificates(redis: RedisConfig) -> None:
-    """Now, with a name, rather than at the first connection."""
+    """Check the files now, so that the error names the setting, rather than at the first connection."""
     context = ssl.create_default_context()
     if redis.tls_ca is not None:
         try:
@@ -220,6 +219,6 @@ def _check_certificates(redis: RedisConfig) -> None:
             context.load_cert_chain(redis.tls_cert, redis.tls_key)
         except OSError as error:
             raise ConfigError(
-                f"redis.tls_cert is {redis.tls_cert}, and redis.tls_key {redis.tls_key}, which are no certificate "
-                f"with its key: {error}"
+                f"redis.tls_cert ({redis.tls_cert}) and redis.tls_key ({redis.tls_key}) are not a certificate with its "
+                f"key: {error}"
             ) from None

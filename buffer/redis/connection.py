@@ -1,4 +1,4 @@
-"""Commands that must travel over one connection, which redis-py's own calls do not promise."""
+"""Commands that must be sent over one connection, which redis-py's own calls do not guarantee."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from redis.asyncio import Redis
 from redis.exceptions import ExecAbortError, ResponseError
 
 LARGE = 1 << 14
-"""Values from this size on, in bytes, are handed to the socket as they are instead of being copied."""
+"""Values of at least this many bytes are passed to the socket without being copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A command whose first `head_size` parts were packed before: those of a script and its keys never change."""
+    """A command whose first `head_size` parts are packed already, because a script and its keys never change."""
 
     head: bytes
     head_size: int
@@ -31,20 +31,20 @@ Command = Sequence[object] | Call
 
 @lru_cache(maxsize=256)
 def script_head(digest: str, keys: tuple[str, ...]) -> tuple[bytes, int]:
-    """EVALSHA up to its last key, packed, and of how many parts that is."""
+    """EVALSHA up to its last key, packed, and the number of its parts."""
     parts = ("EVALSHA", digest, len(keys), *keys)
     return b"".join(_parts(parts)), len(parts)
 
 
 _kept: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""By pool: free connections that were taken out of it for good. Each time it hands one out, the pool asks the socket
-for stray data by a timer that runs out, which takes longer than a short command."""
+"""Free connections by pool. They are not returned to it, because the pool checks every connection that it hands out for
+stray data with a timeout, which takes longer than a short command."""
 
 
 @asynccontextmanager
 async def one_connection(client: Redis) -> AsyncIterator[Any]:
-    """A connection of the client, for the time of the block. redis-py closes one whose reply was not read to its
-    end, for whatever reason: nobody gets it half-read."""
+    """A connection of the client for the duration of the block. redis-py closes a connection whose reply was not read
+    to its end, so that none is reused half-read."""
     pool = client.connection_pool
     kept = _kept.setdefault(pool, [])
     connection = kept.pop() if kept else await pool.get_connection()
@@ -58,14 +58,14 @@ async def one_connection(client: Redis) -> AsyncIterator[Any]:
 
 
 async def release_kept(client: Redis) -> None:
-    """Give free connections back to the pool, which looks at them before they are used again."""
+    """Return free connections to the pool, which checks them before they are used again."""
     kept = _kept.pop(client.connection_pool, [])
     for connection in kept:
         await client.connection_pool.release(connection)
 
 
 async def exchange(connection: Any, *commands: Command) -> list[Any]:
-    """The replies to commands that are sent at once. Raises the first error, once all replies are read."""
+    """Send commands together and return their replies. Raises the first error once all replies are read."""
     await connection.send_packed_command(pack(commands))
     replies = [await _reply(connection) for _ in commands]
     _raise_first(replies)
@@ -73,15 +73,17 @@ async def exchange(connection: Any, *commands: Command) -> list[Any]:
 
 
 async def transact(connection: Any, commands: Sequence[Command]) -> list[Any]:
-    """The replies to commands that all happen, or none of them. Raises the first error."""
+    """Send commands as a transaction: all or none. Returns their replies and raises the first error."""
     *_, replies = await exchange(connection, ("MULTI",), *commands, ("EXEC",))
     _raise_first(replies)
     return list(replies)
 
 
 def pack(commands: Sequence[Command]) -> list[bytes]:
-    """In the protocol of Redis (RESP 2, https://redis.io/docs/latest/develop/reference/protocol-spec), by hand:
-    redis-py packs every part of every command anew, which took longer than the server took for a script."""
+    """Commands in Redis's protocol (RESP 2, https://redis.io/docs/latest/develop/reference/protocol-spec).
+
+    redis-py packs every part of every command each time, which took longer than the server took for a script.
+    """
     chunks: list[bytes] = []
     small: list[bytes] = []
     for command in commands:

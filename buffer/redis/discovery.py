@@ -1,12 +1,12 @@
-"""Which node serves a run, where one URL stands for several: a cluster, or a primary under Sentinel.
+"""Find the node that serves a run if the URL names several: a cluster, or a primary under Sentinel.
 
     connection --find--> NodeDiscovery --asks a seed (a cluster node, a sentinel)--> address of the node --> connection
     RetryingClient --forget, after every failure that another node may mend--> NodeDiscovery
 
-All keys of a run are under one hash tag, so one node serves all of it at a time: transactions, scripts and
-BLPOP go over plain connections to that node. When it changes (a failover, a moved slot), calls fail, `RetryingClient`
-forgets the node and repeats them, and the next connection asks anew. Every question is bounded in time, and
-seeds take turns, so that one that hangs or knows the past only stops nobody for long.
+All keys of a run have one hash tag, so one node serves all of them at a time: transactions, scripts and BLPOP use
+plain connections to that node. When the node changes (a failover, a moved slot), calls fail, `RetryingClient` forgets
+the node and repeats them, and the next connection asks again. Every question has a time limit and the seeds take turns,
+so a seed that hangs or is out of date delays calls only briefly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NodeDiscovery(ABC):
     """Asks the seeds for the node, and remembers the answer until `forget`."""
 
     def __init__(self, address: RedisUrl, options: dict[str, Any], patience_s: float) -> None:
-        """`options`: of a connection to a seed. `patience_s`: for one seed."""
+        """`options` are those of a connection to a seed. `patience_s` is the time limit for one seed."""
         self._address = address
         self._seeds = deque(address.nodes)
         self._options = options
@@ -40,28 +40,28 @@ class NodeDiscovery(ABC):
         return f"{self._address} (now at {self._found})" if self._found else str(self._address)
 
     async def find(self) -> HostPort:
-        """The node. Raises redis-py's ConnectionError if no seed can tell, ServerRefused if none ever will."""
+        """The node's address. Raises redis-py's ConnectionError if no seed knows it now, ServerRefused if none will."""
         if self._found is None:
             self._found = await self._search()
         return self._found
 
     def forget(self) -> None:
-        """Ask again, beginning with another seed."""
+        """Ask again next time, starting with another seed."""
         self._found = None
         self._seeds.rotate(-1)
 
     @property
     @abstractmethod
     def _sought(self) -> str:
-        """What a seed may not know."""
+        """What is looked for, in words."""
 
     @abstractmethod
     async def _ask(self, seed: HostPort) -> HostPort | None:
-        """What one seed says; None if it does not know."""
+        """The address that one seed gives; None if it does not know."""
 
     async def confirm(self, connection: Any) -> None:
-        """Raises if a fresh connection has reached a node that cannot serve the run. Not asked: a cluster's node
-        says so at every command."""
+        """Raises if a new connection has reached a node that cannot serve the run. The default checks nothing, because
+        a node of a cluster refuses every such command itself."""
         return None
 
     async def _search(self) -> HostPort:
@@ -90,7 +90,7 @@ class NodeDiscovery(ABC):
 
 
 class ClusterDiscovery(NodeDiscovery):
-    """The primary of the slot of a run. Every node of the cluster that is met becomes a seed."""
+    """Finds the primary of a run's slot. Every node that the cluster names becomes a seed."""
 
     def __init__(self, address: RedisUrl, key: str, options: dict[str, Any], patience_s: float) -> None:
         super().__init__(address, options, patience_s)
@@ -117,13 +117,13 @@ class ClusterDiscovery(NodeDiscovery):
         return found
 
     def _learn(self, met: set[HostPort]) -> None:
-        """The configured seeds stay; of the others, those that the cluster has now."""
+        """Keep the configured seeds, and of the others those that are in the cluster now."""
         kept = [node for node in self._seeds if node in self._address.nodes or node in met]
         self._seeds = deque([*kept, *sorted(met.difference(kept))])
 
 
 class SentinelDiscovery(NodeDiscovery):
-    """The primary that the sentinels name."""
+    """Asks the sentinels for the primary."""
 
     @property
     def _sought(self) -> str:
@@ -135,14 +135,14 @@ class SentinelDiscovery(NodeDiscovery):
         return HostPort(answer[0].decode(), int(answer[1])) if answer else None
 
     async def confirm(self, connection: Any) -> None:
-        """A sentinel that lags may name the old primary, and a replica would answer reads with the past."""
+        """A sentinel that lags behind may name the old primary, which as a replica would answer reads with old data."""
         await connection.send_command("INFO", "replication")
         if b"role:master" not in await connection.read_response():
             raise server_errors.ReadOnlyError(f"{connection.host}:{connection.port} is a replica")
 
 
 class FoundConnection(Connection):
-    """A connection to wherever the discovery says."""
+    """A connection to the node that the discovery finds."""
 
     def __init__(self, *, discovery: NodeDiscovery, **options: Any) -> None:
         super().__init__(redis_connect_func=_greet, **options)
@@ -154,7 +154,7 @@ class FoundConnection(Connection):
 
 
 class FoundTlsConnection(FoundConnection, SSLConnection):
-    """The same, encrypted."""
+    """An encrypted connection to the node that the discovery finds."""
 
 
 async def _greet(connection: Any) -> None:
@@ -163,6 +163,6 @@ async def _greet(connection: Any) -> None:
 
 
 def _node(entry: list[Any], seed: HostPort) -> HostPort:
-    """An address in the reply to CLUSTER SLOTS. No host means the one that was asked."""
+    """An address in the reply to CLUSTER SLOTS. A missing host means the node that was asked."""
     host, port = entry[0], entry[1]
     return HostPort(host.decode() if host and host != b"?" else seed.host, port)

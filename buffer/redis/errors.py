@@ -1,4 +1,4 @@
-"""What an error of the server means: whether waiting may help, and the fault that says how to mend it."""
+"""What an error of the server means: whether waiting may help, and which error says how to fix it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEEPEST_CAUSE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`text` may name {where}, {said} (by the server) and {timeout} (s)."""
+    """How to report a kind of error. `text` may contain {where}, {said} (the server's words) and {timeout} (s)."""
 
     matches: Callable[[Exception], bool]
     fault: type[BufferFault]
@@ -38,7 +38,7 @@ def _begins(code: str) -> Callable[[Exception], bool]:
 
 
 def _untrusted(error: Exception) -> bool:
-    """A handshake that failed for its content; one that was cut off may succeed the next time."""
+    """Whether a TLS handshake failed for its content. One that was cut off may succeed the next time."""
     cut_off = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
     return isinstance(error, ssl.SSLError) and not isinstance(error, cut_off)
 
@@ -54,8 +54,8 @@ _RULES = (
     _Rule(
         lambda error: isinstance(error, server_errors.NoPermissionError) or "ACL failure" in str(error),
         ServerRefused,
-        "the server at {where} does not permit this user that: {said}. Widen its ACL: it needs ~agrpo:{{RUN}}:* "
-        "and the commands listed in docs/buffer-redis.md; or use the run that it is for",
+        "the server at {where} does not permit this user to do that: {said}. Widen its ACL: it needs ~agrpo:{{RUN}}:* "
+        "and the commands listed in docs/buffer-redis.md. Or use the run that the user is for",
         passes=False,
     ),
     _Rule(
@@ -113,9 +113,9 @@ _OTHER = _Rule(lambda _: True, BufferFault, "the server at {where} failed: {said
 
 
 def cause_of(error: Exception, before: BaseException | None = None) -> Exception:
-    """What went wrong: redis-py reports whatever happens while it connects as a lost connection.
+    """The cause of an error: redis-py reports everything that fails while it connects as a lost connection.
 
-    `before`: what was being handled when the call began. It is in the chain of causes, too, and is none.
+    `before` is the exception that was being handled when the call began. It is in the chain, but is not a cause.
     """
     link: BaseException | None = error
     for _ in range(_DEEPEST_CAUSE):
@@ -130,12 +130,12 @@ def cause_of(error: Exception, before: BaseException | None = None) -> Exception
 
 
 def may_pass(cause: Exception) -> bool:
-    """Whether waiting may help: the server restarts, another takes over, or somebody drains it."""
+    """Whether waiting may help: the server may restart, another may take over, or someone may drain it."""
     return isinstance(cause, ReplicasBehind) or _rule(cause).passes
 
 
 def named(cause: Exception, where: str, timeout_s: float) -> AsyncGrpoError:
-    """The error to raise: what, where, how to mend it."""
+    """The error to raise, which says what failed, where, and how to fix it."""
     if isinstance(cause, AsyncGrpoError):
         return cause
     rule, said = _rule(cause), str(cause).rstrip(". ") or "no reply"

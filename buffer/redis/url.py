@@ -1,4 +1,4 @@
-"""Where the server is: `redis.url` as a value.
+"""Parse `redis.url`.
 
     redis://[USER@]HOST[:PORT][/DB]                        one server
     unix://[USER@]/PATH/TO/SOCKET[?db=DB]                  one server of this machine
@@ -32,7 +32,7 @@ _KINDS: dict[str, Kind] = {
 
 
 class HostPort(NamedTuple):
-    """One address of TCP."""
+    """A TCP address."""
 
     host: str
     port: int
@@ -43,17 +43,17 @@ class HostPort(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A parsed URL."""
+    """A parsed `redis.url`."""
 
     kind: Kind
     tls: bool
     nodes: Sequence[HostPort]
-    """The server; or seeds of the cluster; or sentinels. Empty for a socket."""
+    """The server, the seeds of the cluster, or the sentinels. Empty for a socket."""
     username: str | None
     path: str
-    """Of the socket."""
+    """Path of the socket."""
     service: str
-    """The name that the sentinels know."""
+    """Name of the service that the sentinels watch."""
     db: int
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class RedisUrl:
 
 
 def parse(url: str) -> RedisUrl:
-    """Raises ConfigError for a URL that is none of the forms above."""
+    """Parse a URL of one of the forms above. Raises ConfigError for any other."""
     parts = urlsplit(url)
     if parts.scheme not in _KINDS:
         raise _wrong(url, f"Use {'://, '.join(_KINDS)}://")

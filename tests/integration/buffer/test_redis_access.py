@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,11 +20,6 @@ from tests.support.redis_topologies import Cluster, Sentinels, Server, running
 RIGHTS_OF_A_RUN = ("resetchannels", "-@all", "+@read", "+@write", "-@dangerous", "+multi", "+exec", "+evalsha")
 MORE_RIGHTS = ("+script|load", "+time", "+info", "+wait")
 PASSWORD = "open-sesame"
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +77,7 @@ async def test_the_user_may_come_from_the_environment(
 
 
 async def test_a_wrong_user_is_refused_and_the_password_not_shown(server: Server, run: str, password: None) -> None:
-    with pytest.raises(ServerRefused, match="ASYNC_GRPO_REDIS_USERNAME") as refusal:
+    with pytest.raises(ServerRefused, match=r"ASYNC_GRPO_REDIS_PASSWORD.*ASYNC_GRPO_REDIS_USERNAME") as refusal:
         await attach(RedisConfig(url=f"redis://nobody@127.0.0.1:{server.port}", timeout_s=2.0), run)
     assert PASSWORD not in str(refusal.value)
 
@@ -181,7 +175,7 @@ async def test_files_that_are_no_certificates_are_named(authority: Authority, tm
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match=r"redis\.tls_ca is .*empty"):
         make_client(RedisConfig(url="rediss://host", tls_ca=str(tmp_path / "empty")))
-    with pytest.raises(ConfigError, match=r"redis\.tls_cert is .*gone"):
+    with pytest.raises(ConfigError, match=r"redis\.tls_cert \(.*gone\)"):
         make_client(RedisConfig(url="rediss://host", tls_ca=authority.ca, tls_cert=str(tmp_path / "gone")))
 
 
@@ -202,6 +196,8 @@ def test_a_configuration_that_contradicts_itself_is_refused(values: dict[str, ob
 @pytest.mark.parametrize(
     ("url", "fix"),
     [
+        (None, "redis.url"),
+        ("http://somewhere", "rediss://"),
         ("redis://", "HOST:PORT"),
         ("redis://host:port", "HOST:PORT"),
         ("redis://one,two", "redis+cluster://"),
@@ -211,7 +207,7 @@ def test_a_configuration_that_contradicts_itself_is_refused(values: dict[str, ob
         ("redis+sentinel://host", "SERVICE"),
     ],
 )
-def test_a_url_that_is_wrong_says_what_is_right(url: str, fix: str) -> None:
+def test_a_url_that_is_wrong_says_what_is_right(url: str | None, fix: str) -> None:
     with pytest.raises(ConfigError, match=fix.replace("+", r"\+")):
         make_client(RedisConfig(url=url))
 

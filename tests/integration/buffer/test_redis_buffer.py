@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, NoPermissionError
 
 from async_grpo.config.buffer import RedisConfig
-from async_grpo.errors import ConfigError, ServerLost, ServerRefused
+from async_grpo.errors import ServerLost, ServerRefused
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import ReleaseReason, tokens_to_bytes
-from buffer import EmbeddedServer, RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
+from buffer import RedisBuffer, check_server, connect, connect_board, make_client, wipe, wipe_run
 from buffer.redis.retrying import RetryingClient, ScriptCall
 from tests.support.buffer_cases import (
     admit,
@@ -32,11 +31,6 @@ from tests.support.buffer_cases import (
     tasks,
     train,
 )
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 @pytest.fixture
@@ -196,26 +190,6 @@ async def test_wiping_a_run_leaves_its_neighbours_alone(
     await neighbour.aclose()
 
 
-async def test_calls_outlive_a_restart_of_the_server(tmp_path: Path, run: str) -> None:
-    server = EmbeddedServer(tmp_path, RedisConfig())
-    config = RedisConfig(url=server.start(), timeout_s=10.0)
-    buffer = await attach(config, run, policy(S=1, P=2))
-    await buffer.put_tasks(tasks(0, 20))
-    await buffer.rollback(0)
-    tickets = await admit(buffer, 2)
-    waiting = asyncio.create_task(take(buffer, 0))
-    await asyncio.sleep(0.05)
-    server.stop()
-    inserts = [asyncio.create_task(finish(buffer, ticket)) for ticket in tickets]
-    await asyncio.sleep(0.2)
-    assert not any(one.done() for one in [waiting, *inserts])
-    server.start()
-    await asyncio.gather(*inserts)
-    assert seqs(await waiting) == [0, 1]
-    await buffer.aclose()
-    server.stop()
-
-
 async def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
     config = RedisConfig(url=f"unix://{tmp_path}/none.sock", timeout_s=0.2)
     with pytest.raises(ServerLost, match=r"none\.sock"):
@@ -224,35 +198,10 @@ async def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
         await connect_board(config, "run")
 
 
-async def test_a_url_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"redis\.url"):
-        make_client(RedisConfig())
-    with pytest.raises(ConfigError, match="rediss://"):
-        make_client(RedisConfig(url="http://somewhere"))
-
-
-async def test_a_wrong_password_is_named_and_not_shown(
-    tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = EmbeddedServer(tmp_path, RedisConfig())
-    config = RedisConfig(url=server.start(), timeout_s=2.0)
-    admin = make_client(config)
-    await admin.config_set("requirepass", "open-sesame")
-    monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "tahini")
-    with pytest.raises(ServerRefused, match="ASYNC_GRPO_REDIS_PASSWORD") as refusal:
-        await attach(config, run, policy())
-    assert "tahini" not in str(refusal.value)
-    monkeypatch.setenv("ASYNC_GRPO_REDIS_PASSWORD", "open-sesame")
-    await (await attach(config, run, policy())).aclose()
-    await admin.aclose()
-    server.stop()
-
-
 class Stub:
     """A server that says of itself what it is told to."""
 
-    class connection_pool:
-        connection_kwargs = {"path": "/stub.sock"}
+    endpoint, discovery, durable = "/stub.sock", None, True
 
     def __init__(self, server: dict[str, str], policy: str = "noeviction") -> None:
         persistence = {"aof_enabled": "1"}
@@ -262,8 +211,6 @@ class Stub:
         return self._answers[section]
 
     async def config_get(self, _name: str) -> dict[str, str]:
-        from redis.exceptions import NoPermissionError
-
         raise NoPermissionError("this user has no permissions to run the 'config|get' command")
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -31,11 +30,6 @@ from tests.support.redis_topologies import Server, free_port, replica_of, runnin
 
 BULK_TOKENS = 100_000
 """Of a group of 0.8 MB."""
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +13,6 @@ from async_grpo.errors import ReplicasBehind, ServerLost, ServerRefused
 from tests.support.buffer_cases import admit, finish, seqs, take
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_topologies import Sentinels, Server, replica_of, running, wait_for_replicas
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 @pytest.fixture

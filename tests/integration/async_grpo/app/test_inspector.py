@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import uuid
 from collections.abc import AsyncIterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +180,6 @@ async def test_books_of_another_format_are_refused_but_their_records_are_read(
     with pytest.raises(BufferFault, match=f"format {BOOKS_FORMAT + 1}"):
         await inspector.overview()
     assert decode_untyped((await inspector.records(3))["group"]) == {"kind": "group", "format": 9, "novelty": True}
-
-
-def test_the_inspector_reads_the_books_that_the_scripts_write() -> None:
-    policy = (files("buffer.redis") / "lua" / "parts" / "policy.lua").read_text()
-    found = re.search(r"^local FORMAT = (\d+)$", policy, re.MULTILINE)
-    assert found is not None and int(found[1]) == BOOKS_FORMAT
 
 
 async def admits_nothing(buffer: RedisBuffer) -> bool:
