@@ -16,11 +16,12 @@ name is complete. Opening it checks the size and the checksum of every file once
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import xxhash
@@ -41,7 +42,6 @@ _TWO_PAIRS = struct.Struct("<QQQQ")
 TRAIN, HELD_OUT = "train", "held_out"
 _PARTS = ("tokens", "index", "records")
 _TOKEN_BYTES = 4
-_HASH_BYTES = 4 << 20
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -228,18 +228,11 @@ def _check_file(path: Path, facts: FileFacts) -> None:
         if size != facts.bytes:
             raise _damaged(path, f"it has {size} bytes, and had {facts.bytes}")
         with path.open("rb") as file:
-            found = _checksum(file)
+            found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         raise _damaged(path, f"it cannot be read ({error.strerror})") from error
     if found != facts.xxh3:
         raise _damaged(path, f"its checksum is {found}, and was {facts.xxh3}")
-
-
-def _checksum(file: BinaryIO) -> str:
-    running = xxhash.xxh3_128()
-    while data := file.read(_HASH_BYTES):
-        running.update(data)
-    return running.hexdigest()
 
 
 def _map(path: Path, kind: int) -> mmap.mmap:

@@ -67,8 +67,6 @@ class RewardPool:
         """Number of failures, by (name of the reward, kind of failure)."""
         self._extracting: frozenset[str] = frozenset()
         self._closed = False
-        self.judged = 0
-        """Number of items judged, with or without a reward."""
 
     async def start(self) -> None:
         """Load every verifier and try it on DRY_ITEM. Raises ConfigError for one that cannot be used, and says why."""
@@ -140,7 +138,6 @@ class RewardPool:
     async def _judge(self, item: RewardInput) -> RewardResult:
         outcomes = await self._outcomes(item)
         result = combine(outcomes, self._rewards.functions)
-        self.judged += 1
         for name, failure in result.failures.items():
             self._count(name, failure)
         return result

@@ -8,7 +8,9 @@ from typing import Any
 
 from async_grpo.config import RunConfig
 from async_grpo.config.data import PrepareConfig
-from async_grpo.data.prepare.pipeline import PrepareResult, prepare
+from async_grpo.data.prepare.formats import Rejections
+from async_grpo.data.prepare.pipeline import prepare
+from async_grpo.data.prepared_dataset import DatasetManifest
 from async_grpo.data.tokenizer import Tokenizer
 from tests.support.tokenizers import Bytes
 
@@ -23,7 +25,9 @@ def written(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def prepared(folder: Path, rows: list[Any], tokenizer: Tokenizer | None = None, **changes: Any) -> PrepareResult:
+def prepared(
+    folder: Path, rows: list[Any], tokenizer: Tokenizer | None = None, **changes: Any
+) -> tuple[DatasetManifest, Rejections]:
     """`folder/out` from `folder/rows.jsonl`, with two held-out rows."""
     file = written(folder / "rows.jsonl", rows)
     options = {"files": [file], "out": folder / "out", "model": folder, "held_out": 2, **changes}

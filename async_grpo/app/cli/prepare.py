@@ -15,7 +15,8 @@ from async_grpo.app.cli.common import exit_with, progress_bar
 from async_grpo.config.data import DataFormat, PrepareConfig
 
 if TYPE_CHECKING:
-    from async_grpo.data.prepare.pipeline import PrepareResult
+    from async_grpo.data.prepare.formats import Rejections
+    from async_grpo.data.prepared_dataset import DatasetManifest
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines, a JSON array, or Parquet.")]
 KeepField = Annotated[list[str] | None, typer.Option(help="Field to keep as metadata for verifiers; may be repeated.")]
@@ -66,8 +67,8 @@ def _prepare(options: dict[str, Any]) -> int:
     with progress_bar(DownloadColumn()) as progress:
         total = sum(file.stat().st_size for file in [*config.files, *config.held_out_from] if file.is_file())
         bar = progress.add_task("preparing", total=total)
-        prepared = make(config, tokenizer, lambda done: progress.update(bar, completed=done))
-    Console().print(_summary(config, prepared))
+        manifest, rejected = make(config, tokenizer, lambda done: progress.update(bar, completed=done))
+    Console().print(_summary(config, manifest, rejected))
     return 0
 
 
@@ -87,14 +88,13 @@ def _checked(options: dict[str, Any]) -> PrepareConfig:
         raise ConfigError("; ".join(problems)) from None
 
 
-def _summary(config: PrepareConfig, prepared: PrepareResult) -> Table:
+def _summary(config: PrepareConfig, manifest: DatasetManifest, rejected: Rejections) -> Table:
     """A table of the rows taken, and of those rejected with the first row for each reason."""
-    manifest = prepared.manifest
     table = Table(title=Text(f"prepared {config.out}"), show_header=False)
     table.add_row("training rows", f"{manifest.rows['train']:,}")
     table.add_row("held-out rows", f"{manifest.rows['held_out']:,}")
     table.add_row("longest prompt", f"{manifest.longest_prompt_tokens:,} tokens")
     for reason, count in sorted(manifest.rejected.items()):
-        table.add_row(f"not taken: {reason}", Text(f"{count:,}, first {prepared.first_rejected[reason]}"))
+        table.add_row(f"not taken: {reason}", Text(f"{count:,}, first {rejected.first[reason]}"))
     table.add_row("in a run", Text(f"-o data.kind=jsonl -o data.path={config.out}"))
     return table

@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,16 +169,10 @@ def _record(candidate: _Candidate) -> bytes:
     return msgspec.msgpack.encode(StoredRow(candidate.text, example.answer, metadata))
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareResult:
-    """The manifest of the new folder, and the first rejected row of each reason: file, line, what is wrong."""
-
-    manifest: DatasetManifest
-    first_rejected: dict[str, str]
-
-
-def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> PrepareResult:
+def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> tuple[DatasetManifest, Rejections]:
     """Make the folder `config.out`, completely or not at all. The same arguments make the same bytes.
+
+    Returns its manifest, and the rejected rows with the first of each reason.
 
     Raises DataError (an unreadable file, too few usable rows, a folder that exists), ConfigError
     (the template), DependencyError (Parquet without pyarrow).
@@ -204,7 +197,7 @@ def prepare(config: PrepareConfig, tokenizer: Tokenizer, advance: Advance) -> Pr
             files=files,
         )
         write_manifest(draft, manifest)
-    return PrepareResult(manifest, rejected.counts.first)
+    return manifest, rejected.counts
 
 
 def _stage(draft: Path, name: str, rows: Iterable[tuple[bytes, bytes]]) -> SplitWriter:

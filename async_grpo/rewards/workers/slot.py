@@ -164,14 +164,10 @@ class WorkerSlot:
         except TimeoutError:
             return RewardFailure("timeout", f"it took longer than {self._limits.deadline_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
-            return await self._exit_failure(worker.handle)
+            how = await self._exit_reason(worker.handle)
+            return RewardFailure("memory" if how == _OUT_OF_MEMORY else "crashed", f"its process {how}")
         except WireError as error:
             return RewardFailure("output", f"something wrote to the pool's channel: {error}")
-
-    async def _exit_failure(self, handle: WorkerHandle) -> RewardFailure:
-        how = await self._exit_reason(handle)
-        kind: FailureKind = "memory" if how == _OUT_OF_MEMORY else "crashed"
-        return RewardFailure(kind, f"its process {how}")
 
     async def _exit_reason(self, handle: WorkerHandle) -> str:
         """How a worker whose channel has closed came to exit."""

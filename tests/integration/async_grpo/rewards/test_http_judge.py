@@ -88,9 +88,9 @@ async def court() -> AsyncIterator[Court]:
     await runner.cleanup()
 
 
-def pool_of(url: str, *others: RewardConfig, required: bool = True, **http: Any) -> RewardPool:
+def pool_of(url: str, *others: RewardConfig, **http: Any) -> RewardPool:
     settings = {"url": url, "timeout_s": 20.0, "retries": 2, "backoff_s": 0.01, **http}
-    judge = RewardConfig.model_validate({"name": "judge", "http": settings, "required": required})
+    judge = RewardConfig.model_validate({"name": "judge", "http": settings})
     return RewardPool(RewardsConfig(functions=[judge, *others]))
 
 
@@ -110,16 +110,12 @@ async def test_the_judge_is_asked_with_everything_and_its_number_is_the_score(co
     }
 
 
-async def test_the_score_is_found_by_its_pointer(court: Court) -> None:
-    async with pool_of(f"{court.url}/nested", score_pointer="/choices/0/a~1b") as pool:
-        assert (await pool.judge([RewardInput("a", "a")]))[0].reward == 0.25
-
-
-async def test_verifiers_and_judges_make_one_weighted_sum(court: Court) -> None:
-    async with pool_of(f"{court.url}/right", RewardConfig(name="answer_tag", weight=0.5)) as pool:
+async def test_verifiers_and_judges_make_one_weighted_sum_of_scores_found_by_a_pointer(court: Court) -> None:
+    tag = RewardConfig(name="answer_tag", weight=0.5)
+    async with pool_of(f"{court.url}/nested", tag, score_pointer="/choices/0/a~1b") as pool:
         (verdict,) = await pool.judge([RewardInput("<answer>a</answer>", "a")])
-    assert verdict.scores == {"answer_tag": 1.0, "judge": 0.0}
-    assert verdict.reward == 0.5
+    assert verdict.scores == {"answer_tag": 1.0, "judge": 0.25}
+    assert verdict.reward == 0.75
 
 
 @pytest.mark.parametrize(
@@ -159,24 +155,13 @@ async def test_a_judge_that_hangs_times_out_and_the_event_loop_runs_on(court: Co
     assert turns > 20
 
 
-async def test_a_judge_that_fails_once_is_asked_again(court: Court) -> None:
-    async with pool_of(f"{court.url}/once-500") as pool:
-        (verdict,) = await pool.judge([RewardInput("a", "a")])
-    assert (verdict.reward, verdict.failures) == (1.0, {})
-    assert len(court.bodies) == 2
-
-
-async def test_a_judge_that_is_not_there_is_a_failed_connection() -> None:
-    async with pool_of("http://127.0.0.1:1/") as pool:
-        (verdict,) = await pool.judge([RewardInput("a", "a")])
-    assert verdict.failure == "http_connection"
-
-
-async def test_a_judge_that_is_not_required_leaves_the_other_rewards_their_say(court: Court) -> None:
-    async with pool_of(f"{court.url}/500", RewardConfig(name="answer_tag"), required=False) as pool:
-        (verdict,) = await pool.judge([RewardInput("<answer>a</answer>", "a")])
-    assert (verdict.reward, verdict.scores) == (1.0, {"answer_tag": 1.0})
-    assert pool.failures == {("judge", "http_status"): 1}
+async def test_a_judge_that_fails_once_is_asked_again_and_one_that_is_not_there_is_a_failed_connection(
+    court: Court,
+) -> None:
+    async with pool_of(f"{court.url}/once-500") as pool, pool_of("http://127.0.0.1:1/") as nobody:
+        ((verdict,), (none,)) = [await one.judge([RewardInput("a", "a")]) for one in (pool, nobody)]
+    assert (verdict.reward, verdict.failures, len(court.bodies)) == (1.0, {}, 2)
+    assert none.failure == "http_connection"
 
 
 async def test_no_more_requests_are_under_way_than_allowed(court: Court) -> None:

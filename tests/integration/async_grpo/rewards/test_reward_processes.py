@@ -8,15 +8,14 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from async_grpo.config.rewards import RewardConfig, RewardsConfig
 from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils import process_tree
+from tests.support.reward_pools import pool_of
 
 TRICKY = "tricky_rewards:tricky"
 PATIENCE_S = 30.0
@@ -45,10 +44,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def pool_of(name: str, **changes: Any) -> RewardPool:
-    return RewardPool(RewardsConfig(**{"functions": [RewardConfig(name=name)], "deadline_s": 30.0, **changes}))
 
 
 def family_of(pool: RewardPool) -> list[int]:
@@ -89,14 +84,7 @@ async def test_a_daemon_that_left_the_group_and_session_of_its_verifier_is_found
 
 async def test_a_child_that_comes_back_into_the_worker_gives_no_second_answer() -> None:
     async with pool_of(TRICKY) as pool:
-        verdicts = await pool.judge(
-            [
-                RewardInput("fork and come back", "a"),
-                RewardInput("a", "a"),
-                RewardInput("b", "a"),
-                RewardInput("a", "a"),
-            ]
-        )
+        verdicts = await pool.judge([RewardInput(deed, "a") for deed in ("fork and come back", "a", "b", "a")])
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 1.0]
 
 

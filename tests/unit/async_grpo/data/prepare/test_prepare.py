@@ -60,12 +60,12 @@ def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: 
         {"question": "x" * 51, "answer": "1"},
         {"question": " q1 ", "answer": "1"},
     ]
-    result = prepared(tmp_path, [*questions(5), *bad], max_prompt_tokens=50)
+    manifest, rejections = prepared(tmp_path, [*questions(5), *bad], max_prompt_tokens=50)
     reasons = ["not a row"] * 2 + ["empty prompt", "empty answer", "field missing", "prompt too long", "duplicate"]
     assert sorted(rejected(tmp_path / "out")) == list(zip(range(6, 13), reasons, strict=True))
-    assert result.manifest.rejected == Counter(reasons)
-    assert result.first_rejected["duplicate"] == "rows.jsonl, line 12: the question stands in line 2 already"
-    assert result.first_rejected["prompt too long"].endswith("51 tokens, and 50 is the most")
+    assert manifest.rejected == Counter(reasons)
+    assert rejections.first["duplicate"] == "rows.jsonl, line 12: the question stands in line 2 already"
+    assert rejections.first["prompt too long"].endswith("51 tokens, and 50 is the most")
 
 
 def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_gsm8k_as_published_is_prepared_without_loss(tmp_path: Path) -> None:
     options = {"files": [TRAIN], "held_out_from": [TEST], "out": tmp_path / "out", "model": tmp_path}
     done: list[int] = []
     config = PrepareConfig.model_validate({**options, "template": "qwen_r1", "max_prompt_tokens": 4000})
-    manifest = prepare(config, Bytes(), done.append).manifest
+    manifest, _ = prepare(config, Bytes(), done.append)
     assert (manifest.rows, manifest.rejected) == ({"train": 7473, "held_out": 1319}, {})
     assert done == sorted(done) and done[-1] == TRAIN.stat().st_size + TEST.stat().st_size
     found = open_prepared(tmp_path / "out")
