@@ -100,8 +100,3 @@ MACHINE: tuple[Check, ...] = (
 def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
     """The checks of machine, platform and engine, in the order in which to mend what they find. Raises ConfigError."""
     return (*MACHINE, *select_platform(platform).probes(), *engine_probes(engine, platform))
-
-
-def examine(platform: str = "cpu") -> list[Finding]:
-    """Run every check of a platform, in order."""
-    return [check() for check in checks_of(platform)]

@@ -92,20 +92,16 @@ class PolicyOptions:
     checkpoint: Path | None
     live: bool
 
-    def check(self) -> None:
-        """Raise ConfigError if two policies are named."""
-        if self.live and self.checkpoint is not None:
-            raise ConfigError("--live and --checkpoint are two policies. Give one of them")
-
     def policy(self) -> tuple[RunConfig, Checkpoint | LiveRun]:
         """The run's configuration and its policy; prints a note if the run was started with other values.
 
-        Raises ConfigError and DataError if the policy is not found, and BufferFault if the buffer of a live run cannot
-        be reached.
+        Raises ConfigError or DataError if two policies are named or none is found, and BufferFault if the buffer of a
+        live run cannot be reached.
         """
         from async_grpo.app.evaluate.policy_source import chosen_run, differences, find_checkpoint, find_live
 
-        self.check()
+        if self.live and self.checkpoint is not None:
+            raise ConfigError("--live and --checkpoint are two policies. Give one of them")
         overrides = self.overrides or []
         if self.live:
             found = asyncio.run(find_live(self.config, overrides, self.run_dir))

@@ -81,7 +81,6 @@ def evaluate(
     choice = PolicyOptions(config, override, run_dir, checkpoint, live)
 
     def work() -> int:
-        choice.check()
         for file in (save, json_file):
             if file is not None and file.exists():
                 raise ConfigError(f"{file} exists already, and nothing is overwritten. Name another file")

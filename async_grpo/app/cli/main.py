@@ -21,7 +21,7 @@ from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, 
 from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.sweep import sweep
-from async_grpo.app.doctor import examine
+from async_grpo.app.doctor import checks_of
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
 
@@ -131,7 +131,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Report what is installed, what is missing and how to install it. Exits with 1 if a requirement is missing."""
-    findings = examine(platform)
+    findings = [check() for check in checks_of(platform)]
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
         document = {"platform": platform, "ok": healthy, "findings": [asdict(finding) for finding in findings]}

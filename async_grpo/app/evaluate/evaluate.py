@@ -199,9 +199,14 @@ def stated_by_the_run(config: RunConfig, policy: Checkpoint | LiveRun, plan: Eva
 def facts(report: EvalReport) -> dict[str, Any]:
     """The report as the object that `--json` writes."""
     grades, policy = report.grades, report.policy
+    if isinstance(policy, LiveRun):
+        versions = {str(version): tokens for version, tokens in report.versions.items()}
+        source: dict[str, Any] = {"live": list(policy.servers), "tokens_by_version": versions}
+    else:
+        source = {"checkpoint": str(policy.path), "version": policy.version}
     return {
         "run": report.config.name,
-        "policy": _policy_facts(report, policy),
+        "policy": source,
         "prompts": len(grades.prompts),
         "prompts_trained_on": report.trained_on,
         "samples": report.plan.samples,
@@ -218,13 +223,6 @@ def facts(report: EvalReport) -> dict[str, Any]:
         "stated_by_the_run": report.stated or None,
         "agrees_with_the_run": report.agrees,
     }
-
-
-def _policy_facts(report: EvalReport, policy: Checkpoint | LiveRun) -> dict[str, Any]:
-    if isinstance(policy, LiveRun):
-        versions = {str(version): tokens for version, tokens in report.versions.items()}
-        return {"live": list(policy.servers), "tokens_by_version": versions}
-    return {"checkpoint": str(policy.path), "version": policy.version}
 
 
 def rows(report: EvalReport) -> Iterator[dict[str, Any]]:

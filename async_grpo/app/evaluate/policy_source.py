@@ -36,10 +36,9 @@ from rollout_server.engines.base import Sampler
 from rollout_server.engines.http import KEY_VARIABLE, HttpSampler
 from rollout_server.workflows import Workflow, make_workflow
 
-_EXPORT_PREFIX = "hf-"
 _SHOWN_LINES = 3
 EXPORT_TIMEOUT_S = 3600.0
-"""Enough for the largest checkpoint on a slow disk."""
+"""Longest time for an export; enough for the largest checkpoint on a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A run that is going on."""
+    """A run in progress."""
 
     config: RunConfig
     servers: dict[str, int]
@@ -128,8 +127,8 @@ async def open_checkpoint(checkpoint: Checkpoint, say: Callable[[str], None]) ->
 
 
 async def find_live(path: Path | None, overrides: Sequence[str], run_dir: Path | None) -> LiveRun:
-    """The rollout servers of a run that is going on. Raises ConfigError if there are none that answer over HTTP,
-    ServerLost if the server of the buffer cannot be reached."""
+    """The rollout servers of a run in progress. Raises ConfigError if none of them answers over HTTP, ServerLost if the
+    server of the buffer cannot be reached."""
     config = find_run(path, overrides, run_dir)
     board = await connect_board(config.redis, config.name)
     try:
@@ -176,8 +175,12 @@ async def open_policy(
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of vLLM's processes
     async with open_checkpoint(policy, say) as folder:
         say(f"loading {folder} into vLLM")
-        async with open_engine(config, folder, name) as engine:
+        engine = make_engine(config, folder, name=name)
+        try:
+            await engine.start()
             yield engine, folder
+        finally:
+            await engine.aclose()
 
 
 async def _export(checkpoint: Checkpoint, target: Path) -> None:
@@ -204,7 +207,7 @@ async def _export(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def _version_of(folder: Path) -> int | None:
-    number = folder.name.removeprefix(_EXPORT_PREFIX)
+    number = folder.name.removeprefix("hf-")
     if number != folder.name and number.isdecimal():
         return int(number)
     if folder.name == "hf" and folder.parent.name == "checkpoints":
@@ -215,9 +218,7 @@ def _version_of(folder: Path) -> int | None:
 def _what_there_is(folder: RunFolder) -> str:
     """The checkpoints of a run, for the error that says none was found."""
     checkpoints = folder.path / "checkpoints"
-    found = sorted(
-        path for path in checkpoints.glob("*") if path.name.isdecimal() or path.name.startswith(_EXPORT_PREFIX[:-1])
-    )
+    found = sorted(path for path in checkpoints.glob("*") if path.name.isdecimal() or path.name.startswith("hf"))
     if not found:
         return (
             f"{folder.path} has no checkpoint at all. Is the name right (overrides, -o, are part of it)? While the run "
@@ -237,18 +238,6 @@ class OfflineContext:
     pool: RewardPool
     workflow: Workflow
     source: TaskSource
-
-
-@asynccontextmanager
-async def open_engine(config: RunConfig, model: Path, name: str) -> AsyncIterator[Sampler]:
-    """An engine with the weights of a Hugging Face folder and the settings of the run's engines. Raises EngineError if
-    it does not start, DependencyError if vLLM is missing."""
-    engine = make_engine(config, model, name=name)
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.aclose()
 
 
 @asynccontextmanager

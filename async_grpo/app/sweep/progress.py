@@ -14,7 +14,7 @@ from async_grpo.app.report.live_view import LiveFrame, clock, progress_bar
 
 @dataclass(frozen=True, slots=True)
 class RunningPoint:
-    """A run that is going on. `step` is the newest trained step, `begun_at` its newest step when it was started."""
+    """A run in progress. `step` is the newest trained step, `begun_at` its newest step when it was started."""
 
     label: str
     step: int
@@ -83,7 +83,7 @@ class SweepView(LiveFrame):
 
 
 def table(state: SweepState) -> Table:
-    """The state as a table: a row for the sweep and one for every run that is going on."""
+    """The state as a table: a row for the sweep and one for every run in progress."""
     rows = Table.grid(padding=(0, 2))
     done = state.finished + state.failed
     rows.add_row(Text("points", style="bold"), progress_bar(done, state.total), Text(_counts(state), style="bold"))

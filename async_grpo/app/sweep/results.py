@@ -5,7 +5,7 @@
 Any file may be missing: a run that was killed has no summary yet. The idle share of rollout servers is the time in
 which they generated nothing while the trainer was at work:
 
-    trainer      |--wait--|----train----|--wait--|          the run is going on
+    trainer      |--wait--|----train----|--wait--|          the run in progress
     rollout-0      |-group 0-|        |--group 1-|          it generates
     idle         |-|         |--------|
 """

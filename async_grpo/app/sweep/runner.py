@@ -136,7 +136,7 @@ def outcome_of(*, code: int, finished: bool, stopping: bool) -> AttemptOutcome:
 
 @dataclass(slots=True)
 class _Run:
-    """An attempt that is going on."""
+    """An attempt in progress."""
 
     point: Point
     role: RoleProcess

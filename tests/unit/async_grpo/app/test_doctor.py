@@ -94,7 +94,7 @@ def test_a_private_name_that_has_moved_is_named_with_what_to_install(
 
 def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Finding("TensorBoard", None, "not installed", "pip install tensorboard")
-    monkeypatch.setattr(doctor, "checks_of", lambda platform: (lambda: found,))
+    monkeypatch.setattr("async_grpo.app.cli.main.checks_of", lambda platform: (lambda: found,))
     result = type_in("doctor")
     assert result.exit_code == 0
     assert "optional" in result.output and "pip install tensorboard" in result.output
