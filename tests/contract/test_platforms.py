@@ -29,11 +29,11 @@ NAMES: tuple[str, ...] = get_args(PlatformName)
 ENVIRONMENTS = {"cuda": cuda.ENVIRONMENT, "npu": npu.ENVIRONMENT}
 WITHOUT_TORCH = """
 import sys
-from trainer.platform import base, platforms
+from trainer.platform import base, platforms, probes
 base.TOOL_TIMEOUT_S = 0.0
 for platform in platforms():
     assert platform.devices() == []
-    findings = [check() for check in platform.probes() if check is not base.check_private_names]
+    findings = [check() for check in platform.probes() if check is not probes.check_private_names]
     assert all(finding.name and (finding.ok or finding.fix) for finding in findings)
 assert not {"torch", "megatron", "transformers"} & sys.modules.keys()
 """

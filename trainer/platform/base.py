@@ -1,4 +1,4 @@
-"""The platform of the trainer: what it asks of the machine that it runs on, and the probes that all platforms share.
+"""The platform of the trainer: what it asks of the machine that it runs on.
 
     main --activate--> megatron may be imported --configure--> process groups --layer_replacements--> model
     doctor --probes--> findings          launcher, sweep --devices--> which role gets which
@@ -18,11 +18,9 @@ import importlib
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -30,25 +28,16 @@ from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.models.shapes import ModelShape
-from async_grpo.utils.private_names import PRIVATE_NAMES
 from async_grpo.utils.requirements import (
-    INSTALL_CPU,
     INSTALL_MEGATRON,
     MEGATRON_CORE,
     Check,
-    Finding,
-    exactly,
     installed,
-    optional,
-    present,
 )
-from trainer.platform.memory import TrainerMemory, trainer_memory
+from trainer.platform.memory import TrainerMemory
 
 TOOL_TIMEOUT_S = 20.0
 """Seconds to wait for a vendor's tool."""
-
-IMPORT_TIMEOUT_S = 180.0
-"""Seconds to wait for a process that imports vLLM and Megatron-core: minutes on a cold or busy disk."""
 
 Run = Callable[[Sequence[str]], str | None]
 """Arguments -> standard output; None if the tool is not there or failed."""
@@ -110,8 +99,8 @@ class Platform(Protocol):
     """Environment variable that says which devices a process may use; "" for the CPU."""
     network_variables: tuple[str, ...] = ()
     """Environment variables that name the network card of its collectives, beside gloo's."""
-    start_environment: Mapping[str, str] = MappingProxyType({})
-    """Environment variables that a rank must be started with, where the user does not set them."""
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Environment variables of a rank, where the user does not set them."""
     tool: str = ""
     """The vendor's tool that lists the devices; "" for the CPU."""
 
@@ -162,67 +151,6 @@ class Platform(Protocol):
         return None
 
 
-class Accelerator(Platform, Protocol):
-    """What all accelerators have in common: torch has a module of the same functions for each, `torch.DEVICE`."""
-
-    _peak_tflops: float | None = None
-    """`trainer.device_peak_tflops`."""
-
-    def memory_plan(self, config: RunConfig, shape: ModelShape) -> TrainerMemory:
-        """The plan of `trainer_memory`."""
-        return trainer_memory(config, shape)
-
-    def configure(self, config: TrainerConfig) -> None:
-        """Keep `trainer.device_peak_tflops`."""
-        self._peak_tflops = config.device_peak_tflops
-
-    def synchronize(self) -> None:
-        """Wait for all streams."""
-        self._torch().synchronize()
-
-    def memory(self) -> MemoryUse:
-        """What torch's allocator counts; the context and the buffers of the collectives are not included."""
-        torch_device = self._torch()
-        total_bytes = torch_device.get_device_properties(torch_device.current_device()).total_memory
-        return MemoryUse(torch_device.memory_allocated(), torch_device.max_memory_allocated(), total_bytes)
-
-    def reset_peak_memory(self) -> None:
-        """Begin a new peak of torch's allocator."""
-        self._torch().reset_peak_memory_stats()
-
-    def peak_flops(self, precision: str) -> float | None:
-        """`trainer.device_peak_tflops`, else the vendor's figure for a device of this name."""
-        tflops = self._peak_tflops if self._peak_tflops is not None else self.stated_tflops(precision)
-        return None if tflops is None else tflops * 1e12
-
-    def stated_tflops(self, precision: str) -> float | None:
-        """Dense TFLOP/s that the vendor states for this device; None where it is not known."""
-        return None
-
-    def take_device(self, threads: int) -> None:
-        """Take the device with this rank's number on its machine, and set the number of torch threads.
-
-        Raises ConfigError if too few devices are visible.
-        """
-        import torch
-
-        rank, devices, variable = int(os.environ.get("LOCAL_RANK", "0")), self._torch(), self.visible_variable
-        count = devices.device_count()
-        if rank >= count:
-            raise ConfigError(
-                f"rank {rank} of this machine needs a {self.name} device of its own, but {count} are visible "
-                f"({variable}={os.environ.get(variable, 'not set')}). Lower trainer.processes, or give more in "
-                f"{variable}"
-            )
-        devices.set_device(rank)
-        torch.set_num_threads(threads)
-
-    def _torch(self) -> Any:
-        import torch
-
-        return getattr(torch, self.device)
-
-
 def smallest_memory_gib(platform: Platform, run: Run = run_tool) -> float | None:
     """Memory of the smallest device of this machine; None if there are no devices."""
     return min((device.memory_gib for device in platform.devices(run)), default=None)
@@ -234,70 +162,7 @@ def visible(platform: Platform, environment: Mapping[str, str]) -> list[str] | N
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
-def check_driver(platform: Platform, fix: str, run: Run = run_tool) -> Finding:
-    """Whether the vendor's tool lists a device."""
-    devices = platform.devices(run)
-    found = f"{platform.tool}: driver {devices[0].driver}" if devices else f"{platform.tool} lists no device"
-    return Finding("Driver", bool(devices), found, fix)
-
-
-def check_devices(
-    platform: Platform, fix: str, run: Run = run_tool, environment: Mapping[str, str] = os.environ
-) -> Finding:
-    """Which devices there are, their memory, and whether they are healthy and visible."""
-    devices, variable = platform.devices(run), platform.visible_variable
-    allowed = visible(platform, environment)
-    if allowed == []:
-        return Finding("Devices", False, f"{variable} is empty: none is visible", f"unset {variable}")
-    unhealthy = [str(device.index) for device in devices if device.health not in ("OK", "Warning")]
-    found = "; ".join(_kinds(devices)) or "none"
-    if allowed is not None:
-        found += f"; visible: {','.join(allowed)}"
-    if unhealthy:
-        return Finding("Devices", False, f"{found}; not healthy: {', '.join(unhealthy)}", f"{platform.tool} info")
-    return Finding("Devices", bool(devices), found, fix)
-
-
-def check_torch_sees(device: str, module: str, collective: str, fix: str, run: Run = run_tool) -> Finding:
-    """Whether torch, in a process of its own, finds devices of the kind `device` and has its `collective` library.
-
-    `module`: the package that adds the device to torch.
-    """
-    name = "torch and the devices"
-    has = f"torch.distributed.is_{collective.lower()}_available()"
-    program = f"import torch, {module}; print(torch.{device}.device_count(), {has})"
-    words = (run([sys.executable, "-c", program]) or "").split()
-    if len(words) != 2:
-        return Finding(name, False, f"`import {module}` fails", fix)
-    count, available = words[0], words[1] == "True"
-    found = f"torch sees {count}; {collective} {'is there' if available else 'is missing'}"
-    return Finding(name, count != "0" and available, found, fix)
-
-
-def check_private_names(run: Run = partial(run_tool, timeout_s=IMPORT_TIMEOUT_S)) -> Finding:
-    """Whether all undocumented names that we use of other packages are there, in a process that imports them."""
-    if not any(private.found() for private in PRIVATE_NAMES.values()):
-        return Finding("Private names", None, "none of the packages is installed")
-    lines = (run([sys.executable, "-m", "async_grpo.utils.private_names"]) or "").splitlines()
-    pairs = [line.split("\t") for line in lines if "\t" in line]
-    wrong = [reason for _, reason in pairs if reason]
-    if wrong or not pairs:
-        reason, _, fix = "; ".join(wrong).partition(" Run: ") if wrong else ("the packages cannot be imported", "", "")
-        return Finding("Private names", False, reason, fix or f"{sys.executable} -m async_grpo.utils.private_names")
-    return Finding("Private names", True, f"all there: {', '.join(package for package, _ in pairs)}")
-
-
-check_megatron = partial(exactly, "Megatron-core", "megatron-core", MEGATRON_CORE, INSTALL_MEGATRON)
-COMMON_PROBES: tuple[Check, ...] = (
-    partial(present, "transformers", "transformers", INSTALL_CPU),
-    check_megatron,
-    partial(optional, "TensorBoard", "tensorboard", "pip install tensorboard"),
-    check_private_names,
-)
-"""The checks of the installation that all platforms share."""
-
-
-def set_defaults(environment: dict[str, str]) -> None:
+def set_defaults(environment: Mapping[str, str]) -> None:
     """Set variables that the user's environment does not set."""
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -330,9 +195,3 @@ def import_package(platform: str, module: str, fix: str) -> Any:
             f"trainer.platform is {platform}, but {module} cannot be imported ({type(error).__name__}: {error}). "
             f"Run: {fix}"
         ) from error
-
-
-def _kinds(devices: Sequence[Device]) -> list[str]:
-    """`8 x NVIDIA H100 80GB HBM3, 79.6 GiB`, one for each kind."""
-    kinds = Counter((device.name, round(device.memory_gib, 1)) for device in devices)
-    return [f"{count} x {name}, {memory:g} GiB" for (name, memory), count in kinds.items()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import resource
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -19,7 +19,8 @@ import psutil
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.requirements import INSTALL_CPU, STAND_IN, Check, Finding, installed, present
-from trainer.platform.base import COMMON_PROBES, MemoryUse, Platform, require_megatron
+from trainer.platform.base import MemoryUse, Platform, require_megatron
+from trainer.platform.probes import COMMON_PROBES
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
 """Freed memory is kept, in large pages. Otherwise the kernel would map and zero every activation again: a sixth of a
@@ -32,7 +33,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device = "cpu"
     backend = "gloo"
-    start_environment: Mapping[str, str] = MappingProxyType({"GLIBC_TUNABLES": KEEP_MEMORY})
+    environment = MappingProxyType({"GLIBC_TUNABLES": KEEP_MEMORY})
 
     def probes(self) -> Sequence[Check]:
         """The installation for CPUs."""

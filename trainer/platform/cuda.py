@@ -17,9 +17,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import (
     INSTALL_CUDA,
     INSTALL_TRANSFORMER_ENGINE,
@@ -28,22 +28,11 @@ from async_grpo.utils.requirements import (
     installed,
     optional,
 )
-from trainer.platform.base import (
-    COMMON_PROBES,
-    Accelerator,
-    Device,
-    LayerRole,
-    Run,
-    check_devices,
-    check_driver,
-    check_torch_sees,
-    import_package,
-    require_megatron,
-    run_tool,
-    set_defaults,
-)
+from trainer.platform.accelerator import Accelerator
+from trainer.platform.base import Device, LayerRole, Run, import_package, run_tool
+from trainer.platform.probes import check_torch_sees
 
-ENVIRONMENT = {
+ENVIRONMENT: Mapping[str, str] = {
     # Kernels start in the order in which they are launched: Megatron overlaps communication by relying on it.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
@@ -51,7 +40,6 @@ ENVIRONMENT = {
 }
 """Set only where the user's environment does not."""
 
-DRIVER_FIX = "install the NVIDIA driver; in a container: docker run --gpus all"
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "B200": {"bfloat16": 2250, "float32": 75},
@@ -86,34 +74,24 @@ class CudaPlatform(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     network_variables = ("NCCL_SOCKET_IFNAME",)
     tool = "nvidia-smi"
+    environment = ENVIRONMENT
+    packages = MappingProxyType({"torch": INSTALL_CUDA})
+    driver_fix = "install the NVIDIA driver; in a container: docker run --gpus all"
+    device_fix = (
+        "Check nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is a CUDA build (async-grpo doctor --platform cuda)"
+    )
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """The GPUs that nvidia-smi lists."""
         return _parse_smi(run([self.tool, *_QUERY]) or "")
 
-    def probes(self) -> Sequence[Check]:
-        """Driver, devices and the installation for CUDA."""
+    def package_probes(self) -> Sequence[Check]:
+        """PyTorch in a build for CUDA, and Transformer Engine."""
         return (
-            partial(check_driver, self, DRIVER_FIX),
-            partial(check_devices, self, DRIVER_FIX),
             check_torch,
             partial(check_torch_sees, "cuda", "torch", "NCCL", _TORCH_FIX),
             partial(optional, "Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE),
-            *COMMON_PROBES,
         )
-
-    def activate(self, threads: int) -> None:
-        """Take the GPU of this rank. Raises ConfigError without one, DependencyError without torch."""
-        set_defaults(ENVIRONMENT)
-        require_megatron(self.name)
-        torch = import_package(self.name, "torch", INSTALL_CUDA)
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"trainer.platform is cuda, but torch {torch.__version__} sees no CUDA device. Check nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES, and that torch is a CUDA build (async-grpo doctor --platform cuda); "
-                "or set trainer.platform to cpu"
-            )
-        self.take_device(threads)
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
         """Transformer Engine's layers where it is installed, else none."""

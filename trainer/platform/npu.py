@@ -19,10 +19,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
-from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.errors import DependencyError
 from async_grpo.utils.requirements import (
     CANN,
     INSTALL_MINDSPEED,
@@ -37,22 +38,11 @@ from async_grpo.utils.requirements import (
     present,
     release,
 )
-from trainer.platform.base import (
-    COMMON_PROBES,
-    Accelerator,
-    Device,
-    LayerRole,
-    Run,
-    check_devices,
-    check_driver,
-    check_torch_sees,
-    import_package,
-    require_megatron,
-    run_tool,
-    set_defaults,
-)
+from trainer.platform.accelerator import Accelerator
+from trainer.platform.base import Device, LayerRole, Run, import_package, run_tool
+from trainer.platform.probes import check_torch_sees
 
-ENVIRONMENT = {
+ENVIRONMENT: Mapping[str, str] = {
     # Micro-batches differ in length; without it the allocator's fixed blocks fragment until memory runs out.
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     # Operators are handed to the device by a second thread, which also prepares them (level 2).
@@ -67,12 +57,6 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 """Set only where the user's environment does not."""
-
-DRIVER_FIX = (
-    "install the Ascend driver and firmware; in a container: --device /dev/davinci0 (and the others) "
-    "--device /dev/davinci_manager --device /dev/hisi_hdc -v /usr/local/dcmi:/usr/local/dcmi "
-    "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
-)
 
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
 
@@ -101,44 +85,39 @@ class NpuPlatform(Accelerator):
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
     network_variables = ("HCCL_SOCKET_IFNAME",)
     tool = "npu-smi"
+    environment = ENVIRONMENT
+    packages = MappingProxyType({"torch": INSTALL_TORCH_NPU, "torch_npu": INSTALL_TORCH_NPU})
+    unimported = "MindSpeed could not adapt it any more"
+    driver_fix = (
+        "install the Ascend driver and firmware; in a container: --device /dev/davinci0 (and the others) "
+        "--device /dev/davinci_manager --device /dev/hisi_hdc -v /usr/local/dcmi:/usr/local/dcmi "
+        "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
+    )
+    device_fix = f"Check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, and that CANN's environment is set: {SOURCE_CANN}"
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """The NPUs that `npu-smi info` lists."""
         return _parse_smi(run([self.tool, "info"]) or "")
 
-    def probes(self) -> Sequence[Check]:
-        """Driver, devices, CANN and the installation for Ascend."""
+    def package_probes(self) -> Sequence[Check]:
+        """CANN, torch with torch_npu, and MindSpeed."""
         return (
-            partial(check_driver, self, DRIVER_FIX),
-            partial(check_devices, self, DRIVER_FIX),
             check_cann,
             check_torch,
             check_torch_npu,
             partial(check_torch_sees, "npu", "torch_npu", "HCCL", _TORCH_FIX),
             partial(present, "MindSpeed", "mindspeed", INSTALL_MINDSPEED),
-            *COMMON_PROBES,
         )
 
     def activate(self, threads: int) -> None:
-        """Take the NPU of this rank and adapt Megatron, which must not be imported yet.
-
-        Raises ConfigError if it is, or if no NPU is there; DependencyError if a package is missing or does not match.
-        """
-        require_megatron(self.name, unimported="MindSpeed could not adapt it any more")
-        set_defaults(ENVIRONMENT)
-        torch = import_package("npu", "torch", INSTALL_TORCH_NPU)
-        import_package("npu", "torch_npu", INSTALL_TORCH_NPU)
+        """As on every accelerator; then adapt Megatron. Raises DependencyError, too, for a torch_npu that is built for
+        another torch."""
         pair = check_torch_npu()
-        if not pair.ok:
+        if installed("torch-npu") and not pair.ok:
             raise DependencyError(f"torch-npu {pair.found}. Run: {pair.fix}")
-        if not torch.npu.is_available():
-            raise ConfigError(
-                "trainer.platform is npu, but torch_npu sees no NPU. Check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, "
-                f"and that CANN's environment is set: {SOURCE_CANN}; or set trainer.platform to cpu"
-            )
-        self.take_device(threads)
+        super().activate(threads)
         with _empty_command_line():
-            import_package("npu", "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
+            import_package(self.name, "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
 
     def configure(self, config: TrainerConfig) -> None:
         """MindSpeed patches by its arguments: give it ours. Raises DependencyError if it has no `repatch`."""

@@ -86,7 +86,7 @@ def trainer_argv(config_file: Path, model: Path, node_rank: int = 0) -> list[str
 
 def trainer_environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of the ranks, beside the environment that is given, which comes first."""
-    defaults = select_platform(config.trainer.platform).start_environment
+    defaults = select_platform(config.trainer.platform).environment
     return {"OMP_NUM_THREADS": str(config.trainer.threads)} | {
         name: given.get(name, defaults[name]) for name in defaults
     }

@@ -32,7 +32,7 @@ async def measure(progress: Progress, *, quick: bool, data: Path | None = None) 
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
         out, log = Path(folder) / "figures.json", Path(folder) / "log"
         arguments = ["--out", str(out), *(["--quick"] if quick else []), *(["--data", str(data)] if data else [])]
-        environment = {**select_platform("cpu").start_environment, **os.environ}  # as a trainer has it
+        environment = {**select_platform("cpu").environment, **os.environ}  # as a trainer has it
         task = progress.add_task("training steps", total=None)
         with log.open("w") as stderr:
             child = LineChild("async_grpo.app.bench.trainer.main", *arguments, env=environment, stderr=stderr)

