@@ -12,6 +12,8 @@ from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.utils.aio import root_cause
 from async_grpo.weights.manifest import WeightVersion
 from buffer import InMemoryBuffer
+from rollout_server import assembly
+from rollout_server.assembly import came_before_the_end
 from rollout_server.context import ServerContext
 from rollout_server.server import RolloutServer
 from tests.support.rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, until, watcher_of
@@ -115,3 +117,31 @@ async def test_samples_and_a_timeline_are_written(tmp_path: Path) -> None:
     assert rows[0]["completions"][0]["reward"] == 1.0
     spans = [json.loads(line) for line in (tmp_path / "timeline" / "rollout-0.jsonl").read_text().splitlines()]
     assert {"generation", "weights", "evaluation"} <= {span["track"] for span in spans}
+
+
+async def test_a_server_that_starts_while_others_finish_the_run_waits_for_no_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assembly, "LOOK_EVERY_S", 0.01)
+    looks, ended = iter([False, False, True]), asyncio.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def late() -> None:
+        raise WaitTimeout("the trainer's first publication of weights", 1.0)
+
+    async def is_over() -> bool:
+        return next(looks)
+
+    async def is_not_over() -> bool:
+        return False
+
+    assert await came_before_the_end(asyncio.sleep(0.05), is_not_over)
+    assert not await came_before_the_end(never(), is_over)
+    assert ended.is_set()
+    with pytest.raises(WaitTimeout, match="first publication"):
+        await came_before_the_end(late(), is_not_over)

@@ -23,6 +23,7 @@ def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
     }
     assert environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment(config)["OMP_NUM_THREADS"] == "2"
+    assert "distributed_executor_backend" not in platform_arguments(VllmConfig(tensor_parallel=2))
 
 
 def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_says_otherwise() -> None:
@@ -32,20 +33,7 @@ def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_sa
     assert environment(VllmConfig(environment={"VLLM_HOST_IP": "10.0.0.5"}))["VLLM_HOST_IP"] == "10.0.0.5"
 
 
-def test_several_workers_of_a_cpu_have_processes_of_their_own() -> None:
-    assert "distributed_executor_backend" not in platform_arguments(VllmConfig(tensor_parallel=2))
-
-
-def test_a_cpu_engine_compiles_nothing_where_there_is_no_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig(platform="cuda"))
-
-
-def test_a_cpu_engine_may_compile_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cpu_engine_compiles_only_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "my-compiler"
     compiler.touch(mode=0o755)
     (tmp_path / "Python.h").touch()
@@ -54,9 +42,14 @@ def test_a_cpu_engine_may_compile_where_there_is_one(monkeypatch: pytest.MonkeyP
     assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig())
     (tmp_path / "Python.h").unlink()
     assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX")
+    assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig(platform="cuda"))
 
 
-def test_an_ascend_engine_can_replace_its_weights() -> None:
+def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_share() -> None:
     config = VllmConfig(platform="ascend", additional_config={"enable_weight_nz_layout": False})
     assert platform_arguments(config) == {
         "gpu_memory_utilization": 0.8,
@@ -64,15 +57,8 @@ def test_an_ascend_engine_can_replace_its_weights() -> None:
     }
     assert environment(config)["VLLM_ASCEND_ENABLE_NZ"] == "0"
     assert "OMP_NUM_THREADS" not in environment(config)
-
-
-def test_a_cuda_engine_is_told_its_share_of_the_memory_only() -> None:
     config = VllmConfig(platform="cuda", gpu_memory_utilization=0.6)
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.6}
-
-
-def test_the_users_environment_goes_before_the_defaults() -> None:
-    assert environment(VllmConfig(environment={"VLLM_LOGGING_LEVEL": "DEBUG"}))["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
 @pytest.mark.parametrize(

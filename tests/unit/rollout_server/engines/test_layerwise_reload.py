@@ -118,22 +118,15 @@ def _no_shared_memory_is_left() -> Iterator[None]:
     remove_stores(RUN)
 
 
-def test_the_first_update_loads_everything_whatever_is_said_of_its_base() -> None:
-    assert Bench(CountingModel(LAYERS)).update(1, NAMES[:1] + NAMES[1:]) == [NAMES]
-
-
-def test_later_ones_load_what_changed_with_the_rest_of_its_block() -> None:
+def test_the_first_update_loads_everything_and_later_ones_what_changed_with_the_rest_of_its_block() -> None:
     bench = Bench(CountingModel(LAYERS))
-    bench.update(1, None)
+    assert bench.update(1, NAMES) == [NAMES]
     assert bench.update(2, ["layers.0.mlp.up.weight"]) == [["layers.0.mlp.gate.weight", "layers.0.mlp.up.weight"]]
     assert bench.update(3, ["head.weight", "layers.0.norm.weight"]) == [["layers.0.norm.weight", "head.weight"]]
-
-
-def test_nothing_is_touched_when_nothing_changed() -> None:
-    bench = Bench(CountingModel(LAYERS))
-    bench.update(1, None)
-    assert bench.update(2, []) == []
-    assert bench.model.finalized == 1
+    assert bench.update(4, []) == []
+    assert bench.model.finalized == 3
+    bench.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)  # made anew, and so mapped anew
+    assert bench.update(5, None) == [NAMES]
 
 
 def test_changes_since_another_version_than_the_loaded_one_mean_everything() -> None:
@@ -176,13 +169,6 @@ def test_after_a_failed_update_everything_is_loaded() -> None:
     assert bench.update(3, ["head.weight"]) == [NAMES]
 
 
-def test_a_store_that_was_made_anew_is_mapped_anew() -> None:
-    bench = Bench(CountingModel(LAYERS))
-    bench.update(1, None)
-    bench.store = WeightStore.create(store_path(RUN, "store"), LAYOUT)
-    assert bench.update(2, None) == [NAMES]
-
-
 def test_a_version_or_store_that_is_not_there_is_refused_with_the_model_as_it_was() -> None:
     bench = Bench(CountingModel(LAYERS))
     bench.update(1, None)
@@ -203,6 +189,8 @@ def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor |
     renewed: list[torch.nn.Module] = []
     model = torch.nn.Module()
     model.embed, model.lm_head = torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2, bias=False)
+    renew_tied_head(model)
+    assert not hasattr(model.lm_head, "cpu_linear")
     model.embed.cpu_linear, model.lm_head.cpu_linear = "new", "old"
     renew_tied_head(model)
     assert model.lm_head.cpu_linear == "old"
@@ -211,10 +199,3 @@ def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor |
     model.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=renewed.append)
     renew_tied_head(model)
     assert (model.lm_head.cpu_linear, renewed) == (("new", []) if bias is None else ("old", [model.lm_head]))
-
-
-def test_a_model_without_packed_copies_is_left_alone() -> None:
-    model = torch.nn.Module()
-    model.lm_head = torch.nn.Linear(2, 2)
-    renew_tied_head(model)
-    assert not hasattr(model.lm_head, "cpu_linear")

@@ -117,10 +117,8 @@ def new(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 @pytest.mark.parametrize(
     ("module", "name", "missing"),
     [
-        (f"{TRANSFER}.base", None, "base:WeightTransferEngine"),
         (f"{TRANSFER}.base", "WeightTransferEngine", "base:WeightTransferEngine"),
         (f"{TRANSFER}.factory", None, "factory:WeightTransferEngineFactory"),
-        (RELOAD, None, "reload:initialize_layerwise_reload"),
         (RELOAD, "initialize_layerwise_reload", "reload:initialize_layerwise_reload"),
         (RELOAD, "finalize_layerwise_reload", "reload:finalize_layerwise_reload"),
     ],
@@ -141,22 +139,15 @@ def test_a_release_without_the_count_of_loaded_elements_loads_everything(new: Fa
     assert find_vllm_api().layer_info is None
 
 
-def test_a_worker_that_would_reload_by_itself_is_told_not_to() -> None:
+def test_a_release_is_told_what_it_takes_of_the_reload_and_the_version() -> None:
     def old_start(is_checkpoint_format: bool = True) -> None: ...
-
-    def new_start() -> None: ...
-
-    assert start_arguments(old_start) == {"is_checkpoint_format": False}
-    assert start_arguments(new_start) == {}
-
-
-def test_the_version_is_told_where_it_can_be() -> None:
-    def old_finish() -> None: ...
 
     def new_finish(weight_version: str | None = None) -> None: ...
 
-    assert finish_arguments(old_finish, 7) == {}
-    assert finish_arguments(new_finish, 7) == {"weight_version": "7"}
+    def plain() -> None: ...
+
+    assert (start_arguments(old_start), start_arguments(plain)) == ({"is_checkpoint_format": False}, {})
+    assert (finish_arguments(new_finish, 7), finish_arguments(plain, 7)) == ({"weight_version": "7"}, {})
 
 
 def test_an_old_release_is_given_a_whole_update_in_receive_weights(

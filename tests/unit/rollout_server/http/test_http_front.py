@@ -197,17 +197,6 @@ async def test_a_server_drained_in_a_hurry_waits_for_no_reader(tmp_path: Path) -
             await asking
 
 
-async def test_a_server_that_stops_tells_its_readers(tmp_path: Path) -> None:
-    engine = await scripted(says("a" * 50), tokens_per_s=5)
-    async with serving(tmp_path, engine) as (api, _, _), client_of(api) as client:
-        asking = asyncio.create_task(client.completions.create(model="test", prompt="hi", max_tokens=50))
-        await until(lambda: engine.load().running == 1)
-        await api.detach()
-        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
-            await asking
-        assert engine.load().running == 0
-
-
 async def test_several_servers_with_one_port_take_the_next_free_ones() -> None:
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
@@ -224,13 +213,6 @@ def test_addresses_that_others_can_use() -> None:
     assert address_of("127.0.0.1", 80) == "http://127.0.0.1:80"
     assert address_of("::1", 80) == "http://[::1]:80"
     assert address_of("0.0.0.0", 80) == f"http://{socket.gethostname()}:80"
-
-
-async def test_a_closed_server_frees_its_port() -> None:
-    async with opened() as api:
-        host, _, port = api.address.removeprefix("http://").partition(":")
-    with socket.create_server((host, int(port))):
-        pass
 
 
 async def _metrics(api: ApiServer) -> list[str]:
