@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -49,10 +49,6 @@ class CoreSplit:
 
     rollout: tuple[int, ...]
     trainer: tuple[int, ...]
-
-    def as_config(self) -> dict[str, list[int]]:
-        """`launch.cores`."""
-        return {"rollout": list(self.rollout), "trainer": list(self.trainer)}
 
 
 def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int] | None = None) -> CoreSplit:
@@ -174,12 +170,10 @@ class PipelineSetup:
     def config(self, name: str, work: FixedWork, plan: StepPlan) -> RunConfig:
         """A run of the work with the default objective, selector and interruption. It is evaluated on one short
         completion before and after, and saved once, at the end. Raises ConfigError."""
-        self._check_fits(work)
         data = self.folder / "data" / name
         data.mkdir(parents=True, exist_ok=True)
         train, held_out = work.write(data)
         threads = max(1, len(self.cores.trainer))
-        longest = work.longest
         return validate(
             {
                 "name": name,
@@ -196,30 +190,29 @@ class PipelineSetup:
                 "rollout": {
                     "workflow": "async_grpo.app.bench.pipeline.fixed_lengths:PrescribedLengths",
                     "max_concurrency": work.samples_per_step,
-                    "vllm": {"max_model_len": longest, "threads": threads, "kv_cache_bytes": self._kv_bytes(work)},
+                    "vllm": {**self._sequences(work), "threads": threads},
                 },
                 "trainer": {
                     "threads": threads,
-                    "micro_batch_tokens": max(MICRO_BATCH_TOKENS, longest),
+                    "micro_batch_tokens": max(MICRO_BATCH_TOKENS, work.longest),
                     "optimizer": {"lr": LEARNING_RATE},
                     "checkpoint": {"every_steps": NEVER, "keep": 1},
                 },
                 "eval": {"prompts": 1, "samples": 1, "greedy": False},
-                "launch": {"cores": self.cores.as_config(), "ready_timeout_s": READY_TIMEOUT_S},
+                "launch": {"cores": asdict(self.cores), "ready_timeout_s": READY_TIMEOUT_S},
                 "telemetry": {"tensorboard": False, "samples_every": NEVER},
             },
             source="async-grpo bench pipeline",
         )
 
-    def _check_fits(self, work: FixedWork) -> None:
-        if work.longest > self.shape.max_positions:
+    def _sequences(self, work: FixedWork) -> dict[str, int]:
+        """Room in the engine for the longest sequence, and so much cache that no sample in flight is pushed out."""
+        shape, longest = self.shape, work.longest
+        if longest > shape.max_positions:
             raise ConfigError(
-                f"the longest sequence of the work has {work.longest} tokens, prompt included, and the model of this "
-                f"bench {self.shape.max_positions} positions. Leave longer completions out of --lengths-from"
+                f"the longest sequence of the work has {longest} tokens, prompt included, and the model of this "
+                f"bench {shape.max_positions} positions. Leave longer completions out of --lengths-from"
             )
-
-    def _kv_bytes(self, work: FixedWork) -> int:
-        """Bytes of cache with which no sample in flight is ever pushed out."""
-        shape = self.shape
         token_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden_size // shape.heads) * _FLOAT32_BYTES
-        return max(LEAST_KV_BYTES, work.samples_per_step * (work.longest + KV_BLOCK) * token_bytes)
+        kv_bytes = max(LEAST_KV_BYTES, work.samples_per_step * (longest + KV_BLOCK) * token_bytes)
+        return {"max_model_len": longest, "kv_cache_bytes": kv_bytes}

@@ -71,7 +71,7 @@ class DrawnLengths(VllmEngine):
     lengths: Lengths
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """As `VllmEngine.generate`, with another max_tokens."""
+        """Generate as `VllmEngine` does, with another max_tokens."""
         assert request.seed is not None
         return await super().generate(replace(request, max_tokens=self.lengths.of(request.seed)))
 
@@ -95,6 +95,30 @@ class RolloutSetup:
         """The model, in words."""
         return f"{self.parameters / 1e6:.3g}M parameters"
 
+    async def whole(self, work: RolloutWork) -> RolloutRound:
+        """A round through the whole server, from the start of its loops until the last batch is released.
+
+        Raises BufferFault if groups are missing, WaitTimeout if they do not come.
+        """
+        self.engine.lengths = work.lengths
+        config = self._config(work)
+        state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
+        try:
+            for version in (0, config.steps):  # so nothing is left to evaluate
+                await board.put_evaluation(Evaluation(version=version, prompts=0, samples=0, sampled_accuracy=0.0))
+            epoch = (await state.rollback(0)).epoch  # as the trainer does when it begins
+            async with _serving(self._context(work, config, state, board)):
+                with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
+                    groups = await _consume(state, epoch, config.steps)
+                await state.end()
+            await check_trained(state, work.groups, "round")
+        finally:
+            await state.aclose()
+            await board.aclose()
+            await buffer.wipe_run(config.redis, config.name)
+        groups.sort(key=lambda group: group.task.index)
+        return RolloutRound([s.length for group in groups for s in group.samples], spent.seconds, cpu.seconds)
+
     async def bare(self, work: RolloutWork) -> RolloutRound:
         """A round of bare vLLM, its slots always full."""
         return await self._plain(continuous, work)
@@ -108,28 +132,6 @@ class RolloutSetup:
         with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
             tokens = await loop(self.engine.async_llm, requests, work.concurrency)
         return RolloutRound(tokens, spent.seconds, cpu.seconds)
-
-    async def whole(self, work: RolloutWork) -> RolloutRound:
-        """A round through the whole server, from the start of its loops until the last batch is released.
-
-        Raises BufferFault if groups are missing, WaitTimeout if they do not come.
-        """
-        self.engine.lengths = work.lengths
-        config = self._config(work)
-        state, board = await buffer.open_run(config), await buffer.connect_board(config.redis, config.name)
-        try:
-            epoch = await _begin(config, state, board)
-            async with _serving(self._context(work, config, state, board)):
-                with Stopwatch() as spent, Stopwatch(time.process_time) as cpu:
-                    groups = await _consume(state, epoch, config.steps)
-                await state.end()
-            await check_trained(state, work.groups, "round")
-        finally:
-            await state.aclose()
-            await board.aclose()
-            await buffer.wipe_run(config.redis, config.name)
-        groups.sort(key=lambda group: group.task.index)
-        return RolloutRound([s.length for group in groups for s in group.samples], spent.seconds, cpu.seconds)
 
     def _config(self, work: RolloutWork) -> RunConfig:
         """A run of this work alone."""
@@ -164,16 +166,9 @@ class RolloutSetup:
         )
 
 
-async def _begin(config: RunConfig, state: ReplayBuffer, board: RunBoard) -> int:
-    """As the trainer does; returns its epoch."""
-    for version in (0, config.steps):
-        await board.put_evaluation(Evaluation(version=version, prompts=0, samples=0, sampled_accuracy=0.0))
-    return (await state.rollback(0)).epoch
-
-
 @asynccontextmanager
 async def _serving(context: ServerContext) -> AsyncIterator[None]:
-    """The server serves for the length of the block, which ends the run."""
+    """A server that serves for the length of the block, which ends the run."""
     watcher = WeightWatcher(
         NoNews(),
         context.engine,
@@ -192,7 +187,7 @@ async def _serving(context: ServerContext) -> AsyncIterator[None]:
 
 
 async def _consume(state: ReplayBuffer, epoch: int, steps: int) -> list[Group]:
-    """Batch after batch. No version is published in between: the weights stand still."""
+    """All groups, batch after batch. No version is published in between: the weights stand still."""
     groups: list[Group] = []
     for version in range(steps):
         batch = await state.take(epoch=epoch, version=version, timeout_s=TAKE_TIMEOUT_S)

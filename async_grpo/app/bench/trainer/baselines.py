@@ -139,7 +139,7 @@ class PlainModel:
 
 
 def padded_step(
-    plain: PlainModel, members: Sequence[ours.Sequence], setting: PaddedSetting, *, update: bool = True
+    setting: PaddedSetting, plain: PlainModel, members: Sequence[ours.Sequence], *, update: bool = True
 ) -> BenchStep:
     """One step over the whole batch, in padded micro-batches."""
     plain.model.set_attn_implementation("eager" if setting.attention == "eager" else "sdpa")
@@ -150,7 +150,7 @@ def padded_step(
 
 def one_by_one(plain: PlainModel, members: Sequence[ours.Sequence]) -> BenchStep:
     """Forward and backward without padding, and as many micro-batches as sequences."""
-    return padded_step(plain, members, PaddedSetting(1, "sdpa without mask"), update=False)
+    return padded_step(PaddedSetting(1, "sdpa without mask"), plain, members, update=False)
 
 
 def packed_by_hand(plain: PlainModel, packs: Sequence[Sequence[ours.Sequence]]) -> BenchStep:

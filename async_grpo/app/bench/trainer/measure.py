@@ -8,12 +8,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from async_grpo.app.bench.measure import Measurement, Stopwatch, in_turns
-from async_grpo.app.bench.trainer.baselines import USUAL_ROWS, Attention, BenchStep, PaddedSetting
+from async_grpo.app.bench.trainer.baselines import (
+    USUAL_ROWS,
+    Attention,
+    BenchStep,
+    PaddedSetting,
+    one_by_one,
+    padded_step,
+    usual_step,
+)
 from async_grpo.app.bench.trainer.setup import STREAMED, WAITED, BatchShape, Contestant, TrainerSetup, lengths_of
 from async_grpo.config.model import RandomModelConfig
 from async_grpo.errors import TrainingError
@@ -86,9 +95,9 @@ def measure(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> list[Measu
     final = take_turns(
         {
             TRAINER: setup.trainer,
-            USUAL: setup.usual,
-            **{name: setup.padded(setting) for name, setting in finalists.items()},
-            ONE_BY_ONE: setup.one_by_one,
+            USUAL: setup.plainly(usual_step),
+            **{name: setup.plainly(partial(padded_step, setting)) for name, setting in finalists.items()},
+            ONE_BY_ONE: setup.plainly(one_by_one),
             BY_HAND: setup.packed_by_hand,
         },
         plan.rounds,
@@ -150,14 +159,20 @@ def _heats(setup: TrainerSetup, plan: TrainerBenchPlan, say: Say) -> dict[str, P
 
     A busy machine disturbs it less than the clock.
     """
+
+    def contestants(settings: Sequence[PaddedSetting]) -> dict[str, Contestant]:
+        return {str(setting): setup.plainly(partial(padded_step, setting)) for setting in settings}
+
+    def least(settings: Iterable[PaddedSetting]) -> PaddedSetting:
+        return min(settings, key=lambda setting: found[str(setting)].cpu_s)
+
     counts = plan.row_counts
     tried = [PaddedSetting(rows, attention) for rows in counts for attention in ATTENTIONS]
-    found = take_turns({TRAINER: setup.trainer, **{str(s): setup.padded(s) for s in tried}}, 1, say)
-    best = min(tried, key=lambda setting: found[str(setting)].cpu_s)
-    full = min((s for s in tried if s.rows == counts[-1]), key=lambda setting: found[str(setting)].cpu_s)
+    found = take_turns({TRAINER: setup.trainer, **contestants(tried)}, 1, say)
+    best, full = least(tried), least(setting for setting in tried if setting.rows == counts[-1])
     by_length = [PaddedSetting(rows, best.attention, by_length=True) for rows in counts]
-    found = take_turns({str(s): setup.padded(s) for s in by_length}, 1, say)
-    return {FULL_ROWS: full, BEST: best, SORTED: min(by_length, key=lambda setting: found[str(setting)].cpu_s)}
+    found |= take_turns(contestants(by_length), 1, say)
+    return {FULL_ROWS: full, BEST: best, SORTED: least(by_length)}
 
 
 def _speeds(

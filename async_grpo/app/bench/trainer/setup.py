@@ -29,15 +29,7 @@ import numpy as np
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from async_grpo.app.bench.trainer.baselines import (
-    BenchStep,
-    PaddedSetting,
-    PlainModel,
-    one_by_one,
-    packed_by_hand,
-    padded_step,
-    usual_step,
-)
+from async_grpo.app.bench.trainer.baselines import BenchStep, PlainModel, packed_by_hand
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.data import DataConfig
 from async_grpo.config.model import RandomModelConfig
@@ -67,10 +59,10 @@ _WAIT_S = 60.0
 class BatchShape:
     """How long prompts and completions are, in tokens, and how many there are in a batch."""
 
-    groups: int = 8
+    groups: int
     group_size: int = 8
     prompt: tuple[int, int] = (50, 200)
-    """Evenly between these, both included; not asked where the prompts are given."""
+    """Evenly between these, both included; not used if the prompts are given."""
     median: int = 150
     sigma: float = 0.8
     """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
@@ -78,23 +70,16 @@ class BatchShape:
     """The few that would be longer end here, as at max_tokens."""
     seed: int = 1
 
-    def __str__(self) -> str:
-        return (
-            f"{self.groups} groups of {self.group_size}, completions lognormal, median {self.median}, "
-            f"sigma {self.sigma:g}, at most {self.longest} tokens"
-        )
-
 
 def make_batch(mix: BatchShape, vocab_size: int, prompts: Sequence[list[int]] = ()) -> Batch:
-    """The same for the same arguments. `prompts`: real ones as token ids, drawn from; else random ones."""
+    """A batch that depends on the arguments alone. `prompts`: token ids to draw from; without them, random ones."""
     random = np.random.default_rng(mix.seed)
     groups = []
     for index in range(mix.groups):
-        prompt = (
-            np.asarray(prompts[int(random.integers(len(prompts)))])
-            if prompts
-            else _random_prompt(mix, vocab_size, random)
-        )
+        if prompts:
+            prompt = np.asarray(prompts[int(random.integers(len(prompts)))])
+        else:
+            prompt = random.integers(_SPECIAL, vocab_size, random.integers(mix.prompt[0], mix.prompt[1] + 1))
         task = Task(index=index, prompt=f"bench {index}", prompt_tokens=tokens_to_bytes(prompt), answer="")
         samples = [_sample(mix, vocab_size, random) for _ in range(mix.group_size)]
         groups.append(Group(seq=index, attempt=1, task=task, samples=samples))
@@ -105,18 +90,6 @@ def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
     """Positions that the network reads, of each sequence of the batch."""
     groups = make_batch(mix, vocab_size).groups
     return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
-
-
-def _question_texts(path: Path) -> list[str]:
-    """The prompts of a JSON-lines file with GSM8K's fields. Raises DataError."""
-    data = DataConfig(kind="jsonl", path=path)
-    return [row.prompt for row in usable_rows(path, data, Rejections())]
-
-
-def _random_prompt(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> list[int]:
-    shortest, longest = mix.prompt
-    prompt: list[int] = random.integers(_SPECIAL, vocab_size, random.integers(shortest, longest + 1)).tolist()
-    return prompt
 
 
 def _sample(mix: BatchShape, vocab_size: int, random: np.random.Generator) -> Sample:
@@ -137,7 +110,7 @@ class SlowProducer:
     seconds: float
 
     def parts(self) -> Iterator[Batch]:
-        """From now on: whatever has come since the last part, at least one group."""
+        """The groups that have come since the last part, at least one; the clock starts with the first part."""
         started, have, total = time.perf_counter(), 0, len(self.batch.groups)
         while have < total:
             there = int(total * (time.perf_counter() - started) / self.seconds)
@@ -149,7 +122,7 @@ class SlowProducer:
             have = there
 
     def whole(self) -> Batch:
-        """From now on: all groups, when the last has come."""
+        """All groups, when the last has come; the clock starts now."""
         time.sleep(self.seconds)
         return self.batch
 
@@ -163,26 +136,18 @@ class TrainerSetup:
     plain: PlainModel
     batch: Batch
     phases: PhaseTimer
-    """Of all steps of the trainer so far."""
+    """The time of all steps of the trainer so far."""
 
     def trainer(self) -> BenchStep:
         """The step that is measured."""
         return self._step(self.batch, self.phases)
 
-    def padded(self, setting: PaddedSetting) -> Contestant:
-        """A baseline."""
-        return lambda: padded_step(self.plain, self.members(), setting)
-
-    def usual(self) -> BenchStep:
-        """The baseline as it is usually found."""
-        return usual_step(self.plain, self.members())
-
-    def one_by_one(self) -> BenchStep:
-        """A ceiling."""
-        return one_by_one(self.plain, self.members())
+    def plainly(self, step: Callable[[PlainModel, list[ours.Sequence]], BenchStep]) -> Contestant:
+        """A step of the plain model over the whole batch."""
+        return lambda: step(self.plain, self.members())
 
     def packed_by_hand(self) -> BenchStep:
-        """A ceiling, in the micro-batches of the trainer."""
+        """The ceiling in the micro-batches of the trainer."""
         members = self.members()
         room = self.config.trainer.micro_batch_tokens
         (packing,) = pack_batch([member.length for member in members], ranks=1, max_tokens=room)
@@ -225,7 +190,9 @@ def open_setup(
 ) -> TrainerSetup:
     """`room`: tokens of a micro-batch. `folder` gets the model; `data`: a file with real prompts. Raises DataError."""
     model = folder / "model"
-    texts = [] if data is None else _question_texts(data)
+    texts: list[str] = []
+    if data is not None:
+        texts = [row.prompt for row in usable_rows(data, DataConfig(kind="jsonl", path=data), Rejections())]
     make_random_model(shape, texts, model, seed=1)
     config = _config(model, mix, room, threads)
     start_ranks(config.trainer, platform, config.seed, _WAIT_S)
@@ -238,13 +205,15 @@ def open_setup(
 
 
 def _config(model: Path, mix: BatchShape, room: int, threads: int) -> RunConfig:
-    raw: dict[str, Any] = {
-        "name": "bench-trainer",
-        "model": {"path": str(model)},
-        "group_size": mix.group_size,
-        "groups_per_step": mix.groups,
-        "sampling": {"max_tokens": mix.longest},
-        "rollout": {"vllm": {"max_model_len": room}},
-        "trainer": {"threads": threads, "micro_batch_tokens": room},
-    }
-    return validate(raw, "bench")
+    return validate(
+        {
+            "name": "bench-trainer",
+            "model": {"path": str(model)},
+            "group_size": mix.group_size,
+            "groups_per_step": mix.groups,
+            "sampling": {"max_tokens": mix.longest},
+            "rollout": {"vllm": {"max_model_len": room}},
+            "trainer": {"threads": threads, "micro_batch_tokens": room},
+        },
+        "bench",
+    )
