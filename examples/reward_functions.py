@@ -36,7 +36,7 @@ class Brevity:
 
 
 async def main() -> None:
-    """A verdict for each of three items."""
+    """Print the verdict on each of three items."""
     functions = [
         RewardConfig(name="examples.reward_functions:right_answer"),
         RewardConfig(name="examples.reward_functions:Brevity", weight=0.2, required=False),

@@ -49,7 +49,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrlComparison:
-    """All runs of a workload: by side, one a repetition."""
+    """All runs of a workload: for each side, one for each repetition."""
 
     workload: Workload
     runs: dict[str, list[SideRun]]
@@ -82,7 +82,7 @@ class TrlComparison:
 
 
 def main() -> None:
-    """The whole comparison."""
+    """Run the whole comparison, print it and write its files."""
     arguments = _arguments()
     if not TRL_PYTHON.exists():
         sys.exit(f"{TRL_PYTHON} is missing: TRL's environment has not been made. Run `make bench-trl`")
@@ -107,7 +107,7 @@ def chosen(workload: Workload, arguments: argparse.Namespace) -> Workload:
 
 
 def compare(workload: Workload, arguments: argparse.Namespace, console: Console) -> TrlComparison:
-    """Every side once in each repetition; the order turns around, so that none always comes first."""
+    """Run every side once in each repetition, in alternating order."""
     workload.write_prompts()
     sides: dict[str, Callable[[Path], SideRun]] = {
         our_side(staleness): partial(run_ours, workload, staleness=staleness, overrides=arguments.override)
@@ -126,7 +126,7 @@ def compare(workload: Workload, arguments: argparse.Namespace, console: Console)
 
 
 def show(comparison: TrlComparison, machine: Machine) -> Table:
-    """A side a row: medians of its repetitions."""
+    """A table with a row for each side: medians of its repetitions."""
     view = Table(title=f"{comparison.workload.name}: TRL with {comparison.workload.dials}", caption=str(machine))
     view.add_column("side")
     for column in ("samples/s", "of TRL", "tokens/s", "s a step", "training", "tokens", "reward", "start s"):
@@ -148,7 +148,7 @@ def show(comparison: TrlComparison, machine: Machine) -> Table:
 
 
 def write(out: Path, comparisons: Sequence[TrlComparison], machine: Machine) -> None:
-    """result.json and plot.png."""
+    """Write result.json and plot.png."""
     workloads = [comparison.result() for comparison in comparisons]
     content = {"machine": asdict(machine), "command": " ".join(sys.argv[1:]), "workloads": workloads}
     (out / "result.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

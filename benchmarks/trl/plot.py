@@ -40,7 +40,7 @@ def _colors(workload: Result) -> dict[str, str]:
 
 
 def _bars(axes: Axes, workload: Result) -> None:
-    """The median as a bar, each run as a point, the ratio above."""
+    """Draw the median as a bar, each run as a point, the ratio above."""
     colors = _colors(workload)
     for place, (side, facts) in enumerate(workload["sides"].items()):
         values = [pace["samples_per_s"] for pace in facts["paces"]]
@@ -56,7 +56,7 @@ def _bars(axes: Axes, workload: Result) -> None:
 
 
 def _rewards(axes: Axes, workload: Result) -> None:
-    """A line a run, from the start of its first process."""
+    """Draw a line for each run, from the start of its first process."""
     colors = _colors(workload)
     for side, facts in workload["sides"].items():
         for number, curve in enumerate(facts["reward"]):
@@ -70,7 +70,7 @@ def _rewards(axes: Axes, workload: Result) -> None:
 
 
 def main() -> None:
-    """Draw again what has been measured."""
+    """Draw the picture of a result again."""
     source, target = map(Path, sys.argv[1:3])
     draw(json.loads(source.read_text(encoding="utf-8")), target)
 

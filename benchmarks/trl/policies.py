@@ -69,7 +69,7 @@ def checked(problem: Problem, times: int) -> str:
 
 
 def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """STEPS steps of AdamW on demonstrations of many rounds and on shortcuts."""
+    """Take STEPS steps of AdamW on demonstrations of many rounds and on shortcuts."""
     problems, rng = ProblemSet(ArithmeticTaskConfig(), seed), random.Random(f"{seed}/checks")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(STEPS):
@@ -105,7 +105,7 @@ def _token_losses(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, t
 
 
 def widened(model: Qwen2ForCausalLM, times: int) -> Qwen2ForCausalLM:
-    """The same function with `times` as many units everywhere but in the vocabulary."""
+    """A model that computes the same with `times` as many units everywhere but in the vocabulary."""
     old = model.config
     fields = old.to_dict() | {
         "hidden_size": old.hidden_size * times,

@@ -28,7 +28,7 @@ FINALISTS = 4
 
 
 def candidates(samples: int, cores: int) -> Iterator[TrlDials]:
-    """Micro-batches of some sizes; ranks in place of threads; the other ways to generate."""
+    """The settings to try: micro-batches of some sizes; ranks in place of threads; the other ways to generate."""
     sizes = [rows for rows in (8, 16, 32, 64, 128, 256) if rows <= samples and samples // rows <= 16]
     for rows in sizes:
         yield TrlDials(rows=rows, threads=cores)
@@ -91,7 +91,7 @@ def last_error(log: Path) -> str:
 
 
 def speed(workload: Workload, out: Path) -> float:
-    """Samples/s of the steps behind the first. Raises RoleFailed if it does not run."""
+    """Samples/s of the steps after the first. Raises RoleFailed if it does not run."""
     steps = run_trl(workload, out, timeout_s=CANDIDATE_TIMEOUT_S).steps
     return sum(step.samples for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
 

@@ -42,7 +42,7 @@ class TrlStep:
     reward_mean: float
     completion_tokens: int
     busy_s: float
-    """What the trainer did itself: all but waiting for completions, or generating them."""
+    """Seconds in which the trainer works: all but waiting for completions, or generating them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +58,27 @@ class SideRun:
 
     @property
     def start_up_s(self) -> float:
-        """Until the first step has ended."""
+        """Seconds until the first step has ended."""
         return self.steps[0].ended_s - self.started_s
 
     def curve(self) -> list[tuple[float, float]]:
-        """Seconds since the start, mean reward of the step that ended then."""
+        """(Seconds since the start, mean reward) of every step."""
         return [(step.ended_s - self.started_s, step.reward_mean) for step in self.steps]
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The counted steps of a run. Samples and tokens count as far as they were also generated in that time."""
+    """The speed of a run in its counted steps. Samples and tokens count only as far as they were also generated in that
+    time."""
 
     samples_per_s: float
     tokens_per_s: float
     """Completion tokens."""
     step_s: float
     busy_share: float
-    """Of the time, what the trainer did itself."""
+    """Share of the time in which the trainer works."""
     tokens_mean: float
-    """Of a completion."""
+    """Mean tokens of a completion."""
     generated: float
     """Tokens generated in that time to tokens trained in it: below 1 where a lead was used up."""
 
@@ -88,7 +89,7 @@ def our_side(staleness: int) -> str:
 
 
 def run_ours(workload: Workload, out: Path, staleness: int, overrides: Sequence[str] = ()) -> SideRun:
-    """One run of this project. Raises RoleFailed if it fails."""
+    """Do one run of this project. Raises RoleFailed if it fails."""
     name = f"ours-S{staleness}"
     config = workload.config(out, name, [f"max_staleness={staleness}", *overrides])
     out.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def run_ours(workload: Workload, out: Path, staleness: int, overrides: Sequence[
 
 
 def run_trl(workload: Workload, out: Path, *, timeout_s: float = TIMEOUT_S) -> SideRun:
-    """One run of TRL. Raises RoleFailed if it fails."""
+    """Do one run of TRL. Raises RoleFailed if it fails."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("rows*.jsonl"):
         old.unlink()
@@ -191,7 +192,7 @@ def end_children_on_sigterm() -> None:
 
 
 def trl_argv(dials: TrlDials, spec: Path) -> list[str]:
-    """One process, or one a rank under torchrun."""
+    """The command of TRL's side: one process, or one for each rank under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dials.processes)]
     return [str(TRL_PYTHON), *(launcher if dials.processes > 1 else []), "-m", "benchmarks.trl.trl_side", str(spec)]
 

@@ -34,7 +34,7 @@ Spec = Any
 
 
 class Meter:
-    """What one step was like; a row of `rows.jsonl` when it ends."""
+    """Collects the facts of a step; writes a row of `rows.jsonl` when it ends."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -43,13 +43,13 @@ class Meter:
         self._generate_s = 0.0
 
     def scored(self, rewards: Sequence[float], tokens: Sequence[int]) -> None:
-        """Completions of the step have their rewards."""
+        """Add the rewards and token counts of completions to the step."""
         self._rewards.extend(rewards)
         self._tokens.extend(tokens)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The time inside counts as generation."""
+        """Count the time of the block as generation."""
         started = time.perf_counter()
         yield
         self._generate_s += time.perf_counter() - started
@@ -81,7 +81,7 @@ class StepEnd(TrainerCallback):
 
 
 class TimedTrainer(GRPOTrainer):
-    """TRL's trainer; the time of its calls to the model's `generate` is taken."""
+    """TRL's trainer, with the time of its generation measured."""
 
     meter: Meter
 
@@ -146,7 +146,7 @@ def optimizer(model: torch.nn.Module, spec: Spec) -> tuple[torch.optim.Optimizer
 
 
 def arguments(spec: Spec) -> GRPOConfig:
-    """One generation a step, of all prompts and samples at once; nothing is logged, saved or evaluated."""
+    """Settings of TRL: one generation a step for all prompts and samples; nothing is logged, saved or evaluated."""
     config, objective = spec.config, spec.config.trainer.objective
     return GRPOConfig(
         output_dir=str(Path(spec.out) / "trainer"),

@@ -20,7 +20,7 @@ CACHE = HERE / ".cache"
 
 @dataclass(frozen=True, slots=True)
 class TrlDials:
-    """What may be chosen without changing what TRL computes: the fastest found is used."""
+    """The settings of TRL that do not change what it computes: the fastest found are used."""
 
     rows: int
     """Samples of one micro-batch, of all processes together."""
@@ -42,7 +42,7 @@ class TrlDials:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What both sides do."""
+    """A task for both sides: steps, prompts, what is counted."""
 
     name: str
     policy: str
@@ -53,7 +53,7 @@ class Workload:
     tail: int
     """Steps at the end that are not counted: by then an asynchronous run generates nothing more."""
     dials: TrlDials
-    """TRL's; those below are for two cores, until `python -m benchmarks.trl.search` has found others."""
+    """TRL's setting. Those below are for two cores, until `python -m benchmarks.trl.search` has found others."""
 
     @property
     def model(self) -> Path:
@@ -66,11 +66,11 @@ class Workload:
         return CACHE / f"{self.name}-prompts.jsonl"
 
     def dials_file(self, cores: int) -> Path:
-        """What the search has found on this machine for so many cores."""
+        """Where the search keeps the setting for so many cores."""
         return CACHE / f"{self.name}-{cores}-cores.json"
 
     def tuned(self, cores: int) -> Workload:
-        """With TRL set for so many cores: as the search found, else all of them as threads of one process."""
+        """The workload with TRL set for so many cores: as the search found, else all as threads of one process."""
         file = self.dials_file(cores)
         if not file.exists():
             return replace(self, dials=replace(self.dials, threads=cores))
@@ -115,7 +115,7 @@ class Workload:
         return replace(self, steps=steps, skip=skip, tail=tail)
 
     def write_prompts(self) -> None:
-        """The prompt file, long enough for every step, and the one held-out problem that a run asks for."""
+        """Write the prompt file, long enough for every step, and the one held-out problem that a run asks for."""
         CACHE.mkdir(exist_ok=True)
         problems = ProblemSet(ArithmeticTaskConfig(), seed=1)
         needed = 16 * max(workload.steps for workload in WORKLOADS.values())

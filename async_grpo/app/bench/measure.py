@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A value and the baseline of the same run. `ratio` is value to baseline: of the medians, or, where
-    both were measured in pairs, the median of the pairs' ratios."""
+    """A value and the baseline of the same run. `ratio` is value / baseline: that of the medians, or, if both were
+    measured in pairs, the median of the pairs' ratios."""
 
     name: str
     value: float
@@ -110,7 +110,7 @@ def final_load() -> Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and when: figures of different machines, or of a busy one, do not compare."""
+    """Where and when something was measured: figures of different machines, or of a busy one, cannot be compared."""
 
     cpu: str
     cores: int
@@ -135,7 +135,7 @@ class Machine:
 
 
 def table(title: str, figures: Sequence[Measurement], machine: Machine) -> Table:
-    """One figure a row, the machine below."""
+    """A table with a row for each figure, and the machine below."""
     view = Table(title=Text(title), caption=Text(str(machine)), caption_justify="left")
     view.add_column("figure")
     for column in ("value", "baseline", "ratio"):
@@ -164,7 +164,7 @@ def make_room(path: Path) -> None:
 
 
 def write(path: Path, figures: Sequence[Measurement], machine: Machine) -> None:
-    """`{"figures": [...], "cpu": ..., "cores": ..., "python": ..., "date": ..., "load": ...}`."""
+    """Write `{"figures": [...], "cpu": ..., "cores": ..., "python": ..., "date": ..., "load": ...}`."""
     content = {"figures": [asdict(figure) for figure in figures], **asdict(machine)}
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 

@@ -48,8 +48,8 @@ def bench_server(url: str | None, fsync: Fsync = "always") -> Iterator[RedisConf
 
 
 async def check_trained(buffer: ReplayBuffer, groups: int, what: str) -> None:
-    """Raises BufferFault unless exactly so many groups were trained: a loop that lost some was faster than it should
-    be. `what` is what ran over them."""
+    """Raise BufferFault unless exactly so many groups were trained: a loop that loses groups looks faster than it is.
+    `what` names the loop in the error."""
     stats = await buffer.stats()
     if not stats.balanced or stats.released["trained"] != groups:
         raise BufferFault(f"the {what} over {groups} groups ended with {stats}: groups are missing")

@@ -40,7 +40,7 @@ BLOCKING_LIST = "SET + RPUSH -> BLMPOP + MGET"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A loop: who takes part, and the dials of the buffer. `window.horizon` groups go through: a multiple of
+    """A loop: its producers, and the dials of the buffer. `window.horizon` groups go through it, a multiple of
     `producers` and of `window.groups_per_step`."""
 
     producers: int
@@ -152,7 +152,7 @@ async def one_round(redis: RedisConfig, workers: BenchWorkers, shape: Shape, sys
 
 
 async def _through_the_buffer(redis: RedisConfig, workers: BenchWorkers, shape: Shape, run: str) -> list[WorkerReport]:
-    """The tasks are there before the clock starts: feeding them is no part of the loop."""
+    """Run the loop through the buffer. All tasks are put before the clock starts: feeding them is not measured."""
     buffer = await attach(redis, run, shape.window)
     try:
         for first in range(0, shape.groups, TASKS_AT_ONCE):

@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How full a run is."""
+    """How many tasks wait and how many groups are ready in a run."""
 
     waiting: int
     ready: int
 
 
 async def scaling(redis: RedisConfig, large: Size, cycles: int, step: Step) -> list[Measurement]:
-    """p50 of every transition, in microseconds. `step` is called after every cycle and every fill."""
+    """The median cost of every transition, in microseconds. `step` is called after every cycle and every fill."""
     room = 2 * large.ready
     small_run = await FullRun.open(redis, Size(SMALL, SMALL), room)
     large_run = await FullRun.open(redis, large, room)
@@ -77,7 +77,7 @@ class FullRun:
 
     @classmethod
     async def open(cls, redis: RedisConfig, size: Size, room: int) -> FullRun:
-        """A new run, empty. Batches are of one group, and up to `room` groups fit."""
+        """A new, empty run. A batch has one group, and up to `room` groups fit."""
         name = f"bench-{uuid.uuid4().hex}"
         buffer = await attach(redis, name, StalenessWindow(max_staleness=room, groups_per_step=1, horizon=1 << 40))
         return cls(redis, name, size, buffer, (await buffer.rollback(0)).epoch)
@@ -96,7 +96,7 @@ class FullRun:
             ready += len(tickets)
 
     async def cycle(self) -> None:
-        """Every transition once: two tasks come in, one group is trained and one is discarded."""
+        """Make every transition once: two tasks come in, one group is trained and one is discarded."""
         timed, buffer = self._timed, self.buffer
         await timed("put_tasks", self._put(2))
         (kept,) = await timed("admit", self._admit(1))

@@ -116,7 +116,7 @@ class BufferLoop:
 
 
 class PlainLoop:
-    """The same with a list of keys, and the payloads beside it."""
+    """One worker's end of the plain loop: a list of keys, and the payloads beside it."""
 
     def __init__(self, client: Any, job: BenchJob) -> None:
         self._client = client
@@ -192,7 +192,7 @@ async def produce(loop: Loop, job: BenchJob, maker: GroupMaker) -> None:
 
 
 async def produce_paced(loop: Loop, job: BenchJob, maker: GroupMaker) -> None:
-    """One group every interval_s. Its ticket is there in time, as that of a group which took a while is."""
+    """Make one group every interval_s. Its ticket is admitted before the group is due."""
     begin_s = time.monotonic()
     for number in range(job.groups):
         (ticket,) = await loop.tickets(1)

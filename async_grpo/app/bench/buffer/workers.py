@@ -50,8 +50,8 @@ class BenchWorkers:
         await self._stack.__aexit__(kind, error, at)
 
     async def run(self, jobs: Sequence[BenchJob]) -> list[WorkerReport]:
-        """Each job in a worker of its own, all begun at once, when the last one is ready. The answers are in
-        the order of the jobs. Raises RoleFailed, WaitTimeout."""
+        """Run each job in a worker of its own; all begin when the last one is ready. The reports are in the order of
+        the jobs. Raises RoleFailed, WaitTimeout."""
         pairs = list(zip(self._workers, jobs, strict=False))
         for worker, job in pairs:
             worker.tell(msgspec.json.encode(job) + b"\n")
@@ -75,7 +75,7 @@ def _report(line: bytes, job: BenchJob) -> WorkerReport:
 
 
 async def serve() -> None:
-    """One job after the other, until the pipe closes."""
+    """Work on one job after the other, until the pipe closes."""
     makers: dict[int, GroupMaker] = {}
     while line := await _next_line():
         job = msgspec.json.decode(line, type=BenchJob)

@@ -70,7 +70,7 @@ class PipelineOptions:
     lengths: Kind = "lognormal"
     lengths_from: Path | None = None
     prompt_tokens: int | None = None
-    """Length of the prompts; None: calibrated."""
+    """Length of the prompts; None: the one at which both sides take as long."""
     cores: int = 1
     """Cores of each side."""
     quick: bool = False
@@ -162,7 +162,7 @@ def probing_work(work: FixedWork) -> FixedWork:
 
 
 def probes_of(record: RunRecord, probing: FixedWork, plan: StepPlan) -> list[PromptProbe]:
-    """What the two lengths have shown, the shorter first."""
+    """The times of both sides with each of the two prompt lengths, the shorter first."""
     rows, times = timed_rows(record, plan), step_times(record, plan)
     prompts = [probing.prompt_tokens[int(row["version"]) % probing.steps] for row in rows]
     probes = []
@@ -185,7 +185,7 @@ async def _compare(setup: PipelineSetup, work: FixedWork, chosen: PipelineOption
 async def _run(
     setup: PipelineSetup, planned: Sequence[tuple[str, FixedWork, StepPlan]], progress: Progress
 ) -> list[RunRecord]:
-    """One run after another, each checked for its work."""
+    """Do one run after another, and check the work of each."""
     configs = [setup.config(*one) for one in planned]
     task = progress.add_task(planned[0][0], total=len(configs))
     await run_all(

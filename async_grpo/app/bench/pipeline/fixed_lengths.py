@@ -24,7 +24,7 @@ _LEVELS = 101
 
 
 class PrescribedLengths:
-    """`single_turn` with a length for every sample."""
+    """The workflow `single_turn` with a prescribed length for every sample."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ def answer_for(lengths: Sequence[int]) -> str:
 
 
 def lengths_in(answer: str) -> list[int]:
-    """What it prescribes.
+    """The lengths that a reference answer prescribes.
 
     >>> lengths_in(answer_for([24, 7, 190]))
     [24, 7, 190]

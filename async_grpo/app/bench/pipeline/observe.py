@@ -60,14 +60,14 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The timed part. Shares are between 0 and 1, ages in optimizer steps."""
+    """The figures of the timed part of a run. Shares are between 0 and 1, ages in optimizer steps."""
 
     step_s: float
-    """From one step's end to the next, mean."""
+    """Mean seconds from the end of a step to the end of the next."""
     wait_s: float
     """The part of it until the trainer had its batch."""
     tokens_per_s: float
-    """Completion tokens trained, as far as they were also generated meanwhile; likewise samples_per_s."""
+    """Trained completion tokens, counted only as far as they were also generated meanwhile; likewise samples_per_s."""
     samples_per_s: float
     generated: float
     """Tokens generated to tokens trained: below 1 where a lead was used up."""
@@ -108,7 +108,7 @@ def check_one_go(record: RunRecord, run: str) -> None:
 
 
 def observe(record: RunRecord, work: FixedWork, plan: StepPlan) -> Observed:
-    """The figures of a run that `check` has found to be whole."""
+    """The figures of a run that has passed `check`."""
     timed = timed_rows(record, plan)
     start_s, end_s = record.steps[plan.head - 1]["time_s"], timed[-1]["time_s"]
     seconds, waited_s = end_s - start_s, sum(numbers(timed, "wait_s"))
@@ -143,8 +143,8 @@ def step_times(record: RunRecord, plan: StepPlan) -> list[tuple[float, float]]:
 
 
 def busy(server: Server) -> list[Span]:
-    """When its engine could generate: from the moment at which it has both a group and the weights that the group's
-    ticket asks for; without the updates."""
+    """When the server's engine could generate: it has a group and the weights that the group's ticket asks for, and is
+    not loading others."""
     generating = merged(
         (max(group.span[0], _applied_s(server, group.version)), group.span[1]) for group in server.groups
     )
@@ -158,7 +158,7 @@ def tokens_within(group: Generated, window: Sequence[Span]) -> float:
 
 
 def _applied_s(server: Server, version: int) -> float:
-    """When its engine had that version or a newer one; the beginning of time if it says nothing of it."""
+    """When the engine got that version or a newer one; 0 if its timeline has no such update."""
     return min((update.span[1] for update in server.updates if update.version >= version), default=0.0)
 
 

@@ -18,7 +18,7 @@ _BAR = 0.36
 
 
 def write_plot(path: Path, results: Results, subtitle: str) -> None:
-    """A PNG file: tokens a second with the overlap bound above, idle shares of both sides below."""
+    """Draw a PNG file: tokens a second with the overlap bound above, idle shares of both sides below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,7 +70,7 @@ def _draw_idle(axes: Axes, results: Results) -> None:
 def _draw_bars(
     axes: Axes, results: Results, label: str, color: str, offset: float, share: Callable[[Observed], float]
 ) -> None:
-    """One a staleness, with its value above."""
+    """Draw a bar for each staleness, with its value above."""
     shares = [results.spread(one, share).median for one in results.staleness]
     bars = axes.bar([place + offset for place in range(len(shares))], shares, width=_BAR, color=color, label=label)
     axes.bar_label(bars, [f"{value:.0%}" for value in shares], padding=2, fontsize=8)

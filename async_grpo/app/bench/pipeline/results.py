@@ -1,4 +1,4 @@
-"""The runs of the bench compared, by staleness and repetition: figures for the file, and a table. Pure.
+"""The comparison of the runs, by staleness and repetition: figures for the file, and a table. Pure.
 
 Runs of one repetition follow each other, so what slows the machine down for a while slows down a value and its baseline
 alike: ratios are taken within a repetition, and the figure is their median.
@@ -45,14 +45,14 @@ _COLUMNS = (TOKENS, "samples/s", "step", "trainer idle", "rollout idle", "age, m
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Seconds of a step, mean over steps at S = 0."""
+    """Seconds that each side takes for a step, mean over the steps at S = 0."""
 
     gen_s: float
     train_s: float
 
     @property
     def step_s(self) -> float:
-        """One after the other."""
+        """Seconds of a step in which the sides work one after the other."""
         return self.gen_s + self.train_s
 
     @property
@@ -72,7 +72,7 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class PromptProbe:
-    """What was measured with prompts of so many tokens."""
+    """The times of both sides with prompts of so many tokens."""
 
     prompt_tokens: int
     sides: Sides
@@ -104,7 +104,7 @@ class Results:
 
     @property
     def staleness(self) -> list[int]:
-        """Ascending."""
+        """Every S that was measured, ascending."""
         return sorted(self.by_staleness)
 
     @property
@@ -140,7 +140,7 @@ def rotated_turns(staleness: Sequence[int], repetitions: int) -> list[tuple[int,
 
 
 def figures_of(results: Results) -> list[Measurement]:
-    """Those of every S, then those of the two sides. Values are medians over the repetitions."""
+    """The figures of every S, then those of the two sides. Values are medians over the repetitions."""
     found = [figure for staleness in results.staleness for figure in _of_staleness(results, staleness)]
     sides = (
         ("T_gen, S=0", "s/step", lambda one: one.gen_s),
@@ -152,7 +152,7 @@ def figures_of(results: Results) -> list[Measurement]:
 
 
 def view(title: str, figures: Sequence[Measurement], machine: Machine) -> RenderableType:
-    """A row a staleness, and below it the figures that are of none."""
+    """A table with a row for each staleness, and below it one of the other figures."""
     rest = [figure for figure in figures if not figure.name.startswith("S=")]
     by_name = {figure.name: figure for figure in figures}
     rows = dict.fromkeys(name.partition(":")[0] for name in by_name if name.startswith("S="))

@@ -40,7 +40,7 @@ NEVER = 1_000_000
 MICRO_BATCH_TOKENS = 8192
 KV_BLOCK, LEAST_KV_BYTES = 128, 256 << 20
 READY_TIMEOUT_S = 900.0
-"""All processes of a side start on its one core."""
+"""Long, because all processes of a side start on one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CoreSplit:
 
 
 def split_cores(here: Sequence[int], each: int, sibling_of: Callable[[int], int] | None = None) -> CoreSplit:
-    """`each` cores a side. The sides share no physical core if that can be helped, and a side uses as many as it can.
+    """Give each side `each` cores. The sides share no physical core if possible, and a side uses as many as it can.
 
     Raises ConfigError if there are too few.
 
@@ -94,8 +94,8 @@ def first_sibling(core: int) -> int:
 
 
 def speed_beside(split: CoreSplit) -> float | None:
-    """Speed of a core while the other side's computes too, to its speed alone: 1 where they share nothing. Takes two
-    seconds; None without cores to pin to."""
+    """The speed of a core while a core of the other side computes too, as a share of its speed alone: 1 if they share
+    nothing. Takes two seconds; None without cores to pin to."""
     if not split.rollout:
         return None
     pair = [split.rollout[0], split.trainer[0]]
@@ -160,7 +160,7 @@ def _in_words(state: SweepState) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetup:
-    """The folder of the bench, its model of that shape, and the cores of both sides."""
+    """What all runs share: the folder of the bench, a model and its shape, and the cores of both sides."""
 
     folder: Path
     model: Path

@@ -28,9 +28,15 @@ from rollout_server.engines.base import sample_seed
 
 Kind = Literal["constant", "lognormal", "recorded"]
 CONSTANT = 36
-"""About the mean of the other."""
+"""Length of every completion if they are constant: about the mean of the heavy-tailed ones."""
 HEAVY_TAILED = LogNormal(median=24, sigma=1.0, longest=256)
 """The longest of 32 completions has some eight times the tokens of a typical one."""
+VOCABULARY = 1024
+WARM_STEPS = 2
+"""Steps before the timed ones at every S. In them both sides do everything once, including an update while the engine
+generates."""
+HELD_OUT_TOKENS = 8
+"""Length of the one completion of an evaluation. Every run evaluates, before and after the timed part."""
 _KEYS = ("length", "tokens", "completion_tokens")
 
 
@@ -54,7 +60,7 @@ def draw(kind: Kind, count: int, *, seed: int, recorded: Path | None = None) -> 
 
 
 def describe(kind: Kind) -> str:
-    """In words."""
+    """The lengths of that kind, in words."""
     return {"constant": f"{CONSTANT} tokens each", "lognormal": str(HEAVY_TAILED), "recorded": "recorded lengths"}[kind]
 
 
@@ -82,16 +88,10 @@ def _lengths_of(row: Mapping[str, Any]) -> Iterable[int]:
     return [one["spans"][-1][2] for one in completions if one.get("spans")] if isinstance(completions, list) else []
 
 
-VOCABULARY = 1024
-WARM_STEPS = 2
-"""Of every S alike: by then both sides have done everything once, the engine's update on the fly included."""
-HELD_OUT_TOKENS = 8
-"""Of the one completion that a run is evaluated on, because every run evaluates; before and after the timed part."""
-
-
 @dataclass(frozen=True, slots=True)
 class FixedWork:
-    """One period. `lengths`: of all samples, group after group; `prompt_tokens`: of the prompts of each step."""
+    """The work of one period. `lengths`: completion tokens of all samples, group after group; `prompt_tokens`: tokens
+    of the prompts of each step."""
 
     groups_per_step: int
     group_size: int
@@ -101,12 +101,12 @@ class FixedWork:
 
     @property
     def steps(self) -> int:
-        """M: those of a period."""
+        """M: steps of a period."""
         return len(self.prompt_tokens)
 
     @property
     def samples_per_step(self) -> int:
-        """P * G."""
+        """P * G samples."""
         return self.groups_per_step * self.group_size
 
     @property
@@ -116,16 +116,16 @@ class FixedWork:
 
     @property
     def longest_completion(self) -> int:
-        """Tokens of it."""
+        """Tokens of the longest completion."""
         return max(*self.lengths, HELD_OUT_TOKENS)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that may be, prompt included."""
+        """Tokens of the longest possible sequence, prompt included."""
         return max(self.prompt_tokens) + self.longest_completion
 
     def of_group(self, seq: int) -> tuple[int, ...]:
-        """Lengths of the samples of the group with that ticket."""
+        """Lengths of the samples of the group whose ticket has that number."""
         place = seq % (self.steps * self.groups_per_step) * self.group_size
         return self.lengths[place : place + self.group_size]
 
@@ -140,7 +140,7 @@ class FixedWork:
         return self.samples_per_step * (self.prompt_tokens[version % self.steps] - 1) + self.tokens_of_step(version)
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        """train.jsonl with a row a group, held_out.jsonl with one; returns both."""
+        """Write train.jsonl with a row for each group, and held_out.jsonl with one; returns both."""
         train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
         train.write_text("".join(json.dumps(row) + "\n" for row in self._rows()))
         held_out.write_text(json.dumps({"question": "0", "answer": answer_for([HELD_OUT_TOKENS])}) + "\n")
@@ -163,7 +163,7 @@ class StepPlan:
 
     max_staleness: int
     timed: int
-    """M."""
+    """M: steps that are timed."""
 
     @property
     def head(self) -> int:
@@ -172,5 +172,5 @@ class StepPlan:
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Steps of the whole run."""
         return self.head + self.timed + self.max_staleness

@@ -91,12 +91,12 @@ class RolloutWork:
         return self.prompt_tokens + self.lengths.longest
 
     def task(self, index: int, vocabulary: int) -> Task:
-        """The prompt of a group: random tokens, of which nothing is in the prefix cache."""
+        """The prompt of a group: random tokens, so that none is in the prefix cache."""
         tokens = np.random.default_rng([self.seed, index]).integers(0, vocabulary, self.prompt_tokens).tolist()
         return make_task(index, f"bench {index}", tokens, str(index))
 
     def requests(self, vocabulary: int) -> list[GenerationRequest]:
-        """All of them, group by group, with the seeds that a rollout server gives them."""
+        """All requests, group by group, with the seeds that a rollout server gives them."""
         requests = []
         for group, place, seed in self._seeds():
             prompt = self.task(group, vocabulary).prompt_ids().tolist()
@@ -105,7 +105,7 @@ class RolloutWork:
         return requests
 
     def check(self, tokens: list[int]) -> None:
-        """Raises EngineError unless the completions, in the order of the requests, have exactly the lengths that
+        """Raise EngineError unless the completions, in the order of the requests, have exactly the lengths that
         were drawn: less work would look like more speed."""
         drawn = [self.lengths.of(seed) for _, _, seed in self._seeds()]
         if tokens != drawn:
@@ -145,7 +145,7 @@ class RolloutRound:
 
 
 def number_words(model: Path, size: int) -> Tokenizer:
-    """Written to the model's folder. Every id below `size` has a text, and none ends a completion.
+    """Write the tokenizer to the model's folder. Every id below `size` has a text, and none ends a completion.
 
     Larger numbers are read digit by digit where transformers gives a checkpoint's tokenizer the rules of its family.
 

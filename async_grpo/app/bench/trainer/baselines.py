@@ -72,7 +72,7 @@ class PaddedSetting:
 
 
 class PlainModel:
-    """The Hugging Face model and torch's AdamW, for all the baselines: the learning rate is 0, so none disturbs
+    """The Hugging Face model and torch's AdamW, for all the baselines: the learning rate is 0, so none affects
     another."""
 
     def __init__(self, model: Any, config: RunConfig) -> None:
@@ -90,24 +90,11 @@ class PlainModel:
 
     @property
     def parameters(self) -> int:
-        """How many there are; a tied one counts once."""
+        """The number of parameters; a tied one counts once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def update(self) -> float:
-        """Clip, step, forget the gradients; returns their norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.optimizer.clip_grad)
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=False)
-        return float(norm)
-
-    def forget(self) -> float:
-        """Forget the gradients without a step; returns their norm."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
-        self._adam.zero_grad(set_to_none=False)
-        return float(norm)
-
     def logprobs(self, hidden_NH: Tensor, labels_N: Tensor) -> Tensor:
-        """Of these tokens, under the distribution that is sampled from."""
+        """Log-probabilities of these tokens, under the distribution that is sampled from."""
         logits_NV = self.model.lm_head(hidden_NH).float() / self.config.sampling.temperature
         return -F.cross_entropy(logits_NV, labels_N, reduction="none")
 
@@ -126,7 +113,7 @@ class PlainModel:
         return (weight_N * importance_N * -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum()
 
     def step(self, batches: Iterable[Sequence[ours.Sequence]], forward: Forward, *, update: bool = True) -> BenchStep:
-        """Forward and backward over all micro-batches, then the optimizer's step, or none of it."""
+        """Forward and backward over all micro-batches; with `update`, also clip the gradients and take AdamW's step."""
         loss, tokens, cells = 0.0, 0, 0
         for members in batches:
             logprobs_N, computed = forward(members)
@@ -135,7 +122,13 @@ class PlainModel:
             loss += value.item()
             tokens += sum(member.length for member in members)
             cells += computed
-        return BenchStep(loss, self.update() if update else self.forget(), tokens / cells)
+        if update:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.optimizer.clip_grad)
+            self._adam.step()
+        else:
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.model.parameters()])
+        self._adam.zero_grad(set_to_none=False)
+        return BenchStep(loss, float(norm), tokens / cells)
 
 
 def padded_step(
@@ -226,7 +219,7 @@ def _usual_forward(plain: PlainModel, rows: Sequence[ours.Sequence]) -> tuple[Te
 
 
 def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:
-    """Tokens and mask [B, L], and the longest completion. A token more than is read: the last predicts nothing."""
+    """Tokens and mask [B, L], and the length of the longest completion. The last token is read, but predicts nothing."""
     tokens = [torch.from_numpy(row.tokens).long() for row in rows]
     prompts = [each[: row.prompt_tokens] for each, row in zip(tokens, rows, strict=True)]
     completions = [each[row.prompt_tokens :] for each, row in zip(tokens, rows, strict=True)]

@@ -40,7 +40,7 @@ ATTENTIONS: tuple[Attention, ...] = ("sdpa", "sdpa without mask", "eager")
 
 @dataclass(frozen=True, slots=True)
 class TrainerBenchPlan:
-    """How much is measured, on what."""
+    """How much is measured, with which model and batch."""
 
     model: RandomModelConfig
     mix: BatchShape
@@ -57,7 +57,7 @@ class TrainerBenchPlan:
 
     @property
     def most_rows(self) -> int:
-        """Rows of a padded micro-batch that surely fits the same room: what one would set."""
+        """Rows of a padded micro-batch that always fits the same room, which is what one would set."""
         return max(2, self.room // self.widest)
 
     @property

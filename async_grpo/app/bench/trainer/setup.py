@@ -67,7 +67,7 @@ class BatchShape:
     sigma: float = 0.8
     """Standard deviation of the logarithm: the longest of 64 completions has about seven times the median."""
     longest: int = 1024
-    """The few that would be longer end here, as at max_tokens."""
+    """Longer completions are cut here, as at max_tokens."""
     seed: int = 1
 
 
@@ -87,7 +87,7 @@ def make_batch(mix: BatchShape, vocab_size: int, prompts: Sequence[list[int]] = 
 
 
 def lengths_of(mix: BatchShape, vocab_size: int) -> list[int]:
-    """Positions that the network reads, of each sequence of the batch."""
+    """The positions that the network reads of each sequence of the batch."""
     groups = make_batch(mix, vocab_size).groups
     return [len(g.task.prompt_ids()) + sample.length - 1 for g in groups for sample in g.samples]
 
@@ -129,7 +129,7 @@ class SlowProducer:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSetup:
-    """What every round works on. The learning rate is 0: a step costs the same, and leaves the weights."""
+    """What every round works on. The learning rate is 0: a step costs the same and does not change the weights."""
 
     config: RunConfig
     policy: Policy
@@ -147,7 +147,7 @@ class TrainerSetup:
         return lambda: step(self.plain, self.members())
 
     def packed_by_hand(self) -> BenchStep:
-        """The ceiling in the micro-batches of the trainer."""
+        """A step packed by hand, with the trainer's micro-batches."""
         members = self.members()
         room = self.config.trainer.micro_batch_tokens
         (packing,) = pack_batch([member.length for member in members], ranks=1, max_tokens=room)
@@ -188,7 +188,8 @@ def open_setup(
     threads: int,
     data: Path | None,
 ) -> TrainerSetup:
-    """`room`: tokens of a micro-batch. `folder` gets the model; `data`: a file with real prompts. Raises DataError."""
+    """Make the model in `folder` and load it twice. `room`: tokens of a micro-batch; `data`: a file with real prompts.
+    Raises DataError."""
     model = folder / "model"
     texts: list[str] = []
     if data is not None:

@@ -33,7 +33,7 @@ DENSE = WeightsConfig(encoding="dense")
 
 
 class Training:
-    """One flat master; `weights` is its bfloat16 image. Gradients are noise."""
+    """A flat fp32 master under AdamW with noise as gradients; `weights` is its bfloat16 image."""
 
     def __init__(self, layout: TensorLayout) -> None:
         """Raises DependencyError without torch."""
@@ -73,12 +73,12 @@ class Codec:
     ratio: float
     encode_s: float
     decode_s: float
-    """With the copy of the base, as a receiver does it."""
+    """Includes the copy of the base, as in a receiver."""
     memcpy_s: float
 
 
 async def patches(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
-    """Sizes at several learning rates; rates, and the time to one receiver, at the first of them."""
+    """The sizes of patches at several learning rates; speeds, and the time to one receiver, at the first of them."""
     training = Training(size.layout())
     weights, timed_lr = training.weights, LEARNING_RATES[0]
     for _ in range(WARM_UP_STEPS):

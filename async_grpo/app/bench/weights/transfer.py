@@ -39,11 +39,11 @@ BASELINES = {
 
 @dataclass(frozen=True, slots=True)
 class TransferRound:
-    """Seconds; of processor time where it says `cpu`."""
+    """What one round took, in seconds; fields with `cpu` are processor time."""
 
     moved: Moved
     fetch_s: float
-    """Of the move, from the manifest to the commit."""
+    """The part of the move from the manifest to the commit."""
     cpu_s: float
     memcpy_s: float
     baselines_s: dict[str, float]
