@@ -30,18 +30,7 @@ from rich.table import Table
 from async_grpo.app.bench.measure import Machine, Spread, in_turns
 from benchmarks.trl.plot import draw
 from benchmarks.trl.policies import make_policies
-from benchmarks.trl.sides import (
-    TRL_PYTHON,
-    Pace,
-    SideRun,
-    add_cores,
-    bind,
-    end_children_on_sigterm,
-    our_side,
-    pace,
-    run_ours,
-    run_trl,
-)
+from benchmarks.trl.sides import TRL_PYTHON, Pace, SideRun, bind, command, our_side, pace, run_ours, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, Workload
 
 Result = dict[str, Any]
@@ -87,11 +76,9 @@ def main() -> None:
     if not TRL_PYTHON.exists():
         sys.exit(f"{TRL_PYTHON} is missing: TRL's environment has not been made. Run `make bench-trl`")
     bind(arguments.cores)
-    workloads = [chosen(WORKLOADS[name], arguments) for name in arguments.workload or WORKLOADS]
-    machine = Machine.here()
-    console = Console()
-    end_children_on_sigterm()
+    machine, console = Machine.here(), Console()
     make_policies(CACHE)
+    workloads = [chosen(WORKLOADS[name], arguments) for name in arguments.workload or WORKLOADS]
     comparisons = []
     for workload in workloads:
         comparisons.append(compare(workload, arguments, console))
@@ -160,14 +147,11 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="TRL's synchronous GRPOTrainer beside this project.")
-    parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
+    parser = command("TRL's synchronous GRPOTrainer beside this project.", Path("runs/trl"))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, help="fewer or more steps than the workload has")
     parser.add_argument("--staleness", type=int, nargs="+", default=[2], help="S of each run of ours; 0 is on-policy")
     parser.add_argument("-o", "--override", action="append", default=[], help="KEY=VALUE for the runs of ours")
-    add_cores(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/trl"))
     return parser.parse_args()
 
 

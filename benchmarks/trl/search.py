@@ -20,7 +20,7 @@ from rich.console import Console
 
 from async_grpo.errors import RoleFailed
 from benchmarks.trl.policies import make_policies
-from benchmarks.trl.sides import add_cores, bind, end_children_on_sigterm, run_trl
+from benchmarks.trl.sides import bind, command, run_trl
 from benchmarks.trl.workloads import CACHE, WORKLOADS, TrlDials, Workload
 
 CANDIDATE_TIMEOUT_S = 600.0
@@ -46,9 +46,8 @@ def main() -> None:
     """Try all candidates and keep the best of each workload."""
     arguments = _arguments()
     bind(arguments.cores)
-    cores = len(os.sched_getaffinity(0))
-    end_children_on_sigterm()
     make_policies(CACHE)
+    cores = len(os.sched_getaffinity(0))
     for name in arguments.workload or WORKLOADS:
         workload = WORKLOADS[name]
         workload.write_prompts()
@@ -97,12 +96,9 @@ def speed(workload: Workload, out: Path) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Look for TRL's fastest setting on this machine.")
-    parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="default: all")
+    parser = command("Look for TRL's fastest setting on this machine.", Path("runs/trl-search"))
     parser.add_argument("--steps", type=int, default=6, help="of each candidate")
     parser.add_argument("--final-steps", type=int, default=12, help=f"of the {FINALISTS} fastest, again")
-    add_cores(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/trl-search"))
     return parser.parse_args()
 
 

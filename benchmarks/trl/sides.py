@@ -23,7 +23,7 @@ from pathlib import Path
 from async_grpo.app.bench.pipeline.observe import Generated, RunRecord, check_one_go, read_record, tokens_within
 from async_grpo.config.load import dump
 from async_grpo.errors import RoleFailed
-from benchmarks.trl.workloads import HERE, TrlDials, Workload
+from benchmarks.trl.workloads import HERE, WORKLOADS, TrlDials, Workload
 
 TIMEOUT_S = 1800.0
 TRL_PYTHON = HERE / ".venv/bin/python"
@@ -175,19 +175,20 @@ def pace(run: SideRun, skip: int, tail: int) -> Pace:
     )
 
 
-def add_cores(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--cores`, which both commands have."""
+def command(description: str, out: Path) -> argparse.ArgumentParser:
+    """A parser with the options of both commands."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS), help="may be repeated; default: all")
     parser.add_argument("--cores", type=int, nargs="+", help="the cores of a side; default: all of this process")
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
 
 
 def bind(cores: Sequence[int] | None) -> None:
-    """Bind this process, and so both sides, to those cores; None leaves it as it is."""
+    """Bind this process, and so both sides, to these cores (None: leave it as it is); on SIGTERM it exits, which also
+    ends a run that is going on."""
     if cores:
         os.sched_setaffinity(0, cores)
-
-
-def end_children_on_sigterm() -> None:
-    """On SIGTERM this process exits, which also ends a run that is going on."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

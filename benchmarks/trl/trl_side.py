@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ Spec = Any
 """Everything that TRL's side is told, see `Workload.write_spec`."""
 
 
-class Meter:
+class Meter(TrainerCallback):
     """Collects the facts of a step; writes a row of `rows.jsonl` when it ends."""
 
     def __init__(self, path: Path) -> None:
@@ -42,10 +42,14 @@ class Meter:
         self._tokens: list[int] = []
         self._generate_s = 0.0
 
-    def scored(self, rewards: Sequence[float], tokens: Sequence[int]) -> None:
-        """Add the rewards and token counts of completions to the step."""
-        self._rewards.extend(rewards)
-        self._tokens.extend(tokens)
+    def reward(
+        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **rest: Any
+    ) -> list[float]:
+        """The reward function, as TRL calls it."""
+        rewards = [answer_tag(text, gold) for text, gold in zip(completions, answer, strict=True)]
+        self._rewards += rewards
+        self._tokens += [len(ids) for ids in completion_ids]
+        return rewards
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -54,10 +58,10 @@ class Meter:
         yield
         self._generate_s += time.perf_counter() - started
 
-    def end_step(self, step: int) -> None:
-        """Write the row and begin the next."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Write the row of an optimizer step and begin the next; the trainer calls this."""
         row: Facts = {
-            "step": step,
+            "step": state.global_step,
             "time_s": time.time(),
             "samples": len(self._rewards),
             "reward_mean": sum(self._rewards) / len(self._rewards),
@@ -67,17 +71,6 @@ class Meter:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         self._rewards, self._tokens, self._generate_s = [], [], 0.0
-
-
-class StepEnd(TrainerCallback):
-    """Tells the meter that an optimizer step has ended."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Called by the trainer."""
-        self._meter.end_step(state.global_step)
 
 
 class TimedTrainer(GRPOTrainer):
@@ -114,25 +107,14 @@ def build(spec: Spec) -> TimedTrainer:
     trainer = TimedTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=reward(meter),
+        reward_funcs=meter.reward,
         args=arguments(spec),
         train_dataset=Dataset.from_list([{"prompt": row["question"], "answer": row["answer"]} for row in rows]),
-        callbacks=[StepEnd(meter)],
+        callbacks=[meter],
         optimizers=optimizer(model, spec),
     )
     trainer.meter = meter
     return trainer
-
-
-def reward(meter: Meter) -> Any:
-    """The reward function, as TRL calls it."""
-
-    def answer(completions: list[str], completion_ids: list[list[int]], answer: list[str], **rest: Any) -> list[float]:
-        scores = [answer_tag(text, gold) for text, gold in zip(completions, answer, strict=True)]
-        meter.scored(scores, [len(ids) for ids in completion_ids])
-        return scores
-
-    return answer
 
 
 def optimizer(model: torch.nn.Module, spec: Spec) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

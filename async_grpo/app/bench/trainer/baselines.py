@@ -219,7 +219,7 @@ def _usual_forward(plain: PlainModel, rows: Sequence[ours.Sequence]) -> tuple[Te
 
 
 def _padded(rows: Sequence[ours.Sequence]) -> tuple[Tensor, Tensor, int]:
-    """Tokens and mask [B, L], and the length of the longest completion. The last token is read, but predicts nothing."""
+    """Tokens and mask [B, L], and the length of the longest completion. The last token predicts nothing."""
     tokens = [torch.from_numpy(row.tokens).long() for row in rows]
     prompts = [each[: row.prompt_tokens] for each, row in zip(tokens, rows, strict=True)]
     completions = [each[row.prompt_tokens :] for each, row in zip(tokens, rows, strict=True)]

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from trainer.platform import select_platform
@@ -35,23 +36,17 @@ def main() -> None:
         setup = open_setup(
             platform, Path(folder), plan.model, plan.mix, room=plan.room, threads=threads, data=arguments.data
         )
-        figures = measure(setup, plan, _say)
+        figures = measure(setup, plan, partial(print, flush=True))
     arguments.out.write_text(json.dumps([asdict(figure) for figure in figures]))
     stop_ranks()
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="async_grpo.app.bench.trainer.main", description="The bench of one training step."
-    )
+    parser = argparse.ArgumentParser("async_grpo.app.bench.trainer.main", description="The bench of one training step.")
     parser.add_argument("--out", type=Path, required=True, help="file for the figures")
     parser.add_argument("--quick", action="store_true", help="only show that the bench works")
     parser.add_argument("--data", type=Path, help="JSON-lines file whose field `question` has the prompts")
     return parser.parse_args()
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":
