@@ -19,7 +19,7 @@ class SelectorConfig(StrictModel):
         "fifo"
     )
     window: PositiveInt = 1
-    """W, of windowed_fifo."""
+    """W: window of windowed_fifo, in groups."""
 
 
 class AdmissionConfig(StrictModel):
@@ -29,7 +29,7 @@ class AdmissionConfig(StrictModel):
     """`staleness_window`: no further rule. `min_size`: wait for so many ready groups. `sample_to_insert_ratio`: keep
     training and generation near a ratio."""
     min_size: NonNegativeInt = 0
-    """Groups that must be ready before a batch is taken (at least groups_per_step are)."""
+    """Groups that must be ready before a batch is taken; never fewer than groups_per_step."""
     samples_per_insert: Annotated[float, Field(gt=0)] = 1.0
     """Average number of times a group is trained, for sample_to_insert_ratio."""
     error_buffer: Annotated[float, Field(gt=0)] | None = None
@@ -54,11 +54,11 @@ class BufferConfig(StrictModel):
 
     selector: SelectorConfig = SelectorConfig()
     on_stale: OnStale = "drop"
-    """Tokens older than max_staleness when their batch is taken. wait: are trained (the order of fifo and
-    windowed_fifo bounds them). drop: end their group. mask: stay as context and get no gradient."""
+    """What happens to tokens that are older than max_staleness when their batch is taken. wait: they are trained (fifo
+    and windowed_fifo bound their age). drop: their group is dropped. mask: they stay as context and get no gradient."""
     admission: AdmissionConfig = AdmissionConfig()
     max_uses: PositiveInt = 1
-    """k: how often a group may be trained."""
+    """k: number of times a group may be trained."""
 
 
 class RedisConfig(StrictModel):
@@ -70,24 +70,24 @@ class RedisConfig(StrictModel):
     None: an embedded Valkey, private to the run. A password comes from the environment variable
     ASYNC_GRPO_REDIS_PASSWORD (with it, if not the URL's, a user from ASYNC_GRPO_REDIS_USERNAME)."""
     tls_ca: str | None = None
-    """File with the CA of the server's certificate. None: the system's CAs alone."""
+    """File with the CA of the server's certificate. None: only the system's CAs."""
     tls_cert: str | None = None
-    """File with a certificate of ours, for servers that ask for one."""
+    """File with a client certificate, for servers that ask for one."""
     tls_key: str | None = None
-    """File with its key. None: it is in the file of tls_cert."""
+    """File with the key of tls_cert. None: the key is in that file."""
     replicas_to_wait_for: NonNegativeInt = 0
-    """Replicas that must have confirmed a change before it counts as made (WAIT). 0: the primary alone decides,
-    and a failover may undo the changes of its last moments."""
+    """Replicas that must confirm a change before it counts (WAIT). 0: only the primary confirms, and a failover may
+    lose the latest changes."""
     max_memory_bytes: PositiveInt = 1 << 30
     """Memory limit of the embedded server."""
     fsync: Literal["everysec", "always"] = "always"
-    """When the embedded server syncs its append-only file. always: the death of the server loses nothing that it has
-    acknowledged. everysec: up to two seconds of it, for about a third more small groups per second."""
+    """When the embedded server syncs its append-only file. always: a crash of the server loses nothing that it
+    acknowledged. everysec: a crash loses up to two seconds, for about a third more small groups per second."""
     durable: bool = True
-    """The server of `url` must keep an append-only file. False: one without is warned of instead of refused, and its
-    death loses the run."""
+    """Require that the server of `url` keeps an append-only file. False: warn instead; the run is lost if that server
+    dies."""
     timeout_s: Seconds = 30.0
-    """How long a call is repeated while the server does not answer; then the role ends with an error."""
+    """Seconds for which a call is retried while the server does not answer; then the role ends with an error."""
 
     def problems(self) -> Iterator[str]:
         parts = urlsplit(self.url or "")

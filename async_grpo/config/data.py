@@ -22,7 +22,7 @@ class DataConfig(StrictModel):
     """`arithmetic`: generated additions. `jsonl`: the rows of `path`."""
     arithmetic: ArithmeticTaskConfig = ArithmeticTaskConfig()
     path: Path | None = None
-    """A JSON-lines file, or a folder that `async-grpo prepare` has made (kind: jsonl)."""
+    """A JSON-lines file, or a folder that `async-grpo prepare` made (kind: jsonl)."""
     eval_path: Path | None = None
     """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out. A prepared folder
     has its own."""
@@ -33,9 +33,9 @@ class DataConfig(StrictModel):
     template: str = "{prompt}"
     """Text around the prompt; `{prompt}` is replaced. A prepared folder has its own."""
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are dropped when a JSON-lines file is loaded, with a count; a prepared folder may have none."""
+    """Longer prompts of a JSON-lines file are dropped and counted; a prepared folder must have none."""
     shuffle: bool = True
-    """Shuffle the training rows, in every pass anew; false: the order of the file."""
+    """Shuffle the training rows before every pass. false: keep the order of the file."""
 
     def problems(self) -> Iterator[str]:
         if self.kind == "jsonl" and self.path is None:
@@ -45,7 +45,7 @@ class DataConfig(StrictModel):
 
 
 class PrepareConfig(StrictModel):
-    """What `async-grpo prepare` is told; the names are those of its options."""
+    """The options of `async-grpo prepare`, by their names."""
 
     files: Annotated[list[Path], Field(min_length=1)]
     out: Path
@@ -55,13 +55,13 @@ class PrepareConfig(StrictModel):
     prompt_field: str = ""
     answer_field: str = ""
     keep_fields: list[str] = []
-    """They become metadata of the task, which verifiers see."""
+    """Fields that become metadata of the task, which verifiers see."""
     template: str = "raw"
     """raw, qwen_r1, chat, or a Jinja file."""
     system: str = ""
     max_prompt_tokens: PositiveInt = 512
     held_out: NonNegativeInt = 256
-    """Rows that are kept from training, for evaluation."""
+    """Number of rows kept from training, for evaluation."""
     held_out_from: list[Path] = []
     """Files whose rows are held out instead."""
     keep_duplicates: bool = False

@@ -13,12 +13,12 @@ PORT_OFF = -1
 
 
 class ListenConfig(StrictModel):
-    """A socket for HTTP; on the loopback unless told otherwise."""
+    """A socket for HTTP; on the loopback by default."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
-    """Where it listens."""
+    """Address to listen on."""
     port: Annotated[int, Field(ge=PORT_OFF, le=65535)] | None = 0
-    """0: any free one. null or -1: off."""
+    """Port to listen on. 0: any free port. null or -1: off."""
 
     @property
     def is_on(self) -> bool:
@@ -30,21 +30,22 @@ class HttpConfig(ListenConfig):
     """Health, metrics, completions of the current policy, administration."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
-    """Where it listens. Anything but the loopback needs ASYNC_GRPO_HTTP_KEY in the environment."""
+    """Address to listen on. Anything but the loopback needs ASYNC_GRPO_HTTP_KEY in the environment."""
     port: Annotated[int, Field(ge=PORT_OFF, le=65535)] | None = 0
-    """0: any free one. N: N, or the next free one above it where several servers share a machine. null or -1: off."""
+    """Port to listen on. 0: any free port. N: N, or the next free port above it if several servers share a machine.
+    null or -1: off."""
     max_concurrency: PositiveInt = 8
-    """Completions that are generated for HTTP at once, at most; training has its own `rollout.max_concurrency`."""
+    """Most concurrent completions for HTTP; training has its own limit, `rollout.max_concurrency`."""
     max_tokens: PositiveInt = 4096
     """Most tokens of one completion."""
     max_n: PositiveInt = 8
-    """Completions of one request (prompts times `n`), at most; never more than max_concurrency."""
+    """Most completions of one request (prompts times `n`); never more than max_concurrency."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """Most bytes of a request body."""
     request_timeout_s: Seconds = 600.0
-    """A request that is not answered by then is given up."""
+    """Seconds for one request; after that it is cancelled."""
     drain_timeout_s: Seconds = 600.0
-    """A server that is drained waits this long for what is in flight; then that is stored and given back."""
+    """Seconds that a draining server waits for samples in flight; after that it stores them and gives them back."""
 
     @property
     def is_local(self) -> bool:

@@ -16,11 +16,11 @@ class EvalConfig(StrictModel):
     prompts: PositiveInt = 256
     """Held-out prompts of an evaluation."""
     samples: PositiveInt = 4
-    """mean@k: completions a prompt at temperature 1."""
+    """Completions per prompt at temperature 1: the k of mean@k."""
     greedy: bool = True
     """Also generate one completion a prompt at temperature 0."""
     every_steps: Annotated[int, Field(ge=0)] = 0
-    """0: only before and after."""
+    """Versions between two evaluations. 0: evaluate only before and after the run."""
     right_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """A completion counts as right, for pass@k and maj@k, if the first reward function gives it at least this."""
     timeout_s: Seconds = 600.0
@@ -40,9 +40,9 @@ class CoresConfig(StrictModel):
     """Cores of this machine, by number, that a role and everything that it starts may use; empty: all. Linux only."""
 
     rollout: list[NonNegativeInt] = []
-    """All rollout servers together."""
+    """Cores that all rollout servers share."""
     trainer: list[NonNegativeInt] = []
-    """The trainer with all its ranks."""
+    """Cores that all ranks of the trainer share."""
 
 
 class LaunchConfig(StrictModel):
@@ -54,7 +54,7 @@ class LaunchConfig(StrictModel):
     ready_timeout_s: Seconds = 300.0
     """Seconds for a role to become ready after its start; then the run is given up."""
     stop_timeout_s: Seconds = 30.0
-    """From SIGTERM to SIGKILL, for every role; a trainer that has more to save can be given more, with -o."""
+    """Seconds from SIGTERM to SIGKILL, for every role. Raise it with -o for a trainer that has more to save."""
 
 
 class TelemetryConfig(StrictModel):
@@ -63,6 +63,6 @@ class TelemetryConfig(StrictModel):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     samples_every: PositiveInt = 8
-    """One finished group in so many is written to samples/*.jsonl."""
+    """One of this many finished groups is written to samples/*.jsonl."""
     http: ListenConfig = ListenConfig()
     """The trainer's /metrics, /healthz and /readyz: read-only; it accepts no commands, so it needs no key."""

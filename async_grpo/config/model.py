@@ -22,7 +22,7 @@ class TinyQwen2Config(StrictModel):
     layers: PositiveInt = 2
     """Decoder layers."""
     heads: PositiveInt = 4
-    """hidden_size / heads is the size of a head: 32, 64 or 128."""
+    """Attention heads. hidden_size / heads, the size of a head, must be 32, 64 or 128."""
     kv_heads: PositiveInt = 2
     """Key and value heads; a divisor of heads."""
     intermediate_size: PositiveInt = 256
@@ -75,7 +75,7 @@ class WarmupConfig(TinyQwen2Config):
     task: ArithmeticTaskConfig = ArithmeticTaskConfig()
 
     layers: PositiveInt = 2
-    """Two are enough to reason digit by digit, and too few to add three digits in one go."""
+    """Decoder layers. Two are enough to reason digit by digit and too few to add three digits at once."""
     intermediate_size: PositiveInt = 384
     """Width of an MLP."""
     max_positions: PositiveInt = 128
@@ -89,9 +89,9 @@ class WarmupConfig(TinyQwen2Config):
     steps: PositiveInt = 340
     """Most optimizer steps of the supervised stage; it ends earlier once accuracy_limit is passed."""
     batch_size: Annotated[int, Field(ge=2)] = 96
-    """Demonstrations of one step."""
+    """Demonstrations per step."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
-    """Peak; then a cosine down to a twentieth."""
+    """Peak learning rate; a cosine then lowers it to a twentieth."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
     """Steps over which the rate rises linearly to lr."""
 
@@ -100,11 +100,11 @@ class WarmupConfig(TinyQwen2Config):
     probe_samples: PositiveInt = 256
     """Completions of one measurement, at temperature 1, on problems that are not held out."""
     accuracy_limit: Probability = 0.5
-    """A policy that passes this is too good to be a start: the one of the previous probe is kept."""
+    """A policy above this accuracy is too good to start from; the one of the previous probe is kept."""
     accuracy_floor: Probability = 0.25
-    """Held-out accuracy that the result must have: below it, GRPO has too little to build on."""
+    """Least held-out accuracy of the result; below it, GRPO has too little to build on."""
     threads: PositiveInt = 1
-    """torch threads when run as a program."""
+    """Number of torch threads when the warm-up runs as a program."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -137,8 +137,8 @@ class ModelConfig(StrictModel):
     path: Path | None = None
     """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer)."""
     architecture: str | None = None
-    """The public model that `path` holds, such as qwen2.5-7b. With it `--dry-run` works where the files are not; where
-    they are, another model in `path` is an error. docs/platforms.md lists the names."""
+    """The public model that `path` holds, such as qwen2.5-7b. With it, `--dry-run` works without the files; if the
+    files are there and hold another model, that is an error. docs/platforms.md lists the names."""
     warmup: WarmupConfig | None = None
     """Make a tiny policy by a short supervised stage on the arithmetic task (cached)."""
     random: RandomModelConfig | None = None

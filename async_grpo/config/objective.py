@@ -45,9 +45,9 @@ class CorrectionConfig(StrictModel):
     limit: Positive | None = None
     """m2po: bound of the mean (log rho)^2; opsm: largest mean KL of a sequence with A < 0."""
     whole_batch: bool = False
-    """For a correction of your own: it needs all tokens of the batch at once (this costs a forward pass)."""
+    """For your own correction: it needs all tokens of the batch at once, which costs a forward pass."""
     options: Options = {}
-    """Settings of a correction of your own."""
+    """Settings of your own correction."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,7 +78,7 @@ class ObjectiveConfig(StrictModel):
     """Advantages, policy loss, corrections and aggregation. A preset sets them together; explicit keys win."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "areal"] = "areal"
-    """`areal`: decoupled GRPO for asynchronous training."""
+    """Sets advantage, aggregation, loss and their dials together. `areal`: decoupled GRPO for asynchronous training."""
     advantage: Annotated[str, _choice_of(ADVANTAGES, own=True)] = "grpo"
     aggregation: Annotated[str, _choice_of(AGGREGATIONS, own=False)] = "token_mean"
     loss: Annotated[str, _choice_of(LOSSES, own=True)] = "decoupled"
@@ -101,7 +101,7 @@ class ObjectiveConfig(StrictModel):
     sapo_tau_negative: Positive | None = None
     """sapo: how fast the gate closes, for A < 0."""
     corrections: list[CorrectionConfig] = []
-    """Applied together: [geo_rs, {kind: token_tis, cap: 3}]."""
+    """Corrections to apply together, for example [geo_rs, {kind: token_tis, cap: 3}]."""
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the policy of trainer.reference."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
@@ -111,7 +111,7 @@ class ObjectiveConfig(StrictModel):
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     options: Options = {}
-    """Settings of a loss of your own."""
+    """Settings of your own loss."""
 
     @model_validator(mode="before")
     @classmethod

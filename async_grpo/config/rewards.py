@@ -30,17 +30,17 @@ class HttpRewardConfig(StrictModel):
     backoff_max_s: Seconds = 10.0
     """Longest pause between two attempts."""
     concurrency: PositiveInt = 16
-    """Requests at the same time, of one rollout server."""
+    """Largest number of concurrent requests of one rollout server."""
     score_pointer: str = "/score"
     """Where the score stands in the reply: a JSON pointer (RFC 6901)."""
     max_reply_bytes: PositiveInt = 64 << 10
     """A longer reply is a failure."""
     extra: dict[str, Any] = {}
-    """Added to the body of every request."""
+    """Fields to add to the body of every request."""
     headers: dict[str, str] = {}
-    """Not for secrets: they are written to the run's config.yaml."""
+    """Headers of every request. Do not put secrets here: they are written to the run's config.yaml."""
     token_env: EnvironmentName | None = None
-    """Name of the environment variable that holds the token; its value is read at the start and never written."""
+    """Name of the environment variable that holds the token; the token is read at the start and never written."""
     token_header: str = "Authorization"
     """Header that carries the token."""
     token_prefix: str = "Bearer "
@@ -73,7 +73,7 @@ class RewardConfig(StrictModel):
     """One reward; the reward of a sample is the weighted sum of all of them."""
 
     name: str
-    """A verifier that ships (docs/verifiers.md), or `module:attribute`; with `http`, any name you like."""
+    """A built-in verifier (docs/verifiers.md) or `module:attribute`; with `http`, any name."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor of its score in the sum."""
     required: bool = True
@@ -96,13 +96,14 @@ class RewardsConfig(StrictModel):
     workers: PositiveInt = 1
     """Verifier processes of one rollout server."""
     deadline_s: Seconds = 10.0
-    """Seconds for one verifier on one completion. Then it is killed, and its sample `unverifiable`, which is not 0."""
+    """Seconds for one verifier on one completion. After that the verifier is killed and the sample is `unverifiable`,
+    which is not a score of 0."""
     start_timeout_s: Seconds = 60.0
     """Seconds for a verifier process to import its verifiers."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30
-    """Memory limit of one verifier process with everything that it started."""
+    """Memory limit of one verifier process, including everything that it started."""
     items_per_worker: PositiveInt = 1000
-    """A verifier process is replaced after so many completions, which bounds what leaks."""
+    """Number of completions after which a verifier process is replaced; this bounds what leaks."""
     environment: list[EnvironmentName] = []
     """Environment variables that verifiers may see, beside PATH, HOME and the like (docs/rewards.md)."""
     overlong: Literal["none", "filter", "soft"] = "none"
@@ -110,7 +111,7 @@ class RewardsConfig(StrictModel):
     soft_overlong_tokens: PositiveInt | None = None
     """L: the punishment grows linearly over the last L tokens before sampling.max_tokens."""
     soft_overlong_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """The whole punishment, at sampling.max_tokens."""
+    """Punishment at sampling.max_tokens, the largest."""
 
     def problems(self) -> Iterator[str]:
         names = [function.name for function in self.functions]

@@ -20,7 +20,7 @@ class SamplingConfig(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Must stay 1.0: the trainer's log-probabilities are of the whole distribution."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0: all tokens."""
+    """Must stay 0 (all tokens), for the same reason."""
     max_tokens: PositiveInt = 64
     """Most tokens of a completion."""
 
@@ -75,7 +75,7 @@ class VllmConfig(StrictModel):
     """The inference engine."""
 
     platform: Literal["cpu", "cuda", "ascend"] = "cpu"
-    """What it computes on; the installed vLLM must be the one for it."""
+    """Hardware of the engine; the installed vLLM must be the build for it."""
     max_model_len: PositiveInt = 256
     """Longest sequence, prompt and completion together, in tokens."""
     kv_cache_bytes: PositiveInt = 256 << 20
@@ -83,20 +83,20 @@ class VllmConfig(StrictModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of an accelerator's memory for the engine; unused on CPU."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one accelerator, for the plan that is checked before a run starts. None: what the machine says of
-    itself, and no check where it says nothing."""
+    """Memory of one accelerator, for the memory check before a run starts. None: ask the machine; no check if it does
+    not say."""
     tensor_parallel: PositiveInt = 1
     """Devices that share one engine."""
     enforce_eager: bool = True
     """Run without compilation and graph capture: a quicker start, slower generation."""
     multiprocessing: bool = True
-    """The engine core in a process of its own: generation and Python's bookkeeping overlap."""
+    """Run the engine core in its own process, so that generation and Python's bookkeeping overlap."""
     threads: PositiveInt = 1
     """OpenMP threads of one engine on CPU."""
     additional_config: dict[str, Any] = {}
-    """vllm-ascend's own settings; `rl_config: {enabled: true}`, which weight updates need, is added."""
+    """Settings of vllm-ascend; `rl_config: {enabled: true}`, which weight updates need, is added."""
     environment: dict[str, str] = {}
-    """Environment variables of the engine; those that the server was started with take precedence."""
+    """Environment variables of the engine; variables that the server was started with take precedence."""
     extra: dict[str, Any] = {}
     """Passed to AsyncEngineArgs unchanged."""
 
@@ -159,11 +159,12 @@ class MultiTurnConfig(StrictModel):
     tools: list[ToolConfig] = [ToolConfig(name="calculator")]
     """What the policy may call."""
     max_calls: PositiveInt = 4
-    """Tool calls of one completion; after that its end is final."""
+    """Most tool calls of one completion."""
     observation: str = "\n<tool_response>\n{result}\n</tool_response>\n"
-    """What the policy sees of an answer; `{result}` is replaced. Chat models need their turn markers here."""
+    """Text in which the policy sees a tool's result; `{result}` is replaced. Chat models need their turn markers
+    here."""
     max_result_chars: PositiveInt = 2000
-    """A longer answer is cut."""
+    """Most characters of a tool's result; a longer one is cut."""
 
     def problems(self) -> Iterator[str]:
         if "{result}" not in self.observation:
@@ -177,41 +178,43 @@ class RolloutConfig(StrictModel):
     """A rollout server."""
 
     engine: Literal["vllm"] = "vllm"
-    """The inference engine; its own keys are in the section of its name."""
+    """The inference engine. The section of the same name has its keys."""
     servers: Annotated[int, Field(ge=1)] = 1
-    """How many `async-grpo run` starts on this machine."""
+    """Number of rollout servers that `async-grpo run` starts on this machine."""
     workflow: str = "single_turn"
-    """How a sample comes about: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
+    """How a sample is generated: `single_turn`, `multi_turn`, or `module:attribute` (see docs/workflows.md)."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     max_concurrency: PositiveInt = 64
-    """Samples for training in flight in one engine, at most. Completions of evaluations (as many again, while one
-    runs) and of HTTP (`rollout.http.max_concurrency`) come on top."""
+    """Most samples for training in flight in one engine. Completions for evaluations (as many again while one runs) and
+    for HTTP (`rollout.http.max_concurrency`) come on top."""
     min_concurrency: NonNegativeInt = 0
-    """0: always max_concurrency. Otherwise the engine's own load moves the number between the two."""
+    """Least number of samples in flight; the engine's load decides between it and max_concurrency. 0: always
+    max_concurrency."""
     oversample: NonNegativeInt = 0
-    """k: a group starts group_size + k samples and keeps the first group_size that finish. Long completions are
-    then less likely to be trained: a bias that is bought for shorter tails."""
+    """k: a group starts group_size + k samples and keeps the first group_size that finish. This shortens the wait for
+    slow samples, but long completions are trained less often: a bias."""
     interruption: Literal["keep", "recompute", "drain", "abort"] = "keep"
-    """What becomes of samples in flight when new weights arrive. keep: they go on, with their KV cache. recompute:
-    their prefix is encoded again under the new weights. drain: they finish first. abort: what exists of them is
-    stored, and whichever server has room goes on."""
+    """What happens to samples in flight when new weights arrive. keep: they continue with their KV cache. recompute:
+    their prefix is encoded again under the new weights. drain: they finish first. abort: they are stored, and any
+    server with room continues them."""
     max_interruptions: PositiveInt = 3
-    """Interruptions of one group by `abort` (or by a server that stops); after these it is not interrupted again."""
+    """How often one group may be interrupted, by `abort` or by a server that stops; after that it runs to its end."""
     progress_interval_s: Seconds = 5.0
-    """How often unfinished samples are stored: a server that dies costs at most what it generated since."""
+    """Seconds between two saves of unfinished samples: a server that dies loses at most what it generated since the
+    last one."""
     sample_deadline_s: Seconds | None = None
-    """A sample whose workflow has not returned by then makes its group `failed`. None: ten times what a completion of
+    """Seconds for the workflow of one sample; after that its group is `failed`. None: ten times what a completion of
     sampling.max_tokens takes at the average speed of this server, but at least 120 s and at most half of
-    trainer.take_timeout_s, which also holds until the first sample has come about."""
+    trainer.take_timeout_s, which also applies until the first sample is done."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal (`filtered`) and admit as many new ones."""
+    """Drop groups whose rewards are all equal (`filtered`) and admit the same number of new ones."""
     max_attempts: PositiveInt = 5
-    """A group whose holders died this many times (their lease expired) is `failed`."""
+    """Number of attempts at a group: it is `failed` once the leases of this many holders have expired."""
     lease_s: Seconds | None = None
-    """A ticket whose holder is silent for longer goes to another server. At least redis.timeout_s, so that a server of
-    Redis that is away for as long costs no lease. None: 1.5 times redis.timeout_s."""
+    """Seconds of silence after which a ticket goes to another server. At least redis.timeout_s, so that no lease
+    expires while Redis is away. None: 1.5 times redis.timeout_s."""
     engine_restarts: NonNegativeInt = 2
-    """How often a server starts its engine again after its death, before it gives up."""
+    """How often a server restarts a dead engine before it gives up."""
     http: HttpConfig = HttpConfig()
     vllm: VllmConfig = VllmConfig()
 

@@ -14,33 +14,33 @@ from async_grpo.config.presets import WHOLE_BATCH_ADVANTAGES, is_own
 
 
 class RendezvousConfig(StrictModel):
-    """With trainer.nodes above 1; the same on every node."""
+    """How the nodes find each other, for trainer.nodes above 1; the same on every node."""
 
     address: Annotated[str, Field(pattern=r"^[^\s:/]+$")] | None = None
-    """Address of node 0, as all nodes reach it. Node 0 listens there and nowhere else."""
+    """Address at which all nodes reach node 0. Node 0 listens only there."""
     port: Annotated[int, Field(gt=0, lt=65535)] = 29500
-    """Here the nodes meet; on the next one the ranks do."""
+    """Port at which the nodes meet; the ranks meet at the next one."""
     id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Nodes of another id are turned away. None: the name of the run."""
+    """Nodes with another id are refused. None: the name of the run."""
     timeout_s: Seconds = 600.0
-    """How long a node waits for the others before it ends with an error."""
+    """Seconds that a node waits for the others before it ends with an error."""
     silence_s: Annotated[float, Field(ge=2)] = 20.0
-    """A node that is not heard for so long is taken for lost, and the others end."""
+    """Seconds without a sign of life after which a node counts as lost and the others end."""
 
 
 class ReferenceConfig(StrictModel):
     """The policy that the KL divergence is measured from."""
 
     source: Literal["none", "frozen", "synced"] = "none"
-    """`frozen`: the weights of `path`, for the whole run. `synced`: those, and from every `sync_every`-th step on the
-    policy's own of then."""
+    """`frozen`: the weights of `path` for the whole run. `synced`: the weights of `path`, replaced by the policy's
+    current ones every `sync_every` steps."""
     path: Path | None = None
     """Hugging Face folder of the same architecture. None: the first policy of the run."""
     sync_every: PositiveInt | None = None
     """synced: optimizer steps between two copies."""
     placement: Literal["swap", "model"] = "swap"
-    """`swap`: its weights lie in CPU memory, in the policy's own dtype, and are exchanged with the policy's for each
-    pass. `model`: a second model beside the policy; no exchange, and the memory of its weights."""
+    """`swap`: its weights stay in CPU memory, in the policy's dtype, and are swapped with the policy's for each pass.
+    `model`: a second model beside the policy: no swapping, but its weights take memory."""
 
     def problems(self) -> Iterator[str]:
         if self.source == "synced" and self.sync_every is None:
@@ -60,7 +60,7 @@ class OptimizerConfig(StrictModel):
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where linear and cosine end."""
+    """Final learning rate of the linear and cosine schedules."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -76,7 +76,8 @@ class OptimizerConfig(StrictModel):
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the gradient; a longer one is scaled down to it."""
     offload: bool = False
-    """Keep fp32 masters and moments in the host's memory between updates: room for activations, the same numbers."""
+    """Keep fp32 masters and moments in host memory between updates. This frees device memory for activations and gives
+    the same numbers."""
 
     def problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:
@@ -89,15 +90,17 @@ class CheckpointConfig(StrictModel):
     every_steps: PositiveInt = 10
     """Optimizer steps between two checkpoints."""
     keep: PositiveInt = 2
-    """The newest so many stay."""
+    """Number of checkpoints to keep, the newest."""
     keep_best: Annotated[int, Field(ge=0)] = 0
-    """So many of the best evaluated (eval.every_steps) stay, too, however old; `checkpoints/best` names the best."""
+    """Number of checkpoints with the best evaluations (eval.every_steps) to keep as well, however old;
+    `checkpoints/best` names the best."""
     background: bool = True
-    """Write beside the training: a step waits only until its state is copied into memory."""
+    """Write checkpoints in the background: a step only waits until its state is copied into memory."""
     timeout_s: Seconds = 1800.0
-    """The longest that writing one may take."""
+    """Seconds for writing one checkpoint."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
-    """Export weights as checkpoints/hf-VERSION, too, kept like checkpoints. 0: only at the end, as checkpoints/hf."""
+    """Steps between two exports of the weights as checkpoints/hf-VERSION, which are kept like checkpoints. 0: export
+    only at the end, as checkpoints/hf."""
 
 
 PlatformName = Literal["cpu", "cuda", "npu"]
@@ -108,49 +111,49 @@ class TrainerConfig(StrictModel):
     """The Megatron-core trainer."""
 
     platform: PlatformName = "cpu"
-    """What the trainer computes on. Never chosen by what happens to be installed; see docs/platforms.md."""
+    """Hardware of the trainer. It is never guessed from what is installed; see docs/platforms.md."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one device, for the plan that is checked before a run starts. None: what the machine says of itself,
-    and no check where it says nothing."""
+    """Memory of one device, for the memory check before a run starts. None: ask the machine; no check if it does not
+    say."""
     device_peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Dense TFLOP/s of one device at the run's precision, for the utilisation that is reported. None: the vendor's
-    figure for a device of its name, if it is a known one."""
+    """Dense TFLOP/s of one device at the run's precision, for the reported utilisation. None: the vendor's figure, if
+    the device is known."""
     processes: PositiveInt = 1
-    """Ranks, of all nodes together: tensor_parallel * pipeline_parallel * context_parallel * data-parallel size."""
+    """Ranks on all nodes: tensor_parallel * pipeline_parallel * context_parallel * data-parallel size."""
     nodes: PositiveInt = 1
     """Machines that share the ranks evenly. Above 1, `async-grpo trainer CONFIG --node-rank R` runs on each of them."""
     rendezvous: RendezvousConfig = RendezvousConfig()
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix."""
     pipeline_parallel: PositiveInt = 1
-    """Ranks that share the layers, each a run of them of the same length."""
+    """Ranks that share the layers; each has the same number of consecutive layers."""
     context_parallel: PositiveInt = 1
-    """Ranks that share every sequence: for long ones, whose activations are most of the memory."""
+    """Ranks that share every sequence; useful for long sequences, whose activations take most of the memory."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model. They are ranks that the others count too, so that
-    it does not multiply into `processes`."""
+    """Ranks that share the experts of a mixture-of-experts model. The other kinds of parallelism count the same ranks,
+    so it does not multiply into `processes`."""
     sequence_parallel: bool = False
-    """Share the activations between the matrices, too, over the tensor-parallel ranks."""
+    """Also share the activations between the matrices over the tensor-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Compute activations anew in the backward pass in place of keeping them: of attention (selective), of whole
-    layers (full). Less memory, more time, the same numbers."""
+    """Recompute activations in the backward pass instead of keeping them: those of attention (selective) or of whole
+    layers (full). This takes less memory and more time and gives the same numbers."""
     threads: PositiveInt = 1
-    """torch threads a rank on CPU."""
+    """torch threads per rank on CPU."""
     micro_batch_tokens: PositiveInt = 8192
     """Sequences are packed, without padding, into micro-batches of at most this many tokens."""
     overlong: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a sequence that fits no micro-batch. `truncate`: its first tokens are trained. `drop`: none is.
-    Either way all of its tokens stay in the denominator of the loss: the gradient of the others does not grow."""
+    """What happens to a sequence that fits no micro-batch. `truncate`: only its first tokens are trained. `drop`: none
+    is. All of its tokens stay in the denominator of the loss, so the gradient of the others does not grow."""
     num_iterations: PositiveInt = 1
-    """How often a step goes over its batch."""
+    """Number of passes of a step over its batch."""
     mini_batches: PositiveInt = 1
-    """Optimizer updates of one pass over the batch; the groups are dealt out to them anew in every pass."""
+    """Optimizer updates per pass over the batch; every pass deals out the groups again."""
     streaming: bool = False
-    """Begin with the groups that are there, while others are still being generated."""
+    """Start a step with the groups that are ready, while others are still being generated."""
     max_skipped_steps: PositiveInt = 3
-    """A step whose loss or gradient is not finite is skipped; so many in a row end the run."""
+    """A step with a non-finite loss or gradient is skipped; this many in a row end the run."""
     take_timeout_s: Seconds = 600.0
-    """How long the trainer waits for a batch before it ends with an error."""
+    """Seconds that the trainer waits for a batch before it ends with an error."""
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     reference: ReferenceConfig = ReferenceConfig()

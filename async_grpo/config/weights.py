@@ -23,35 +23,37 @@ class WeightsConfig(StrictModel):
     bind: Endpoint = "tcp://127.0.0.1:0"
     """Where the publisher listens (port 0: three free ones; port N: N announces, N + 1 controls, N + 2 serves)."""
     advertise: Host | None = None
-    """Under which name or address other machines reach the publisher, where that is not where it listens (behind a
-    published port, say). None: the host of `bind`; of 0.0.0.0, this machine's name."""
+    """Name or address at which other machines reach the publisher, if that is not where it listens (for example behind
+    a published port). None: the host of `bind`; if that is 0.0.0.0, this machine's name."""
     relay_bind: Endpoint = "tcp://127.0.0.1:0"
-    """Where the receiver of a machine serves other machines. On the loopback it serves this machine only."""
+    """Where the receiver of this machine serves other machines. On the loopback it serves only this machine."""
     relay_advertise: Host | None = None
-    """The same for the relay of this machine; to be given on each, with -o. None: the host of `relay_bind`; of 0.0.0.0,
-    the address with which this machine reaches the publisher."""
+    """The same for the relay of this machine; set it on each machine with -o. None: the host of `relay_bind`; if that
+    is 0.0.0.0, the address with which this machine reaches the publisher."""
     fanout: NonNegativeInt = 2
-    """Copies that the publisher, and every relay, sends. 0: everybody fetches from the publisher."""
+    """Copies that the publisher and every relay send. 0: all receivers fetch from the publisher."""
     encoding: Encoding = "auto"
     """`dense`: all bytes. `delta`: lossless differences to the version before, where there is one and they are
     shorter. `auto`: like `delta`, but an encoding that saves less than a tenth is given up early."""
     encode_threads: PositiveInt = 2
     """Threads of the publisher that hash and encode."""
     encode_wait_s: Seconds = 10.0
-    """The trainer waits this long for the encoding of the version before; then that version goes dense."""
+    """Seconds that the trainer waits for the encoding of the previous version; after that, that version is sent
+    dense."""
     encrypt: Encryption = "off"
     """`control`: announcements, manifests and registration under CURVE; `all`: the chunks too, at a sixth of the
     speed. Both need ASYNC_GRPO_WEIGHTS_SECRET in the environment of every process."""
     chunk_bytes: Annotated[int, Field(gt=0, multiple_of=64)] = 2 << 20
     """Size of the pieces in which weights travel."""
     credits: PositiveInt = 8
-    """Chunk requests in flight of one receiver."""
+    """Most chunk requests in flight per receiver."""
     heartbeat_s: Seconds = 0.5
-    """Seconds between two signs of life of the publisher and of every receiver."""
+    """Seconds between two heartbeats of the publisher and of every receiver."""
     request_timeout_s: Seconds = 5.0
-    """A chunk that has not come by then is asked for again, from another relay if there is one."""
+    """Seconds for one chunk; after that it is requested again, from another relay if there is one."""
     update_timeout_s: Seconds = 300.0
-    """A whole update that has not come by then is an error; no engine is protected longer while it loads."""
+    """Seconds for a whole update; after that it is an error. An engine that loads weights is protected for at most this
+    long."""
 
     def problems(self) -> Iterator[str]:
         for bind, told in (("bind", self.advertise), ("relay_bind", self.relay_advertise)):
