@@ -53,6 +53,11 @@ def save_figures(folder: Path, figures: Mapping[str, Figure | None]) -> list[Pat
     return paths
 
 
+def smoothing_window(points: int) -> int:
+    """The number of points to average in a curve of `points` points: a tenth, at most 25; 1 for short curves."""
+    return max(1, min(25, points // 10))
+
+
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
     """A figure of `rows` * `columns` panels with a quiet grid, `size` inches wide and high, and its panels by row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -149,7 +154,7 @@ def _time_split(steps: Sequence[Row]) -> Figure | None:
     if not names:
         return None
     figure, (axes,) = _figure("Time of the trainer's step", "optimizer step")
-    window = _window(steps)
+    window = smoothing_window(len(steps))
     series = [smooth([part[name] for part in parts], window) for name in names]
     xs = [row["step"] for row in steps]
     axes.stackplot(xs, series, labels=names, colors=[_PART_COLORS[name] for name in names])
@@ -180,18 +185,13 @@ def _draw_series(axes: Axes, rows: Sequence[Row], key: str, color: str, label: s
     if not points:
         return False
     xs, ys = zip(*points, strict=True)
-    window = _window(points)
+    window = smoothing_window(len(points))
     if window > 1:
         axes.plot(xs, ys, color=color, alpha=0.3, linewidth=1)
         label = f"{label} (thick: mean of {window})"
     marker = "o" if len(xs) == 1 else None
     axes.plot(xs, smooth(ys, window), color=color, linewidth=2, marker=marker, markersize=3, label=label)
     return True
-
-
-def _window(points: Sequence[object]) -> int:
-    """Number of points to average, by the length of the run; 1 for short runs."""
-    return max(1, min(25, len(points) // 10))
 
 
 def _figure(title: str, xlabel: str, rows: int = 1) -> tuple[Figure, list[Axes]]:

@@ -23,8 +23,6 @@ from async_grpo.wire.records import ReleaseReason
 
 _GROUPS = 2
 """Number of groups shown from the beginning, and from the end, of a run."""
-_COMPLETIONS = 2
-"""Number of completions shown of a group: the best and the worst."""
 _PART_MEANINGS = {
     "wait": "the trainer waited for a batch from the rollout servers",
     "pack": "packing sequences into micro-batches",
@@ -109,7 +107,7 @@ def samples_section(run_dir: Path) -> str:
 def _group(row: Row) -> str:
     """Markdown: the prompt, and its best and worst completion."""
     ranked = sorted(_completions(row), key=lambda completion: -(completion.get("reward") or 0.0))
-    shown = ranked if len(ranked) <= _COMPLETIONS else [ranked[0], ranked[-1]]
+    shown = ranked if len(ranked) <= 2 else [ranked[0], ranked[-1]]
     blocks = [f"Prompt (policy version {_version(row)}):", fenced(str(row.get("prompt", "")))]
     for completion in shown:
         blocks += [_caption(completion), fenced(str(completion.get("text", "")))]

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.app.report.plots import smoothing_window
 from async_grpo.app.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.telemetry.rows import mean
 from async_grpo.utils.text import smooth
 
 _BAND_POINTS = 200
-_SMOOTHED_STEPS = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,13 @@ def band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
     Against steps, its points are the steps of the longest seed; against seconds, they are evenly spaced. Values between
     the points of a seed are interpolated.
     """
-    series = [_smoothed(curve, over_seconds) for curve in curves if curve.steps]
-    if not series:
+    drawn = [curve for curve in curves if curve.steps]
+    if not drawn:
         return None
+    series = [
+        (curve.seconds if over_seconds else curve.steps, smooth(curve.reward, smoothing_window(len(curve.reward))))
+        for curve in drawn
+    ]
     start, end = max(xs[0] for xs, _ in series), min(xs[-1] for xs, _ in series)
     longest = max((xs for xs, _ in series), key=len)
     steps = np.array([x for x in longest if start <= x <= end])
@@ -132,9 +136,3 @@ def band(curves: Sequence[Curve], *, over_seconds: bool) -> Band | None:
         return None
     rewards = np.array([np.interp(grid, xs, ys) for xs, ys in series])
     return Band(grid.tolist(), rewards.mean(0).tolist(), rewards.min(0).tolist(), rewards.max(0).tolist())
-
-
-def _smoothed(curve: Curve, over_seconds: bool) -> tuple[Sequence[float], Sequence[float]]:
-    """Trailing means over a tenth of the run, 25 steps at most."""
-    xs: Sequence[float] = curve.seconds if over_seconds else [float(step) for step in curve.steps]
-    return xs, smooth(curve.reward, max(1, min(_SMOOTHED_STEPS, len(xs) // 10)))
