@@ -109,7 +109,7 @@ class Platform(Protocol):
         return []
 
     def probes(self) -> Sequence[Check]:
-        """Checks of devices and installation for `async-grpo doctor`, in the order in which to mend what they find."""
+        """Checks of devices and installation for `async-grpo doctor`, in the order in which to fix what they find."""
         ...
 
     def memory_plan(self, config: RunConfig, shape: ModelShape) -> TrainerMemory | None:

@@ -69,7 +69,8 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
 
 
 def check_first_policy(path: Path, config: RunConfig) -> Path:
-    """Refuse now what the trainer's ranks and the rollout servers would refuse once everything else has started.
+    """Check a folder as the trainer's ranks and the rollout servers would, before anything is started; returns it.
+
     Raises ConfigError."""
     from trainer.model.checks import check_architecture, check_tensors
     from trainer.model.hf_folder import read_config

@@ -31,6 +31,12 @@ RESERVED_BYTES = 1 * GIB
 """Captured graphs, workspaces, one layer of new weights on its way in."""
 
 
+TRAINER_FIX = (
+    "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "
+    "trainer.sequence_parallel or trainer.recompute: full, or lower trainer.micro_batch_tokens"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """The memory that an engine needs on one device, in bytes."""
@@ -76,12 +82,6 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
         wanted_samples=samples,
         limits=limits,
     )
-
-
-TRAINER_FIX = (
-    "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "
-    "trainer.sequence_parallel or trainer.recompute: full, or lower trainer.micro_batch_tokens"
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from buffer import memory_plan
 
+_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
+"""Reward functions that work wherever this package does."""
+
 
 def data_files(data: DataConfig) -> dict[str, Path]:
     """Configuration key -> data file that the run reads."""
@@ -44,9 +47,6 @@ def check_data(config: RunConfig) -> Rejections:
         return check_rows(config)
     open_folder(config).close()
     return Rejections()
-
-
-_NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
 
 
 def check_rewards(rewards: RewardsConfig) -> None:
@@ -119,14 +119,14 @@ def _ranks(config: RunConfig) -> str:
 
 
 def _absent(config: RunConfig) -> dict[str, Path]:
-    """The files and folders that the run begins with and that are not there, or not all of it, by key."""
+    """Configuration key -> file or folder that the run needs and that is missing or incomplete."""
     absent = {key: path for key, path in data_files(config.data).items() if not path.exists()}
     model = config.model.path
     return absent if model is None or not missing_files(model) else {"model.path": model, **absent}
 
 
 def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
-    """What the run begins with, but for the keys that are `excused`. Raises ConfigError."""
+    """Check the model and the data of the run, except the keys in `excused`. Raises ConfigError."""
     if config.model.path is not None and "model.path" not in excused:
         check_first_policy(config.model.path, config)
     if any(key in excused for key in data_files(config.data)):
@@ -138,7 +138,7 @@ def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
 
 
 def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """The cores of each side; no row if neither is restricted, or if there are several machines."""
+    """A row with the cores of each side; none if neither side is restricted, or if there are several machines."""
     if config.trainer.nodes > 1:
         return []
     sides = zip(("trainer", "rollout servers"), role_cores(config, cores_here()), strict=True)
@@ -147,7 +147,7 @@ def _core_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _device_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """The devices of each role (on one machine) and what their memory is needed for; no row for the CPU."""
+    """Rows with the devices of each role (on one machine) and the plan of their memory; none for the CPU."""
     shares = assign_devices(config, {}) if config.trainer.nodes == 1 else {}
     dealt = {role: shown for role, shown in shares.items() if any(shown.values())}
     rows = [("devices", "; ".join(f"{role}: {','.join(shown.values())}" for role, shown in dealt.items()))]

@@ -1,4 +1,4 @@
-"""RoleProcess: one supervised process, how it is started, ended, and why it ended; the cores that roles may use.
+"""RoleProcess: one supervised process, from its start to the reason for its end, and the cores that roles may use.
 
     trainer     launch.cores.trainer: ranks, publisher
     rollout-i   launch.cores.rollout: server, engine, receiver, verifiers; all servers of the machine share them
@@ -22,6 +22,16 @@ from async_grpo.errors import ConfigError
 from async_grpo.utils import processes
 from async_grpo.utils.child_process import child_argv
 
+_LOG_TAIL_BYTES = 64 << 10
+_OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
+_ERROR_LINE = re.compile(
+    r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
+    rf"((?:\w+\.)*(?:\w*(?:Error|Exception|Failed|Killed)|{_OWN_ERRORS})\b.*)",
+    re.MULTILINE,
+)
+_CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
+"""Errors of other processes about a rank that has ended; they do not say why it ended."""
+
 
 def cores_here() -> list[int]:
     """The cores that this process may use, ascending; [] on a system that cannot tell."""
@@ -42,26 +52,9 @@ def role_cores(config: RunConfig, here: list[int]) -> tuple[tuple[int, ...], tup
     return tuple(wanted.trainer), tuple(wanted.rollout)
 
 
-_LOG_TAIL_BYTES = 64 << 10
-
-
-_OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
-
-
-_ERROR_LINE = re.compile(
-    r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
-    rf"((?:\w+\.)*(?:\w*(?:Error|Exception|Failed|Killed)|{_OWN_ERRORS})\b.*)",
-    re.MULTILINE,
-)
-
-
-_CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
-"""Errors of other processes about a rank that has ended; they do not say why it ended."""
-
-
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What to run. `restarts` is how often it may be started again after a death."""
+    """What to run. `restarts` is how often it may be started again after it has died."""
 
     name: str
     argv: Sequence[str]
@@ -104,7 +97,7 @@ class RoleProcess:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Wait for its end and end what it left behind; returns its exit code (-N: signal N)."""
+        """Wait until it has ended, then end the processes that it left; returns its exit code (-N: signal N)."""
         code = await self._process.wait()
         await asyncio.to_thread(processes.end_family, self._mark, self._process.pid)
         return code
@@ -135,7 +128,8 @@ def _signal_name(number: int) -> str:
 
 
 def _cause(log: Path, start: int) -> str:
-    """The last line from `start` that names an error, shortened; a consequence only if nothing else is said."""
+    """The last line from `start` that names an error, shortened. Errors about the end of another rank count only if
+    there is nothing else."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))

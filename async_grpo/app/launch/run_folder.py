@@ -45,7 +45,7 @@ that a run begun on eight devices goes on with two."""
 _FORMER_LEASE_S = 15.0
 """Former default of rollout.lease_s, which stands in the config.yaml of older runs. It is below redis.timeout_s."""
 PATIENCE_S = 5.0
-"""Longest wait for the server in `find_run`: somebody sits in front of the terminal."""
+"""Seconds to wait for the server in `find_run`, at most: a person at a terminal waits for the answer."""
 _STATE = "run.json"
 _ID = "run.id"
 _LOCK = "run.lock"

@@ -22,6 +22,9 @@ from async_grpo.app.report.live_state import RoleState
 from async_grpo.errors import EXIT_CONFIG, RoleFailed
 from async_grpo.utils import processes
 
+TRAINER = "trainer"
+"""The name of the trainer's role; all others are rollout servers."""
+
 
 class RestartDecision(Enum):
     """What follows the end of a role."""
@@ -32,7 +35,7 @@ class RestartDecision(Enum):
 
 
 def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int, limit: int) -> RestartDecision:
-    """What follows the end of a role.
+    """Decide what follows the end of a role.
 
     stopping: the supervisor asked for this end. over: nothing is left for this role to do. needed: the run cannot
     finish without this role. restarts: how often this invocation has restarted it; limit: how often it may.
@@ -43,9 +46,6 @@ def decide(*, code: int, stopping: bool, over: bool, needed: bool, restarts: int
     if stopping or over or (code == 0 and not needed):
         return RestartDecision.DONE
     return RestartDecision.RESTART if restarts < limit and code != EXIT_CONFIG else RestartDecision.GIVE_UP
-
-
-TRAINER = "trainer"
 
 
 async def _not_yet() -> bool:
@@ -79,7 +79,7 @@ class RoleSupervisor:
         self.states = {name: RoleState(name, "starting", restarts.get(name, 0)) for name in self._specs}
 
     async def watch(self) -> None:
-        """Start every role and see it to its end. Raises RoleFailed when one has died too often."""
+        """Start every role and wait until all have ended. Raises RoleFailed when one has died too often."""
         try:
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs.values():
@@ -88,7 +88,7 @@ class RoleSupervisor:
             raise failures.exceptions[0] from None
 
     async def stop(self) -> None:
-        """End every role: ask, wait, kill; then end the processes that they left. Idempotent."""
+        """Send SIGTERM to every role, wait, kill those that stay, and end the processes that they left. Idempotent."""
         self._stopping = True
         leaving = list(self._running.values())
         for role in leaving:
@@ -169,5 +169,5 @@ class RoleSupervisor:
 
 def _why_no_more(code: int, used: int) -> str:
     if code == EXIT_CONFIG:
-        return "It is not restarted, because it would fail again: mend what it names"
+        return "It is not restarted, because it would fail again: correct what it names"
     return f"It has been restarted {used} times in this invocation, which is the limit. See its log"
