@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from async_grpo.app.cli.main import app
 from async_grpo.app.launch.run_folder import RunFolder, write_config
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.config.buffer import RedisConfig
-from buffer import BufferStats, connect
+from buffer import BufferStats, RedisBuffer, connect
 from tests.support.buffer_cases import admit, finish, policy, tasks, train
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -25,27 +27,46 @@ def type_in(*words: object) -> Result:
     return CliRunner().invoke(app, ["buffer", *map(str, words)], env={"COLUMNS": "200"})
 
 
-@pytest.fixture
-def folder(redis_config: RedisConfig, tmp_path: Path) -> RunFolder:
+def began(redis: RedisConfig, runs_dir: Path) -> RunFolder:
     """A run with groups 0 and 1 trained, 2 READY, 3 given back; its folder is as `async-grpo run` makes it."""
-    quickstart = load(CONFIGS / "quickstart.yaml", [f"name=run-{uuid.uuid4().hex[:8]}", f"runs_dir={tmp_path}"])
-    config = quickstart.model_copy(update={"redis": redis_config})
+    quickstart = load(CONFIGS / "quickstart.yaml", [f"name=run-{uuid.uuid4().hex[:8]}", f"runs_dir={runs_dir}"])
+    config = quickstart.model_copy(update={"redis": redis})
     folder = RunFolder(config.run_dir)
     folder.path.mkdir()
     write_config(folder, config, for_roles=config)
 
     async def live() -> None:
-        buffer = await connect(config.redis, config.name, policy=policy(S=3, P=2), lease_s=30.0, max_attempts=3)
-        await buffer.put_tasks(tasks(0, 20))
-        await buffer.rollback(0)
-        *finished, left = await admit(buffer, 4)
-        await finish(buffer, *finished)
-        await buffer.give_back(left)
-        await train(buffer, 0)
-        await buffer.aclose()
+        async with joined(folder) as buffer:
+            await buffer.put_tasks(tasks(0, 20))
+            await buffer.rollback(0)
+            *finished, left = await admit(buffer, 4)
+            await finish(buffer, *finished)
+            await buffer.give_back(left)
+            await train(buffer, 0)
 
     asyncio.run(live())
     return folder
+
+
+@asynccontextmanager
+async def joined(folder: RunFolder) -> AsyncIterator[RedisBuffer]:
+    """The buffer as every process of the run has it; it joins with the parameters that the run began with."""
+    config = config_of(folder)
+    buffer = await connect(config.redis, config.name, policy=policy(S=3, P=2), lease_s=30.0, max_attempts=3)
+    yield buffer
+    await buffer.aclose()
+
+
+@pytest.fixture(scope="module")
+def folder(redis_config: RedisConfig, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """For commands that only look."""
+    return began(redis_config, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def own(redis_config: RedisConfig, tmp_path: Path) -> RunFolder:
+    """For commands that change the run."""
+    return began(redis_config, tmp_path)
 
 
 def config_of(folder: RunFolder) -> RunConfig:
@@ -53,14 +74,9 @@ def config_of(folder: RunFolder) -> RunConfig:
 
 
 def stats_of(folder: RunFolder) -> BufferStats:
-    """As every process of the run sees them; it joins with the parameters that the run began with."""
-
     async def look() -> BufferStats:
-        config = config_of(folder)
-        buffer = await connect(config.redis, config.name, policy=policy(S=3, P=2), lease_s=30.0, max_attempts=3)
-        stats = await buffer.stats()
-        await buffer.aclose()
-        return stats
+        async with joined(folder) as buffer:
+            return await buffer.stats()
 
     return asyncio.run(look())
 
@@ -80,9 +96,9 @@ def test_the_counters_are_there_for_programs(folder: RunFolder) -> None:
     assert content["memory"]["used_bytes"] > 0
 
 
-def test_a_run_is_found_by_its_configuration(folder: RunFolder, tmp_path: Path) -> None:
-    name = folder.path.name
-    result = type_in("stats", CONFIGS / "quickstart.yaml", "-o", f"name={name}", "-o", f"runs_dir={tmp_path}", "--json")
+def test_a_run_is_found_by_its_configuration(folder: RunFolder) -> None:
+    name, runs_dir = folder.path.name, folder.path.parent
+    result = type_in("stats", CONFIGS / "quickstart.yaml", "-o", f"name={name}", "-o", f"runs_dir={runs_dir}", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["run"] == name
 
@@ -108,30 +124,28 @@ def test_groups_are_listed_and_one_is_shown_whole(folder: RunFolder) -> None:
     assert json.loads(as_json.output)["task"]["prompt_tokens"] == [3]
 
 
-def test_a_run_is_drained_and_goes_on(folder: RunFolder) -> None:
-    drained = type_in("drain", "--run-dir", folder.path, "--timeout", "0")
+def test_a_run_is_drained_and_goes_on(own: RunFolder) -> None:
+    drained = type_in("drain", "--run-dir", own.path, "--timeout", "0")
     assert drained.exit_code == 1
     assert "1 groups in flight (0 held by a server, 1 by no server)" in " ".join(drained.output.split())
-    assert stats_of(folder).horizon == 0
-    assert "stopped by" in type_in("stats", "--run-dir", folder.path).output
-    resumed = type_in("drain", "--run-dir", folder.path, "--resume")
+    assert stats_of(own).horizon == 0
+    assert "stopped by" in type_in("stats", "--run-dir", own.path).output
+    resumed = type_in("drain", "--run-dir", own.path, "--resume")
     assert (resumed.exit_code, resumed.output) == (0, "admission is open again\n")
-    assert stats_of(folder).horizon == 200
-    assert "nothing is changed" in type_in("drain", "--run-dir", folder.path, "--resume").output
+    assert stats_of(own).horizon == 200
+    assert "nothing is changed" in type_in("drain", "--run-dir", own.path, "--resume").output
 
 
-def test_a_drain_may_discard_what_is_ready(folder: RunFolder) -> None:
+def test_a_drain_may_discard_what_is_ready(own: RunFolder) -> None:
     async def finish_what_is_in_flight() -> None:
-        config = config_of(folder)
-        buffer = await connect(config.redis, config.name, policy=policy(S=3, P=2), lease_s=30.0, max_attempts=3)
-        await finish(buffer, *await admit(buffer, 1))
-        await buffer.aclose()
+        async with joined(own) as buffer:
+            await finish(buffer, *await admit(buffer, 1))
 
     asyncio.run(finish_what_is_in_flight())
-    result = type_in("drain", "--run-dir", folder.path, "--timeout", "20", "--discard-ready")
+    result = type_in("drain", "--run-dir", own.path, "--timeout", "20", "--discard-ready")
     assert result.exit_code == 0, result.output
     assert "2 READY groups were released as stale" in result.output
-    stats = stats_of(folder)
+    stats = stats_of(own)
     assert (stats.ready, stats.inflight, stats.released["stale"]) == (0, 0, 2)
 
 
@@ -171,11 +185,11 @@ def test_a_mistake_is_explained_without_a_traceback(folder: RunFolder, words: li
     assert "Traceback" not in result.output
 
 
-def test_a_run_whose_embedded_server_is_gone_says_so(folder: RunFolder) -> None:
-    written = yaml.safe_load(folder.roles_file.read_text())
-    written["redis"]["url"] = f"unix://{folder.path}/server/server.sock"
-    folder.roles_file.write_text(yaml.safe_dump(written))
-    folder.config_file.write_text(dump(config_of(folder).model_copy(update={"redis": RedisConfig()})))
-    result = type_in("stats", "--run-dir", folder.path)
+def test_a_run_whose_embedded_server_is_gone_says_so(own: RunFolder) -> None:
+    written = yaml.safe_load(own.roles_file.read_text())
+    written["redis"]["url"] = f"unix://{own.path}/server/server.sock"
+    own.roles_file.write_text(yaml.safe_dump(written))
+    own.config_file.write_text(dump(config_of(own).model_copy(update={"redis": RedisConfig()})))
+    result = type_in("stats", "--run-dir", own.path)
     assert result.exit_code == 1
     assert "is not running" in result.output

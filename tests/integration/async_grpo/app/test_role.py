@@ -145,9 +145,20 @@ async def test_the_explanation_names_the_signal(tmp_path: Path) -> None:
     assert "role was killed by SIGKILL" in role.explain(await role.wait())
 
 
-async def test_the_explanation_quotes_the_last_error_of_the_log(tmp_path: Path) -> None:
-    role = await RoleProcess.start(spec(tmp_path, "raise ValueError('no such chunk')"), "run")
-    assert "exit code 1: ValueError: no such chunk" in role.explain(await role.wait())
+@pytest.mark.parametrize(
+    ("program", "quoted"),
+    [
+        ("raise ValueError('no such chunk')", "ValueError: no such chunk"),
+        (
+            "from async_grpo.errors import NonFiniteStep as E; raise E('the loss is nan')",
+            "async_grpo.errors.NonFiniteStep: the loss is nan (",
+        ),
+    ],
+    ids=["Python's", "ours"],
+)
+async def test_the_explanation_quotes_the_last_error_of_the_log(tmp_path: Path, program: str, quoted: str) -> None:
+    role = await RoleProcess.start(spec(tmp_path, program), "run")
+    assert f"exit code 1: {quoted}" in role.explain(await role.wait())
 
 
 async def test_the_explanation_blames_no_error_of_an_earlier_life(tmp_path: Path) -> None:
@@ -155,12 +166,6 @@ async def test_the_explanation_blames_no_error_of_an_earlier_life(tmp_path: Path
     assert "of the first life" in first.explain(await first.wait())
     second = await RoleProcess.start(spec(tmp_path, "import os; os._exit(1)"), "run")
     assert second.explain(await second.wait()) == f"role ended with exit code 1 (log: {tmp_path / 'role.log'})"
-
-
-async def test_an_error_of_ours_is_quoted_whatever_its_name(tmp_path: Path) -> None:
-    program = "from async_grpo.errors import NonFiniteStep as E; raise E('the loss is nan')"
-    role = await RoleProcess.start(spec(tmp_path, program), "run")
-    assert "exit code 1: async_grpo.errors.NonFiniteStep: the loss is nan (" in role.explain(await role.wait())
 
 
 async def test_the_explanation_is_the_error_of_the_rank_that_failed_and_not_those_of_the_others(tmp_path: Path) -> None:
