@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -95,6 +95,18 @@ def in_turns(contestants: Iterable[T], rounds: int) -> Iterator[list[T]]:
     order = list(contestants)
     for number in range(rounds):
         yield order if number % 2 == 0 else order[::-1]
+
+
+async def paired_rounds(
+    ours: Callable[[], Awaitable[T]], theirs: Callable[[], Awaitable[T]], count: int, step: Step
+) -> list[tuple[T, T]]:
+    """`count` pairs of rounds, (ours, theirs), made in alternating order; `step` is called after every pair."""
+    pairs = []
+    for order in in_turns((ours, theirs), count):
+        done = {contestant: await contestant() for contestant in order}
+        pairs.append((done[ours], done[theirs]))
+        step()
+    return pairs
 
 
 def progress_bar(progress: Progress, what: str, total: int) -> Step:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -22,8 +23,8 @@ from rich.progress import Progress
 from async_grpo.app.bench.buffer.groups import task
 from async_grpo.app.bench.buffer.scaling import WARM_UP_CYCLES, Size, scaling
 from async_grpo.app.bench.buffer.systems import BenchJob, Role, System, WorkerReport, attach
-from async_grpo.app.bench.buffer.workers import BenchWorkers
-from async_grpo.app.bench.measure import Measurement, Step, in_turns, progress_bar
+from async_grpo.app.bench.buffer.workers import Workers, bench_workers, run_jobs
+from async_grpo.app.bench.measure import Measurement, Step, paired_rounds, progress_bar
 from async_grpo.app.bench.rig import Fsync, bench_server, check_trained
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.staleness import StalenessWindow
@@ -84,7 +85,7 @@ async def measure(
     size = QUICK if quick else FULL
     figures: list[Measurement] = []
     with bench_server(url, fsync) as redis:
-        async with BenchWorkers(1 + MANY_PRODUCERS) as workers:
+        async with bench_workers(1 + MANY_PRODUCERS) as workers:
             for producers in (1, MANY_PRODUCERS):
                 step = progress_bar(progress, f"throughput, producers: {producers}", size.pairs)
                 shape = Shape(producers, StalenessWindow(max_staleness=2, groups_per_step=16, horizon=size.groups))
@@ -96,7 +97,7 @@ async def measure(
     return figures
 
 
-async def throughput(redis: RedisConfig, workers: BenchWorkers, shape: Shape, count: int, step: Step) -> Measurement:
+async def throughput(redis: RedisConfig, workers: Workers, shape: Shape, count: int, step: Step) -> Measurement:
     """Groups a second from admission to release, medians of `count` pairs of loops after one of each that warms up."""
     for system in SYSTEMS:
         await one_round(redis, workers, shape, system)
@@ -106,7 +107,7 @@ async def throughput(redis: RedisConfig, workers: BenchWorkers, shape: Shape, co
     return Measurement.paired(f"throughput, {producers}, 1 consumer", "groups/s", rates, PLAIN_LIST)
 
 
-async def latency(redis: RedisConfig, workers: BenchWorkers, groups: int, count: int, step: Step) -> list[Measurement]:
+async def latency(redis: RedisConfig, workers: Workers, groups: int, count: int, step: Step) -> list[Measurement]:
     """Percentiles over all groups of `count` pairs of loops, in milliseconds, with encoding and decoding.
 
     Batches have one group: each is taken as soon as it is there.
@@ -125,23 +126,18 @@ async def latency(redis: RedisConfig, workers: BenchWorkers, groups: int, count:
 
 
 async def _pairs(
-    redis: RedisConfig, workers: BenchWorkers, shape: Shape, count: int, step: Step
+    redis: RedisConfig, workers: Workers, shape: Shape, count: int, step: Step
 ) -> list[tuple[BufferRound, BufferRound]]:
-    """(buffer, plain), `count` times; `step` is called after every pair."""
-    pairs = []
-    for order in in_turns(SYSTEMS, count):
-        done = {system: await one_round(redis, workers, shape, system) for system in order}
-        pairs.append((done["buffer"], done["plain"]))
-        step()
-    return pairs
+    buffer, plain = (partial(one_round, redis, workers, shape, system) for system in SYSTEMS)
+    return await paired_rounds(buffer, plain, count, step)
 
 
-async def one_round(redis: RedisConfig, workers: BenchWorkers, shape: Shape, system: System) -> BufferRound:
+async def one_round(redis: RedisConfig, workers: Workers, shape: Shape, system: System) -> BufferRound:
     """Run a loop on a fresh run, check that every group went through, and leave nothing on the server."""
     run = f"bench-{uuid.uuid4().hex}"
     try:
         if system == "plain":
-            done = await workers.run(_jobs(redis, run, shape, system))
+            done = await run_jobs(workers, _jobs(redis, run, shape, system))
         else:
             done = await _through_the_buffer(redis, workers, shape, run)
     finally:
@@ -151,14 +147,14 @@ async def one_round(redis: RedisConfig, workers: BenchWorkers, shape: Shape, sys
     return BufferRound(consumer.ended_s - started_s, consumer.latencies_s)
 
 
-async def _through_the_buffer(redis: RedisConfig, workers: BenchWorkers, shape: Shape, run: str) -> list[WorkerReport]:
+async def _through_the_buffer(redis: RedisConfig, workers: Workers, shape: Shape, run: str) -> list[WorkerReport]:
     """Run the loop through the buffer. All tasks are put before the clock starts: feeding them is not measured."""
     buffer = await attach(redis, run, shape.window)
     try:
         for first in range(0, shape.groups, TASKS_AT_ONCE):
             count = min(TASKS_AT_ONCE, shape.groups - first)
             await buffer.put_tasks([task(index) for index in range(first, first + count)])
-        done = await workers.run(_jobs(redis, run, shape, "buffer"))
+        done = await run_jobs(workers, _jobs(redis, run, shape, "buffer"))
         await check_trained(buffer, shape.groups, "loop")
     finally:
         await buffer.aclose()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from types import TracebackType
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 import uvloop
@@ -31,36 +30,29 @@ from async_grpo.app.bench.buffer.systems import (
 from async_grpo.app.bench.rig import LineChild
 from async_grpo.errors import AsyncGrpoError, RoleFailed
 
+Workers = list[LineChild]
 
-class BenchWorkers:
-    """`async with BenchWorkers(9) as workers`: nine processes, which end with the block, and with this process."""
 
-    def __init__(self, size: int) -> None:
-        self._workers = [LineChild("async_grpo.app.bench.buffer.workers") for _ in range(size)]
-        self._stack = AsyncExitStack()
+@asynccontextmanager
+async def bench_workers(size: int) -> AsyncIterator[Workers]:
+    """So many worker processes, which end with the block, and with this process."""
+    async with AsyncExitStack() as stack:
+        children = [LineChild("async_grpo.app.bench.buffer.workers") for _ in range(size)]
+        yield [await stack.enter_async_context(child) for child in children]
 
-    async def __aenter__(self) -> BenchWorkers:
-        for worker in self._workers:
-            await self._stack.enter_async_context(worker)
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self._stack.__aexit__(kind, error, at)
-
-    async def run(self, jobs: Sequence[BenchJob]) -> list[WorkerReport]:
-        """Run each job in a worker of its own; all begin when the last one is ready. The reports are in the order of
-        the jobs. Raises RoleFailed, WaitTimeout."""
-        pairs = list(zip(self._workers, jobs, strict=False))
-        for worker, job in pairs:
-            worker.tell(msgspec.json.encode(job) + b"\n")
-        for worker, job in pairs:
-            if (line := await _hear(worker, job)) != READY:
-                _report(line, job)
-        for worker, _ in pairs:
-            worker.tell(GO)
-        return [_report(await _hear(worker, job), job) for worker, job in pairs]
+async def run_jobs(workers: Workers, jobs: Sequence[BenchJob]) -> list[WorkerReport]:
+    """Run each job in a worker of its own; all begin when the last one is ready. The reports are in the order of the
+    jobs. Raises RoleFailed, WaitTimeout."""
+    pairs = list(zip(workers, jobs, strict=False))
+    for worker, job in pairs:
+        worker.tell(msgspec.json.encode(job) + b"\n")
+    for worker, job in pairs:
+        if (line := await _hear(worker, job)) != READY:
+            _report(line, job)
+    for worker, _ in pairs:
+        worker.tell(GO)
+    return [_report(await _hear(worker, job), job) for worker, job in pairs]
 
 
 async def _hear(worker: LineChild, job: BenchJob) -> bytes:

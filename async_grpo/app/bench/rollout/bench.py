@@ -14,12 +14,13 @@ of a busy one, cannot.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Measurement, Spread, Step, final_load, in_turns, progress_bar
+from async_grpo.app.bench.measure import Measurement, Spread, Step, final_load, paired_rounds, progress_bar
 from async_grpo.app.bench.rig import bench_server
 from async_grpo.app.bench.rollout.server_round import open_setup
 from async_grpo.app.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
@@ -46,6 +47,8 @@ SHORT = RolloutWork(
 
 Feeder = Callable[[RolloutWork], Awaitable[RolloutRound]]
 """Does the work of one round."""
+Pairs = list[tuple[RolloutRound, RolloutRound]]
+"""Rounds of the whole server and of its baseline, all with the same work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,6 @@ QUICK = (
         replace(UNEVEN, groups=8, lengths=LogNormal(8, 1.0, 64)),
     ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Rounds of the whole server and of its baseline, pair by pair; all did the same work."""
-
-    whole: list[RolloutRound] = field(default_factory=list)
-    baseline: list[RolloutRound] = field(default_factory=list)
 
 
 async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
@@ -104,21 +99,21 @@ async def in_pairs(whole: Feeder, baseline: Feeder, work: RolloutWork, count: in
 
     Raises EngineError if a round did not make exactly the tokens of `work`.
     """
-    pairs, warm_up = Pairs(), replace(work, groups=work.groups_per_step)
+
+    async def checked(feeder: Feeder, work: RolloutWork) -> RolloutRound:
+        done = await feeder(work)
+        work.check(done.tokens)
+        return done
+
     for feeder in (whole, baseline):
-        warm_up.check((await feeder(warm_up)).tokens)
-    for turns in in_turns(((whole, pairs.whole), (baseline, pairs.baseline)), count):
-        for feeder, rounds in turns:
-            rounds.append(await feeder(work))
-            work.check(rounds[-1].tokens)
-        step()
-    return pairs
+        await checked(feeder, replace(work, groups=work.groups_per_step))
+    return await paired_rounds(partial(checked, whole, work), partial(checked, baseline, work), count, step)
 
 
 def overhead(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
     """Figures of the whole server: its speed beside bare vLLM, and its CPU time in Python."""
     name = f"whole server, {policy}"
-    used, used_by_bare = (median(one.cpu_us_per_token for one in rounds) for rounds in (pairs.whole, pairs.baseline))
+    used, used_by_bare = (median(one.cpu_us_per_token for one in rounds) for rounds in zip(*pairs, strict=True))
     cpu = Measurement(f"{name}: CPU time of its process", used, "us/token", used_by_bare, BARE, used / used_by_bare)
     return [*_speed(name, work, BARE, pairs), cpu]
 
@@ -129,11 +124,9 @@ def dispatch(policy: str, work: RolloutWork, pairs: Pairs) -> list[Measurement]:
 
 
 def _speed(name: str, work: RolloutWork, baseline: str, pairs: Pairs) -> list[Measurement]:
-    speeds = [
-        (ours.tokens_per_s, theirs.tokens_per_s) for ours, theirs in zip(pairs.whole, pairs.baseline, strict=True)
-    ]
+    speeds = [(ours.tokens_per_s, theirs.tokens_per_s) for ours, theirs in pairs]
     ratios = Spread.of(*zip(*speeds, strict=True))
-    tokens, tokens_of_baseline = sum(pairs.whole[0].tokens), sum(pairs.baseline[0].tokens)
+    tokens, tokens_of_baseline = (sum(one.tokens) for one in pairs[0])
     asked = f"{work.concurrency} in flight, {work.lengths}"
     return [
         Measurement.paired(f"{name}, {asked}", "tokens/s", speeds, baseline),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.app.bench.rollout.bench import Pairs, dispatch, in_pairs, overhead
+from async_grpo.app.bench.rollout.bench import dispatch, in_pairs, overhead
 from async_grpo.app.bench.rollout.workload import LogNormal, RolloutRound, RolloutWork, Uniform
 from async_grpo.errors import EngineError
 from rollout_server.engines.base import GenerationRequest
@@ -65,12 +65,13 @@ async def test_rounds_come_in_pairs_of_alternating_order_after_a_warm_up() -> No
     assert turns[:2] == [("whole", 2), ("bare", 2)]
     assert [name for name, _ in turns[2:]] == ["whole", "bare", "bare", "whole", "whole", "bare"]
     assert {groups for _, groups in turns[2:]} == {6}
-    assert len(steps) == len(pairs.whole) == len(pairs.baseline) == 3
+    assert len(steps) == len(pairs) == 3
 
 
 def test_the_ratio_is_the_median_of_the_pairs_and_its_spread_is_shown() -> None:
     whole = [RolloutRound([600], seconds, cpu_s=0.06) for seconds in (1.0, 2.0, 4.0)]
-    pairs = Pairs(whole, [RolloutRound([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)])
+    bare = [RolloutRound([600], seconds, cpu_s=0.03) for seconds in (1.0, 1.0, 3.0)]
+    pairs = list(zip(whole, bare, strict=True))
     speed, lowest, highest, tokens, cpu = overhead("a model", WORK, pairs)
     assert (speed.value, speed.baseline, speed.ratio) == (300.0, 600.0, 0.75)
     assert (lowest.value, highest.value) == (0.5, 1.0)
