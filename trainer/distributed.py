@@ -100,12 +100,17 @@ def broadcast_ints(values: list[int] | None, count: int) -> list[int]:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise sum of a small tensor over all ranks, in place."""
-    dist.all_reduce(values)
-    return values
+    """Element-wise sum of a tensor of the host over all ranks, in place and exact to the digits of its dtype."""
+    return _reduce(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise maximum of a small tensor over all ranks, in place."""
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    """Element-wise maximum of a tensor of the host over all ranks, in place."""
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def _reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Not by `all_reduce`: MindSpeed replaces it by a function that drops the result for float64."""
+    dist.reduce(values, 0, operation)
+    dist.broadcast(values, 0)
     return values

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from trainer.checkpoint.manifest import RankLayout
-from trainer.model.optimizer import load_state, make_storable, parameter_states
+from trainer.model.optimizer import load_state, make_storable, parameter_states, states_of_parts
 from trainer.model.policy import Policy
 
 _TRAITS = (
@@ -88,7 +88,7 @@ def layout_of_ranks() -> RankLayout:
 
 def _forget_gathered_elsewhere(state: dict[Any, Any]) -> None:
     """Ranks that gathered nothing have None for it, which would be stored as if it were the state."""
-    for part in [state] if "param_state" in state else state.values():
+    for part in states_of_parts(state):
         if part["param_state"] is None:
             part["param_state"] = {}
 

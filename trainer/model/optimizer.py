@@ -154,15 +154,29 @@ def make_storable(optimizer: Any) -> None:
 
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load what Megatron's `sharded_state_dict` was filled with, adapted to torch's AdamW."""
-    torch_parts = [part for part in distributed_parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW)]
+    """Load what Megatron's `sharded_state_dict` was filled with, adapted to torch's AdamW.
+
+    The state of the parameters goes to Megatron's method for our layout: MindSpeed's `load_state_dict`, which would
+    choose it, does not know this layout.
+    """
+    parts = distributed_parts(optimizer)
+    torch_parts = [part for part in parts if isinstance(part.optimizer, torch.optim.AdamW)]
     for part in torch_parts:
         part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
+    stored = states_of_parts(state)
+    found = [of_part.pop("param_state") for of_part in stored]
     optimizer.load_state_dict(state)
+    for part, of_parameters in zip(parts, found, strict=True):
+        part.load_parameter_state_from_fully_reshardable(of_parameters)
     for part in torch_parts:
-        for found in part.optimizer.state.values():
+        for kept in part.optimizer.state.values():
             # Loading gives all parameters one `step` tensor, which AdamW would then raise once per parameter.
-            found["step"] = found["step"].clone()
+            kept["step"] = kept["step"].clone()
+
+
+def states_of_parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Split what Megatron's `sharded_state_dict` returns by distributed optimizer; it numbers several."""
+    return [state] if "param_state" in state else [state[number] for number in sorted(state)]
 
 
 def _state_in_places(part: Any, **options: Any) -> Any:

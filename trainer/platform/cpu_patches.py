@@ -40,7 +40,7 @@ def patch_for_cpu() -> None:
     _answer_device_queries()
     _answer_random_state()
     _redirect_factories()
-    _show_optimizers_cuda_types()
+    show_optimizers_cuda_types()
     _patch_megatron_random()
     _patch_megatron_experts()
     multiply_with_onednn()
@@ -106,7 +106,7 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
-def _show_optimizers_cuda_types() -> None:
+def show_optimizers_cuda_types() -> None:
     """Megatron's optimizers accept only parameters whose `type()` is `torch.cuda.*`.
 
     Only callers in Megatron's optimizers see the changed name.

@@ -116,7 +116,7 @@ class NpuPlatform(Accelerator):
         if installed("torch-npu") and not pair.ok:
             raise DependencyError(f"torch-npu {pair.found}. Run: {pair.fix}")
         super().activate(threads)
-        with _empty_command_line():
+        with empty_command_line():
             import_package(self.name, "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
 
     def configure(self, config: TrainerConfig) -> None:
@@ -128,7 +128,7 @@ class NpuPlatform(Accelerator):
                 "the installed MindSpeed has no megatron_adaptor.repatch, so it cannot be told how the ranks are cut: "
                 f"it is not of the branch {MINDSPEED_BRANCH}. Run: {INSTALL_MINDSPEED}"
             )
-        with _empty_command_line():
+        with empty_command_line():
             adaptor.repatch(mindspeed_arguments(config))
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
@@ -155,7 +155,7 @@ def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _empty_command_line() -> Iterator[None]:
+def empty_command_line() -> Iterator[None]:
     """MindSpeed parses sys.argv when it is imported, and takes options that it does not know for Megatron's."""
     given, sys.argv = sys.argv, sys.argv[:1]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,19 @@ from async_grpo.config import RunConfig, load
 from trainer.platform import Platform, select_platform
 
 
+def _platform(name: str) -> Platform:
+    if source := os.environ.get("TRAINER_PROGRAM_MINDSPEED"):
+        from tests.support.mindspeed import MindSpeedOnCpu
+
+        return MindSpeedOnCpu(Path(source))
+    return select_platform(name)
+
+
 def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> None:
     """A case is a JSON object; `config` in it names its configuration, whose layout the ranks take for it."""
     cases = json.loads(Path(sys.argv[1]).read_text())
     configs = [load(Path(case["config"])) for case in cases]
-    platform = select_platform(configs[0].trainer.platform)
+    platform = _platform(configs[0].trainer.platform)
     platform.activate(1)
     from megatron.core import parallel_state
 

@@ -1,0 +1,76 @@
+"""The trainer under the patches that MindSpeed makes on NPUs: the same weights as without, and a checkpoint loads.
+
+MindSpeed's own Python runs over Megatron on the CPU (tests/support/mindspeed.py). A layout trains four steps without
+and with the patches, and from the checkpoint after two of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.mindspeed import CHOSEN, unpacked_source
+from tests.support.trainer_programs.launching import Case, Outcome, train
+from tests.support.trainer_programs.models import make_model
+
+pytestmark = pytest.mark.slow
+STEPS, SAVED = 4, 2
+TOLERANCE = 1e-6
+"""Largest difference of a weight in float32, after steps of 1e-3."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_parallel": 2},
+    "data": {},
+    "context": {"context_parallel": 2},
+    "experts": {"expert_parallel": 2},
+}
+FAMILIES = {"experts": "moe"}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """By "LAYOUT", "LAYOUT-patched" and "LAYOUT-resumed"."""
+    source = unpacked_source(tmp_path_factory.mktemp("source"))
+    folder = tmp_path_factory.mktemp("steps")
+
+    def case(layout: str, kind: str = "", **how: Any) -> Case:
+        model = make_model(folder, FAMILIES.get(layout, "qwen2"))
+        return Case(f"{layout}{kind}", model, STEPS, trainer=LAYOUTS[layout], **how)
+
+    found = train(folder, [case(layout) for layout in LAYOUTS], ranks=2)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(CHOSEN, str(source))
+        for layout in LAYOUTS:  # MindSpeed patches once in a process, for one layout
+            run = f"{layout}-saved"
+            saved, resumed = (
+                case(layout, "-patched", run=run, save_at=SAVED),
+                case(layout, "-resumed", run=run, resume=True),
+            )
+            found |= train(folder, [saved, resumed], ranks=2)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_under_its_patches_gives_the_same_losses_and_weights(
+    outcomes: dict[str, Outcome], layout: str
+) -> None:
+    plain, patched = outcomes[layout], outcomes[f"{layout}-patched"]
+    assert len(patched.steps) == STEPS
+    for expected, found in zip(plain.steps, patched.steps, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert_same(plain, patched)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_is_loaded_under_its_patches(outcomes: dict[str, Outcome], layout: str) -> None:
+    patched, resumed = outcomes[f"{layout}-patched"], outcomes[f"{layout}-resumed"]
+    assert resumed.steps == patched.steps[SAVED:]
+    assert_same(patched, resumed, tolerance=0.0)
+
+
+def assert_same(expected: Outcome, found: Outcome, tolerance: float = TOLERANCE) -> None:
+    assert expected.trained.keys() == found.trained.keys()
+    for name, tensor in expected.trained.items():
+        difference = (found.trained[name] - tensor).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference:.2e}"
