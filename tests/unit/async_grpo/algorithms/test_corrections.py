@@ -103,14 +103,6 @@ def test_the_random_batches_have_tokens_that_are_rejected_and_tokens_that_are_no
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_tokens_of_the_present_policy_are_left_alone(kind: str) -> None:
-    tokens = tokens_of(random_rows(0))
-    present = tokens.logprobs_N.detach()
-    tokens = replace(tokens, prox_N=present, behaviour_N=present)
-    assert CORRECTIONS[kind](tokens.detached(), CorrectionConfig(kind=kind)).tolist() == [1.0] * len(present)
-
-
-@pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_micro_batch_without_trained_tokens_has_no_multipliers(kind: str) -> None:
     assert CORRECTIONS[kind](tokens_of([]).detached(), CorrectionConfig(kind=kind)).shape == (0,)
 

@@ -163,19 +163,6 @@ def test_a_weight_above_the_cap_leaves_the_token_out_or_is_cut_down_to_the_cap(
     assert found.rejected_N.tolist() == [rejected]
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo"])
-def test_around_the_present_policy_every_ratio_loss_is_the_plain_policy_gradient(loss: str) -> None:
-    config = ObjectiveConfig(loss=loss)
-    rows = random_rows(1)
-    tokens = tokens_of(rows)
-    tokens = replace(tokens, prox_N=tokens.logprobs_N.detach())
-    token = LOSSES[loss](tokens, config)
-    means = joined([[1 / len(row)] * len(row) for row in rows])
-    (token.loss_N * means).sum().backward()
-    assert torch.allclose(tokens.logprobs_N.grad, -tokens.advantages_N * means, rtol=1e-9)
-    assert not token.clipped_N.any()
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_policies_that_are_worlds_apart_give_finite_numbers(case: str, dtype: torch.dtype) -> None:

@@ -106,18 +106,6 @@ def test_a_hostile_row_is_named_and_the_others_are_used(tmp_path: Path, line: by
     assert source.training_rows == 3
 
 
-def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps(row).encode() + b"\r\n" for row in questions(5)))
-    source = JsonlSource(config_of(path=path, shuffle=False), Bytes())
-    assert (source.task(0).prompt, source.training_rows, source.dropped) == ("q0", 3, {})
-
-
-def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "d.jsonl", ['{"question": "q", "answer": 18.50}', *questions(2)], shuffle=False)
-    assert source.task(0).answer == "18.50"
-
-
 def test_a_conversation_is_for_prepare(tmp_path: Path) -> None:
     said = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     source = jsonl(tmp_path / "d.jsonl", [{"question": said, "answer": "1"}, *questions(4)])

@@ -79,11 +79,6 @@ def test_the_same_arguments_make_the_same_bytes_and_another_seed_another_order(t
     assert prompts(tmp_path / "one")[0] != [f"q{number}" for number in range(48)]
 
 
-def test_without_shuffling_the_last_rows_are_held_out(tmp_path: Path) -> None:
-    prepared(tmp_path, questions(6), shuffle=False)
-    assert prompts(tmp_path / "out") == (["q0", "q1", "q2", "q3"], ["q4", "q5"])
-
-
 def test_a_file_of_held_out_rows_is_kept_whole_and_out_of_the_training_rows(tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", [*questions(3), *questions(1)])
     prepared(tmp_path, questions(10), held_out_from=[test], shuffle=False)
@@ -141,17 +136,20 @@ def test_nothing_is_prepared_over_something_else(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "prepared.json").read_bytes() == before
 
 
-def test_rows_beyond_one_batch_keep_their_order(tmp_path: Path) -> None:
+def test_without_shuffling_rows_keep_their_order_beyond_one_batch_and_the_last_are_held_out(tmp_path: Path) -> None:
     count = 2 * BATCH_ROWS + 3
     prepared(tmp_path, questions(count), shuffle=False)
     train, held_out = prompts(tmp_path / "out")
-    assert train + held_out == [f"q{number}" for number in range(count)]
+    assert train + held_out == [f"q{number}" for number in range(count)] and len(held_out) == 2
 
 
-def test_a_prompt_that_the_tokenizer_refuses_costs_only_its_row(tmp_path: Path) -> None:
-    rows = [{"question": text, "answer": "1"} for text in ("1+1=", "1+x=", "2+2=", "3+3=")]
-    prepared(tmp_path, rows, tokenizer=build_char_tokenizer(), held_out=1)
-    assert rejected(tmp_path / "out") == [(2, "refused by the tokenizer")]
+def test_a_row_that_the_tokenizer_or_the_template_refuses_costs_only_that_row(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% if question == '2+2=' %}{{ undefined_here }}{% endif %}{{ question }}")
+    rows = [{"question": text, "answer": "1"} for text in ("1+1=", "1+x=", "2+2=", "3+3=", "4+4=")]
+    prepared(tmp_path, rows, tokenizer=build_char_tokenizer(), held_out=1, template=str(template))
+    reasons = [(2, "refused by the tokenizer"), (3, "refused by the template")]
+    assert sorted(rejected(tmp_path / "out")) == reasons
     assert len(prompts(tmp_path / "out")[0]) == 2
 
 
@@ -241,13 +239,6 @@ def test_a_row_that_is_not_there_is_no_other_row(tmp_path: Path, row: int) -> No
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepared(tmp_path, questions(5), **changes)
-
-
-def test_a_template_that_refuses_a_row_costs_only_that_row(tmp_path: Path) -> None:
-    template = tmp_path / "t.jinja"
-    template.write_text("{% if question == 'q1' %}{{ undefined_here }}{% endif %}{{ question }}")
-    prepared(tmp_path, questions(5), template=str(template))
-    assert rejected(tmp_path / "out") == [(2, "refused by the template")]
 
 
 @needs_gsm8k

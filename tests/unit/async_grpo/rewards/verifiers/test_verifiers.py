@@ -15,7 +15,6 @@ from async_grpo.rewards.verifiers import boxed
 from async_grpo.rewards.verifiers.answers import answer_tag, format_tags, gsm8k
 from async_grpo.rewards.verifiers.symbolic import equal, math_verify
 from async_grpo.rewards.verifiers.text import acc_for_dapo, accuracy_reward, qwen_accuracy_reward
-from tests.support.bait import baits
 
 BOXED = r"<think>3+15</think><answer>\boxed{18}</answer>"
 KNIGHT = "Zoe is a knight"
@@ -303,7 +302,6 @@ def last_boxed_slowly(text: str) -> str | None:
     return None
 
 
-HARD = list(baits(60, seed=1))
 NO_ALGEBRA = sorted(BUILTIN.keys() - NEED_PACKAGES)
 REFERENCES = {"kk_reward": KNIGHT}
 RANGES = {
@@ -320,13 +318,6 @@ RANGES = {
 def test_no_text_makes_a_rule_fail_or_leave_its_range(name: str, completion: str) -> None:
     low, high = RANGES.get(name, (0.0, 1.0))
     assert low <= load_verifier(name)[0](RewardInput(completion, REFERENCES.get(name, "18"))) <= high
-
-
-@pytest.mark.parametrize("name", NO_ALGEBRA)
-def test_texts_that_are_made_to_be_hard_are_scored_like_any_other(name: str) -> None:
-    verifier, _ = load_verifier(name)
-    scores = {verifier(RewardInput(completion, REFERENCES.get(name, "18"))) for completion in HARD}
-    assert scores <= {-3.0, -1.0, -0.5, 0.0, 1 / 3, 2 / 3, 1.0}
 
 
 @settings(max_examples=200, deadline=None)
