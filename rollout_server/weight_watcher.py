@@ -115,9 +115,17 @@ class WeightWatcher:
             self._seen = newest.identity
 
     async def _update(self, held: HeldWeights) -> None:
+        """Raises EngineError also if the engine does not answer: it may have died."""
         started_s = time.time()
-        with self._logger.span("weights", f"version {held.version}"):
-            self.last_pause_s = await self._load(held)
+        try:
+            with self._logger.span("weights", f"version {held.version}"):
+                async with asyncio.timeout(self._update_timeout_s):
+                    self.last_pause_s = await self._engine.update_weights(held, interruption=self._interruption)
+        except TimeoutError:
+            raise EngineError(
+                f"the engine did not load {held.identity} within {self._update_timeout_s:g} s. Is its process alive? "
+                "Raise weights.update_timeout_s if the model is that large"
+            ) from None
         self.applied = held.identity
         self.updates += 1
         log.info(
@@ -129,14 +137,3 @@ class WeightWatcher:
         )
         async with self._changed:
             self._changed.notify_all()
-
-    async def _load(self, held: HeldWeights) -> float:
-        """Returns the seconds paused. Raises EngineError also if the engine does not answer: it may have died."""
-        try:
-            async with asyncio.timeout(self._update_timeout_s):
-                return await self._engine.update_weights(held, interruption=self._interruption)
-        except TimeoutError:
-            raise EngineError(
-                f"the engine did not load {held.identity} within {self._update_timeout_s:g} s. Is its process alive? "
-                "Raise weights.update_timeout_s if the model is that large"
-            ) from None

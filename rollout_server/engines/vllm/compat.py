@@ -46,16 +46,10 @@ def find_vllm_api() -> VllmCompat:
     )
 
 
-def start_arguments(start_weight_update: Callable[..., Any]) -> dict[str, Any]:
-    """Arguments of `start_weight_update` that leave the reload to the transfer engine."""
-    takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
-    return {"is_checkpoint_format": False} if takes_format else {}
-
-
-def finish_arguments(finish_weight_update: Callable[..., Any], version: int) -> dict[str, Any]:
-    """Arguments of `finish_weight_update` that make vLLM label the tokens that follow, if this release can."""
-    takes_version = "weight_version" in inspect.signature(finish_weight_update).parameters
-    return {"weight_version": str(version)} if takes_version else {}
+def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that the function takes in this release."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _layer_info() -> Callable[..., Any] | None:

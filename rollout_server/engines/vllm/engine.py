@@ -33,7 +33,7 @@ from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
-from rollout_server.engines.vllm.compat import finish_arguments, start_arguments
+from rollout_server.engines.vllm.compat import accepted
 from rollout_server.engines.vllm.platform import check_platform, platform_arguments, set_environment
 from rollout_server.engines.vllm.requests import (
     EngineRequest,
@@ -255,7 +255,8 @@ class VllmEngine:
 
     async def _replace_weights(self, weights: HeldWeights, interruption: Interruption) -> float:
         """Returns the seconds paused."""
-        await self._announce()
+        announce = self._llm.start_weight_update  # nothing happens yet, so generation goes on
+        await announce(**accepted(announce, is_checkpoint_format=False))  # the transfer engine does the whole reload
         started = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=interruption == "recompute")
         await self._mark_active(weights.version, interruption)
@@ -272,18 +273,13 @@ class VllmEngine:
         except Overtaken:
             raise EngineError(f"{self._name}: vLLM's engine died.") from None
 
-    async def _announce(self) -> None:
-        """Tell vLLM that an update comes. The transfer engine does nothing yet, so generation goes on."""
-        start = self._llm.start_weight_update
-        await start(**start_arguments(start))
-
     async def _load(self, weights: HeldWeights) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {"held": msgspec.json.encode(weights).decode(), "dtype": self._precision}
         finish = self._llm.finish_weight_update
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await finish(**finish_arguments(finish, weights.version))
+        await finish(**accepted(finish, weight_version=str(weights.version)))  # labels the tokens that follow
 
     async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
         """Half-loaded weights must not generate: fail every request, now and later."""

@@ -14,7 +14,7 @@ import torch
 
 from async_grpo.errors import DependencyError
 from async_grpo.weights.base import HeldWeights
-from rollout_server.engines.vllm.compat import find_vllm_api, finish_arguments, start_arguments
+from rollout_server.engines.vllm.compat import accepted, find_vllm_api
 
 TRANSFER = "vllm.distributed.weight_transfer"
 RELOAD = "vllm.model_executor.model_loader.reload"
@@ -146,8 +146,9 @@ def test_a_release_is_told_what_it_takes_of_the_reload_and_the_version() -> None
 
     def plain() -> None: ...
 
-    assert (start_arguments(old_start), start_arguments(plain)) == ({"is_checkpoint_format": False}, {})
-    assert (finish_arguments(new_finish, 7), finish_arguments(plain, 7)) == ({"weight_version": "7"}, {})
+    assert accepted(old_start, is_checkpoint_format=False, weight_version="7") == {"is_checkpoint_format": False}
+    assert accepted(new_finish, weight_version="7") == {"weight_version": "7"}
+    assert accepted(plain, weight_version="7") == {}
 
 
 def test_an_old_release_is_given_a_whole_update_in_receive_weights(
