@@ -74,7 +74,7 @@ async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuff
 async def _open_api(
     stack: AsyncExitStack, config: RunConfig, model: Path, name: str, tokenizer: Tokenizer
 ) -> ApiServer | None:
-    """Opened early, so that it can answer that the engine is not ready. None if HTTP is off."""
+    """The HTTP API, open before the engine so that it can report that the engine is not ready. None if HTTP is off."""
     if not config.rollout.http.is_on:
         return None
     try:
@@ -130,8 +130,8 @@ async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> Weig
 
 
 async def came_before_the_end(first: Coroutine[Any, Any, None], is_over: Callable[[], Awaitable[bool]]) -> bool:
-    """Wait for the first weights. False, and the wait is cancelled, if the run ends before: other servers may have
-    finished it while this one was starting, and then nobody publishes. The board sends no events, so look once a
+    """Wait for the first weights. Returns False, and cancels the wait, if the run ends first: other servers may finish
+    it while this one starts, and then no weights are published. The board sends no events, so it is polled once a
     second."""
 
     async def end() -> None:

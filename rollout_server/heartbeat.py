@@ -76,7 +76,7 @@ class Heartbeat:
     async def count_tokens(self) -> None:
         """Add the tokens generated for training since the last call, dropped ones included, to the run's counter.
 
-        While an evaluation generates, its tokens cannot be told apart yet: the count catches up after it.
+        Pauses while an evaluation generates, whose tokens cannot be told apart until it ends, and catches up then.
         """
         if self._evaluator.busy:
             return

@@ -39,7 +39,7 @@ class AdmissionState(Enum):
 
 
 class AdmissionGate:
-    """The switch between open, paused and draining; the administrator turns it, the dispatcher obeys."""
+    """The switch between open, paused and draining, which the administrator sets and the dispatcher follows."""
 
     def __init__(self) -> None:
         self.state = AdmissionState.OPEN
@@ -125,7 +125,7 @@ class TaskFeeder:
         try:
             await self._look_and_append()
         except StreamGap as gap:
-            log.warning("tasks were lost meanwhile, looking again", reason=str(gap))
+            log.warning("tasks were lost between look and append, looking again", reason=str(gap))
             await self._look_and_append()
 
     async def _look_and_append(self) -> None:

@@ -31,7 +31,7 @@ class SampleSlots:
 
     Every admitted sample is committed until it has finished. A new group is wanted while
     committed < capacity, so with groups of G samples at most capacity - 1 + G are committed: the
-    engine stays full and fewer than G samples wait. A capacity that shrinks takes effect as samples finish.
+    engine stays full, and fewer than G samples wait. A capacity that shrinks takes effect as samples finish.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -20,8 +20,8 @@ from async_grpo.weights.base import HeldWeights
 from async_grpo.wire import VersionSpan
 
 Interruption = Literal["keep", "recompute", "drain", "abort"]
-"""What becomes of requests in flight when new weights come. keep: they go on with their KV cache. recompute: their
-prefix is encoded again. drain: they finish first. abort: they end with what they have, if they are interruptible."""
+"""What happens to requests in flight when new weights arrive. keep: they go on with their KV cache. recompute: their
+prefix is encoded again. drain: they finish first. abort: interruptible ones end with the tokens that they have."""
 CHECKPOINT_VERSION = -1
 """Version of the weights that the engine was started with, before its first update."""
 
@@ -71,7 +71,7 @@ class EngineLoad:
 
 
 class Sampler(Protocol):
-    """Writes completions: an engine of this process, or the rollout servers of a live run (`engines.http`)."""
+    """Samples completions: an engine of this process, or the rollout servers of a live run (`engines.http`)."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion; many calls run concurrently, the engine batches them.
@@ -81,17 +81,17 @@ class Sampler(Protocol):
         ...
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Generation, None]:
-        """Sample one completion and hand it on piece by piece, for a reader who follows along.
+        """Sample one completion and yield it piece by piece, as it is generated.
 
-        The pieces follow each other without gap; spans count from the start of their piece. The last has
-        the finish reason (and perhaps no token), those before it have "". Closing the generator aborts the
+        The pieces follow each other without gap; spans count from the start of their piece. The last one has
+        the finish reason (and perhaps no token); the others have "". Closing the generator aborts the
         request. An update with interruption `drain` waits for the stream, so read it without pause. Raises
         EngineError.
         """
         ...
 
     def peek(self, request_id: str) -> Generation | None:
-        """What a request in flight has so far (finish reason ""), or had when the engine died; None if that is nothing.
+        """The tokens of a request so far (finish reason ""), or until the engine died; None if there are none.
 
         Cheap: never waits.
         """
@@ -99,7 +99,7 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """An engine that generates without pause and takes new weights in between."""
+    """A `Sampler` of this process whose weights can be replaced while it generates."""
 
     async def start(self) -> None:
         """Load the model and be ready to generate. Raises EngineError."""

@@ -1,4 +1,4 @@
-"""Completions over HTTP from the rollout servers of a live run, with whatever weights they have.
+"""Completions over HTTP from the rollout servers of a live run, with the weights that they have at the time.
 
     generate, stream --POST /v1/completions--> the server with the fewest requests of ours --> Generation
 

@@ -64,10 +64,10 @@ class ScriptedRequest:
 
 
 class ScriptedEngine:
-    """The `Engine` protocol; every request makes `tokens_per_s` tokens a second, whatever the load.
+    """The `Engine` protocol; every request gets `tokens_per_s` tokens a second, at any load.
 
-    An update takes `update_s` during which no token comes. With `reads_store` it must find the
-    version in the weight store, as a real engine would.
+    An update takes `update_s` seconds, during which there are no tokens. With `reads_store` it
+    reads the version from the weight store, as a real engine does.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class ScriptedEngine:
         return self._update_s
 
     def fail(self, reason: str = "the engine died.") -> None:
-        """Die: every request, now and later, raises EngineError."""
+        """Simulate the death of the engine: every request, now and later, raises EngineError."""
         self._failure = EngineError(reason)
 
     @property

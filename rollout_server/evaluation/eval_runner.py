@@ -2,9 +2,9 @@
 
     held-out tasks --> sessions --> reward pool: judge, extract --> PromptResult a prompt --> EvalMetrics
 
-Completions wait for one of `rollout.max_concurrency` places of their own, beside those of training; a completion that
-ends frees its place. Grading waits for the reward pool. Prompts, seeds and rewards follow from the configuration alone,
-so the same weights give the same completions in both.
+Completions wait for one of `rollout.max_concurrency` places, which are separate from those of training; a completion
+that ends frees its place. Grading waits for the reward pool. Prompts, seeds and rewards follow from the configuration
+alone, so the same weights give the same completions in both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SOURCE_FIELDS = ("data_source", "source", "file")
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """How many prompts and completions are asked for. Prompts are the first `prompts` held-out ones; `greedy` adds one
-    completion at temperature 0 to the `samples` at `temperature`."""
+    """The number of prompts and completions: the first `prompts` held-out ones, each with `samples` completions at
+    `temperature` and, with `greedy`, one more at temperature 0."""
 
     prompts: int
     samples: int
@@ -143,7 +143,7 @@ class EvalRunner:
         self._judged_by = context.config.rewards.functions[0].name
         self.tokens = 0
         self.generating = 0
-        """Completions that were asked for and have not come."""
+        """Completions that are waiting or under way."""
 
     async def grade(self, plan: EvalPlan) -> EvalResult:
         """Complete and grade the prompts of the plan. Raises SampleOverdue and what the workflow raises."""

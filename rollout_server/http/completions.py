@@ -3,7 +3,7 @@
     body --> PromptEncoder --> CompletionJobs --> chunks --> ResponseFormat --> JSON, or server-sent events
 
 A request waits for its body, then for its chunks, which the engine unblocks; it ends early if the client leaves or its
-deadline is over. Until the first chunk of a stream has come, an error still has a status of its own.
+deadline passes. Until the first chunk of a stream is there, an error is still answered with its own status.
 
 The fingerprint of an answer, and its header `x-policy-version`, is "epoch-version" of the newest weights that wrote
 a token of it. The header of a stream is that of its first chunk, and every chunk has a fingerprint of its own.
@@ -160,7 +160,7 @@ class CompletionApi:
     async def _streamed(
         self, request: Request, asked: CompletionRequest, server: ReadyServer, job: CompletionJob
     ) -> Response:
-        """A response that starts once the first chunk has come."""
+        """A response that starts with the first chunk."""
         chunks, timeout_s = job.chunks(), self._limits.request_timeout_s
         try:
             first = await unless_gone(request.receive, _first_of(chunks), timeout_s)

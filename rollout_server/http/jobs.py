@@ -1,4 +1,4 @@
-"""Completions under way for HTTP. Their number is bounded, so that training keeps its engine.
+"""Completions under way for HTTP. Their number is bounded, so that training keeps most of the engine.
 
     request --start--> one task per completion --Engine.stream--> queue --> handler that answers the client
 

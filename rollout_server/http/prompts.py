@@ -15,8 +15,8 @@ MAX_REASON_CHARS = 500
 
 
 class PromptEncoder:
-    """Encodes and checks prompts: never empty, never too long, and no token that the model does not have. Such a token
-    may take the engine down, and training with it."""
+    """Encodes and checks prompts: never empty, never too long, and only tokens that the model has. An unknown token
+    could crash the engine, and with it the training."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, limits: EngineLimits) -> None:
         """`vocabulary`: token ids are below it. `limits`: of the engine; they bound prompt and completion together."""

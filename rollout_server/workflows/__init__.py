@@ -1,4 +1,4 @@
-"""How one sample comes about: `single_turn` completes a prompt once, `multi_turn` is a conversation with tools."""
+"""Workflows make one sample each: `single_turn` completes a prompt once, `multi_turn` is a conversation with tools."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass
 class SampleDeadline:
-    """How long a sample may take: `most_s` seconds (None: no limit), or less once a shorter deadline can be derived."""
+    """How long a sample may take: `most_s` seconds (None: no limit), or less once the speed of the server is known."""
 
     most_s: float | None
     longest: int = 0

@@ -1,11 +1,11 @@
-"""vLLM as the engine: CPU, CUDA or Ascend, whichever build of it is installed.
+"""vLLM as the engine, on CPU, CUDA or Ascend.
 
     generate --> gate --> AsyncLLM.generate --> final output --> Generation
                   ^                                ^
     update_weights: close the gate, pause, load from the store, resume, open the gate
 
 `generate` waits for the gate, which `update_weights` opens, and for vLLM. Every request carries the identity of its
-weights as the salt of the prefix cache, so no prefix is ever taken over from other weights. A request that has no token
+weights as the salt of the prefix cache, so no prefix computed with other weights is reused. A request that has no token
 yet when new weights arrive is submitted again under the new salt, so that a completion of one version comes from that
 version alone, prompt included. With interruption `drain` the update waits, behind the closed gate, for the requests in
 flight to finish (their last token unblocks it; the caller has a timeout); with `abort` it ends those that may be
@@ -168,7 +168,7 @@ class VllmEngine:
 
     @property
     def async_llm(self) -> Any:
-        """vLLM's own front end, for benches beside this engine. Raises EngineError while there is none."""
+        """vLLM's own front end, for benches that compare it with this engine. Raises EngineError before `start`."""
         self._raise_failure()
         return self._llm
 
@@ -282,7 +282,7 @@ class VllmEngine:
         await finish(**accepted(finish, weight_version=str(weights.version)))  # labels the tokens that follow
 
     async def _give_up(self, reason: str, cause: BaseException) -> NoReturn:
-        """Half-loaded weights must not generate: fail every request, now and later."""
+        """Fail every request, now and later: half-loaded weights must not generate."""
         self._failure = EngineError(f"{self._name}: {reason}. The engine stays paused; restart this rollout server.")
         with suppress(Exception):  # the engine may be dead, and then its requests fail by themselves
             await self._llm.abort([active.vllm_id for active in self._active.values()])
@@ -297,7 +297,7 @@ class VllmEngine:
             raise EngineError(f"{self._name}: the engine was not started.")
 
     def _remember(self, request_id: str, active: EngineRequest) -> None:
-        """Keep what a failed request had, for the newest MOST_PARTIALS of them."""
+        """Keep the tokens of a failed request for `peek`; only the newest MOST_PARTIALS are kept."""
         if (left := generated_so_far(self._llm, active)) is not None:
             self._partials[request_id] = left
             while len(self._partials) > MOST_PARTIALS:
