@@ -111,9 +111,8 @@ async def _assemble(
     engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
     await engine.start()
-    return ServerContext(
-        config, name, engine, state, board, pool, make_workflow(config.rollout, tokenizer), source, logger
-    )
+    workflow = make_workflow(config.rollout, tokenizer)
+    return ServerContext(config, name, engine, pool, workflow, source, state, board, logger)
 
 
 async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:

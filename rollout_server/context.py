@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from async_grpo.config import RunConfig
 from async_grpo.data.base import TaskSource
@@ -15,35 +14,25 @@ from rollout_server.workflows import Workflow
 
 
 @dataclass(frozen=True, slots=True)
-class ServerContext:
-    """The parts of a rollout server. `name` is unique in the run: leases and claims are held under it."""
-
-    config: RunConfig
-    name: str
-    engine: Engine
-    buffer: ReplayBuffer
-    board: RunBoard
-    pool: RewardPool
-    workflow: Workflow
-    source: TaskSource
-    logger: RolloutLogger
-
-
-class EvalContext(Protocol):
-    """What `EvalRunner` needs. A `ServerContext` has it; `async-grpo eval` builds one without a server.
+class EvalContext:
+    """What `EvalRunner` needs; `async-grpo eval` builds one without a server.
 
     The engine is a `Sampler` only: it may also be the servers of a live run behind HTTP.
     """
 
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def engine(self) -> Sampler: ...
-    @property
-    def pool(self) -> RewardPool: ...
-    @property
-    def workflow(self) -> Workflow: ...
-    @property
-    def source(self) -> TaskSource: ...
+    config: RunConfig
+    name: str
+    engine: Sampler
+    pool: RewardPool
+    workflow: Workflow
+    source: TaskSource
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext(EvalContext):
+    """The parts of a rollout server. `name` is unique in the run: leases and claims are held under it."""
+
+    engine: Engine
+    buffer: ReplayBuffer
+    board: RunBoard
+    logger: RolloutLogger

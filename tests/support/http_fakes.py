@@ -28,6 +28,7 @@ from rollout_server.http.context import HttpContext, ReadyServer
 from rollout_server.http.jobs import CompletionJobs
 from rollout_server.http.prompts import PromptEncoder
 from rollout_server.http.server import ApiServer
+from rollout_server.server import RolloutServer
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
 from tests.support.rollout_fakes import FakeEngine, FakeReceiver, buffer_of, config_of, context_of, watcher_of
@@ -113,6 +114,30 @@ async def house_of(
     jobs = CompletionJobs(engine, config.rollout.http.max_concurrency)
     http.server = ReadyServer(context, watcher, dispatcher, MilestoneEvaluator(context, watcher), jobs)
     return House(make_app(http), http, context, engine, watcher, dispatcher)
+
+
+@asynccontextmanager
+async def ready_server(
+    tmp_path: Path,
+    engine: ScriptedEngine,
+    config: RunConfig | None = None,
+    *,
+    buffer: InMemoryBuffer | None = None,
+    weights: WeightVersion = WeightVersion(1, 0),
+) -> AsyncIterator[tuple[ApiServer, RolloutServer, FakeReceiver]]:
+    """A server with a real socket that is ready and has not begun to work."""
+    config = config or http_config()
+    context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
+    receiver = FakeReceiver(weights)
+    watcher = watcher_of(context, receiver)
+    await watcher.first(1.0)
+    api = ApiServer(config, "rollout-0", prompts_of())
+    await api.open()
+    try:
+        yield api, RolloutServer(context, watcher, api), receiver
+    finally:
+        await api.detach()
+        await api.aclose()
 
 
 @asynccontextmanager

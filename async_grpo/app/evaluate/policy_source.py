@@ -25,16 +25,16 @@ from async_grpo.app.launch.first_policy import check_model, prepare_model
 from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_run, run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.data import make_source
-from async_grpo.data.base import TaskSource
 from async_grpo.data.tokenizer import Tokenizer
 from async_grpo.errors import ConfigError, RoleFailed, WaitTimeout
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.child_process import child_argv
 from buffer import connect_board
+from rollout_server.context import EvalContext
 from rollout_server.engines import make_engine
 from rollout_server.engines.base import Sampler
 from rollout_server.engines.http import KEY_VARIABLE, HttpSampler
-from rollout_server.workflows import Workflow, make_workflow
+from rollout_server.workflows import make_workflow
 
 _SHOWN_LINES = 3
 EXPORT_TIMEOUT_S = 3600.0
@@ -228,24 +228,12 @@ def _what_there_is(folder: RunFolder) -> str:
     return f"There are {names}: give one with --checkpoint {checkpoints}/{found[-1].name}, or ask the live run: --live"
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineContext:
-    """An `EvalContext` without a run."""
-
-    config: RunConfig
-    name: str
-    engine: Sampler
-    pool: RewardPool
-    workflow: Workflow
-    source: TaskSource
-
-
 @asynccontextmanager
 async def open_context(
     config: RunConfig, sampler: Sampler, tokenizer: Tokenizer, name: str, *, kept: int
-) -> AsyncIterator[OfflineContext]:
+) -> AsyncIterator[EvalContext]:
     """A sampler with the held-out prompts, workflow and rewards of the configuration; the run kept the first `kept`
     prompts from training. Raises ConfigError or DataError if a part cannot be made."""
     source = make_source(config, tokenizer, kept=kept)
     async with RewardPool(config.rewards) as pool:
-        yield OfflineContext(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)
+        yield EvalContext(config, name, sampler, pool, make_workflow(config.rollout, tokenizer), source)

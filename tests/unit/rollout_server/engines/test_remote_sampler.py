@@ -10,46 +10,28 @@ from typing import Any
 
 import pytest
 
-from async_grpo.app.evaluate.policy_source import OfflineContext
 from async_grpo.data.base import make_task
 from async_grpo.errors import EngineError, WaitTimeout
 from async_grpo.utils.http_server import KEEP_ALIVE_S as SERVER_KEEP_ALIVE_S
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Task
-from rollout_server.dispatch.admission import TaskFeeder
-from rollout_server.dispatch.dispatcher import Dispatcher
+from rollout_server.context import EvalContext
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.http import KEEP_ALIVE_S, HttpSampler
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
-from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.http.server import ApiServer
 from rollout_server.workflows import SingleTurn
-from tests.support.http_fakes import Letters, http_config, lettered, prompts_of, says, scripted
-from tests.support.rollout_fakes import FakeReceiver, context_of, watcher_of
+from tests.support.http_fakes import Letters, http_config, ready_server, says, scripted
+from tests.support.rollout_fakes import context_of
 
 HELLO = [*b"hello", 255]
 
 
 @asynccontextmanager
 async def server(tmp_path: Path, engine: ScriptedEngine, *, version: int = 3, **http: Any) -> AsyncIterator[ApiServer]:
-    config = http_config(http)
-    api = ApiServer(config, "rollout-0", prompts_of())
-    await api.open()
-    context = lettered(context_of(tmp_path, config, engine))
-    watcher = watcher_of(context, FakeReceiver(WeightVersion(2, version)))
-    await watcher.first(1.0)
-    api.attach(
-        context,
-        watcher,
-        Dispatcher(context, watcher, TaskFeeder(context.buffer, context.source, target=1)),
-        MilestoneEvaluator(context, watcher),
-    )
-    try:
+    async with ready_server(tmp_path, engine, http_config(http), weights=WeightVersion(2, version)) as (api, _, _):
         yield api
-    finally:
-        await api.detach()
-        await api.aclose()
 
 
 @asynccontextmanager
@@ -90,12 +72,12 @@ async def test_an_exam_over_http_gives_what_it_gives_beside_the_engine(tmp_path:
     config, plan = http_config(), EvalPlan(prompts=6, samples=3)
     pool = context_of(tmp_path, config, engine).pool
 
-    async def grades(hall: Callable[[Any], OfflineContext], of: Any) -> Any:
+    async def grades(hall: Callable[[Any], EvalContext], of: Any) -> Any:
         found = await EvalRunner(hall(of)).grade(plan)
         return [[answer.sample.text for answer in paper.sampled] for paper in found.prompts], found.figures
 
-    def hall(of: Any) -> OfflineContext:
-        return OfflineContext(config, "eval", of, pool, SingleTurn(Letters()), Source())
+    def hall(of: Any) -> EvalContext:
+        return EvalContext(config, "eval", of, pool, SingleTurn(Letters()), Source())
 
     async with server(tmp_path, engine) as api, sampler(api.address, at_once=2) as live:
         assert await grades(hall, live) == await grades(hall, engine)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +11,12 @@ import httpx
 import openai
 import pytest
 
-from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.http_server import address_of
 from async_grpo.weights.base import HeldWeights
-from async_grpo.weights.manifest import WeightVersion
-from buffer import InMemoryBuffer
-from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.http.server import ApiServer, bind
-from rollout_server.server import RolloutServer
-from tests.support.http_fakes import http_config, lettered, prompts_of, says, scripted
-from tests.support.rollout_fakes import FakeReceiver, buffer_of, context_of, until, watcher_of
-
-
-@asynccontextmanager
-async def opened(config: RunConfig | None = None) -> AsyncIterator[ApiServer]:
-    api = ApiServer(config or http_config(), "rollout-0", prompts_of())
-    await api.open()
-    try:
-        yield api
-    finally:
-        await api.detach()
-        await api.aclose()
-
-
-@asynccontextmanager
-async def serving(
-    tmp_path: Path, engine: ScriptedEngine, *, buffer: InMemoryBuffer | None = None, **changes: Any
-) -> AsyncIterator[tuple[ApiServer, RolloutServer, FakeReceiver]]:
-    """A server that is ready and has not begun to work."""
-    config = http_config(**changes)
-    context = lettered(context_of(tmp_path, config, engine, buffer or buffer_of(config)))
-    receiver = FakeReceiver(WeightVersion(1, 0))
-    watcher = watcher_of(context, receiver)
-    await watcher.first(1.0)
-    async with opened(config) as api:
-        yield api, RolloutServer(context, watcher, api), receiver
+from tests.support.http_fakes import http_config, ready_server, says, scripted
+from tests.support.rollout_fakes import buffer_of, until
 
 
 def client_of(api: ApiServer) -> openai.AsyncOpenAI:
@@ -56,7 +24,7 @@ def client_of(api: ApiServer) -> openai.AsyncOpenAI:
 
 
 async def test_the_openai_client_completes_and_chats(tmp_path: Path) -> None:
-    async with serving(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
         assert [model.id async for model in client.models.list()] == ["test"]
         completion = await client.completions.create(model="test", prompt="hi", n=2, logprobs=0, seed=1, stop=["z"])
         assert [choice.text for choice in completion.choices] == ["hello", "hello"]
@@ -70,7 +38,7 @@ async def test_the_openai_client_completes_and_chats(tmp_path: Path) -> None:
 
 
 async def test_the_openai_client_streams(tmp_path: Path) -> None:
-    async with serving(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
         pieces = [piece async for piece in await client.completions.create(model="test", prompt="hi", stream=True, n=2)]
         texts = ["".join(p.choices[0].text for p in pieces if p.choices[0].index == index) for index in (0, 1)]
         assert texts == ["hello", "hello"]
@@ -88,7 +56,7 @@ async def test_the_openai_client_streams(tmp_path: Path) -> None:
 
 
 async def test_the_openai_client_understands_refusals(tmp_path: Path) -> None:
-    async with serving(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, await scripted(says("hello"))) as (api, _, _), client_of(api) as client:
         with pytest.raises(openai.BadRequestError, match="top_p is not supported"):
             await client.completions.create(model="test", prompt="hi", top_p=0.5)
         with pytest.raises(openai.NotFoundError, match="the model of this server is 'test'"):
@@ -97,7 +65,7 @@ async def test_the_openai_client_understands_refusals(tmp_path: Path) -> None:
 
 async def test_a_stream_tells_when_the_policy_changes(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 40), tokens_per_s=200)
-    async with serving(tmp_path, engine) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, engine) as (api, _, _), client_of(api) as client:
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
         seen = [(await anext(stream)).system_fingerprint]
         await engine.update_weights(HeldWeights.in_store(tmp_path, epoch=1, version=1), interruption="keep")
@@ -108,7 +76,7 @@ async def test_a_stream_tells_when_the_policy_changes(tmp_path: Path) -> None:
 
 async def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 40), tokens_per_s=100)
-    async with serving(tmp_path, engine) as (api, _, _), client_of(api) as client:
+    async with ready_server(tmp_path, engine) as (api, _, _), client_of(api) as client:
         stream = await client.completions.create(model="test", prompt="hi", max_tokens=40, stream=True)
         await anext(stream)
         engine.fail()
@@ -119,7 +87,7 @@ async def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Path) -
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: bool) -> None:
     engine = await scripted(says("a" * 50), tokens_per_s=2)
-    async with serving(tmp_path, engine) as (api, _, _):
+    async with ready_server(tmp_path, engine) as (api, _, _):
         async with httpx.AsyncClient(base_url=api.address, timeout=10) as client:
             body = {"prompt": "hi", "max_tokens": 50, "stream": stream}
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -133,7 +101,7 @@ async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: boo
 
 async def test_a_reader_that_does_not_read_keeps_nobody_waiting(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 40))
-    async with serving(tmp_path, engine) as (api, _, _), httpx.AsyncClient(base_url=api.address) as client:
+    async with ready_server(tmp_path, engine) as (api, _, _), httpx.AsyncClient(base_url=api.address) as client:
         body = {"prompt": "hi", "max_tokens": 40, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body):
             async with asyncio.timeout(5):
@@ -145,7 +113,7 @@ async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> 
     engine = await scripted(says("yes"))
     changes: dict[str, Any] = {"steps": 1, "eval": {"prompts": 1, "greedy": False, "samples": 1}}
     buffer = buffer_of(http_config(**changes))
-    async with serving(tmp_path, engine, buffer=buffer, **changes) as (api, server, receiver):
+    async with ready_server(tmp_path, engine, http_config(**changes), buffer=buffer) as (api, server, receiver):
         serve = asyncio.create_task(server.serve())
         async with client_of(api) as client:
             for _ in range(5):
@@ -163,7 +131,7 @@ async def test_tokens_made_for_http_are_no_tokens_of_the_run(tmp_path: Path) -> 
 
 
 async def test_the_board_says_where_a_server_answers(tmp_path: Path) -> None:
-    async with serving(tmp_path, await scripted(says("yes"))) as (api, server, _):
+    async with ready_server(tmp_path, await scripted(says("yes"))) as (api, server, _):
         await server._heartbeat.beat()
         (beat,) = await server._context.board.servers()
         assert beat.http == api.address
@@ -174,7 +142,7 @@ async def test_the_board_says_where_a_server_answers(tmp_path: Path) -> None:
 async def test_a_server_drained_over_http_leaves_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_GRPO_ADMIN_TOKEN", "token")
     engine = await scripted(says("yes"), tokens_per_s=100)
-    async with serving(tmp_path, engine) as (api, server, _), client_of(api) as client:
+    async with ready_server(tmp_path, engine) as (api, server, _), client_of(api) as client:
         serve = asyncio.create_task(server.serve())
         asking = asyncio.create_task(client.completions.create(model="test", prompt="hi"))
         await until(lambda: engine.load().streamed_tokens > 0)
@@ -187,7 +155,7 @@ async def test_a_server_drained_over_http_leaves_by_itself(tmp_path: Path, monke
 
 async def test_a_server_drained_in_a_hurry_waits_for_no_reader(tmp_path: Path) -> None:
     engine = await scripted(says("a" * 50), tokens_per_s=2)
-    async with serving(tmp_path, engine) as (api, server, _), client_of(api) as client:
+    async with ready_server(tmp_path, engine) as (api, server, _), client_of(api) as client:
         asking = asyncio.create_task(client.completions.create(model="test", prompt="hi", max_tokens=50))
         await until(lambda: engine.load().streamed_tokens > 0)
         server._dispatcher.admission.drain(now=True)

@@ -14,11 +14,12 @@ import pytest
 
 from async_grpo.app.cli.evaluate import _remarks
 from async_grpo.app.evaluate.evaluate import EvalReport, evaluate, facts, plan_of, rows, stated_by_the_run, with_prompts
-from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun, OfflineContext
+from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
 from async_grpo.config import RunConfig
 from async_grpo.data.base import make_task
 from async_grpo.errors import ConfigError, WaitTimeout
 from async_grpo.rewards.base import RewardInput, RewardResult
+from rollout_server.context import EvalContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.workflows import SingleTurn
 from tests.support.http_fakes import Letters, says, scripted
@@ -58,7 +59,7 @@ async def report_of(
     """Of a policy that answers every other prompt wrongly."""
     engine = await scripted(lambda request: [*(b"yes" if request.prompt[0] % 2 else wrong), 255])
     pool: Any = FakePool()
-    context = OfflineContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
+    context = EvalContext(config, "eval", engine, pool, SingleTurn(Letters()), Numbered())
     grades = await EvalRunner(context).grade(plan)
     stated = stated_by_the_run(config, policy, plan, len(grades.prompts))
     return EvalReport(config, policy, plan, grades, {3: 10, 4: 30}, 1.5, stated)
@@ -137,7 +138,7 @@ class Evaluating:
         @asynccontextmanager
         async def context(config: RunConfig, sampler: Any, *_: object, kept: int) -> Any:
             self.kept = kept
-            yield OfflineContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
+            yield EvalContext(config, "eval", sampler, pool or FakePool(), SingleTurn(Letters()), source or Yes())
 
         module = "async_grpo.app.evaluate.evaluate"
         monkeypatch.setattr(f"{module}.open_policy", policy)
