@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +25,12 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Seconds to wait for the groups in flight.")
+]
+DiscardReady = Annotated[
+    bool, typer.Option("--discard-ready", help="Finally release all READY groups untrained (as stale).")
+]
 
 
 @app.command()
@@ -101,12 +106,8 @@ def drain(
     config: RunConfigFile = None,
     override: RunOverride = None,
     run_dir: RunDir = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Seconds to wait for the groups in flight.")
-    ] = 600.0,
-    discard_ready: Annotated[
-        bool, typer.Option("--discard-ready", help="Finally release all READY groups untrained (as stale).")
-    ] = False,
+    timeout_s: Timeout = 600.0,
+    discard_ready: DiscardReady = False,
     resume: Annotated[bool, typer.Option("--resume", help="Undo an earlier drain: reopen admission.")] = False,
 ) -> None:
     """Stop admission and wait until no group is in flight.
@@ -182,27 +183,21 @@ def _attached(
 ) -> int:
     """Find the run, attach without changing it, and do something with it. Ctrl-C ends it without a traceback."""
     from async_grpo.app.launch.run_folder import find_run
+    from buffer.inspector import Inspector
 
     async def work() -> None:
-        async with _inspector(find_run(config, override or [], run_dir)) as inspector:
+        run = find_run(config, override or [], run_dir)
+        inspector = await Inspector.attach(run.redis, run.name)
+        try:
             await do(inspector)
+        finally:
+            await inspector.aclose()
 
     try:
         asyncio.run(work())
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-@asynccontextmanager
-async def _inspector(config: Any) -> AsyncIterator[Inspector]:
-    from buffer.inspector import Inspector
-
-    inspector = await Inspector.attach(config.redis, config.name)
-    try:
-        yield inspector
-    finally:
-        await inspector.aclose()
 
 
 def _config_and_id(words: list[str], run_dir: Path | None) -> tuple[Path | None, int | None]:
