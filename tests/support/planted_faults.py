@@ -80,7 +80,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "gap_of_255_in_one_byte: np.flatnonzero(distances >= _SKIP) --> np.flatnonzero(distances > _SKIP)",
     ("async_grpo/weights/zmq/chunk_server.py", "tests/unit/async_grpo/weights/test_weight_chunk_server.py"),
     "unsigned_request_served: elif not request.is_signed(served.key) or not --> elif not",
-    ("async_grpo/weights/zmq/fetch.py", "tests/unit/async_grpo/weights/test_weight_plan.py"),
+    ("async_grpo/weights/zmq/fetch.py", "tests/unit/async_grpo/weights/test_weight_fetch.py"),
     "credits_not_counted: free = self._credits - len(self._deadlines) --> free = self._credits",
     (
         "async_grpo/staleness.py",

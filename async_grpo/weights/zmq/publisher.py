@@ -194,8 +194,7 @@ class PublisherProcess:
         stats, server = self._stats, self._server
         stats.served_bytes, stats.served_chunks = server.served_bytes, server.served_chunks
         stats.served_patches, stats.unsigned = server.served_patches, server.unsigned
-        stats.receivers, stats.direct_receivers = self._tracker.receivers, self._tracker.direct_receivers
-        stats.most_behind = self._tracker.most_behind(self._newest.identity) if self._newest else 0
+        self._tracker.count(stats, self._newest.identity if self._newest else None)
         stats.refused = self._guard.refused
         return stats
 

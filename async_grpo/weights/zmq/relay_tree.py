@@ -23,6 +23,7 @@ from async_grpo.weights.manifest import WeightVersion
 from async_grpo.weights.zmq.messages import (
     ManifestRequest,
     ParentAssignment,
+    PublisherStats,
     ReceiverHeartbeat,
     ReceiverLeaving,
     TrackerRequest,
@@ -130,20 +131,11 @@ class RelayTracker:
         self._heard_s: dict[str, float] = {}
         self._held: dict[str, WeightVersion | None] = {}
 
-    @property
-    def receivers(self) -> int:
-        """Number of receivers."""
-        return len(self._tree)
-
-    @property
-    def direct_receivers(self) -> int:
-        """Number of receivers that fetch from the publisher itself."""
-        return len(self._tree.children_of(ROOT))
-
-    def most_behind(self, newest: WeightVersion) -> int:
-        """Versions by which the slowest receiver is behind `newest`; receivers of an older epoch do not count."""
-        held = [identity for identity in self._held.values() if identity is not None and identity.epoch == newest.epoch]
-        return max((newest.version - identity.version for identity in held), default=0)
+    def count(self, stats: PublisherStats, newest: WeightVersion | None) -> None:
+        """Set the counters of receivers. Those without weights of the newest epoch are not behind."""
+        stats.receivers, stats.direct_receivers = len(self._tree), len(self._tree.children_of(ROOT))
+        held = [identity for identity in self._held.values() if identity and newest and identity.epoch == newest.epoch]
+        stats.most_behind = newest.version - min(held).version if newest and held else 0
 
     def handle(self, frames: Sequence[bytes], manifest: bytes) -> None:
         """Answer one request; `manifest` is the encoded reply to a request for it."""

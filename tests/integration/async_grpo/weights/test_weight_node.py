@@ -43,26 +43,18 @@ def receiver_processes() -> list[psutil.Process]:
     ]
 
 
-async def test_servers_of_one_machine_share_one_process_one_store_and_one_copy(
+async def test_servers_of_one_machine_share_one_process_which_outlives_the_one_that_started_it(
     publisher: ZmqWeightSender, board: Board
 ) -> None:
-    async with receiving(board, name="a") as first, receiving(board, name="b") as second:
-        publish(publisher, 0)
-        assert await first.next_version(None, 30) == await second.next_version(None, 30)
-        assert_holds(first.store_path, (await second.next_version(None, 1)))
-        assert len(receiver_processes()) == 1
-        assert publisher.stats().served_bytes == LAYOUT.total_bytes
-        async with first.hold() as mine, second.hold() as theirs:
-            assert mine.identity == theirs.identity == (0, 0)
-
-
-async def test_the_process_outlives_the_server_that_started_it(publisher: ZmqWeightSender, board: Board) -> None:
-    async with receiving(board) as second:
-        async with receiving(board) as first:
+    async with receiving(board, name="b") as second:
+        async with receiving(board, name="a") as first:
             publish(publisher, 0)
-            await first.next_version(None, 30)
-            await second.next_version(None, 30)
+            for receiver in (first, second):
+                assert_holds(receiver.store_path, await receiver.next_version(None, 30))
             (process,) = receiver_processes()
+            assert publisher.stats().served_bytes == LAYOUT.total_bytes
+            async with first.hold() as mine, second.hold() as theirs:
+                assert mine.identity == theirs.identity == (0, 0)
         publish(publisher, 1)
         assert await second.next_version((0, 0), 30) == (0, 1)
         assert [found.pid for found in receiver_processes()] == [process.pid]
