@@ -34,9 +34,7 @@ class Publication:
     stall_s: float
     """From the call to its return."""
     waited_s: float
-    """The part of it spent waiting for the encoding of the version before."""
-    copied_s: float
-    """The part of it spent gathering and copying the tensors."""
+    """The part of it spent waiting for the encoding of the version before. The rest gathers and copies the tensors."""
 
 
 class WeightSender(Protocol):

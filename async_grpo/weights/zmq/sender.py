@@ -104,7 +104,7 @@ class ZmqWeightSender:
         copied_s = time.monotonic() - started - waited_s
         order = Publish(epoch=self._epoch, version=version, snapshot_s=copied_s)
         self._ask(order, Published, f"the publisher to take {identity}")
-        return Publication(time.monotonic() - started, waited_s, copied_s)
+        return Publication(time.monotonic() - started, waited_s)
 
     def stats(self) -> PublisherStats:
         """The publisher's counters. Raises PublisherLost, WaitTimeout."""
