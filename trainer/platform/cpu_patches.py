@@ -160,7 +160,8 @@ def _listed(sizes: Any) -> Any:
 
 def multiply_with_onednn() -> bool:
     """Use oneDNN from now on if that is faster, on an AMD processor with AVX-512. Returns whether it is."""
-    gains = "AuthenticAMD" in _cpuinfo() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    cpuinfo = _CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""
+    gains = "AuthenticAMD" in cpuinfo and torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not (gains and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     _override()
@@ -186,7 +187,3 @@ def _override() -> torch.library.Library:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there was a kernel before
         library.impl("mm", product, "CPU")
     return library
-
-
-def _cpuinfo() -> str:
-    return _CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""

@@ -84,6 +84,7 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
     kept = 0 if layout.optimizer.offload else MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
+    holds_reference = layout.objective.kl_beta > 0 and layout.reference.placement == "model"
     optimizer = kept * (dense // same_weights(layout) + experts // same_experts(layout))
     return TrainerMemory(
         stage=stage,
@@ -93,7 +94,7 @@ def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMe
         optimizer=optimizer,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
         logits=tokens * logit_bytes(shape, layout, element, config) if stage != "first" else 0,
-        reference=element * (dense + experts) if _holds_reference(layout) else 0,
+        reference=element * (dense + experts) if holds_reference else 0,
     )
 
 
@@ -151,8 +152,3 @@ def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int, config: 
     precision."""
     entropy = 8 if config.trainer.objective.entropy_coef > 0 else 0
     return (2 * element + 8 + entropy) * shape.vocab // layout.tensor_parallel
-
-
-def _holds_reference(layout: TrainerConfig) -> bool:
-    """Whether a second model stays on the device."""
-    return layout.objective.kl_beta > 0 and layout.reference.placement == "model"

@@ -171,7 +171,9 @@ def check_cann(environment: Mapping[str, str] = os.environ, folders: tuple[str, 
         there = [folder for folder in folders if Path(folder).is_dir()]
         found = f"installed in {there[0]}, but its environment is not set" if there else "not installed"
         return Finding("CANN", False, found, SOURCE_CANN if there else f"install CANN {CANN} (toolkit, kernels, NNAL)")
-    version = _cann_version(Path(home))
+    files = (file for pattern in _CANN_VERSION_FILES for file in sorted(Path(home).glob(pattern)))
+    matches = (_CANN_VERSION.search(file.read_text(errors="replace")) for file in files)
+    version = next((match.group(1) for match in matches if match), None)
     if version is None:
         return Finding("CANN", None, f"{home}, version unknown (written for {CANN})", SOURCE_CANN)
     right = version.startswith(CANN)
@@ -197,15 +199,6 @@ def check_torch_npu() -> Finding:
         return Finding("torch_npu", False, found, INSTALL_TORCH_NPU)
     found = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
     return Finding("torch_npu", True, found, INSTALL_TORCH_NPU)
-
-
-def _cann_version(home: Path) -> str | None:
-    """The version in the files that CANN's installer leaves, in a line `Version=...`; None if there is none."""
-    for pattern in _CANN_VERSION_FILES:
-        for path in sorted(home.glob(pattern)):
-            if match := _CANN_VERSION.search(path.read_text(errors="replace")):
-                return match.group(1)
-    return None
 
 
 def _parse_smi(text: str) -> list[Device]:

@@ -57,14 +57,18 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     used, RoleFailed if making one fails."""
     if config.model.path is not None:
         return check_first_policy(config.model.path.absolute(), config)
-    source = "warmup" if config.model.warmup is not None else "random"
+    if config.model.warmup is not None:
+        source, module, recipe = "warmup", "trainer.warmup", config.model.warmup.model_dump_json()
+    else:
+        source, module, recipe = "random", "async_grpo.models.random_model", config.model_dump_json()
     target = cache_dir() / "models" / f"{source}-{_fingerprint(config)}"
     if (target / "config.json").exists():
         say(f"policy: {target} (cached)")
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     say(f"making the first policy ({source}); it is cached afterwards")
-    await _make(_command(config, target), say)
+    options = ("--config", recipe, "--out", str(target), "--seed", str(config.seed))
+    await _make([sys.executable, "-m", module, *options], say)
     return check_model(target)
 
 
@@ -97,16 +101,6 @@ def _fingerprint(config: RunConfig) -> str:
         "data": config.data.model_dump(mode="json"),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _command(config: RunConfig, target: Path) -> list[str]:
-    if config.model.warmup is not None:
-        recipe = config.model.warmup.model_dump_json()
-        module = "trainer.warmup"
-    else:
-        recipe = config.model_dump_json()
-        module = "async_grpo.models.random_model"
-    return [sys.executable, "-m", module, "--config", recipe, "--out", str(target), "--seed", str(config.seed)]
 
 
 async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:

@@ -178,7 +178,7 @@ class LocalRun:
             interrupted.clear()
             self._view.phase("stopping")
             await self._stop(interrupted)
-            await self._try_report(failed=sys.exc_info()[0] is not None)
+            await self._report(failed=sys.exc_info()[0] is not None)
 
     async def _watch(self) -> None:
         """Wait until all roles have ended. Raises the first error of a role or of the monitor."""
@@ -212,21 +212,18 @@ class LocalRun:
         if self._roles is not None:
             await asyncio.gather(self._roles, return_exceptions=True)  # its error, if any, is on its way already
 
-    async def _try_report(self, *, failed: bool) -> None:
-        """Write the report. After a failed run, a report that cannot be written does not hide the run's own error."""
+    async def _report(self, *, failed: bool) -> None:
+        """Write run.json and the report, and print its headline. After a failed run, a report that cannot be written
+        does not hide the run's own error."""
         try:
-            await self._report()
+            stats = await self._plane.buffer.stats()
+            self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
+            self._state.restarts |= self._supervisor.restarts
+            self._folder.write_state(self._state)
+            self._view.phase("writing the report")
+            summary = await write_results(self._plane, self._folder, self._state, stats)
+            self._view.say(headline(summary, self._folder))
         except (BufferFault, OSError) as error:
             if not failed:
                 raise
             self._view.say(f"no report could be written: {error}")
-
-    async def _report(self) -> None:
-        """Write run.json and the report of what has been trained, and print its headline."""
-        stats = await self._plane.buffer.stats()
-        self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
-        self._state.restarts |= self._supervisor.restarts
-        self._folder.write_state(self._state)
-        self._view.phase("writing the report")
-        summary = await write_results(self._plane, self._folder, self._state, stats)
-        self._view.say(headline(summary, self._folder))
