@@ -25,7 +25,7 @@ import buffer
 import trainer
 from async_grpo.app.cli.main import app
 from async_grpo.config import RunConfig
-from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 from async_grpo.telemetry.rows import TIME_KEYS
 from async_grpo.telemetry.trackers import TAGS
 from async_grpo.wire.records import Record
@@ -132,6 +132,10 @@ def test_keys_of_the_files_of_a_run(run_dir: Path, summary: dict[str, Any]) -> N
         "times": list(TIME_KEYS),
     }
     assert_golden("run_files.json", lines(files | nested | {"tensorboard": dict(TAGS)}))
+
+
+def test_names_of_the_servers_metrics() -> None:
+    assert_golden("server_metrics.json", lines(sorted(f"async_grpo_{metric.key}" for metric in SERVER_METRICS)))
 
 
 def test_names_of_the_trainers_metrics() -> None:
