@@ -91,6 +91,11 @@ class RoleProcess:
             )
         return cls(spec, process, mark, log_start)
 
+    @property
+    def pid(self) -> int:
+        """PID of the process itself, without its children."""
+        return self._process.pid
+
     async def wait(self) -> int:
         """Wait until it has ended, then end the processes that it left; returns its exit code (-N: signal N)."""
         code = await self._process.wait()

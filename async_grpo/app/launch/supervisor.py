@@ -106,6 +106,11 @@ class RoleSupervisor:
         for role in self._running.values():
             role.kill()
 
+    def pid(self, name: str) -> int | None:
+        """PID of the role's process; None if it does not run."""
+        role = self._running.get(name)
+        return role.pid if role else None
+
     def heard_of(self, name: str) -> None:
         """Record that the role has shown that it is ready."""
         role = self.states[name]
