@@ -6,7 +6,7 @@ that the loss's own r does not cover. Those that reject (0 or 1) take rho = pi_t
 
 All but `m2po` look at one sequence at a time, so micro-batches and ranks change nothing. `m2po` must be given the
 tokens of the whole batch: the trainer makes a forward pass over it first, and every rank computes the same mask.
-`ess_lr` is no multiplier: it adds up three sums over micro-batches and ranks, and scales the learning rate.
+`ess_lr` is not a multiplier: it adds up three sums over micro-batches and ranks, and scales the learning rate.
 
 PROXIMALS says where pi_prox comes from, the policy at the centre of the trust region. It carries no gradient.
 """

@@ -52,7 +52,7 @@ def correction_of(name: str) -> Correction:
 def check_objective(config: ObjectiveConfig) -> None:
     """Import every function of the user and try it on five tokens, before anything starts.
 
-    Raises ConfigError for one that cannot be imported, fails, or gives back something else than its signature says.
+    Raises ConfigError for one that cannot be imported, fails, or returns something other than its signature says.
     """
     if is_own(config.advantage):
         rewards_BG = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, float("nan")]], dtype=torch.float64)
@@ -62,7 +62,7 @@ def check_objective(config: ObjectiveConfig) -> None:
         tokens = _trial_tokens()
         token = _call("loss", loss_of, config.loss, (tokens, config))
         if not isinstance(token, TokenLoss):
-            raise _wrong("loss", config.loss, f"gave back a {type(token).__name__}")
+            raise _wrong("loss", config.loss, f"returned a {type(token).__name__}")
         _check_numbers("loss", config.loss, token.loss_N, (5,))
         _check_numbers("loss", config.loss, token.clipped_N, (5,))
         if token.rejected_N is not None:
@@ -94,9 +94,9 @@ def _call(role: str, find: Callable[[str], Callable[..., Any]], name: str, argum
 def _check_numbers(role: str, name: str, values: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor) or tuple(values.shape) != shape:
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise _wrong(role, name, f"gave back {found} instead of a tensor of shape {shape}")
+        raise _wrong(role, name, f"returned {found} instead of a tensor of shape {shape}")
     if not values.isfinite().all():
-        raise _wrong(role, name, "gave back numbers that are not finite")
+        raise _wrong(role, name, "returned numbers that are not finite")
 
 
 def _wrong(role: str, name: str, what: str) -> ConfigError:

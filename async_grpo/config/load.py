@@ -60,7 +60,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = str(self.construct_object(key_node, deep=True))
             if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -152,7 +152,7 @@ class ObjectiveConfig(StrictModel):
         kinds = [correction.kind for correction in self.corrections]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:
-            yield f"correction {twice[0]} stands twice. Keep one of them"
+            yield f"correction {twice[0]} is given twice. Keep one of them"
         weights = [kind for kind in kinds if kind in REWEIGHTING]
         if len(weights) > 1:
             yield (

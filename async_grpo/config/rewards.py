@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
 OVERLONG = "overlong"
-"""Name under which the punishment of length stands among a sample's rewards."""
+"""Name under which the punishment of length is listed among a sample's rewards."""
 
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -32,7 +32,7 @@ class HttpRewardConfig(StrictModel):
     concurrency: PositiveInt = 16
     """Largest number of concurrent requests of one rollout server."""
     score_pointer: str = "/score"
-    """Where the score stands in the reply: a JSON pointer (RFC 6901)."""
+    """Where the score is in the reply: a JSON pointer (RFC 6901)."""
     max_reply_bytes: PositiveInt = 64 << 10
     """A longer reply is a failure."""
     extra: dict[str, Any] = {}
@@ -52,7 +52,7 @@ class HttpRewardConfig(StrictModel):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f"{parts.scheme}://{parts.hostname} is no http:// or https:// address. Give the judge's URL"
+                f"{parts.scheme}://{parts.hostname} is not an http:// or https:// address. Give the judge's URL"
             )
         if parts.username or parts.password:
             raise ValueError(
@@ -65,7 +65,7 @@ class HttpRewardConfig(StrictModel):
     @classmethod
     def _is_a_pointer(cls, pointer: str) -> str:
         if pointer and not pointer.startswith("/"):
-            raise ValueError(f"{pointer!r} is no JSON pointer. Begin it with /, for example /choices/0/score")
+            raise ValueError(f"{pointer!r} is not a JSON pointer. Begin it with /, for example /choices/0/score")
         return pointer
 
 
@@ -116,7 +116,7 @@ class RewardsConfig(StrictModel):
     def problems(self) -> Iterator[str]:
         names = [function.name for function in self.functions]
         if twice := {name for name in names if names.count(name) > 1}:
-            yield (f"functions: {', '.join(sorted(twice))} stands twice. Keep one and give it the whole weight")
+            yield (f"functions: {', '.join(sorted(twice))} is given twice. Keep one and give it the whole weight")
         if not any(function.required for function in self.functions):
             yield ("functions: none is required, so a sample could have no reward at all. Require one of them")
         if (self.overlong == "soft") != (self.soft_overlong_tokens is not None):

@@ -172,6 +172,6 @@ def _check_not_empty(config: RunConfig, training: int, held_out: int, wanted: in
     raise DataError(
         f"{config.data.path} leaves {training} training rows and {held_out} held-out rows "
         f"(not taken: {dropped or 'none'}). eval.prompts holds out {wanted}: lower it or set "
-        "data.eval_path; mend the rows that are not taken; "
+        "data.eval_path; fix the rows that are not taken; "
         f"raise data.max_prompt_tokens or {config.rollout.limits.length_key} if prompts are too long"
     )

@@ -107,7 +107,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     except KeyError as error:
         raise ConfigError(f"config.json has no {error}, so the model's size is not known. Is it whole?") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"config.json has a size that is none ({error}). Fetch it again") from None
+        raise ConfigError(f"config.json has an invalid size ({error}). Fetch it again") from None
 
 
 def named_shape(name: str) -> ModelShape:

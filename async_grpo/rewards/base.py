@@ -171,14 +171,14 @@ def soft_punishment(length: int, *, max_tokens: int, last: int, factor: float) -
 def as_score(value: object) -> float:
     """The value as a float: a number, or a scalar of numpy or torch. Raises ValueError for anything else.
 
-    A text is no score, not even "1", so that a function that returns its answer instead of a score is noticed.
+    A text is not a score, not even "1", so that a function that returns its answer instead of a score is noticed.
     """
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         raise ValueError(f"{_shown(value)} is a {type(value).__name__}, not a number")
     try:
         score = float(value)
     except Exception as error:  # a user's __float__ may raise anything
-        raise ValueError(f"a {type(value).__name__} is no score: {type(error).__name__}: {error}") from error
+        raise ValueError(f"a {type(value).__name__} is not a score: {type(error).__name__}: {error}") from error
     if not abs(score) <= MAX_SCORE:
         raise ValueError(f"{score} is not a finite number within {MAX_SCORE:g}")
     return score

@@ -107,7 +107,7 @@ def score_of(reply: bytes, pointer: str) -> Outcome:
     try:
         value = look_up(msgspec.json.decode(reply), pointer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return RewardFailure("http_bad_reply", f"the reply is no JSON: {error}")
+        return RewardFailure("http_bad_reply", f"the reply is not JSON: {error}")
     except LookupError as error:
         return RewardFailure("http_bad_reply", f"the reply has nothing at {pointer!r}: {error}")
     if value is None:
@@ -128,7 +128,7 @@ def look_up(document: Any, pointer: str) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(document, list):
             if not (key.isascii() and key.isdigit()):
-                raise LookupError(f"{key!r} is no position in a list")
+                raise LookupError(f"{key!r} is not a position in a list")
             document = document[int(key)]
         elif isinstance(document, dict):
             document = document[key]

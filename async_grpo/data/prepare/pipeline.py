@@ -147,9 +147,9 @@ class RowFilter:
         if known is None:
             self._known[digest] = -line if held_out else line
         elif known < 0 and not held_out:
-            raise RejectedRow("also held out", f"the question stands among the held-out ones (line {-known})")
+            raise RejectedRow("also held out", f"the question is among the held-out ones (line {-known})")
         elif not self._config.keep_duplicates:
-            raise RejectedRow("duplicate", f"the question stands in line {abs(known)} already")
+            raise RejectedRow("duplicate", f"the question is already in line {abs(known)}")
 
 
 def _detected(file: Path, row: RawRow) -> FieldMap:
@@ -256,7 +256,7 @@ def _check_enough(config: PrepareConfig, train: int, held_out: int, rejected: Re
         left = f"{train} rows, of which --held-out keeps {config.held_out} from training"
         fix = f"lower --held-out below {train}" if train > 1 else "name other files"
     raise DataError(
-        f"the files leave {left}. Not taken: {rejected.counts or 'none'}. Nothing was written; mend the rows, "
+        f"the files leave {left}. Not taken: {rejected.counts or 'none'}. Nothing was written; fix the rows, "
         f"change what keeps them out, or {fix}"
     )
 

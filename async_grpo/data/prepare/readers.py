@@ -159,7 +159,7 @@ class _ArrayText:
     def error(self, what: str) -> DataError:
         """The error to raise at the current line."""
         return DataError(
-            f"{self._path}, line {self.line}: {what}, so nothing behind it can be trusted. Mend the file, or bring "
+            f"{self._path}, line {self.line}: {what}, so nothing behind it can be trusted. Fix the file, or bring "
             "it into JSON lines, one object a line"
         )
 
@@ -231,7 +231,7 @@ def _number(text: str) -> str:
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=_refuse_constant)

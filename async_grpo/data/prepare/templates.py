@@ -119,6 +119,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--template {path}: it is none of {', '.join(BUILTIN)}, and no file that can be read ({error}). "
+            f"--template {path}: it is not one of {', '.join(BUILTIN)}, nor a file that can be read ({error}). "
             "Name one of them, or a Jinja file"
         ) from error

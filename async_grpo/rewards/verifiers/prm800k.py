@@ -261,7 +261,7 @@ def parse(expression: str) -> Any:
     The parser writes Python code. It is not run, because a policy has written the text, but evaluated here, with
     arithmetic and a few names.
 
-    Raises ValueError or SyntaxError, or whatever else sympy raises for what is no expression.
+    Raises ValueError or SyntaxError, or whatever else sympy raises for what is not an expression.
 
     >>> str(parse("2x(x+1)/sqrt(4)"))
     'x*(x + 1)'
@@ -283,7 +283,7 @@ def _evaluated(node: ast.expr) -> Any:
             return _NAMES[name]
         case ast.Constant(value) if isinstance(value, int | str):
             return value
-    raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is not arithmetic")
 
 
 def _number(text: str) -> float | None:

@@ -50,7 +50,7 @@ def math_verify(completion: str, answer: str) -> float:
     What is final is the package's decision: what "final answer is X. I hope" names, or else the later of the last
     `\\boxed{..}` and the last "final answer is X"; several boxes that follow each other are one set (`\\boxed{1} and
     \\boxed{2}` is {1, 2}, and so is a box that is corrected by a second one).
-    Raises ValueError if the reference is no expression.
+    Raises ValueError if the reference is not an expression.
 
     `verify` is not symmetric: the reference comes first. A bare LaTeX reference is boxed before it is parsed,
     because outside of any environment `3\\sqrt{2}` would be read as 3.
@@ -113,7 +113,7 @@ def equal(given: str, answer: str) -> bool:
     """Whether an answer equals the reference (after `####`, where it has that).
 
     They are compared as texts without whitespace and in lower case, then symbolically. Raises ValueError if the texts
-    differ and the reference is no expression.
+    differ and the reference is not an expression.
     """
     one, other = _squeezed(given), _squeezed(_gold(answer))
     if one == other:
@@ -140,7 +140,7 @@ def _expected(answer: str) -> list[Any]:
 
 def _some(expected: list[Any], answer: str) -> list[Any]:
     if not expected:
-        raise ValueError(f"the reference answer {answer[:80]!r} is no mathematical expression")
+        raise ValueError(f"the reference answer {answer[:80]!r} is not a mathematical expression")
     return expected
 
 

@@ -44,7 +44,7 @@ def serve(channel: socket.socket, names: Sequence[str]) -> None:
         except ConfigError as error:
             broken[name] = str(error)
         except BaseException as error:  # a module may call sys.exit
-            broken[name] = f"rewards.functions: importing {name!r} ended with {_described(error)}. Mend the module"
+            broken[name] = f"rewards.functions: importing {name!r} ended with {_described(error)}. Fix the module"
     requests, me = channel.makefile("rb"), os.getpid()
     channel.sendall(pack(WorkerReady(broken, list(extractions))))
     with asyncio.Runner() as runner:

@@ -155,7 +155,7 @@ def test_the_command_makes_a_folder_and_says_what_is_in_it(tmp_path: Path, model
         (["--model", "/nowhere"], "--model: /nowhere has no tokenizer_config.json"),
         (["--held-out", "-1"], "--held-out: Input should be greater than or equal to 0"),
         (["--held-out", "40"], "leave 40 rows, of which --held-out keeps 40"),
-        (["--template", "gone"], "none of raw, qwen_r1, chat"),
+        (["--template", "gone"], "not one of raw, qwen_r1, chat"),
         (["--format", "generic"], "Give both fields"),
         (["--format", "alpaca"], "there is no field 'instruction'"),
     ],

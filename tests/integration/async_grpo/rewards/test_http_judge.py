@@ -125,7 +125,7 @@ async def test_verifiers_and_judges_make_one_weighted_sum_of_scores_found_by_a_p
         ("404", "http_status", "the judge answered with status 404", 1),
         ("elsewhere", "http_status", "the judge answered with status 302", 1),
         ("hangs-up", "http_connection", "the judge cannot be reached: ServerDisconnectedError", 3),
-        ("garbage", "http_bad_reply", "the reply is no JSON", 1),
+        ("garbage", "http_bad_reply", "the reply is not JSON", 1),
         ("50mb", "http_bad_reply", "the reply is above 65536 bytes", 1),
         ("text", "http_bad_reply", "the reply has no score at '/score': '1.0' is a str, not a number", 1),
         ("nested", "http_bad_reply", "the reply has nothing at '/score': 'score'", 1),

@@ -91,7 +91,7 @@ def test_a_correction_is_named_alone_and_gets_its_defaults(kind: str) -> None:
         ({"corrections": [{"kind": "seq_mis", "low": 3}]}, "it would reject everything. Lower low"),
         ({"corrections": [{"kind": "seq_mis", "low": None}]}, "correction seq_mis needs low"),
         ({"corrections": [{"kind": "geo_rs", "whole_batch": True}]}, "are for corrections of your own"),
-        ({"corrections": ["geo_rs", "geo_rs"]}, "geo_rs stands twice"),
+        ({"corrections": ["geo_rs", "geo_rs"]}, "geo_rs is given twice"),
         ({"corrections": ["token_tis"]}, "loss decoupled already carries the importance weight.*Drop token_tis"),
         ({"loss": "topr", "corrections": ["seq_tis"]}, "loss topr already carries the importance weight"),
         ({"preset": "grpo", "corrections": ["icepop"]}, "ratio of ppo_clip already is the importance weight"),

@@ -46,7 +46,7 @@ WARMUP = [
     ({"accuracy_floor": 0.6}, "Lower accuracy_floor"),
 ]
 REWARDS = [
-    ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "format stands twice"),
+    ({"functions": [{"name": "format"}, {"name": "format", "weight": 2}]}, "format is given twice"),
     ({"functions": [{"name": "format", "required": False}]}, "none is required"),
     ({"functions": [{"name": "overlong"}]}, "the name of the punishment of length"),
     ({"functions": [{"name": "format", "weight": float("nan")}]}, "finite number"),
@@ -79,9 +79,9 @@ def test_what_cannot_work_is_refused(section: str, keys: dict[str, Any], says: s
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"url": "ftp://judge/"}, "no http:// or https:// address"),
-        ({"url": "file:///etc/passwd"}, "no http:// or https:// address"),
-        ({"url": "judge:80"}, "no http:// or https:// address"),
+        ({"url": "ftp://judge/"}, "not an http:// or https:// address"),
+        ({"url": "file:///etc/passwd"}, "not an http:// or https:// address"),
+        ({"url": "judge:80"}, "not an http:// or https:// address"),
         ({"url": "http://user:password@judge/"}, "name that in token_env"),
         ({"url": "http://judge/", "score_pointer": "score"}, "Begin it with /"),
         ({"url": "http://judge/", "token_env": "Bearer abc"}, "should match pattern"),

@@ -83,7 +83,7 @@ HOSTILE = [
     (b'{"question": "\\ud800", "answer": "1"}', "no Unicode", "half a character (a lone surrogate)"),
     (b'{"question": "q", "answer": "\\udfff"}', "no Unicode", "half a character (a lone surrogate)"),
     (b'{"question": "caf\xe9", "answer": "1"}', "not a row", "not UTF-8"),
-    (b'{"question": "q", "answer": NaN}', "not a row", "not JSON (ValueError: NaN is no JSON"),
+    (b'{"question": "q", "answer": NaN}', "not a row", "not JSON (ValueError: NaN is not JSON"),
     (b'{"question": "q", "answer": -Infinity}', "not a row", "not JSON (ValueError: -Infinity"),
     (b'{"question": "q", "answer": true}', "not a text", "the field 'answer' is a bool"),
     (b'{"question": "' + b"x" * (50 << 20) + b'", "answer": "1"}', "not a row", "above 16777216 bytes"),

@@ -146,7 +146,7 @@ class Plain(Tokenizer):
 @pytest.mark.parametrize(
     ("name", "tokenizer", "system", "message"),
     [
-        ("gone", Tokenizer(), "", "none of raw, qwen_r1, chat, and no file"),
+        ("gone", Tokenizer(), "", "not one of raw, qwen_r1, chat, nor a file"),
         ("chat", Plain(), "", r"no chat template.*qwen_r1"),
         ("raw", Tokenizer(), "Be kind.", "raw has no place"),
     ],

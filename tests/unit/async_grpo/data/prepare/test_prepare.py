@@ -64,7 +64,7 @@ def test_rows_that_are_not_taken_stand_in_a_file_with_line_and_reason(tmp_path: 
     reasons = ["not a row"] * 2 + ["empty prompt", "empty answer", "field missing", "prompt too long", "duplicate"]
     assert sorted(rejected(tmp_path / "out")) == list(zip(range(6, 13), reasons, strict=True))
     assert manifest.rejected == Counter(reasons)
-    assert rejections.first["duplicate"] == "rows.jsonl, line 12: the question stands in line 2 already"
+    assert rejections.first["duplicate"] == "rows.jsonl, line 12: the question is already in line 2"
     assert rejections.first["prompt too long"].endswith("51 tokens, and 50 is the most")
 
 
@@ -117,7 +117,7 @@ def test_fields_that_fit_no_format_are_an_error_that_lists_them(tmp_path: Path) 
         (0, {}, r"leave 0 rows, of which --held-out keeps 2.*name other files"),
         (2, {}, r"leave 2 rows, of which --held-out keeps 2 .*lower --held-out below 2"),
         (9, {"max_prompt_tokens": 1}, r"9 prompt too long \(rows.jsonl, line 1: 2 tokens"),
-        (5, {"template": "gone"}, "none of raw"),
+        (5, {"template": "gone"}, "not one of raw"),
     ],
 )
 def test_too_few_rows_or_a_wrong_template_are_an_error_with_the_reasons_and_nothing_is_written(

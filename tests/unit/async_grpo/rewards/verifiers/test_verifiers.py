@@ -222,8 +222,8 @@ def test_one_number_grades_however_it_is_written(completion: str) -> None:
     ("name", "completion", "answer", "message"),
     [
         ("gsm8k", "18", "a dozen", "not a number"),
-        ("math_verify", "18", "", "no mathematical expression"),
-        ("math_verify", "18", "solution ####", "no mathematical expression"),
+        ("math_verify", "18", "", "not a mathematical expression"),
+        ("math_verify", "18", "solution ####", "not a mathematical expression"),
         ("acc_for_dapo", "Answer: 18", "1" * 5000, "5000 characters"),
     ],
 )
