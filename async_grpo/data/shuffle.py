@@ -44,7 +44,7 @@ class Permutation:
         return value
 
     def _mix(self, value: int) -> int:
-        """A bijection of range(4 ** half_bits): each round is a bijection, whatever its function is."""
+        """A bijection of range(4 ** half_bits): each round is a bijection for any function of `right`."""
         left, right = value >> self._half_bits, value & self._mask
         for key in self._keys:
             scrambled = xxhash.xxh3_64_intdigest(right.to_bytes(8, "little"), key)

@@ -261,7 +261,7 @@ def parse(expression: str) -> Any:
     The parser writes Python code. It is not run, because a policy has written the text, but evaluated here, with
     arithmetic and a few names.
 
-    Raises ValueError or SyntaxError, or whatever else sympy raises for what is not an expression.
+    Raises ValueError, SyntaxError or another error of sympy for what is not an expression.
 
     >>> str(parse("2x(x+1)/sqrt(4)"))
     'x*(x + 1)'

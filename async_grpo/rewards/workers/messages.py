@@ -1,6 +1,6 @@
 """Messages of the reward pool: frames between a slot and its worker, packets between the pool and its supervisor.
 
-slot --VerifierRequest--> worker                        4 bytes of length, then MessagePack,
+slot --VerifierRequest--> worker                          4 bytes of length, then MessagePack,
 slot <--WorkerReady, then Outcome or Extracted-- worker   on a stream that only the two hold
 
 pool --SpawnWorker (with the worker's end of that stream), KillWorker--> supervisor    one message a packet

@@ -1,6 +1,6 @@
 """The worker supervisor: a small process between the rollout server and its verifiers.
 
-    pool --SpawnWorker, KillWorker--> supervisor --fork--> worker 1 .. N --> whatever verifiers start
+    pool --SpawnWorker, KillWorker--> supervisor --fork--> worker 1 .. N --> what verifiers start
                                           |                   |
                                           +<----- output -----+      the last 4 KiB are kept, the rest is dropped
 
