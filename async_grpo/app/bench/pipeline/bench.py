@@ -35,7 +35,6 @@ from async_grpo.app.bench.pipeline.observe import (
     step_times,
     timed_rows,
 )
-from async_grpo.app.bench.pipeline.plot import write_plot
 from async_grpo.app.bench.pipeline.results import (
     PromptProbe,
     Results,
@@ -43,6 +42,7 @@ from async_grpo.app.bench.pipeline.results import (
     balanced_prompt,
     figures_of,
     rotated_turns,
+    write_plot,
 )
 from async_grpo.app.bench.pipeline.results import view as view  # shown in place of the usual table
 from async_grpo.app.bench.pipeline.setup import POLICY, TINY, PipelineSetup, run_all, speed_beside, split_cores

@@ -2,7 +2,10 @@
 
 - transfer   a whole model to one receiver, beside a plain TCP loop, gloo and a file (`baselines`)
 - stall      how long the trainer stands still, beside one memcpy of the weights
-- patches    what Adam leaves to send, and what encoding and decoding it costs
+- patches    what Adam leaves to send, and what encoding and decoding it costs. The weights are an fp32 master under
+             torch's AdamW, rounded to bfloat16. The moments come from steps before the measured ones. Gradients are
+             noise, which is the hard case: real ones agree more from step to step, and many are zero. Rates are of one
+             core: bytes of the whole chunks by CPU time. A memcpy of the same chunks is timed in the same way
 - fanout     four and eight receivers, through relays and straight from the trainer: what the trainer sends, and how
              long it takes until all of them have it. Both planes are up at once and publish in turns, so that a busy
              moment of the machine hits both
@@ -16,16 +19,29 @@ egress but no time: on several machines it would spare the trainer's network car
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from statistics import median
 
+import numpy as np
 from rich.progress import Progress
 
-from async_grpo.app.bench.measure import Measurement, Step, progress_bar
-from async_grpo.app.bench.weights.deltas import WARM_UP_STEPS, patches
+from async_grpo.app.bench.measure import Measurement, Step, Stopwatch, progress_bar
 from async_grpo.app.bench.weights.plane import WARM_UPS, BenchPlane, TinyModelSize, Weights, bench_plane
 from async_grpo.app.bench.weights.transfer import transfer
+from async_grpo.config.trainer import OptimizerConfig
 from async_grpo.config.weights import WeightsConfig
+from async_grpo.errors import DependencyError, WeightsCorrupt
+from async_grpo.weights import delta
+from async_grpo.weights.chunks import cut
+from async_grpo.weights.manifest import TensorLayout
 
+INITIAL_STD = 0.02
+WARM_UP_STEPS = 10
+LEARNING_RATES = (1e-6, 3e-6, 1e-5)
+"""The first, which is the default of `trainer.optimizer.lr`, is the one whose steps are timed."""
+DELTA = WeightsConfig(encoding="delta")
+DENSE = WeightsConfig(encoding="dense")
 FANOUT = 2
 RELAYS = WeightsConfig(encoding="dense", fanout=FANOUT)
 DIRECT = WeightsConfig(encoding="dense", fanout=0)
@@ -61,6 +77,105 @@ async def measure(progress: Progress, *, quick: bool) -> list[Measurement]:
         step = progress_bar(progress, f"to {receivers} receivers", WARM_UPS + effort.part_rounds)
         figures += await fanout(effort.part, receivers, effort.part_rounds, step)
     return figures
+
+
+class Training:
+    """A flat fp32 master under AdamW with noise as gradients; `weights` is its bfloat16 image."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        """Raises DependencyError without torch."""
+        try:
+            import torch
+        except ImportError as error:
+            raise DependencyError(
+                "the bench of the weights trains with torch. Type: pip install 'async-grpo[trainer]'"
+            ) from error
+        self.weights = Weights(layout)
+        self._generator = torch.Generator().manual_seed(0)
+        self._image = torch.from_numpy(self.weights.flat).view(torch.bfloat16)
+        self._master = INITIAL_STD * torch.randn(self._image.shape, generator=self._generator)
+        self._master.grad = torch.empty_like(self._master)
+        config = OptimizerConfig()
+        self._adam = torch.optim.AdamW(
+            [self._master],
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            foreach=False,
+        )
+
+    def step(self, lr: float) -> None:
+        """One optimizer step; the image follows."""
+        assert self._master.grad is not None
+        self._master.grad.normal_(generator=self._generator)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
+        self._image.copy_(self._master)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One step, encoded and decoded by one core."""
+
+    ratio: float
+    encode_s: float
+    decode_s: float
+    """Includes the copy of the base, as in a receiver."""
+    memcpy_s: float
+
+
+async def patches(size: TinyModelSize, rounds: int, step: Step) -> list[Measurement]:
+    """The sizes of patches at several learning rates; speeds, and the time to one receiver, at the first of them."""
+    training = Training(size.layout())
+    weights, timed_lr = training.weights, LEARNING_RATES[0]
+    for _ in range(WARM_UP_STEPS):
+        training.step(timed_lr)
+        step()
+    codecs: list[Codec] = []
+    moves: list[tuple[float, float]] = []
+    async with (
+        bench_plane("delta", weights.layout, DELTA, 1) as patched,
+        bench_plane("dense", weights.layout, DENSE, 1) as dense,
+    ):
+        for plane in (patched, dense):
+            await plane.move(weights)
+        for _ in range(rounds):
+            codecs.append(_codec(training, timed_lr))
+            moves.append((1e3 * (await patched.move(weights)).seconds, 1e3 * (await dense.move(weights)).seconds))
+            step()
+    ratios = [median(each.ratio for each in codecs), *(_codec(training, lr).ratio for lr in LEARNING_RATES[1:])]
+    gigabytes, name, memcpy = weights.layout.total_bytes / 1e9, f"AdamW, lr {timed_lr:g}", "memcpy of the same chunks"
+    rates = [(gigabytes / each.encode_s, gigabytes / each.decode_s, gigabytes / each.memcpy_s) for each in codecs]
+    return [
+        *(
+            Measurement(f"AdamW, lr {lr:g}: patches are smaller than dense", ratio, "times")
+            for lr, ratio in zip(LEARNING_RATES, ratios, strict=True)
+        ),
+        Measurement.paired(f"{name}: encoding, one core", "GB/s", [(own, copy) for own, _, copy in rates], memcpy),
+        Measurement.paired(f"{name}: decoding, one core", "GB/s", [(own, copy) for _, own, copy in rates], memcpy),
+        Measurement.paired(f"{name}: {gigabytes:.2f} GB to one receiver", "ms", moves, "the same, dense"),
+    ]
+
+
+def _codec(training: Training, lr: float) -> Codec:
+    """Take a step, and encode and decode it. Raises WeightsCorrupt if it does not come out as it was."""
+    base = training.weights.flat.copy()
+    training.step(lr)
+    new = training.weights.flat
+    block = base.copy()
+    chunks = cut(training.weights.layout, DELTA.chunk_bytes)
+    with Stopwatch(time.thread_time) as memcpy:
+        for chunk in chunks:
+            chunk.of(block.data)[:] = chunk.of(base.data)
+    with Stopwatch(time.thread_time) as encoding:
+        encoded = [delta.encode(chunk.of(base.data), chunk.of(new.data), chunk.item_bytes) for chunk in chunks]
+    with Stopwatch(time.thread_time) as decoding:
+        for chunk, patch in zip(chunks, encoded, strict=True):
+            chunk.of(block.data)[:] = chunk.of(base.data)
+            delta.apply(chunk.of(block.data), patch)
+    if not np.array_equal(block, new):
+        raise WeightsCorrupt("a step came out of its patches otherwise than it went in: the codec is broken.")
+    return Codec(new.nbytes / sum(map(len, encoded)), encoding.seconds, decoding.seconds, memcpy.seconds)
 
 
 async def fanout(size: TinyModelSize, receivers: int, rounds: int, step: Step) -> list[Measurement]:

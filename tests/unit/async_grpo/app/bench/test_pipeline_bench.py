@@ -24,7 +24,6 @@ from async_grpo.app.bench.pipeline.observe import (
     observe,
     read_record,
 )
-from async_grpo.app.bench.pipeline.plot import write_plot
 from async_grpo.app.bench.pipeline.results import (
     LONGEST_PROMPT,
     SHORTEST_PROMPT,
@@ -35,6 +34,7 @@ from async_grpo.app.bench.pipeline.results import (
     figures_of,
     rotated_turns,
     view,
+    write_plot,
 )
 from async_grpo.app.bench.pipeline.setup import POLICY, CoreSplit, PipelineSetup, speed_beside, split_cores
 from async_grpo.app.bench.pipeline.workload import CONSTANT, HEAVY_TAILED, FixedWork, Kind, StepPlan, draw, read_lengths
