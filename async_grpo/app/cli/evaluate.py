@@ -101,12 +101,11 @@ async def _with_progress(
 
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         bar = progress.add_task("completions", total=None)
-        return await grade(
-            *(config, policy, plan),
-            patience_s=patience_s,
-            say=say,
-            on_answer=lambda total: progress.update(bar, advance=1, total=total),
-        )
+
+        def answered(total: int) -> None:
+            progress.update(bar, advance=1, total=total)
+
+        return await grade(config, policy, plan, patience_s=patience_s, say=say, on_answer=answered)
 
 
 def _write(report: EvalReport, save: Path | None, json_file: Path | None) -> None:

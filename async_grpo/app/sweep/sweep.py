@@ -97,7 +97,7 @@ async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions)
         write()
         view.say(f"{len(plan.points)} points in {folder.path}, {len(todo)} to run")
         runner = SweepRunner(
-            *(todo, folder), total=len(plan.asked), at_once=options.at_once, pool=pool, show=view.update, ended=ended
+            todo, folder, total=len(plan.asked), at_once=options.at_once, pool=pool, show=view.update, ended=ended
         )
         results = await runner.work()
         comparison = write_report(folder, options.tolerance)
