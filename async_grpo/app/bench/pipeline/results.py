@@ -94,7 +94,7 @@ def balanced_prompt(short: PromptProbe, long: PromptProbe) -> int:
     the engine, which reads them forward. Both times are taken for linear in the length; where more prompt does not
     shift the balance towards training (a measurement that went wrong), the better of the two probes is kept.
 
-    >>> balanced_prompt(Probe(10, Sides(2.0, 1.0)), Probe(110, Sides(2.2, 2.2)))
+    >>> balanced_prompt(PromptProbe(10, Sides(2.0, 1.0)), PromptProbe(110, Sides(2.2, 2.2)))
     110
     """
     lead_of_short, lead_of_long = (probe.sides.gen_s - probe.sides.train_s for probe in (short, long))
