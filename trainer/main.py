@@ -22,7 +22,10 @@ from trainer.platform import Platform, select_platform
 
 def main() -> None:
     """Entry point; see the module."""
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(prog="trainer.main", description="One rank of the trainer.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration of the run")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of the first policy")
+    arguments = parser.parse_args()
     try:
         config = load(arguments.config)
         platform = select_platform(config.trainer.platform)
@@ -31,13 +34,6 @@ def main() -> None:
     except CONFIG_FAULTS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="trainer.main", description="One rank of the trainer.")
-    parser.add_argument("--config", type=Path, required=True, help="resolved configuration of the run")
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of the first policy")
-    return parser.parse_args()
 
 
 def _train(config: RunConfig, model: Path, platform: Platform) -> None:
@@ -66,17 +62,8 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     coordinator = Coordinator(config)
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
-    TrainingLoop(
-        config,
-        model,
-        policy,
-        coordinator,
-        checkpoints,
-        logger,
-        version or 0,
-        reference=reference,
-        peak_flops=peak_flops,
-    ).run()
+    parts = (config, model, policy, coordinator, checkpoints, logger)
+    TrainingLoop(*parts, version or 0, reference=reference, peak_flops=peak_flops).run()
     coordinator.close()
     logger.close()
     stop_ranks()

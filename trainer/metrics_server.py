@@ -59,14 +59,6 @@ class TrainerProgress:
     latest: Mapping[str, Any] = field(default_factory=dict)
     """The row of the last step."""
 
-    def joined(self, epoch: int, version: int) -> TrainerProgress:
-        """The progress after taking over the run at `version`."""
-        return replace(self, epoch=epoch, version=version)
-
-    def serving(self) -> TrainerProgress:
-        """The progress once the weights of its version are published."""
-        return replace(self, ready=True)
-
     def after(self, row: Mapping[str, Any]) -> TrainerProgress:
         """The progress after one more step, as `step_row` describes it."""
         spent = {name: self.seconds.get(name, 0.0) + row.get(f"{name}_s", 0.0) for name in (START, *PHASES)}
@@ -175,11 +167,11 @@ class MetricsServer:
 
     def joined(self, epoch: int, version: int) -> None:
         """This trainer has taken over the run, at `version`: from now on there is one to ask the buffer about."""
-        self._pages.progress = self._pages.progress.joined(epoch, version)
+        self._pages.progress = replace(self._pages.progress, epoch=epoch, version=version)
 
     def serving(self) -> None:
         """Rollout servers can fetch the weights of this trainer's version: it is ready."""
-        self._pages.progress = self._pages.progress.serving()
+        self._pages.progress = replace(self._pages.progress, ready=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Count a finished step."""

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,12 +113,12 @@ class Node:
         if trainer.processes == 1:
             yield NodeSetup(Peers([], where.silence_s))
         elif trainer.nodes == 1:
-            with self._store(LOOPBACK, 0) as store:
+            with contextlib.closing(self._store(LOOPBACK, 0)) as store:
                 yield NodeSetup(Peers([], where.silence_s), None, (LOOPBACK, store.port), store)
         elif self.rank == 0:
             invitation = self._invitation()
             place = (invitation.address, where.port + 1)
-            with self._store(*place) as store:  # taken or not: known before anybody is waited for
+            with contextlib.closing(self._store(*place)) as store:  # taken or not: known before anybody is waited for
                 async with hosted(invitation) as host:
                     await store.open()
                     peers = Peers(host.connections.values(), where.silence_s)
@@ -132,13 +132,8 @@ class Node:
             finally:
                 await connection.close()
 
-    @contextlib.contextmanager
-    def _store(self, address: str, port: int) -> Iterator[RankStore]:
-        store = RankStore(listen(address, port), self.config.trainer.rendezvous.timeout_s)
-        try:
-            yield store
-        finally:
-            store.close()
+    def _store(self, address: str, port: int) -> RankStore:
+        return RankStore(listen(address, port), self.config.trainer.rendezvous.timeout_s)
 
     async def _supervise(self, ranks: LocalRanks, setup: NodeSetup) -> None:
         working, watching = asyncio.create_task(ranks.wait()), asyncio.create_task(_watch(setup.peers, setup.host))
@@ -194,11 +189,11 @@ class Node:
 
     async def _was_asked(self, peers: Peers) -> bool:
         """Whether this node or another was asked to stop; one that was at the same time as its rank will soon know."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CAUSE_S):
-                await self._asked(peers)
-                return True
-        return False
+        try:
+            await asyncio.wait_for(self._asked(peers), CAUSE_S)
+        except TimeoutError:
+            return False
+        return True
 
     async def _asked(self, peers: Peers) -> None:
         """Wait until this node or another is asked to stop."""
@@ -250,13 +245,9 @@ def main() -> None:
         asyncio.run(node.run())
     except AsyncGrpoError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(_exit_code(error))
-
-
-def _exit_code(error: AsyncGrpoError) -> int:
-    if isinstance(error, CONFIG_FAULTS):
-        return EXIT_CONFIG
-    return error.code if isinstance(error, RankFailed) else 1
+        if isinstance(error, CONFIG_FAULTS):
+            sys.exit(EXIT_CONFIG)
+        sys.exit(error.code if isinstance(error, RankFailed) else 1)
 
 
 if __name__ == "__main__":

@@ -294,19 +294,13 @@ async def _call(invitation: Invitation) -> PeerConnection:
 
 
 async def _begins(connection: PeerConnection, invitation: Invitation) -> bool:
-    """Whether the training starts; if not, the connection is closed. Raises ConfigError, NodeLost, WireError."""
-    begins = False
-    try:
-        begins = await _starts(connection, invitation)
-        return begins
-    finally:
-        if not begins:
-            await connection.close()
+    """Whether the training starts; if not, node 0 is to be asked again, and the connection is closed.
 
-
-async def _starts(connection: PeerConnection, invitation: Invitation) -> bool:
-    """Whether `Start` has come; False if node 0 is to be asked again. Raises ConfigError, NodeLost, WireError."""
-    with contextlib.ExitStack() as files:
+    Raises ConfigError, NodeLost, WireError.
+    """
+    async with contextlib.AsyncExitStack() as unless_it_starts:
+        unless_it_starts.push_async_callback(connection.close)
+        files = unless_it_starts.enter_context(contextlib.ExitStack())
         while True:
             try:
                 message = await connection.receive()
@@ -318,6 +312,8 @@ async def _starts(connection: PeerConnection, invitation: Invitation) -> bool:
                     found = await file_appears(invitation.folder, name)
                     connection.send(FolderChecked(found=found, folder=str(invitation.folder), name=own))
                 case Start():
+                    files.close()
+                    unless_it_starts.pop_all()
                     return True
                 case Busy():
                     return False

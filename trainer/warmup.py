@@ -41,14 +41,6 @@ HELD_OUT_SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """The shares of completions that are right, and that reason."""
-
-    correct: float
-    reasoning: float
-
-
-@dataclass(frozen=True, slots=True)
 class WarmupProgress:
     """One probe: `accuracy` is sampled at temperature 1, on problems that are not held out."""
 
@@ -114,10 +106,11 @@ class WarmupStage:
             loss = self._train_step(step)
             if step % self._config.probe_every and step != self._config.steps:
                 continue
-            accuracy = self._probe()
+            problems = [self._problems.problem("probe", index) for index in range(self._config.probe_samples)]
+            correct, reasoning = self._shares(problems, greedy=False)
             elapsed_s = round(time.monotonic() - started, 1)
-            on_progress(WarmupProgress(step, round(loss, 4), accuracy.correct, accuracy.reasoning, elapsed_s))
-            if accuracy.correct > self._config.accuracy_limit:
+            on_progress(WarmupProgress(step, round(loss, 4), correct, reasoning, elapsed_s))
+            if correct > self._config.accuracy_limit:
                 self.model.load_state_dict(kept)
                 rolled_back = True
                 break
@@ -153,18 +146,12 @@ class WarmupStage:
         logits_BTV = self.model(input_ids=tokens_BT[:, :-1], use_cache=False).logits
         targets_BT = tokens_BT[:, 1:]
         counted_BT = targets_BT != self.tokenizer.pad_token_id
-        counted_BT[:, : self._prompt_length() - 1] = False
+        prompt_length = 2 * self._config.task.digits + 2  # all summands have the same number of digits
+        counted_BT[:, : prompt_length - 1] = False
         return F.cross_entropy(logits_BTV[counted_BT], targets_BT[counted_BT], reduction="none")
 
-    def _prompt_length(self) -> int:
-        """Tokens of every prompt: all summands have the same number of digits."""
-        return 2 * self._config.task.digits + 2
-
-    def _probe(self) -> Accuracy:
-        problems = [self._problems.problem("probe", index) for index in range(self._config.probe_samples)]
-        return self._accuracy(problems, greedy=False)
-
-    def _accuracy(self, problems: Sequence[Problem], *, greedy: bool) -> Accuracy:
+    def _shares(self, problems: Sequence[Problem], *, greedy: bool) -> tuple[float, float]:
+        """The shares of completions that are right, and that reason."""
         prompts_BT = torch.tensor([self.tokenizer.encode(problem.prompt) for problem in problems])
         room = self._config.task.max_completion_tokens
         generator = None if greedy else self._generator
@@ -172,19 +159,19 @@ class WarmupStage:
         completions = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         correct = [answer_tag(text, problem.answer) for text, problem in zip(completions, problems, strict=True)]
         reasoning = [text.startswith("<think>") for text in completions]
-        return Accuracy(sum(correct) / len(correct), sum(reasoning) / len(reasoning))
+        return sum(correct) / len(correct), sum(reasoning) / len(reasoning)
 
     def _report(self, steps: int, rolled_back: bool, started: float) -> WarmupReport:
         held_out = self._problems.held_out
-        sampled = self._accuracy(held_out * HELD_OUT_SAMPLES, greedy=False)
-        greedy = self._accuracy(held_out, greedy=True)
+        sampled, reasoning = self._shares(held_out * HELD_OUT_SAMPLES, greedy=False)
+        greedy, _ = self._shares(held_out, greedy=True)
         return WarmupReport(
             seed=self._seed,
             steps=steps,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            sampled_accuracy=sampled.correct,
-            greedy_accuracy=greedy.correct,
-            reasoning_share=sampled.reasoning,
+            sampled_accuracy=sampled,
+            greedy_accuracy=greedy,
+            reasoning_share=reasoning,
             rolled_back=rolled_back,
             elapsed_s=round(time.monotonic() - started, 1),
         )
@@ -206,19 +193,17 @@ def sample(model: Qwen2ForCausalLM, prompts_BT: Tensor, max_tokens: int, generat
     inputs_BT, columns = prompts_BT, []
     for _ in range(max_tokens):
         logits_BV = model(input_ids=inputs_BT, past_key_values=cache, use_cache=True).logits[:, -1]
-        next_B = _choose(logits_BV, generator).masked_fill(ended_B, pad)
+        if generator is None:
+            next_B = logits_BV.argmax(dim=-1)
+        else:
+            next_B = torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)[:, 0]
+        next_B = next_B.masked_fill(ended_B, pad)
         columns.append(next_B)
         ended_B |= next_B == eos
         if bool(ended_B.all()):
             break
         inputs_BT = next_B[:, None]
     return torch.stack(columns, dim=1)
-
-
-def _choose(logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
-    if generator is None:
-        return logits_BV.argmax(dim=-1)
-    return torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
 def _check(config: WarmupConfig, report: WarmupReport) -> None:

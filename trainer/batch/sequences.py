@@ -195,18 +195,14 @@ def _advantages(groups: Many[Group], rule: str) -> list[float]:
     size = max(len(group.samples) for group in groups)
     rewards_BG = torch.full((len(groups), size), float("nan"), dtype=torch.float64)
     lengths_BG = torch.zeros(len(groups), size, dtype=torch.int64)
+    valid_BG = torch.zeros(len(groups), size, dtype=torch.bool)
     for row, group in enumerate(groups):
         for column, sample in enumerate(group.samples):
             lengths_BG[row, column] = _judged_tokens(sample)
             if sample.reward is not None:
-                rewards_BG[row, column] = sample.reward
-    values = advantage_of(rule)(rewards_BG, _valid(groups, size), lengths_BG).tolist()
+                rewards_BG[row, column], valid_BG[row, column] = sample.reward, True
+    values = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
     return [a for row, group in zip(values, groups, strict=True) for a in row[: len(group.samples)]]
-
-
-def _valid(groups: Many[Group], size: int) -> Tensor:
-    rows = [[sample.reward is not None for sample in group.samples] for group in groups]
-    return torch.tensor([row + [False] * (size - len(row)) for row in rows])
 
 
 def _sequence(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -44,28 +45,19 @@ def update(optimizer: Any, lr: float, weight_decay: float, offload: StateOffload
 
     Raises NonFiniteStep, on all ranks and before any weight changes, if the gradient is not finite.
     """
-    if offload is None:
-        return _update(optimizer, lr, weight_decay)
-    offload.fetch()
-    try:
-        return _update(optimizer, lr, weight_decay)
-    finally:
-        offload.store()
-
-
-def _update(optimizer: Any, lr: float, weight_decay: float) -> float:
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
-        raise NonFiniteStep(
-            f"the gradient norm is {grad_norm}: this step would destroy the weights, so it was not taken. "
-            "Lower trainer.optimizer.lr or trainer.objective.behaviour_cap"
-        )
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        # Megatron states which groups decay (wd_mult) but leaves applying it to its scheduler.
-        group["weight_decay"] = weight_decay * group["wd_mult"]
-    optimizer.step()
+    with offload.on_device() if offload is not None else nullcontext():
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise NonFiniteStep(
+                f"the gradient norm is {grad_norm}: this step would destroy the weights, so it was not taken. "
+                "Lower trainer.optimizer.lr or trainer.objective.behaviour_cap"
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+            # Megatron states which groups decay (wd_mult) but leaves applying it to its scheduler.
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+        optimizer.step()
     return grad_norm
 
 
@@ -89,14 +81,17 @@ class StateOffload:
         ]
         self.store()
 
-    def fetch(self) -> None:
-        """Copy masters and moments to the device, before an update."""
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Masters and moments are on the device within the block, for an update."""
         for master in self._masters:
-            master.data = self._on_device(master.data)
+            master.data = self._fetched(master.data)
         for _, state in parameter_states(self._optimizer):
-            for name in _MOMENTS:
-                if name in state:
-                    state[name] = self._on_device(state[name])
+            state.update({name: self._fetched(state[name]) for name in _MOMENTS if name in state})
+        try:
+            yield
+        finally:
+            self.store()
 
     def store(self) -> None:
         """Copy masters and moments to the host, and drop the gradients of the masters."""
@@ -104,11 +99,9 @@ class StateOffload:
             master.grad = None
             master.data = self._at_home(master, "master", master.data)
         for parameter, state in parameter_states(self._optimizer):
-            for name in _MOMENTS:
-                if name in state:
-                    state[name] = self._at_home(parameter, name, state[name])
+            state.update({name: self._at_home(parameter, name, state[name]) for name in _MOMENTS if name in state})
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
+    def _fetched(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, copy=True, non_blocking=True)
 
     def _at_home(self, owner: Tensor, name: str, tensor: Tensor) -> Tensor:

@@ -177,7 +177,9 @@ class Policy:
         output = model(part.tokens_1T, part.positions_1T, None, packed_seq_params=packing)
 
         def finish(logits_1MV: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logits_MV = trained_logits(logits_1MV, self.temperature)
+            # float32 [M, V / tensor-parallel ranks]: a tensor of its own (the division makes one, whatever the
+            # temperature is), so that what follows may overwrite it.
+            logits_MV = logits_1MV[0].float() / self.temperature
             entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
             labels_M = part.own(batch.labels_N.to(self.device))
             logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
@@ -188,15 +190,6 @@ class Policy:
             return value.to(self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
 
         return output, finish
-
-
-def trained_logits(logits_1MV: Tensor, temperature: float) -> Tensor:
-    """float32 [M, V] logits of the distribution that the trained tokens are sampled from.
-
-    Each tensor-parallel rank has its slice of the vocabulary V. They are a tensor of their own (the division makes
-    one, whatever the temperature is), so that what follows may overwrite them.
-    """
-    return logits_1MV[0].float() / temperature
 
 
 def build_policy(

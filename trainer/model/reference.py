@@ -101,7 +101,10 @@ def load_reference(config: RunConfig, policy: Policy, first: Path, platform: Pla
     _check_same_shapes(policy.hf, read_config(folder), folder)
     weights: Placement
     if wanted.placement == "model":
-        weights = SecondModel(_build_beside(config, policy, platform))
+        model = build_model(policy.hf, platform, policy.dtype, config.trainer)
+        model.requires_grad_(False)
+        inner = Float16Module(model.config, model) if policy.dtype == torch.bfloat16 else model
+        weights = SecondModel(replace(policy, model=model, wrapped=inner, optimizer=None, offload=None))
         load_hf(weights.policy.model, policy.hf, SafetensorsFolder(folder))
     else:
         weights = SwappedWeights(policy)
@@ -169,13 +172,6 @@ class SecondModel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.policy.model.load_state_dict(_without_prefix(state))
-
-
-def _build_beside(config: RunConfig, policy: Policy, platform: Platform) -> Policy:
-    model = build_model(policy.hf, platform, policy.dtype, config.trainer)
-    model.requires_grad_(False)
-    inner = Float16Module(model.config, model) if policy.dtype == torch.bfloat16 else model
-    return replace(policy, model=model, wrapped=inner, optimizer=None, offload=None)
 
 
 def _with_data(state: dict[str, Any], places: dict[int, Tensor]) -> dict[str, Any]:
