@@ -52,24 +52,13 @@ class ModelCost:
 
 
 def model_cost(hf: Any) -> ModelCost:
-    """The cost of Qwen2, Qwen3, Llama, and of Qwen3-MoE, whose layers may be dense or mixed."""
+    """The cost of a model of any family that the trainer builds: every layer of a mixture of experts is mixed."""
     hidden, layers = hf.hidden_size, hf.num_hidden_layers
     head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
     queries, keys = hf.num_attention_heads * head, hf.num_key_value_heads * head
-    weights = layers * hidden * (2 * queries + 2 * keys) + hidden * hf.vocab_size
-    weights += sum(_mixed(hf) if _is_mixed(hf, layer) else 3 * hidden * hf.intermediate_size for layer in range(layers))
-    return ModelCost(weights, layers * queries)
-
-
-def _is_mixed(hf: Any, layer: int) -> bool:
-    if not getattr(hf, "num_experts", 0) or layer in (getattr(hf, "mlp_only_layers", None) or ()):
-        return False
-    return (layer + 1) % (getattr(hf, "decoder_sparse_step", None) or 1) == 0
-
-
-def _mixed(hf: Any) -> int:
-    """Weights that a token meets in the experts of a layer."""
-    return int(hf.hidden_size * (hf.num_experts + 3 * hf.num_experts_per_tok * hf.moe_intermediate_size))
+    experts = getattr(hf, "num_experts", 0)
+    mlp = experts + 3 * hf.num_experts_per_tok * hf.moe_intermediate_size if experts else 3 * hf.intermediate_size
+    return ModelCost(layers * hidden * (2 * queries + 2 * keys + mlp) + hidden * hf.vocab_size, layers * queries)
 
 
 def step_row(

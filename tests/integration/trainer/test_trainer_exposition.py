@@ -98,12 +98,16 @@ def fill(config: RunConfig) -> None:
     asyncio.run(filling())
 
 
-def test_a_trainer_is_alive_at_once_and_ready_with_its_weights(shown: tuple[MetricsServer, str]) -> None:
+def test_a_trainer_is_alive_at_once_and_ready_with_its_weights_and_a_scrape_writes_nothing(
+    shown: tuple[MetricsServer, str], config: RunConfig
+) -> None:
     exposed, address = shown
     assert get(f"{address}/healthz")[0] == 200
     assert get(f"{address}/readyz") == (503, '{"status":"not ready","reason":"no weights are served yet"}')
     exposed.joined(1, 0)
     assert get(f"{address}/readyz")[0] == 503, "it may have to replay steps first"
+    assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has opened the run"
+    assert not asyncio.run(knows_run(config.redis, config.name)), "a scrape writes nothing"
     exposed.serving()
     assert get(f"{address}/readyz")[0] == 200
 
@@ -156,13 +160,6 @@ def test_groups_of_the_run_are_counted_as_the_buffer_counts_them(
     assert run["ready_groups"] == 1
     assert {name: value for name, value in released.items() if value} == {'released_groups_total{reason="filtered"}': 1}
     assert len(released) == len(ReleaseReason)
-
-
-def test_a_scrape_writes_nothing(shown: tuple[MetricsServer, str], config: RunConfig) -> None:
-    exposed, address = shown
-    exposed.joined(1, 0)
-    assert figures(address)["async_grpo_trainer_buffer_up"] == 0, "nobody has opened the run"
-    assert not asyncio.run(knows_run(config.redis, config.name))
 
 
 def test_a_buffer_that_is_gone_is_told_and_nothing_else_changes(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import yaml
 from async_grpo.config.trainer import RendezvousConfig
 from async_grpo.errors import ConfigError, NodeLost, WaitTimeout, WireError
 from async_grpo.utils.frames import pack_frame
-from trainer import rendezvous
 from trainer import rendezvous as shared_folder
 from trainer.peers import Ended, Hello, PeerConnection, Peers, Start, Stop
 from trainer.rendezvous import Host, Invitation, hosted, join
@@ -88,17 +87,13 @@ async def refusal(folder: Path, port: int, other_folder: Path | None = None, **s
     return str(caught.value)
 
 
-async def test_nodes_that_agree_meet_whoever_comes_first(tmp_path: Path, port: int) -> None:
+async def test_nodes_that_agree_meet_at_the_address_of_node_0_and_nowhere_else(tmp_path: Path, port: int) -> None:
     async with met(tmp_path, port) as (host, connection, _):
         assert list(host.connections) == [1]
         assert connection.own_address.startswith("127.")
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-async def test_node_0_listens_at_its_address_and_nowhere_else(tmp_path: Path, port: int) -> None:
-    async with met(tmp_path, port):
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 async def test_a_node_that_never_comes_is_named_to_all_who_have(tmp_path: Path, port: int) -> None:
@@ -186,11 +181,6 @@ async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> No
         shared_folder.marker_file(tmp_path / "checkpoints"),
     ):
         pass
-
-
-async def test_a_port_that_is_taken_is_named(tmp_path: Path, port: int) -> None:
-    with socket.create_server((HERE, port)), pytest.raises(ConfigError, match=f"cannot listen at {HERE}:{port}"):
-        rendezvous.listen(HERE, port)
 
 
 async def test_the_end_of_a_connection_is_the_loss_of_its_node(tmp_path: Path, port: int) -> None:

@@ -161,10 +161,6 @@ async def lives_until_asked(here: Path, both: Sequence[Node], asked: int) -> lis
     return found
 
 
-async def test_nodes_whose_ranks_end_well_end_well(here: Path) -> None:
-    assert await lives(*nodes(here, ENDS_WELL, ENDS_WELL)) == [None, None]
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 async def test_a_node_that_is_alone_ends_well_with_its_ranks(here: Path, ranks: int) -> None:
     assert await lives(alone(here, ENDS_WELL, ranks)) == [None]
@@ -263,15 +259,7 @@ async def test_every_node_finds_its_card_where_node_0_is_given_by_name(
 
 
 async def test_ranks_that_do_not_stop_are_killed_and_it_is_said_which_patience_ended(here: Path) -> None:
-    both = nodes(here, NEVER_STOPS, NEVER_STOPS, stop_timeout_s=1.0)
-
-    async def ask() -> None:
-        await when(here / "ready-0", here / "ready-1")
-        both[0].stop_asked.set()
-
-    asking = asyncio.create_task(ask())
-    first, second = await lives(*both)
-    await asking
+    first, second = await lives_until_asked(here, nodes(here, NEVER_STOPS, NEVER_STOPS, stop_timeout_s=1.0), 0)
     assert "launch.stop_timeout_s (1 s) after SIGTERM" in str(first)
     assert isinstance(second, NodeLost)
 

@@ -14,31 +14,17 @@ from trainer.batch.packing import cost, pack_batch, split_groups
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
 
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), max_tokens=st.integers(60, 300))
-def test_every_sequence_is_in_exactly_one_micro_batch_within_the_budget(
-    lengths: list[int], ranks: int, max_tokens: int
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), max_tokens=st.integers(60, 300), quadratic=st.floats(0.0, 0.1))
+def test_every_sequence_is_in_one_micro_batch_within_the_budget_and_ranks_have_as_many_micro_batches_and_even_work(
+    lengths: list[int], ranks: int, max_tokens: int, quadratic: float
 ) -> None:
-    packed = pack_batch(lengths, ranks=ranks, max_tokens=max_tokens)
-    members = [index for rank in packed for bin_ in rank for index in bin_]
-    assert sorted(members) == list(range(len(lengths)))
+    packed = pack_batch(lengths, ranks=ranks, max_tokens=max_tokens, quadratic=quadratic)
+    assert sorted(index for rank in packed for bin_ in rank for index in bin_) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in bin_) <= max_tokens for rank in packed for bin_ in rank)
-
-
-@given(lengths=LENGTHS, ranks=st.integers(1, 4))
-def test_all_ranks_run_the_same_number_of_micro_batches(lengths: list[int], ranks: int) -> None:
-    packed = pack_batch(lengths, ranks=ranks, max_tokens=100)
     assert len({len(rank) for rank in packed}) == 1
-
-
-@given(lengths=LENGTHS, ranks=st.integers(1, 4))
-def test_no_rank_has_more_than_a_sequence_over_the_emptiest(lengths: list[int], ranks: int) -> None:
-    loads = [sum(lengths[i] for bin_ in rank for i in bin_) for rank in pack_batch(lengths, ranks=ranks, max_tokens=60)]
-    assert max(loads) - min(loads) <= max(lengths)
-
-
-@given(lengths=LENGTHS)
-def test_the_same_lengths_are_packed_the_same_way(lengths: list[int]) -> None:
-    assert pack_batch(lengths, ranks=2, max_tokens=100) == pack_batch(list(lengths), ranks=2, max_tokens=100)
+    loads = [sum(cost(lengths[i], quadratic) for bin_ in rank for i in bin_) for rank in packed]
+    assert max(loads) - min(loads) <= cost(max(lengths), quadratic) + 1e-6, "more than one sequence over the idlest"
+    assert packed == pack_batch(list(lengths), ranks=ranks, max_tokens=max_tokens, quadratic=quadratic)
 
 
 def test_three_long_sequences_on_two_ranks_leave_one_micro_batch_empty() -> None:
@@ -49,15 +35,6 @@ def test_three_long_sequences_on_two_ranks_leave_one_micro_batch_empty() -> None
 def test_a_sequence_that_cannot_fit_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"Raise trainer\.micro_batch_tokens to 101"):
         pack_batch([5, 101], ranks=1, max_tokens=100)
-
-
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), quadratic=st.floats(0.0, 0.1))
-def test_no_rank_has_more_work_than_a_sequence_over_the_idlest(
-    lengths: list[int], ranks: int, quadratic: float
-) -> None:
-    packed = pack_batch(lengths, ranks=ranks, max_tokens=60, quadratic=quadratic)
-    loads = [sum(cost(lengths[i], quadratic) for bin_ in rank for i in bin_) for rank in packed]
-    assert max(loads) - min(loads) <= cost(max(lengths), quadratic) + 1e-6
 
 
 def test_where_attention_counts_one_long_sequence_weighs_more_than_as_many_tokens_in_short_ones() -> None:

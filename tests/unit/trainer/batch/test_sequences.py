@@ -39,6 +39,8 @@ def test_masked_tokens_stay_as_context_and_get_no_gradient(mask_below: int) -> N
     assert tensors.labels_N.tolist() == [3, 4, 5, 0, 1, 2, 3]
     sizes = {len(each) for each in (tensors.behaviour_N, tensors.advantages_N, tensors.weights_N, tensors.versions_N)}
     assert sizes == {7}
+    whole = micro_batch(sequences_of(batch_of(mixed_sample(1, 1), YOUNG, mask_below=2), ObjectiveConfig(), 64))
+    assert whole.trained_N.tolist() == [8, 9, 10, 11], "one that is masked whole is context only"
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
@@ -48,11 +50,6 @@ def test_masking_does_not_change_the_weight_of_the_other_tokens(aggregation: str
         micro_batch(sequences_of(batch_of(OLD_AND_YOUNG, YOUNG, mask_below=below), objective, 64)) for below in (0, 2)
     )
     assert masked.weights_N.tolist() == whole.weights_N[3:].tolist()
-
-
-def test_a_sample_that_is_masked_whole_is_context_only() -> None:
-    tensors = micro_batch(sequences_of(batch_of(mixed_sample(1, 1), YOUNG, mask_below=2), ObjectiveConfig(), 64))
-    assert tensors.trained_N.tolist() == [8, 9, 10, 11]
 
 
 def test_ages_are_those_of_the_tokens_with_a_gradient() -> None:

@@ -52,16 +52,20 @@ def test_a_byte_that_changed_is_found(folder: Path) -> None:
     assert changed(folder, found, found.files) == ["__0_0.distcp"]
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", FILE])
-def test_a_checkpoint_that_lost_a_file_is_refused(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"{name} is missing.*Restore the folder"):
-        read_manifest(folder)
-
-
-def test_a_checkpoint_that_was_cut_short_is_refused_with_both_sizes(folder: Path) -> None:
-    (folder / "__0_0.distcp").write_bytes(b"0123")
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 4 bytes, 10 bytes were written"):
+@pytest.mark.parametrize(
+    ("name", "left", "reason"),
+    [
+        ("__0_0.distcp", None, "is missing"),
+        (".metadata", None, "is missing"),
+        (FILE, None, "is missing"),
+        ("__0_0.distcp", b"0123", "has 4 bytes, 10 bytes were written"),
+    ],
+)
+def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_refused(
+    folder: Path, name: str, left: bytes | None, reason: str
+) -> None:
+    (folder / name).unlink() if left is None else (folder / name).write_bytes(left)
+    with pytest.raises(CheckpointError, match=rf"{name} {reason}.*Restore the folder"):
         read_manifest(folder)
 
 
@@ -83,12 +87,15 @@ def test_facts_that_a_later_version_adds_to_this_format_do_no_harm(folder: Path)
     assert read_manifest(folder).version == 5
 
 
-def test_another_model_is_refused_by_what_differs(folder: Path) -> None:
-    other = {**MODEL, "hidden_size": 64}
-    with pytest.raises(CheckpointError, match=r"another model: hidden_size 32 instead of 64\. Set model"):
-        check_fits(folder, read_manifest(folder), version=5, model=other)
-
-
-def test_a_folder_that_was_renamed_is_refused(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds version 5, not 6"):
-        check_fits(folder, read_manifest(folder), version=6, model=MODEL)
+@pytest.mark.parametrize(
+    ("version", "changes", "reason"),
+    [
+        (5, {"hidden_size": 64}, r"another model: hidden_size 32 instead of 64\. Set model"),
+        (6, {}, "holds version 5, not 6"),
+    ],
+)
+def test_another_model_and_a_folder_that_was_renamed_are_refused_by_what_differs(
+    folder: Path, version: int, changes: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        check_fits(folder, read_manifest(folder), version=version, model={**MODEL, **changes})

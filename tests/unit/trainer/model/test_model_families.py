@@ -62,31 +62,28 @@ def test_what_cannot_be_built_is_refused_by_name(hf: PretrainedConfig, named: st
     assert named in refusal(hf, TrainerConfig())
 
 
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"tensor_parallel": 8}, "num_key_value_heads (4) is not a multiple of trainer.tensor_parallel (8)"),
-        ({"pipeline_parallel": 4}, "num_hidden_layers (6) is not a multiple of trainer.pipeline_parallel (4)"),
-        ({"expert_parallel": 2}, "qwen3 has no experts"),
-    ],
-)
-def test_a_layout_that_does_not_fit_the_model_is_refused(keys: dict[str, int], named: str) -> None:
-    assert named in refusal(Qwen3Config(**SMALL), layout(**keys))
+DENSE = Qwen3Config(**SMALL)
+EXPERTS = Qwen3MoeConfig(**SMALL, num_experts=12)
 
 
 @pytest.mark.parametrize(
-    ("keys", "named"),
+    ("hf", "keys", "named"),
     [
-        ({"expert_parallel": 8}, "num_experts (12) is not a multiple of trainer.expert_parallel (8)"),
-        ({"tensor_parallel": 2}, "Set trainer.sequence_parallel to true"),
+        (DENSE, {"tensor_parallel": 8}, "num_key_value_heads (4) is not a multiple of trainer.tensor_parallel (8)"),
+        (DENSE, {"pipeline_parallel": 4}, "num_hidden_layers (6) is not a multiple of trainer.pipeline_parallel (4)"),
+        (DENSE, {"expert_parallel": 2}, "qwen3 has no experts"),
+        (EXPERTS, {"expert_parallel": 8}, "num_experts (12) is not a multiple of trainer.expert_parallel (8)"),
+        (EXPERTS, {"tensor_parallel": 2}, "Set trainer.sequence_parallel to true"),
     ],
 )
-def test_a_layout_that_does_not_fit_the_experts_is_refused(keys: dict[str, int], named: str) -> None:
-    assert named in refusal(Qwen3MoeConfig(**SMALL, num_experts=12), layout(**keys))
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    hf: PretrainedConfig, keys: dict[str, int], named: str
+) -> None:
+    assert named in refusal(hf, layout(**keys))
 
 
 def test_a_run_refuses_it_before_it_starts_anything(tmp_path: Path) -> None:
-    Qwen3MoeConfig(**SMALL, num_experts=12).save_pretrained(tmp_path)
+    EXPERTS.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").touch()
     save_file({"a": np.zeros(1)}, tmp_path / "model.safetensors")
     raw = {"name": "a", "model": {"path": str(tmp_path)}, "trainer": {"processes": 2, "tensor_parallel": 2}}
@@ -122,7 +119,7 @@ def test_every_tensor_is_exported_once_in_every_layout(stages: int, ranks: int) 
 
 
 def test_each_expert_parallel_rank_numbers_its_experts_from_zero() -> None:
-    weights = stage_weights(Qwen3MoeConfig(**SMALL, num_experts=12), 0, 6, 4)
+    weights = stage_weights(EXPERTS, 0, 6, 4)
     second = [weight for weight in weights if weight.holder == 1 and weight.megatron.endswith("linear_fc2.weight")]
     assert [weight.megatron.split(".")[6] for weight in second] == ["0", "1", "2"]
     assert [weight.hf[0].split(".")[5] for weight in second] == ["3", "4", "5"]

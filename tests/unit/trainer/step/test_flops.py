@@ -39,15 +39,6 @@ def test_of_a_mixture_only_the_experts_that_a_token_is_sent_to_count() -> None:
     assert model_cost(config).weights == 3 * layer + 32 * 96
 
 
-def test_layers_of_a_mixture_may_be_dense() -> None:
-    mixed, dense = 32 * 8 + 2 * 3 * 32 * 24, 3 * 32 * 80
-    some = Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[1])
-    every_other = Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2)
-    rest = model_cost(Qwen3MoeConfig(**SIZES, **EXPERTS)).weights - 3 * mixed
-    assert model_cost(some).weights == rest + 2 * mixed + dense
-    assert model_cost(every_other).weights == rest + mixed + 2 * dense
-
-
 def test_a_sequence_of_twice_the_length_costs_more_than_two() -> None:
     cost = model_cost(Qwen2Config(**SIZES))
     assert cost.forward([100]) == cost.forward([50, 50]) + 2 * cost.attention * (100**2 - 2 * 50**2)
