@@ -77,19 +77,12 @@ class Node:
         """Run until the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
         with stop_signals(self.stop_asked.set):
             async with AsyncExitStack() as stack:
-                setup = await self._meet(stack)
-                if setup is None:
+                try:
+                    setup = await race(stack.enter_async_context(self._set_up()), self.stop_asked.wait())
+                except Overtaken:
                     log.info("stopped before all nodes had met", node=self.rank)
                 else:
                     await self._train(setup)
-
-    async def _meet(self, stack: AsyncExitStack) -> NodeSetup | None:
-        """Meet the other nodes for as long as `stack` lives; None if this node was asked to stop before all were
-        there."""
-        try:
-            return await race(stack.enter_async_context(self._set_up()), self.stop_asked.wait())
-        except Overtaken:
-            return None
 
     async def _train(self, setup: NodeSetup) -> None:
         """Start this node's ranks, wait for their end, and tell the other nodes how they ended."""

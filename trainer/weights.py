@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config import RunConfig
@@ -59,12 +58,7 @@ def _tensor_kinds(hf: PretrainedConfig, dtype: torch.dtype) -> list[tuple[str, s
 
 
 def _arrays(policy: Policy) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """No copies; bfloat16, which numpy does not know, as raw uint16."""
     for name, tensor in policy.export():
-        yield name, _array(tensor.contiguous())
-
-
-def _array(tensor: Tensor) -> npt.NDArray[Any]:
-    """No copy; bfloat16, which numpy does not know, as raw uint16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
+        raw = tensor.contiguous()
+        yield name, raw.view(torch.int16).numpy().view(np.uint16) if raw.dtype == torch.bfloat16 else raw.numpy()

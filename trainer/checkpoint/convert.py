@@ -53,7 +53,9 @@ def to_megatron(source: Path, target: Path, progress: Progress) -> None:
         tensors = SafetensorsFolder(source, _counting(progress, sum(1 for _ in model_tensors(hf, 1))))
         model, dtype = _build(hf, platform, _precision(source, tensors.kinds()))
         load_hf(model, hf, tensors)
-        draft = _draft(target)
+        draft = target.with_name(target.name + ".part")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
         copy_settings(source, draft)
         _write(draft, model, hf, dtype)
         draft.rename(target)
@@ -119,13 +121,6 @@ def _precision(source: Path, kinds: set[str]) -> str:
             "BF16, and a conversion that changed the type would not keep the bits. Save the model in one of the two"
         )
     return _KINDS[kinds.pop()]
-
-
-def _draft(target: Path) -> Path:
-    draft = target.with_name(target.name + ".part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    return draft
 
 
 def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:

@@ -55,7 +55,9 @@ def fill(policy: Policy, loaded: dict[str, Any]) -> None:
     if policy.offload is not None:
         policy.offload.store()
     if "random" in loaded:
-        _set_random_state(loaded["random"])
+        torch.cuda.set_rng_state(loaded["random"]["device"])
+        torch.set_rng_state(loaded["random"]["torch"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
 def live_tensors(policy: Policy) -> list[Tensor]:
@@ -109,9 +111,3 @@ def _random_state() -> ShardedObject:
         (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.cuda.set_rng_state(state["device"])
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

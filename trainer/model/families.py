@@ -104,11 +104,8 @@ def head_dim(hf: PretrainedConfig) -> int:
 def rope_of(hf: PretrainedConfig) -> Rope:
     """The position embeddings of a configuration that `check_options` accepts."""
     found = _rope_fields(hf)
-    return Rope(float(found.get("rope_theta") or hf.rope_theta), _llama3_factor(found))
-
-
-def _llama3_factor(found: Mapping[str, Any]) -> float | None:
-    return float(found["factor"]) if found.get("rope_type") == "llama3" else None
+    factor = float(found["factor"]) if found.get("rope_type") == "llama3" else None
+    return Rope(float(found.get("rope_theta") or hf.rope_theta), factor)
 
 
 def _rope_fields(hf: PretrainedConfig) -> Mapping[str, Any]:

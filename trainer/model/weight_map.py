@@ -114,7 +114,8 @@ def _head_weights(hf: PretrainedConfig, vocabulary: tuple[Shape, ...], first: bo
 def _layer_weights(hf: PretrainedConfig, local: int, layer: int, expert_ranks: int) -> list[WeightRule]:
     ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
     experts = family_of(hf).experts
-    mlp = _expert_weights(hf, ours, theirs, expert_ranks) if experts else _mlp_weights(hf, ours, theirs)
+    dense = (hf.hidden_size, hf.intermediate_size, ours + "mlp.", theirs + "mlp.")
+    mlp = _expert_weights(hf, ours, theirs, expert_ranks) if experts else _gated(*dense)
     return [
         _norm(hf, f"{ours}input_layernorm", f"{theirs}input_layernorm"),
         *_attention_weights(hf, ours + "self_attention.", theirs + "self_attn."),
@@ -144,10 +145,6 @@ def _attention_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator
         for name in "qk":
             yield _norm(hf, f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim(hf))
     yield WeightRule(f"{ours}linear_proj.weight", ShardRule.COLUMNS, (f"{theirs}o_proj.weight",), ((hidden, query),))
-
-
-def _mlp_weights(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
-    yield from _gated(hf.hidden_size, hf.intermediate_size, ours + "mlp.", theirs + "mlp.")
 
 
 def _expert_weights(hf: PretrainedConfig, ours: str, theirs: str, ranks: int) -> Iterator[WeightRule]:

@@ -100,20 +100,17 @@ def _speed(measured: Mapping[str, float], compute_s: float, peak_flops: float | 
 
 
 def _rewards(groups: list[Group]) -> dict[str, Any]:
-    """Over verifiable samples; `informative_groups` is the share of groups whose rewards differ."""
+    """Over verifiable samples; `informative_groups` is the share of groups whose rewards differ, so that they have
+    a gradient."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
+    differing = [{sample.reward for sample in group.samples if sample.reward is not None} for group in groups]
     return {
         **({"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if rewards else {}),
         "unverifiable_samples": len(samples) - len(rewards),
-        "informative_groups": sum(_informative(group) for group in groups) / len(groups),
+        "informative_groups": sum(len(each) > 1 for each in differing) / len(groups),
         "completion_tokens_mean": float(np.mean([len(sample.token_ids()) for sample in samples])),
     }
-
-
-def _informative(group: Group) -> bool:
-    """Whether the rewards of the group differ, so that it has a gradient."""
-    return len({sample.reward for sample in group.samples if sample.reward is not None}) > 1
 
 
 def _ages(batch: Batch) -> dict[str, Any]:

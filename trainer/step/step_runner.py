@@ -16,6 +16,7 @@ because they see the same loss and norm; rank 0 writes the batch.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -81,13 +82,13 @@ class SkippedSteps:
     def _write(self, path: Path, dump: SkippedBatch) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, encode(dump))
-        for old in sorted(self.folder.glob("step-*.msgpack"), key=_step, reverse=True)[KEPT:]:
+
+        def number(path: Path) -> int:
+            return int(path.stem.removeprefix("step-"))
+
+        for old in sorted(self.folder.glob("step-*.msgpack"), key=number, reverse=True)[KEPT:]:
             if old != path:
                 old.unlink()
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
 
 
 class StepOutcome(NamedTuple):
@@ -97,6 +98,10 @@ class StepOutcome(NamedTuple):
     result: StepValues | None
     """None: the step was skipped."""
     lr: float
+
+
+Gathered = tuple[Batch, Callable[[float], StepValues]]
+"""The batch, and what turns it into the next version at a learning rate."""
 
 
 @dataclass(slots=True)
@@ -115,25 +120,38 @@ class StepRunner:
 
         `waiting`: what the time spent waiting for groups is called. Raises TrainingError after too many skipped steps.
         """
-        outcome = self._stream(version, waiting) if self.config.trainer.streaming else self._train(version, waiting)
-        if outcome is not None and self.reference is not None:
+        lr = learning_rate(self.config.trainer.optimizer, version, self.config.steps)  # of every update of the step
+        gathered = (
+            self._gather_parts(version, waiting) if self.config.trainer.streaming else self._gather(version, waiting)
+        )
+        if gathered is None:
+            return None
+        batch, train = gathered
+        result = None
+        try:
+            result = train(lr)
+        except NonFiniteStep as fault:
+            path = self.skipped_steps.record(batch, fault)
+            self.logger.warn(version + 1, f"step skipped: {fault}. Its batch is in {path}")
+        else:
+            self.skipped_steps.reset()
+        if self.reference is not None:
             self.reference.after_step(self.policy, version + 1)
-        return outcome
+        return StepOutcome(batch, result, lr)
 
-    def _train(self, version: int, waiting: str) -> StepOutcome | None:
-        phases, lr = self.logger.phases, self._lr(version)
+    def _gather(self, version: int, waiting: str) -> Gathered | None:
+        """Wait for the whole batch."""
+        phases = self.logger.phases
         with phases.span(waiting, version=version):
             batch = self.coordinator.take(version)
         if batch is None:
             return None
-        try:
-            result = train_step(self.policy, batch, self.config, lr=lr, phases=phases, reference=self.reference)
-        except NonFiniteStep as fault:
-            return self._skip(batch, fault, lr)
-        return self._done(batch, result, lr)
+        parts = (self.policy, batch, self.config)
+        return batch, lambda lr: train_step(*parts, lr=lr, phases=phases, reference=self.reference)
 
-    def _stream(self, version: int, waiting: str) -> StepOutcome | None:
-        phases, lr = self.logger.phases, self._lr(version)
+    def _gather_parts(self, version: int, waiting: str) -> Gathered | None:
+        """Accumulate the gradients of groups as they come."""
+        phases = self.logger.phases
         step = StreamedStep(self.policy, self.config, version, phases, self.reference)
         while not step.complete:
             with phases.span(waiting, version=version, have=step.have):
@@ -141,21 +159,4 @@ class StepRunner:
             if part is None:
                 return None
             step.add(part)
-        try:
-            result = step.close(lr)
-        except NonFiniteStep as fault:
-            return self._skip(step.batch, fault, lr)
-        return self._done(step.batch, result, lr)
-
-    def _done(self, batch: Batch, result: StepValues, lr: float) -> StepOutcome:
-        self.skipped_steps.reset()
-        return StepOutcome(batch, result, lr)
-
-    def _skip(self, batch: Batch, fault: NonFiniteStep, lr: float) -> StepOutcome:
-        path = self.skipped_steps.record(batch, fault)
-        self.logger.warn(batch.version + 1, f"step skipped: {fault}. Its batch is in {path}")
-        return StepOutcome(batch, None, lr)
-
-    def _lr(self, version: int) -> float:
-        """The learning rate of every update of the step: the schedule counts steps, not updates."""
-        return learning_rate(self.config.trainer.optimizer, version, self.config.steps)
+        return step.batch, step.close
