@@ -41,7 +41,7 @@ def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wa
 
 
 def lay_out(config: TrainerConfig, seed: int) -> None:
-    """Cut the ranks that have joined into groups, one for each kind of parallelism."""
+    """Divide the ranks that have joined into groups, one for each kind of parallelism."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
@@ -67,9 +67,9 @@ def is_leader() -> bool:
 
 
 def is_counting_rank() -> bool:
-    """Whether this rank adds what it finds of its tokens to the sums over ranks.
+    """Whether this rank adds its tokens to the sums over ranks.
 
-    Those that share a matrix or a sequence end with the same log-probabilities: the first one counts.
+    Ranks that share a matrix or a sequence compute the same log-probabilities: the first of them counts.
     """
     from megatron.core import parallel_state
 

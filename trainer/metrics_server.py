@@ -91,11 +91,11 @@ class TrainerCollector(Collector):
         info = GaugeMetricFamily("async_grpo_trainer_info", "This trainer, always 1", labels=["run"])
         info.add_metric([config.name], 1)
         yield info
-        yield _gauge("ready", "1: weights are served", float(progress.ready))
-        yield _gauge("version", "Optimizer steps in its weights", progress.version)
-        yield _gauge("epoch", "Of this trainer; one more each time that a trainer takes over", progress.epoch)
-        yield _gauge("target_version", "At which the run ends", config.steps)
-        yield _gauge("age_bound_steps", "No trained token is older", config.replay_policy.age_bound)
+        yield _gauge("ready", "1 once rollout servers can fetch weights from this trainer", float(progress.ready))
+        yield _gauge("version", "Version of the trainer's weights, in optimizer steps", progress.version)
+        yield _gauge("epoch", "Epoch of this trainer; rises by one each time a trainer takes over", progress.epoch)
+        yield _gauge("target_version", "Version at which the run ends", config.steps)
+        yield _gauge("age_bound_steps", "Largest age that a trained token can have", config.replay_policy.age_bound)
         yield from _of_steps(progress, config.group_size)
         for metric in METRICS:
             if metric.gauge and metric.key in progress.latest:
@@ -104,25 +104,25 @@ class TrainerCollector(Collector):
 
 
 def _of_steps(progress: TrainerProgress, group_size: int) -> Iterable[Metric]:
-    yield _count("steps", "Made by this process, skipped ones too", progress.steps)
-    yield _count("skipped_steps", "Whose loss or gradient was not finite", progress.skipped)
-    yield _count("replayed_steps", "Made once more after a crash", progress.replayed)
-    yield _count("groups", "Of those steps", progress.groups)
-    yield _count("samples", "Of those groups", progress.groups * group_size)
-    yield _count("trained_tokens", "That got a gradient, each as often as it did", progress.tokens)
-    yield _counts("async_grpo_trainer_phase_seconds", "Of those steps", "phase", progress.seconds)
+    yield _count("steps", "Steps made by this process, including skipped ones", progress.steps)
+    yield _count("skipped_steps", "Steps whose loss or gradient was not finite", progress.skipped)
+    yield _count("replayed_steps", "Steps repeated after a crash", progress.replayed)
+    yield _count("groups", "Groups of the steps", progress.groups)
+    yield _count("samples", "Samples of those groups", progress.groups * group_size)
+    yield _count("trained_tokens", "Tokens that got a gradient, counting each use", progress.tokens)
+    yield _counts("async_grpo_trainer_phase_seconds", "Seconds of the steps by phase", "phase", progress.seconds)
     if progress.latest:
         yield _gauge("last_step_timestamp_seconds", "When the last step ended, as Unix time", progress.latest["time_s"])
 
 
 def _of_groups(stats: BufferStats | None) -> Iterable[Metric]:
-    yield _gauge("buffer_up", "1: the buffer answered", float(stats is not None))
+    yield _gauge("buffer_up", "1 if the buffer answered", float(stats is not None))
     if stats is None:
         return
-    yield CounterMetricFamily("async_grpo_run_admitted_groups", "Ever, by all servers", value=stats.admitted)
-    yield _counts("async_grpo_run_released_groups", "Ever, by reason", "reason", stats.released)
-    yield GaugeMetricFamily("async_grpo_run_active_groups", "Admitted and not released", value=stats.active)
-    yield GaugeMetricFamily("async_grpo_run_ready_groups", "Of those, finished and not taken", value=stats.ready)
+    yield CounterMetricFamily("async_grpo_run_admitted_groups", "Groups admitted by all servers", value=stats.admitted)
+    yield _counts("async_grpo_run_released_groups", "Groups released, by reason", "reason", stats.released)
+    yield GaugeMetricFamily("async_grpo_run_active_groups", "Groups admitted and not released", value=stats.active)
+    yield GaugeMetricFamily("async_grpo_run_ready_groups", "Finished groups, not yet taken", value=stats.ready)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:
@@ -141,8 +141,10 @@ def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) 
 
 
 class MetricsServer:
-    """`open`, then `joined`, `serving` and `step` as the training goes on, then `close`. No call raises or waits for a
-    client."""
+    """Call `open`, then `joined`, `serving` and `step` as the training goes on, then `close`.
+
+    No call raises or waits for a client.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._http = config.telemetry.http
@@ -186,7 +188,7 @@ class MetricsServer:
     def _run(self, listener: socket.socket) -> None:
         try:
             asyncio.run(self._serve(listener))
-        except Exception:  # no fault of a page of figures may end a training
+        except Exception:  # a failing metrics page must not end the training
             log.exception("/metrics is gone")
         finally:
             listener.close()

@@ -2,8 +2,8 @@
 
     python -m trainer.node_main [--node-rank R] --config runs/NAME/roles.yaml --model FOLDER
 
-First it waits for the other nodes or for SIGTERM (bounded; a single node meets nobody). Then it waits for whichever
-comes first: its ranks, the other nodes, or SIGTERM. Node 0 keeps the store in which all ranks find each other.
+First it waits for the other nodes or for SIGTERM (bounded; a single node skips this). Then it waits for its ranks, the
+other nodes, or SIGTERM, whichever comes first. Node 0 keeps the store in which all ranks find each other.
 
 - All ranks end with 0: the node ends with 0. Node 0 stays until the other nodes are done, since it keeps their store.
 - A rank fails, or another node does: the step in progress is lost. The node ends its ranks, tells the other nodes, and
@@ -74,7 +74,7 @@ class Node:
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Run until the run is trained to its end, or stopped. Raises AsyncGrpoError otherwise."""
+        """Train until the run ends or is stopped. Raises AsyncGrpoError for every other end."""
         with stop_signals(self.stop_asked.set):
             async with AsyncExitStack() as stack:
                 try:
@@ -111,7 +111,7 @@ class Node:
         elif self.rank == 0:
             invitation = self._invitation()
             place = (invitation.address, where.port + 1)
-            with contextlib.closing(self._store(*place)) as store:  # taken or not: known before anybody is waited for
+            with contextlib.closing(self._store(*place)) as store:  # a taken port is reported before any wait
                 async with hosted(invitation) as host:
                     await store.open()
                     peers = Peers(host.connections.values(), where.silence_s)
@@ -143,7 +143,7 @@ class Node:
                 for ended in done:
                     ended.result()
             if setup.host is not None:
-                await setup.peers.left(LINGER_S)  # what goes wrong there now is theirs to report: the run is trained
+                await setup.peers.left(LINGER_S)  # the run is trained; the other nodes report their own failures
         finally:
             await cancel_and_wait(*own_tasks)
 
@@ -216,13 +216,13 @@ class Node:
 
 
 async def _watch(peers: Peers, host: Host | None) -> None:
-    """As `Peers.watch`; on node 0 it raises NodeLost also for a node that is back before its end was noticed."""
+    """As `Peers.watch`; on node 0 it also raises NodeLost for a node that is back before its loss was noticed."""
     if host is None:
         await peers.watch()
         return
     with contextlib.suppress(Overtaken):
-        await race(host.again.wait(), peers.watch())  # of two that are done at once, the new life explains the other
-        raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier life")
+        await race(host.again.wait(), peers.watch())  # if both are done, the restart explains the loss
+        raise NodeLost(f"{host.again_peer} was started again, and the ranks wait for its earlier process")
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ BEATS_OF_SILENCE = 8
 
 
 class Hello(Record, frozen=True, kw_only=True, tag="hello"):
-    """A node introduces itself, with what it would train."""
+    """A node introduces itself, and says what it would train."""
 
     id: str
     rank: int
@@ -42,7 +42,7 @@ class Hello(Record, frozen=True, kw_only=True, tag="hello"):
 
 
 class Refused(Record, frozen=True, kw_only=True, tag="refused"):
-    """Node 0 refuses a node as it is."""
+    """Node 0 refuses a node, which must be corrected first."""
 
     reason: str
 
@@ -74,16 +74,18 @@ class NodeAlive(Record, frozen=True, kw_only=True, tag="beat"):
 
 
 class Stop(Record, frozen=True, kw_only=True, tag="stop"):
-    """A node was asked to stop the trainer (SIGTERM); rank 0 decides when it does."""
+    """A node was asked to stop the trainer (SIGTERM); rank 0 decides when it stops."""
 
 
 class Stopped(Record, frozen=True, kw_only=True, tag="stopped"):
-    """SIGTERM has ended a rank before it had joined the run: there is nothing to save, and no rank will lead the others
-    to an end. The last word of a node, like `Ended`."""
+    """SIGTERM has ended a rank before it joined the run: there is nothing to save, and no rank will stop the others.
+
+    Like `Ended`, it is the last message of a node.
+    """
 
 
 class Ended(Record, frozen=True, kw_only=True, tag="ended"):
-    """The ranks of this node have ended; "" is as they should."""
+    """The ranks of this node have ended; the reason is "" if they succeeded."""
 
     reason: str
 
@@ -115,7 +117,7 @@ class PeerConnection:
         self._writer.write(pack_frame(encode(message), MAX_FRAME_BYTES))
 
     async def receive(self) -> Message:
-        """The next message. Raises NodeLost when the connection ends, WireError for what is no message."""
+        """The next message. Raises NodeLost when the connection ends, WireError for anything that is no message."""
         try:
             return _decoder.decode(await self._frames.next())
         except (asyncio.IncompleteReadError, OSError) as error:
@@ -123,13 +125,13 @@ class PeerConnection:
         except WireError as error:
             raise WireError(f"{self.peer}: {error}") from None
         except msgspec.MsgspecError as error:
-            raise WireError(f"{self.peer} sends what is no message of this release: {error}") from None
+            raise WireError(f"{self.peer} sends something that is no message of this release: {error}") from None
 
     async def expect(self, kind: type[M]) -> M:
         """The next message, which must be of that kind. Raises NodeLost, WireError."""
         message = await self.receive()
         if not isinstance(message, kind):
-            raise WireError(f"{self.peer} sent {type(message).__name__} where {kind.__name__} was to come")
+            raise WireError(f"{self.peer} sent {type(message).__name__} where {kind.__name__} was expected")
         return message
 
     async def close(self) -> None:
@@ -166,8 +168,7 @@ class Peers:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """As long as the block lasts, they are told that this node is there, whatever they have said of their own end,
-        and are listened to."""
+        """Send heartbeats to them and listen to them within the block, also after they have announced their end."""
         beating = asyncio.create_task(self._beat())
         self._following = [asyncio.create_task(self._follow(connection)) for connection in self._lines]
         try:
@@ -176,7 +177,7 @@ class Peers:
             await cancel_and_wait(beating, *self._following)
 
     async def watch(self) -> None:
-        """Wait until all have ended as they should.
+        """Wait until all have ended successfully.
 
         Raises NodeLost or WireError for the first that has not, StoppedEarly if one says so.
         """
@@ -187,7 +188,7 @@ class Peers:
             following.result()
 
     async def left(self, timeout_s: float) -> None:
-        """Wait until all have ended, however they did, but at most `timeout_s`."""
+        """Wait until all have ended, successfully or not, but at most `timeout_s`."""
         await asyncio.wait(self._following, timeout=timeout_s)
 
     async def _follow(self, connection: PeerConnection) -> None:

@@ -55,7 +55,7 @@ class RankFailed(TrainingError):
 
 
 class Terminated(TrainingError):
-    """SIGTERM has ended a rank. From the moment that it has joined the run on, none lets that happen."""
+    """SIGTERM has ended a rank, which is possible only before it has joined the run."""
 
 
 def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, int] | None) -> list[dict[str, str]]:
@@ -77,7 +77,7 @@ def rank_environments(config: TrainerConfig, node_rank: int, store: tuple[str, i
 def network_environment(platform: str, own_address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that name the network card on which this node reaches the others, for libraries that would guess it.
 
-    What the user has set stands; nothing is said of an address that no card has.
+    Variables that the user has set stay; an address that no card has gives none.
     """
     found = card_environment(own_address, select_platform(platform).network_variables)
     return {name: value for name, value in found.items() if name not in environment}

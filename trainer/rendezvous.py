@@ -4,8 +4,8 @@
     node R    connects, again and again, until node 0 is there and begins
 
 Node 0 waits for the others and they wait for node 0, all of them for `rendezvous.timeout_s`. A node that comes when all
-have met already was started again. Node 0 is told, since its ranks wait in vain for the earlier process of that node,
-and the newcomer asks again until all nodes have been started again.
+have met already was started again. Node 0 is told, because its ranks wait for the earlier process of that node. The
+newcomer asks again until all nodes have been started again.
 
 Two nodes agree if they have the same configuration and first policy. All nodes see the same folder of checkpoints if
 each finds there the file that the other has left.
@@ -107,7 +107,7 @@ async def file_appears(folder: Path, name: str, look_s: float = LOOK_S) -> bool:
     """Whether the file appears in the folder within `look_s`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(look_s):
-            while not (folder / Path(name).name).exists():  # noqa: ASYNC110  (nobody could set an event)
+            while not (folder / Path(name).name).exists():  # noqa: ASYNC110  (no one could set an event)
                 await asyncio.sleep(_LOOK_EVERY_S)
             return True
     return False
@@ -148,7 +148,7 @@ class Host:
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle a new connection: accept the node, or tell it why not and hang up."""
         address = writer.get_extra_info("peername")[0]
-        connection = PeerConnection(reader, writer, f"somebody at {address}")
+        connection = PeerConnection(reader, writer, f"a caller at {address}")
         stays = False
         try:
             async with asyncio.timeout(HELLO_S):
@@ -158,13 +158,13 @@ class Host:
         except WireError as error:
             self._turn_away(connection, str(error))
         except (TimeoutError, NodeLost):
-            pass  # it never said that it was a node: a port scan, or a health check
+            pass  # it sent no Hello: a port scan, or a health check
         finally:
             if not stays:
                 await connection.close()
 
     async def _takes_in(self, connection: PeerConnection, hello: Hello) -> bool:
-        """Whether the node belongs to this trainer; if not, it has been told why."""
+        """Whether the node belongs to this trainer; if it does not, it is told why."""
         reason = objection(self.invitation.hello, hello, nodes=self.invitation.nodes, place=self.invitation.place)
         if reason is not None:
             self._turn_away(connection, reason)
@@ -266,7 +266,7 @@ async def join(invitation: Invitation) -> PeerConnection:
             while True:
                 with contextlib.suppress(OSError):
                     connection = await _call(invitation)
-                    state = "it answers, but other nodes are missing, or it still runs an earlier life of this one"
+                    state = "it answers, but other nodes are missing, or it waits for an earlier process of this one"
                     if await _begins(connection, invitation):
                         return connection
                 await asyncio.sleep(_RETRY_S)

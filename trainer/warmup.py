@@ -227,7 +227,7 @@ def _write(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: 
 
 
 def main() -> None:
-    """Make the policy that a WarmupConfig (JSON) describes; one JSON line a probe, and the report last."""
+    """Make the policy that a WarmupConfig (JSON) describes; prints one JSON line per probe, then the report."""
     parser = argparse.ArgumentParser(description="Make the first policy of the quickstart.")
     parser.add_argument("--config", required=True, help="a WarmupConfig as JSON")
     parser.add_argument("--out", required=True, type=Path)

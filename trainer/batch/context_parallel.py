@@ -162,7 +162,7 @@ def rank_tokens(batch: MicroBatch, context: ContextRank) -> RankTokens:
 
 
 def _sources(positions: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Where each token of the part lies in the micro-batch; and whether it does, or pads (with a copy of the last)."""
+    """The place of each token of the part in the micro-batch, and whether it is real: padding repeats the last one."""
     starts_N = torch.tensor([0, *lengths]).cumsum(0)
     members = list(zip(starts_N, positions, lengths, strict=False))  # the last start has no sequence
     sources = [start + position.clamp(max=length - 1) for start, position, length in members]

@@ -124,13 +124,13 @@ def _precision(source: Path, kinds: set[str]) -> str:
 
 
 def _write(folder: Path, model: GPTModel, hf: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Like the checkpoint of a run at version 0, without an optimizer."""
+    """Write the checkpoint of a run at version 0, without an optimizer."""
     from trainer.checkpoint.manifest import CheckpointManifest, seal
     from trainer.checkpoint.snapshot import RankSnapshot
     from trainer.checkpoint.state import layout_of_ranks, metadata, traits_of
 
     state = {"model": model.sharded_state_dict(metadata=metadata())}
-    snapshot = RankSnapshot(state, folder, live=())  # nobody trains: the weights need not be copied
+    snapshot = RankSnapshot(state, folder, live=())  # nothing trains here, so the weights need not be copied
     part = snapshot.write()
     snapshot.finish([part])
     manifest = CheckpointManifest(version=0, epoch=0, model=traits_of(hf, dtype), layout=layout_of_ranks())

@@ -53,7 +53,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: RankLayout
     format: int = FORMAT
     files: dict[str, File] = {}
-    """By name."""
+    """Size and hash of every file, by name."""
 
 
 def seal(folder: Path, manifest: CheckpointManifest, known: Mapping[str, File]) -> None:

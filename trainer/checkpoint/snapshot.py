@@ -147,7 +147,7 @@ class SaveStrategy(megatron_strategies.TorchDistSaveShardedStrategy):
 
 
 class SavePlanner(megatron_strategies.MCoreSavePlanner):
-    """Hands out each copied tensor once."""
+    """Copies the tensors of a plan, and hands each copy out once."""
 
     def __init__(self, live: set[int]) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -221,7 +221,7 @@ def read_part(draft: Path, rank: int, timeout_s: float) -> RankShards:
         if _failed(draft, rank).exists():
             raise OSError(_failed(draft, rank).read_text() or f"rank {rank} failed")
         if not draft.is_dir():
-            raise FileNotFoundError(f"{draft} was removed by somebody else")
+            raise FileNotFoundError(f"{draft} was removed by another process")
         if time.monotonic() > deadline_s:
             fix = "Is the folder shared by all machines? Raise trainer.checkpoint.timeout_s"
             raise WaitTimeout(f"rank {rank}'s part of {draft}", timeout_s, fix)

@@ -50,7 +50,7 @@ def check_tensor(name: str, found: Sequence[int] | None, wanted: Sequence[int]) 
 
 
 def check_known(names: Iterable[str], hf: PretrainedConfig) -> None:
-    """Raise DataError for what was trained and would be left behind. What can be computed anew may be."""
+    """Raise DataError for trained tensors that would be lost. Tensors that can be computed may be missing."""
     known = {name for name, _ in model_tensors(hf, 1)} | ({"lm_head.weight"} if hf.tie_word_embeddings else set())
     unknown = [name for name in names if name not in known and not name.endswith("rotary_emb.inv_freq")]
     if unknown:

@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Family] = {
         required={**_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Rope:
 
     theta: float
     factor: float | None
-    """Of Llama 3's scaling; None without it."""
+    """Scaling factor of Llama 3; None without scaling."""
 
 
 def known_families() -> str:

@@ -3,7 +3,7 @@
     gradients --norm, refused if not finite--> clip --> AdamW on fp32 masters --> weights of the model
 
 Weight decay applies to matrices, not to norms and biases. `learning_rate` is a pure function of the version and is set
-anew at every update, so a resumed run needs nothing but its version to continue the schedule.
+at every update, so a resumed run continues the schedule from its version alone.
 """
 
 from __future__ import annotations

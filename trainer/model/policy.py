@@ -112,12 +112,12 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Data type of the weights."""
         return self.model.config.params_dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """Device of the weights."""
         return next(self.model.parameters()).device
 
     def run(

@@ -47,7 +47,7 @@ class Placement(Protocol):
     """Where the reference's weights are."""
 
     def active(self) -> AbstractContextManager[Policy]:
-        """A policy that computes with them, within the block."""
+        """Give a policy that computes with them, within the block."""
         ...
 
     def follow(self, policy: Policy) -> None:
@@ -55,7 +55,7 @@ class Placement(Protocol):
         ...
 
     def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Copies of them, as Megatron's sharded tensors of this rank."""
+        """Return copies of them, as Megatron's sharded tensors of this rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Reference:
     sync_every: int | None = None
 
     def active(self) -> AbstractContextManager[Policy]:
-        """A policy that computes with the reference's weights, within the block. Only forward passes."""
+        """Give a policy that computes with the reference's weights, within the block, for forward passes only."""
         return self.weights.active()
 
     def after_step(self, policy: Policy, version: int) -> None:
@@ -80,7 +80,7 @@ class Reference:
             self.weights.follow(policy)
 
     def state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint must hold of it; {} if it never changes. `metadata`: of Megatron's sharded tensors."""
+        """Return what a checkpoint must hold; {} if it never changes. `metadata`: of Megatron's sharded tensors."""
         return {} if self.sync_every is None else self.weights.state_dict(metadata)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 def parameter_of(name: str, parameters: Container[str]) -> str:
-    """`name` as it is among `parameters`, whichever spec they were built from. Raises KeyError.
+    """`name` as it is among `parameters`, for every spec that they may be built from. Raises KeyError.
 
     >>> parameter_of("decoder.layers.3.input_layernorm.weight",
     ...              ["decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"])

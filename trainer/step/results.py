@@ -91,8 +91,8 @@ def step_row(
 
 
 def _speed(measured: Mapping[str, float], compute_s: float, peak_flops: float | None) -> dict[str, float]:
-    """Over the seconds in which the ranks compute. MFU counts useful operations: passes before the first update and
-    recomputation take time and count nothing."""
+    """Throughput while the ranks compute. MFU counts useful operations only: passes before the first update and
+    recomputation take time but add none."""
     if not measured or compute_s <= 0:
         return {}
     used = {} if peak_flops is None else {"mfu": measured["model_flops"] / (compute_s * peak_flops)}
@@ -100,8 +100,8 @@ def _speed(measured: Mapping[str, float], compute_s: float, peak_flops: float | 
 
 
 def _rewards(groups: list[Group]) -> dict[str, Any]:
-    """Over verifiable samples; `informative_groups` is the share of groups whose rewards differ, so that they have
-    a gradient."""
+    """Figures over the verifiable samples; `informative_groups` is the share of groups whose rewards differ: the others
+    have no gradient."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     differing = [{sample.reward for sample in group.samples if sample.reward is not None} for group in groups]

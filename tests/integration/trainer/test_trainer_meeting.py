@@ -126,7 +126,7 @@ async def test_a_caller_that_speaks_otherwise_is_hung_up_on_and_logged(tmp_path:
             assert await reader.read() == b""
         writer.close()
     (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert "somebody at 127.0.0.1: a frame claims" in warned["reason"]
+    assert "a caller at 127.0.0.1: a frame claims" in warned["reason"]
 
 
 async def test_a_node_0_of_another_release_leaves_no_connection_behind(tmp_path: Path, port: int) -> None:

@@ -292,7 +292,7 @@ def refusal(call: Callable[[], object], kind: type[Exception] = CheckpointError)
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of what holds tensors; the index and the manifest hold names of their own."""
+    """Hashes of the files that hold tensors; the index and the manifest hold names of their own."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.distcp")}
 
 

@@ -17,7 +17,7 @@ from async_grpo.config import RunConfig
 
 KILLS = 6
 MOST_CHECKPOINTS = 3
-"""Of one life."""
+"""Most checkpoints of one life."""
 
 
 def lives(config: RunConfig, model: Path, platform: Any) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 TEMPERATURE = 0.8
 CLIP, CAP, DECAY = 0.5, 2.0, 0.1
 EPS = 1e-5
-"""Of AdamW: large enough that gradients that are zero but for rounding stay without effect."""
+"""Epsilon of AdamW: large enough that gradients that are zero but for rounding stay without effect."""
 HUGE = 1e6
 GRADIENT = {"lr": HUGE, "eps": HUGE, "clip_grad": HUGE, "beta1": 0.0}
 """Adam with a huge eps and a learning rate as huge is plain gradient descent: weights move by minus their gradient."""

@@ -105,7 +105,7 @@ def _rows(model: Any, version: int) -> list[Row]:
 
 
 def _logprobs(model: Any, members: list[tuple[Group, Sample]]) -> list[Tensor]:
-    """Of the completions' tokens, from one padded batch; the model is causal, so no token sees padding."""
+    """Log-probabilities of the completions, from one padded batch; the model is causal, so no token sees padding."""
     words = [_words(group, sample) for group, sample in members]
     logits_BTV = model(pad_sequence([torch.cat(pair) for pair in words], batch_first=True)).logits / TEMPERATURE
     rows = [

@@ -185,7 +185,7 @@ def swap(policy: Any, reference: Any) -> dict[str, Any]:
 
 
 def logprobs(policy: Any, config: RunConfig) -> list[float]:
-    """Of the trained tokens of batch 0, in their packed order."""
+    """Log-probabilities of the trained tokens of batch 0, in their packed order."""
     from trainer.batch.packing import pack_for_rank
 
     packed = pack_for_rank(make_batch(0), config).micro_batches

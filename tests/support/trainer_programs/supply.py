@@ -14,7 +14,7 @@ from buffer import RedisBuffer
 from tests.support.trainer_programs.batches import make_sample
 
 SAMPLES = 4
-"""Of a group."""
+"""Samples of a group."""
 
 
 async def serve(buffer: RedisBuffer, groups: int, patience_s: float = 90.0) -> None:
