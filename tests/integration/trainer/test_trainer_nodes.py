@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 
 from async_grpo.config import RunConfig, load
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.weights.shared_memory import remove_stores
-from async_grpo.wire.board import Evaluation, Probe
-from buffer import RedisBuffer, connect, connect_board
 from tests.support.ports import two_free_ports
-from tests.support.trainer_programs.batches import make_task
 from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.supply import SAMPLES, make_group, serve, trained, until
+from tests.support.trainer_programs.supply import Supply, command, supply, trained, until, write_config
 
 STEPS, GROUPS, KILL_AT = 5, 2, 3
 PATIENCE_S = 400.0
@@ -55,72 +48,34 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 async def live_through(folder: Path, redis: RedisConfig, layout: dict[str, int]) -> Story:
-    model = make_model(folder, "qwen2")
-    one = write_config(folder, "one-node", redis, model, layout)
     rendezvous = {"address": "127.0.0.2", "port": two_free_ports("127.0.0.2"), "timeout_s": 300}
-    two = write_config(folder, "two-nodes", redis, model, {**layout, "nodes": 2, "rendezvous": rendezvous})
-    async with supply(load(one)) as buffer, delivered(buffer, STEPS), command(one, "trainer.log") as alone:
-        assert await ended(alone) == 0, (folder / "trainer.log").read_text()[-4000:]
-    async with supply(load(two)) as buffer:
-        async with delivered(buffer, KILL_AT), node(two, 0) as first, node(two, 1) as second:
+    one = write(folder, "one-node", redis, layout)
+    two = write(folder, "two-nodes", redis, {**layout, "nodes": 2, "rendezvous": rendezvous})
+    async with supply(load(one)) as run, delivered(run, STEPS), trainer(one) as alone:
+        await run.evaluate()
+        assert await ended(alone) == 0, (one.parent / "node-0.log").read_text()[-4000:]
+    async with supply(load(two)) as run:
+        await run.evaluate()
+        async with delivered(run, KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
             await until(lambda: trained(load(two)) >= KILL_AT, PATIENCE_S)
             second.kill()
             codes_after_the_kill = [await ended(first), await ended(second)]
-        said = (folder / "node-0.log").read_text()
-        async with delivered(buffer, STEPS - KILL_AT), node(two, 0) as first, node(two, 1) as second:
+        said = (two.parent / "node-0.log").read_text()
+        async with delivered(run, STEPS - KILL_AT), trainer(two, 0) as first, trainer(two, 1) as second:
             codes_at_the_end = [await ended(first), await ended(second)]
     return Story(losses(load(one)), losses(load(two)), codes_after_the_kill, codes_at_the_end, said)
 
 
-def write_config(folder: Path, name: str, redis: RedisConfig, model: Path, trainer: dict[str, Any]) -> Path:
-    raw: dict[str, Any] = {
-        "name": f"{name}-{folder.name}-{os.getpid()}",
-        "runs_dir": str(folder / "runs"),
-        "steps": STEPS,
-        "max_staleness": 1,
-        "group_size": SAMPLES,
-        "groups_per_step": GROUPS,
-        "model": {"path": str(model)},
-        "sampling": {"max_tokens": 64},
-        "rollout": {"vllm": {"max_model_len": 128}},
-        "redis": redis.model_dump(mode="json"),
-        "trainer": {
-            "processes": 2,
-            "micro_batch_tokens": 128,
-            "take_timeout_s": 90,
-            "optimizer": {"lr": 1e-3},
-            "checkpoint": {"every_steps": 2},
-            **trainer,
-        },
-        "eval": {"timeout_s": 90},
-        "telemetry": {"tensorboard": False},
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    return path
+def write(folder: Path, name: str, redis: RedisConfig, trainer: dict[str, Any]) -> Path:
+    model = {"path": str(make_model(folder, "qwen2"))}
+    trainer = {"processes": 2, "checkpoint": {"every_steps": 2}, **trainer}
+    return write_config(folder, name, redis, steps=STEPS, groups=GROUPS, patience_s=90, model=model, trainer=trainer)
 
 
 @contextlib.asynccontextmanager
-async def supply(config: RunConfig) -> AsyncIterator[RedisBuffer]:
-    """With the tasks of every step, and with what the trainer waits for in the end."""
-    buffer = await connect(config.redis, config.name, policy=config.replay_policy, lease_s=60.0, max_attempts=3)
-    board = await connect_board(config.redis, config.name)
-    tasks = [make_task(np.random.default_rng(index), index, 6) for index in range(STEPS * GROUPS)]
-    await buffer.put_tasks(tasks)
-    await board.put_probe(Probe(version=STEPS, groups=[make_group(tasks[0], seq=0, attempt=1, version=STEPS)]))
-    await board.put_evaluation(Evaluation(version=STEPS, prompts=1, samples=1, sampled_accuracy=0.0))
-    try:
-        yield buffer
-    finally:
-        await buffer.aclose()
-        await board.aclose()
-        remove_stores(config.local_name)
-
-
-@contextlib.asynccontextmanager
-async def delivered(buffer: RedisBuffer, steps: int) -> AsyncIterator[None]:
+async def delivered(run: Supply, steps: int) -> AsyncIterator[None]:
     """Groups for so many further steps, so that the trainer cannot be beyond them."""
-    serving = asyncio.create_task(serve(buffer, steps * GROUPS, PATIENCE_S))
+    serving = asyncio.create_task(run.serve(steps))
     try:
         yield
         await serving
@@ -129,27 +84,15 @@ async def delivered(buffer: RedisBuffer, steps: int) -> AsyncIterator[None]:
         await asyncio.gather(serving, return_exceptions=True)
 
 
-def node(config: Path, rank: int) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
-    return command(config, f"node-{rank}.log", "--node-rank", str(rank))
+def trainer(
+    config: Path, rank: int | None = None
+) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    options = () if rank is None else ("--node-rank", rank)
+    log = config.with_name(f"node-{rank or 0}.log")
+    return command(log, "async_grpo.app.cli.main", "trainer", config, *options)
 
 
-@contextlib.asynccontextmanager
-async def command(config: Path, log: str, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    with (config.parent / log).open("ab") as said:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "async_grpo.app.cli.main", "trainer", str(config), *options),
-            stdout=said,
-            stderr=said,
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-
-
-async def ended(process: asyncio.subprocess.Process) -> int:
+async def ended(process: Process) -> int:
     async with asyncio.timeout(PATIENCE_S):
         return await process.wait()
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from async_grpo.config import RunConfig, dump, validate
+from async_grpo.config import load
+from async_grpo.config.buffer import RedisConfig
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.weights.shared_memory import remove_stores
-from async_grpo.wire.board import Evaluation, Probe
-from buffer import BufferStats, EmbeddedServer, connect, connect_board
-from tests.support.trainer_programs.batches import make_task
+from buffer import BufferStats
 from tests.support.trainer_programs.models import make_model
-from tests.support.trainer_programs.supply import SAMPLES, make_group, serve, trained, until
+from tests.support.trainer_programs.supply import command, supply, trained, until, write_config
 
 STEPS, GROUPS = 8, 3
 KILL_AT, STOP_AT = 3, 5
@@ -52,94 +45,42 @@ class Story:
 
 
 @pytest.fixture(scope="module", params=["whole batches", pytest.param("streamed", marks=pytest.mark.slow)])
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_config: RedisConfig) -> Story:
     folder = tmp_path_factory.mktemp("run")
-    return asyncio.run(live_through(folder, run_config(folder, streaming=request.param == "streamed")))
-
-
-async def live_through(folder: Path, config: RunConfig) -> Story:
+    trainer = {"streaming": request.param == "streamed", "checkpoint": {"every_steps": 2, "keep": 2}}
+    sections = {"model": {"random": {}}, "trainer": trainer, "telemetry": {}}
+    file = write_config(folder, "one", redis_config, steps=STEPS, groups=GROUPS, patience_s=60, **sections)
     model = make_model(folder, "qwen2")
     (model / "tokenizer.json").write_text("{}")
-    server = EmbeddedServer(folder / "server", config.redis)
-    try:
-        config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": server.start()})})
-        config.run_dir.mkdir(parents=True)
-        (config.run_dir / "config.yaml").write_text(dump(config))
-        return await lives(config, model)
-    finally:
-        server.stop()
-        remove_stores(config.local_name)  # of the trainer that was killed
+    return asyncio.run(lives(file, model))
 
 
-async def lives(config: RunConfig, model: Path) -> Story:
+async def lives(file: Path, model: Path) -> Story:
     """Three lives of the trainer beside one scripted rollout server."""
-    buffer = await connect(config.redis, config.name, policy=config.replay_policy, lease_s=30.0, max_attempts=3)
-    board = await connect_board(config.redis, config.name)
-    tasks = [make_task(np.random.default_rng(index), index, 6) for index in range(STEPS * GROUPS)]
-    await buffer.put_tasks(tasks)
-    codes = []
-    enough_to_stop = asyncio.create_task(serve(buffer, STOP_AT * GROUPS))
-    async with trainer(config, model) as process:
-        await until(lambda: trained(config) >= KILL_AT)
-        process.kill()
-        codes.append(await process.wait())
-    async with trainer(config, model) as process:
-        await until(lambda: trained(config) >= STOP_AT)
-        process.terminate()
-        codes.append(await process.wait())
-    saved_at_stop = (config.run_dir / "checkpoints" / "latest").read_text().strip()
-    await enough_to_stop
-    the_rest = asyncio.create_task(serve(buffer, (STEPS - STOP_AT) * GROUPS))
-    await board.put_probe(Probe(version=STEPS, groups=[make_group(tasks[0], seq=0, attempt=1, version=STEPS)]))
-    async with trainer(config, model) as process:
-        await until(lambda: (config.run_dir / "checkpoints" / "hf").exists())
-        await asyncio.sleep(LINGER_S)
-        stays = process.returncode is None
-        await board.put_evaluation(Evaluation(version=STEPS, prompts=1, samples=1, sampled_accuracy=0.0))
-        codes.append(await process.wait())
-    await the_rest
-    stats = await buffer.stats()
-    await buffer.aclose()
-    await board.aclose()
-    return Story(config.run_dir, model, stats, codes, saved_at_stop, stays)
-
-
-@contextlib.asynccontextmanager
-async def trainer(config: RunConfig, model: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    files = ["--config", str(config.run_dir / "config.yaml"), "--model", str(model)]
-    with (config.run_dir / "trainer.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "trainer.main", *files, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
+    config, codes = load(file), []
+    checkpoints, log = config.run_dir / "checkpoints", config.run_dir / "trainer.log"
+    trainer = ("trainer.main", "--config", file, "--model", model)
+    async with supply(config) as run:
+        enough_to_stop = asyncio.create_task(run.serve(STOP_AT))
+        async with command(log, *trainer) as process:
+            await until(lambda: trained(config) >= KILL_AT)
             process.kill()
-            await process.wait()
-
-
-def run_config(folder: Path, *, streaming: bool) -> RunConfig:
-    raw: dict[str, Any] = {
-        "name": f"trainer-run-{os.getpid()}",
-        "runs_dir": str(folder / "runs"),
-        "steps": STEPS,
-        "max_staleness": 1,
-        "group_size": SAMPLES,
-        "groups_per_step": GROUPS,
-        "model": {"random": {}},
-        "sampling": {"max_tokens": 64},
-        "rollout": {"vllm": {"max_model_len": 128}},
-        "trainer": {
-            "micro_batch_tokens": 128,
-            "streaming": streaming,
-            "take_timeout_s": 60,
-            "optimizer": {"lr": 1e-3},
-            "checkpoint": {"every_steps": 2, "keep": 2},
-        },
-        "eval": {"timeout_s": 30},
-    }
-    return validate(raw, "test")
+            codes.append(await process.wait())
+        async with command(log, *trainer) as process:
+            await until(lambda: trained(config) >= STOP_AT)
+            process.terminate()
+            codes.append(await process.wait())
+        saved_at_stop = (checkpoints / "latest").read_text().strip()
+        await enough_to_stop
+        the_rest = asyncio.create_task(run.serve(STEPS - STOP_AT))
+        async with command(log, *trainer) as process:
+            await until(lambda: (checkpoints / "hf").exists())
+            await asyncio.sleep(LINGER_S)
+            stays = process.returncode is None
+            await run.evaluate()
+            codes.append(await process.wait())
+        await the_rest
+        return Story(config.run_dir, model, await run.buffer.stats(), codes, saved_at_stop, stays)
 
 
 def test_sigkill_kills_and_sigterm_and_the_end_exit_with_zero(story: Story) -> None:

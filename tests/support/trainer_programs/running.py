@@ -22,18 +22,23 @@ def _platform(name: str) -> Platform:
 
 
 def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> None:
-    """A case is a JSON object; `config` in it names its configuration, whose layout the ranks take for it."""
+    """A case is a JSON object; `config` in it names its configuration, whose layout the ranks take for it.
+
+    Cases of one layout run one after another, in the order of the list.
+    """
     cases = json.loads(Path(sys.argv[1]).read_text())
-    configs = [load(Path(case["config"])) for case in cases]
-    platform = _platform(configs[0].trainer.platform)
+    listed = [(load(Path(case["config"])), case) for case in cases]
+    listed.sort(key=lambda each: _layout(each[0]))  # a layout has threads and sockets of its own, which stay
+    first = listed[0][0]
+    platform = _platform(first.trainer.platform)
     platform.activate(1)
     from megatron.core import parallel_state
 
     from trainer.distributed import lay_out, start_ranks, stop_ranks
 
-    start_ranks(configs[0].trainer, platform, configs[0].seed, 60.0)
-    present = _layout(configs[0])
-    for config, case in zip(configs, cases, strict=True):
+    start_ranks(first.trainer, platform, first.seed, 60.0)
+    present = _layout(first)
+    for config, case in listed:
         if present != _layout(config):
             parallel_state.destroy_model_parallel()
             lay_out(config.trainer, config.seed)
