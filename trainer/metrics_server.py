@@ -143,13 +143,22 @@ def _counts(name: str, help_text: str, label: str, values: Mapping[str, float]) 
 class MetricsServer:
     """Call `open`, then `joined`, `serving` and `step` as the training goes on, then `close`.
 
-    No call raises or waits for a client.
+    No call raises or waits for a client. `_progress` is set by the training's thread and read by that of the pages.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._http = config.telemetry.http
-        self._pages = _Pages(config)
-        self._server = HttpServer(self._pages.app(), MAX_REQUESTS)
+        self._config, self._http = config, config.telemetry.http
+        self._progress = TrainerProgress()
+        self._collector = TrainerCollector(config)
+        self._registry = CollectorRegistry()
+        self._registry.register(self._collector)
+        ProcessCollector(registry=self._registry)
+        self._buffer: RedisBuffer | None = None
+        self._recent = CachedStats()
+        # The pages need no key and show no text of samples.
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
+        app = Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
+        self._server = HttpServer(app, MAX_REQUESTS)
         self._thread: threading.Thread | None = None
 
     def open(self) -> str:
@@ -169,15 +178,15 @@ class MetricsServer:
 
     def joined(self, epoch: int, version: int) -> None:
         """This trainer has taken over the run, at `version`: from now on there is one to ask the buffer about."""
-        self._pages.progress = replace(self._pages.progress, epoch=epoch, version=version)
+        self._progress = replace(self._progress, epoch=epoch, version=version)
 
     def serving(self) -> None:
         """Rollout servers can fetch the weights of this trainer's version: it is ready."""
-        self._pages.progress = replace(self._pages.progress, ready=True)
+        self._progress = replace(self._progress, ready=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Count a finished step."""
-        self._pages.progress = self._pages.progress.after(row)
+        self._progress = self._progress.after(row)
 
     def close(self) -> None:
         """Stop listening; a thread that does not end by then ends with the process."""
@@ -197,42 +206,19 @@ class MetricsServer:
         try:
             await self._server.serve(listener)
         finally:
-            await self._pages.aclose()
-
-
-class _Pages:
-    """The pages that are served. `progress` is set by the training's thread and read by that of the pages."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.progress = TrainerProgress()
-        self._config = config
-        self._collector = TrainerCollector(config)
-        self._registry = CollectorRegistry()
-        self._registry.register(self._collector)
-        ProcessCollector(registry=self._registry)
-        self._buffer: RedisBuffer | None = None
-        self._recent = CachedStats()
-
-    def app(self) -> Starlette:
-        """The routes; they need no key and show no text of samples."""
-        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
-        return Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
-
-    async def aclose(self) -> None:
-        """Close the connection to the buffer."""
-        if self._buffer is not None:
-            await self._buffer.aclose()
+            if self._buffer is not None:
+                await self._buffer.aclose()
 
     async def _healthz(self, _request: Request) -> Response:
         return JSONResponse({"status": "alive"})
 
     async def _readyz(self, _request: Request) -> Response:
-        if self.progress.ready:
+        if self._progress.ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": "no weights are served yet"}, 503)
 
     async def _metrics(self, _request: Request) -> Response:
-        progress = self.progress
+        progress = self._progress
         if progress.epoch > 0:
             await self._recent.refresh(self._ask)
         self._collector.progress, self._collector.stats = progress, self._recent.stats

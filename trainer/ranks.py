@@ -184,15 +184,10 @@ class Rank:
             cause = self.errors.last_error()
             raise RankFailed(f"rank {self.number} ended with exit code {code}{': ' + cause if cause else ''}", code)
 
-    def terminate(self) -> None:
-        """Send SIGTERM, if the process is still there."""
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if the process is still there."""
         if self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL, if the process is still there."""
-        if self.process.returncode is None:
-            self.process.kill()
+            self.process.send_signal(number)
 
 
 @dataclass(slots=True)
@@ -217,15 +212,15 @@ class LocalRanks:
     def stop(self) -> None:
         """Send SIGTERM to rank 0, on its node: it brings the trainer to an end, the others wait for its word, and one
         that has not joined the run yet would not survive the signal."""
-        self.ranks[0].terminate()
+        self.ranks[0].send(signal.SIGTERM)
 
     async def end(self) -> None:
         """End the ranks that are left: SIGTERM, then SIGKILL after GRACE_S."""
         for rank in self.ranks:
-            rank.terminate()
+            rank.send(signal.SIGTERM)
         left = [asyncio.create_task(rank.process.wait()) for rank in self.ranks]
         await asyncio.wait(left, timeout=GRACE_S)
         for rank in self.ranks:
-            rank.kill()
+            rank.send(signal.SIGKILL)
         await asyncio.gather(*left)
         await asyncio.gather(*(rank.errors.read_to_the_end() for rank in self.ranks))

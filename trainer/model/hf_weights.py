@@ -1,7 +1,7 @@
 """Loads Hugging Face tensors into this rank's Megatron parameters, and exports them again.
 
-Both directions go tensor by tensor: no rank ever holds two copies of the model. `ShardOwners` knows which ranks have a
-part of a tensor, and which of them sends it to rank 0 in an export.
+Both directions go tensor by tensor: no rank ever holds two copies of the model. A `RankPosition` tells whether its rank
+has a part of a tensor, and whether it sends the tensor to rank 0 in an export.
 """
 
 from __future__ import annotations
@@ -35,35 +35,20 @@ class RankPosition:
     expert: int
     expert_replica: int
 
-
-@dataclass(frozen=True, slots=True)
-class ShardOwners:
-    """The positions of all ranks, seen from `rank`."""
-
-    rank: int
-    positions: tuple[RankPosition, ...]
-
-    def source(self, stage: int, holder: int | None) -> int:
-        """The rank that ends up with the whole tensor; `holder` as in `WeightRule`."""
-        return next(
-            rank
-            for rank, position in enumerate(self.positions)
-            if self._first(position, stage, holder) and (holder is not None or position.tensor == 0)
-        )
-
     def has_part(self, stage: int, holder: int | None) -> bool:
-        """Whether this rank takes part in gathering it: its first replica does."""
-        return self._first(self.positions[self.rank], stage, holder)
-
-    @staticmethod
-    def _first(position: RankPosition, stage: int, holder: int | None) -> bool:
-        if position.stage != stage:
+        """Whether the rank takes part in gathering a tensor of `stage`: its first replica does. `holder`: see
+        `WeightRule`."""
+        if self.stage != stage:
             return False
-        return position.replica == 0 if holder is None else (position.expert, position.expert_replica) == (holder, 0)
+        return self.replica == 0 if holder is None else (self.expert, self.expert_replica) == (holder, 0)
+
+    def sends(self, stage: int, holder: int | None) -> bool:
+        """Whether the rank sends the whole tensor to rank 0."""
+        return self.has_part(stage, holder) and (holder is not None or self.tensor == 0)
 
 
-def find_owners() -> ShardOwners:
-    """Gather the positions of all ranks; all ranks call this together."""
+def find_positions() -> list[RankPosition]:
+    """Gather the positions of all ranks, by rank; all ranks call this together."""
     position = [
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -73,7 +58,7 @@ def find_owners() -> ShardOwners:
     ]
     positions = [torch.empty(len(position), dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(positions, torch.tensor(position))
-    return ShardOwners(dist.get_rank(), tuple(RankPosition(*found.tolist()) for found in positions))
+    return [RankPosition(*found.tolist()) for found in positions]
 
 
 @torch.no_grad()
@@ -97,7 +82,7 @@ def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tens
     All ranks must iterate to the end: a tensor is gathered over the tensor-parallel ranks of its stage, or is
     whole on the expert-parallel rank that has it, and is then sent to rank 0 by the first of them.
     """
-    owners = find_owners()
+    positions, own_rank = find_positions(), dist.get_rank()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     parameters = dict(model.named_parameters())
@@ -105,13 +90,13 @@ def export_hf(model: GPTModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tens
         for weight in stage_weights(hf, stage, stages, expert_ranks):
             if not weight.exported:
                 continue
-            source = owners.source(stage, weight.holder)
+            source = next(rank for rank, each in enumerate(positions) if each.sends(stage, weight.holder))
             full = None
-            if owners.has_part(stage, weight.holder):
+            if positions[own_rank].has_part(stage, weight.holder):
                 full = _gather(parameters[parameter_of(weight.megatron, parameters)], weight, hf)
             if source != 0:
-                full = _to_first_rank(full, weight, source, owners, model.config.params_dtype)
-            if owners.rank == 0:
+                full = _to_first_rank(full, weight, source, model.config.params_dtype)
+            if own_rank == 0:
                 assert full is not None
                 yield from zip(weight.hf, full, strict=True)
 
@@ -192,14 +177,14 @@ def _gather(parameter: Tensor, weight: WeightRule, hf: PretrainedConfig) -> list
 
 
 def _to_first_rank(
-    full: list[Tensor] | None, weight: WeightRule, source: int, owners: ShardOwners, dtype: torch.dtype
+    full: list[Tensor] | None, weight: WeightRule, source: int, dtype: torch.dtype
 ) -> list[Tensor] | None:
     """Send from rank `source` to rank 0; the received tensors there, what was given elsewhere."""
-    if owners.rank == source:
+    if dist.get_rank() == source:
         assert full is not None
         for tensor in full:
             dist.send(tensor.contiguous(), 0)
-    if owners.rank == 0:
+    if dist.get_rank() == 0:
         full = [torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()) for shape in weight.shapes]
         for tensor in full:
             dist.recv(tensor, source)
