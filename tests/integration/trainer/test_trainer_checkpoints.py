@@ -33,7 +33,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     files[0].write_text(dump(validate(raw, "test")))
     command = [sys.executable, "-m", "tests.support.trainer_programs.checkpoint_facts", *map(str, files)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: Facts = json.loads(files[2].read_text())
     return found
