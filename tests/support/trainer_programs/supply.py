@@ -26,6 +26,9 @@ from tests.support.trainer_programs.batches import make_sample, make_task
 SAMPLES = 4
 """Samples of a group."""
 
+PATIENCE_S = 400.0
+"""Seconds that the trainer may take until it makes room for further groups: it may have to start first."""
+
 
 def write_config(
     folder: Path, name: str, redis: RedisConfig, *, steps: int, groups: int, patience_s: float, **sections: Any
@@ -65,8 +68,7 @@ class Supply:
         """Turn the tickets of so many further steps into random groups, at once; the trainer cannot go beyond them."""
         groups = steps * self.config.groups_per_step
         while groups:
-            patience_s = self.config.trainer.take_timeout_s
-            for ticket in await self.buffer.admit(groups, holder="scripted", timeout_s=patience_s):
+            for ticket in await self.buffer.admit(groups, holder="scripted", timeout_s=PATIENCE_S):
                 group = make_group(ticket.task, seq=ticket.seq, attempt=ticket.attempt, version=ticket.version)
                 await self.buffer.insert(ticket, group)
                 groups -= 1
