@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.mindspeed import CHOSEN, unpacked_source
-from tests.support.trainer_programs.launching import Case, Outcome, train
+from tests.support.trainer_programs.launching import Outcome, Run, adamw, assert_same_figures, run_all
 from tests.support.trainer_programs.models import make_model
 
 pytestmark = pytest.mark.slow
 STEPS, SAVED = 4, 2
+LR = 1e-3
 TOLERANCE = 1e-6
 """Largest difference of a weight in float32, after steps of 1e-3."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -34,20 +35,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     source = unpacked_source(tmp_path_factory.mktemp("source"))
     folder = tmp_path_factory.mktemp("steps")
 
-    def case(layout: str, kind: str = "", **how: Any) -> Case:
-        model = make_model(folder, FAMILIES.get(layout, "qwen2"))
-        return Case(f"{layout}{kind}", model, STEPS, trainer=LAYOUTS[layout], **how)
+    def run(layout: str, resumes: str = "", **case: Any) -> Run:
+        model, trainer = make_model(folder, FAMILIES.get(layout, "qwen2")), adamw(LR) | LAYOUTS[layout]
+        case = {"versions": [*range(SAVED if resumes else 0, STEPS)], "resume": bool(resumes), **case}
+        return Run(model, trainer, case, checkpoints_of=resumes)
 
-    found = train(folder, [case(layout) for layout in LAYOUTS], ranks=2)
+    found = run_all({folder: {layout: run(layout) for layout in LAYOUTS}}, ranks=2)[folder]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(CHOSEN, str(source))
         for layout in LAYOUTS:  # MindSpeed patches once in a process, for one layout
-            run = f"{layout}-saved"
-            saved, resumed = (
-                case(layout, "-patched", run=run, save_at=SAVED),
-                case(layout, "-resumed", run=run, resume=True),
-            )
-            found |= train(folder, [saved, resumed], ranks=2)
+            saved = f"{layout}-patched"
+            runs = {saved: run(layout, save_at=SAVED), f"{layout}-resumed": run(layout, resumes=saved)}
+            found |= run_all({folder: runs}, ranks=2)[folder]
     return found
 
 
@@ -58,7 +57,7 @@ def test_training_under_its_patches_gives_the_same_losses_and_weights(
     plain, patched = outcomes[layout], outcomes[f"{layout}-patched"]
     assert len(patched.steps) == STEPS
     for expected, found in zip(plain.steps, patched.steps, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert_same_figures(found, expected, 1e-5)
     assert_same(plain, patched)
 
 
