@@ -141,23 +141,23 @@ def test_with_sequences_shared_by_ranks_the_npu_uses_our_attention() -> None:
     assert own.PackedAttention in classes_in(own.block_spec(config, NpuPlatform().layer_replacements(config)))
 
 
-def imagined(value: Any, mode: FakeTensorMode) -> Any:
+def faked(value: Any, mode: FakeTensorMode) -> Any:
     """The same structure with tensors that have shapes and devices, but no numbers."""
     if isinstance(value, torch.Tensor):
         return mode.from_tensor(value)
     if isinstance(value, list):
-        return [imagined(part, mode) for part in value]
+        return [faked(part, mode) for part in value]
     if dataclasses.is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: imagined(part, mode) for name, part in parts.items()})
+        return dataclasses.replace(value, **{name: faked(part, mode) for name, part in parts.items()})
     return value
 
 
 def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micro_batch() -> None:
-    """On a GPU that is only imagined: torch propagates shapes and devices, and refuses to mix them."""
+    """On a fake GPU: torch propagates shapes and devices, and refuses to mix them."""
     packed = packed_batch.pack(LENGTHS)
     with FakeTensorMode() as mode:
-        packing = to_device(imagined(packed, mode), "cuda:0")
+        packing = to_device(faked(packed, mode), "cuda:0")
         query = torch.empty(sum(LENGTHS), HEADS, DIM, device="cuda:0")
         key, value = torch.empty(2, sum(LENGTHS), GROUPS, DIM, device="cuda:0").unbind(0)
         attention = own.PackedAttention(model_config(torch.float32), 1, None, "self")
