@@ -56,7 +56,8 @@ class _JobState:
 class WeightEncoder:
     """Encodes one version at a time. The descriptor `wake` becomes readable when the version can be taken."""
 
-    def __init__(self, encoding: Encoding, threads: int) -> None:
+    def __init__(self, chunks: Sequence[Chunk], encoding: Encoding, threads: int) -> None:
+        self._chunks = chunks
         self._encoding = encoding
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "encode")
@@ -70,12 +71,10 @@ class WeightEncoder:
         """Whether a version has been started and not been taken."""
         return self._job is not None
 
-    def start(
-        self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
-    ) -> None:
+    def start(self, identity: WeightVersion, block: memoryview, base: ServedVersion | None) -> None:
         """Start to encode `identity`, which lies in `block`; the block must not change until `take`."""
         self._cancelled.clear()
-        self._job = self._director.submit(self._encode, identity, chunks, block, base)
+        self._job = self._director.submit(self._encode, identity, block, base)
         self._job.add_done_callback(lambda _: os.write(self._waker, b"!"))
 
     def cancel(self) -> None:
@@ -89,38 +88,35 @@ class WeightEncoder:
         job, self._job = self._job, None
         return job.result()
 
-    def _encode(
-        self, identity: WeightVersion, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion | None
-    ) -> Encoded:
-        hashes = self._hash(chunks, block)
-        comparable = base is not None and list(base.chunks) == list(chunks)
-        changed = np.flatnonzero(hashes != base.hashes) if base is not None and comparable else np.arange(len(chunks))
-        job = _JobState(changed_bytes=sum(chunks[index].nbytes for index in changed.tolist()))
+    def _encode(self, identity: WeightVersion, block: memoryview, base: ServedVersion | None) -> Encoded:
+        hashes = self._hash(block)
+        changed = np.arange(len(hashes)) if base is None else np.flatnonzero(hashes != base.hashes)
+        job = _JobState(changed_bytes=sum(self._chunks[index].nbytes for index in changed.tolist()))
         patches: dict[int, bytes] = {}
         if self._encoding == "dense":
             job.reason = "configured"
-        elif base is None or not comparable:
+        elif base is None:
             job.reason = "no base"
         else:
-            patches = self._make_patches(chunks, block, base, changed.tolist(), job)
+            patches = self._make_patches(block, base, changed.tolist(), job)
         packed = pack_hashes(hashes.tolist())
         if job.reason:
             return Encoded(identity, packed, job.changed_bytes, job.reason)
         return Encoded(identity, packed, job.encoded_bytes, patches=patches, base=base)
 
-    def _hash(self, chunks: Sequence[Chunk], block: memoryview) -> Hashes:
-        hashes: Hashes = np.empty(len(chunks), np.uint64)
+    def _hash(self, block: memoryview) -> Hashes:
+        hashes: Hashes = np.empty(len(self._chunks), np.uint64)
 
         def work(first: int) -> None:
-            for index in range(first, len(chunks), self._threads):
-                hashes[index] = hash_chunk(chunks[index].of(block))
+            for index in range(first, len(hashes), self._threads):
+                hashes[index] = hash_chunk(self._chunks[index].of(block))
 
         for _ in self._pool.map(work, range(self._threads)):
             pass
         return hashes
 
     def _make_patches(
-        self, chunks: Sequence[Chunk], block: memoryview, base: ServedVersion, changed: list[int], job: _JobState
+        self, block: memoryview, base: ServedVersion, changed: list[int], job: _JobState
     ) -> dict[int, bytes]:
         """Patches of the changed chunks that are shorter as patches."""
         patches: dict[int, bytes] = {}
@@ -129,7 +125,7 @@ class WeightEncoder:
             for index in changed[first :: self._threads]:
                 if self._gives_up(job):
                     return
-                chunk = chunks[index]
+                chunk = self._chunks[index]
                 patch = delta.encode(chunk.of(base.block), chunk.of(block), chunk.item_bytes)
                 with job.lock:
                     job.seen_bytes += chunk.nbytes

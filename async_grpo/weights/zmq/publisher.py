@@ -66,7 +66,7 @@ class PublisherProcess:
         self._stats = PublisherStats()
         self._newest: ServedVersion | None = None
         self._manifests: dict[WeightVersion, bytes] = {}
-        self._encoder = WeightEncoder(config.encoding, config.encode_threads)
+        self._encoder = WeightEncoder(self._chunks, config.encoding, config.encode_threads)
         self._prepare_since_s: float | None = None
         self._bind(Context(), control, keys)
 
@@ -129,7 +129,7 @@ class PublisherProcess:
                 self._stats.last_snapshot_s = order.snapshot_s
                 self._control.send(encode(Published(**order.identity._asdict())))
                 block = self._store.snapshot(order.identity).block
-                self._encoder.start(order.identity, self._chunks, block, self._newest)
+                self._encoder.start(order.identity, block, self._newest)
             case StatsRequest():
                 self._control.send(encode(self._count()))
 
