@@ -176,14 +176,6 @@ async def test_a_repeated_insert_is_harmless_at_every_stage(open_buffer: Open) -
     assert (seqs(batch), released(stats), stats.active, stats.kept) == ([0], {"trained": 1}, 0, 0)
 
 
-async def test_a_repeated_discard_counts_once(open_buffer: Open) -> None:
-    buffer = await open_buffer()
-    (ticket,) = await admit(buffer, 1)
-    await buffer.discard(ticket, ReleaseReason.UNVERIFIABLE)
-    await buffer.discard(ticket, ReleaseReason.UNVERIFIABLE)
-    assert released(await buffer.stats()) == {"unverifiable": 1}
-
-
 async def test_a_group_ends_in_one_way_only(open_buffer: Open) -> None:
     buffer = await open_buffer()
     inserted, discarded = await admit(buffer, 2)

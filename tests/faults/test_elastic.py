@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,22 +25,6 @@ LONG = 200
 PROGRESS = ("rollout.progress_interval_s=0.3",)
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., WholeRun]]:
-    """Starts a run with the given overrides."""
-    started: list[WholeRun] = []
-
-    def started_with(*overrides: str, steps: int = STEPS) -> WholeRun:
-        whole = WholeRun(tmp_path, steps=steps, max_tokens=LONG, overrides=overrides)
-        started.append(whole)
-        whole.start()
-        return whole
-
-    yield started_with
-    for whole in started:
-        whole.close()
 
 
 @asynccontextmanager
@@ -101,7 +84,7 @@ def begins_with(group: Group, partial: Partial) -> bool:
 def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_prefixes(
     start: Callable[..., WholeRun],
 ) -> None:
-    run = start("rollout.servers=2", *PROGRESS)
+    run = start("rollout.servers=2", *PROGRESS, steps=STEPS, max_tokens=LONG)
     run.wait_for_step(2)
     config = run.roles_config()
     until(lambda: sum(beat.running > 0 for beat in asyncio.run(beats(config))) == 2, "work on both servers")
@@ -121,7 +104,7 @@ def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_
 
 
 def test_a_server_joins_and_another_leaves_and_the_run_never_stops(start: Callable[..., WholeRun]) -> None:
-    run = start(*PROGRESS, steps=LONG_RUN)
+    run = start(*PROGRESS, steps=LONG_RUN, max_tokens=LONG)
     run.wait_for_step(1)
     config = run.roles_config()
     joined = run.join("extra")

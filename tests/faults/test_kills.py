@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.small_disk import leave_free, small_disk
-from tests.support.whole_run import WholeRun, check_books
+from tests.support.whole_run import WholeRun, check_books, still_runs
 
 STEPS = 10
 
@@ -18,19 +18,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[WholeRun]:
-    whole = WholeRun(tmp_path, steps=STEPS, max_tokens=96)
-    whole.start()
-    yield whole
-    whole.close()
-
-
-def runs(process: psutil.Process) -> bool:
-    """Not gone, and not merely waiting for init to take note of its end."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def run(start: Callable[..., WholeRun]) -> WholeRun:
+    return start(steps=STEPS, max_tokens=96)
 
 
 @pytest.mark.parametrize(("module", "role"), [("rollout_server.main", "rollout-0"), ("trainer.main", "trainer")])
@@ -123,7 +112,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_resumes(run: WholeRun) -> None
     family = run.family()
     run.interrupt()
     assert run.wait(90) == 130, run.printed[-3000:]
-    assert not [process for process in family if runs(process)]
+    assert not [process for process in family if still_runs(process)]
     assert (run.run_dir / "report.md").exists()
     run.start()
     assert run.wait(400) == 0, run.printed[-3000:]

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import redis
@@ -36,42 +36,70 @@ eval: {{prompts: 16, samples: 1}}
 COMMAND = [sys.executable, "-m", "async_grpo.app.cli.main"]
 
 
-class WholeRun:
-    """One `async-grpo run` in `folder`; start it again to resume."""
+class CommandInFolder:
+    """`async-grpo` as a user starts it in a folder of its own, with what it prints in a file."""
 
-    def __init__(self, folder: Path, *, steps: int, max_tokens: int = 24, overrides: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._config = folder / "small.yaml"
-        self._config.write_text(CONFIG.format(steps=steps, max_tokens=max_tokens))
-        self._overrides = [argument for override in ("name=small", *overrides) for argument in ("-o", override)]
-        self._process: subprocess.Popen[bytes] | None = None
         self._printed = folder / "printed.log"
-
-    @property
-    def run_dir(self) -> Path:
-        return self.folder / "runs" / "small"
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def printed(self) -> str:
         return self._printed.read_text()
 
-    def start(self) -> None:
-        with self._printed.open("ab") as printed:
-            self._process = self._start("run", str(self._config), *self._overrides, output=printed)
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache"), "COLUMNS": "200"}
+
+    def begin(self, *words: str) -> None:
+        self._process = self.beside(self._printed, *words)
+
+    def beside(self, log: Path, *words: str) -> subprocess.Popen[bytes]:
+        """Another command in the same folder."""
+        with log.open("ab") as printed:
+            return subprocess.Popen(
+                [*COMMAND, *words],
+                cwd=self.folder,
+                stdout=printed,
+                stderr=printed,
+                env=self.environment,
+                start_new_session=True,
+            )
 
     def wait(self, timeout_s: float = 240.0) -> int:
-        assert self._process is not None
-        return self._process.wait(timeout_s)
-
-    def interrupt(self) -> None:
-        """Ctrl-C."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout_s)
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+
+class WholeRun(CommandInFolder):
+    """One `async-grpo run` in `folder`; start it again to resume."""
+
+    def __init__(self, folder: Path, *, steps: int, max_tokens: int = 24, overrides: tuple[str, ...] = ()) -> None:
+        super().__init__(folder)
+        self._config = folder / "small.yaml"
+        self._config.write_text(CONFIG.format(steps=steps, max_tokens=max_tokens))
+        self._overrides = [argument for override in ("name=small", *overrides) for argument in ("-o", override)]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / "small"
+
+    def start(self) -> None:
+        self.begin("run", str(self._config), *self._overrides)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         self.until(lambda: max([row["step"] for row in self.steps()], default=0) >= step, f"step {step}", timeout_s)
@@ -104,14 +132,12 @@ class WholeRun:
 
     def join(self, name: str) -> subprocess.Popen[bytes]:
         """One more rollout server, started by hand."""
-        with (self.folder / f"{name}.log").open("ab") as printed:
-            return self._start("rollout", "--run-dir", str(self.run_dir), "--name", name, output=printed)
+        return self.beside(self.folder / f"{name}.log", "rollout", "--run-dir", str(self.run_dir), "--name", name)
 
     def command(self, name: str, *words: str) -> subprocess.CompletedProcess[str]:
         """A command on this run, to its end."""
         argv = [*COMMAND, name, "--run-dir", str(self.run_dir), *words]
-        environment = {**self._environment, "COLUMNS": "200"}
-        return subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=300, env=environment)
+        return subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=300, env=self.environment)
 
     def role(self, module: str) -> psutil.Process:
         """The process that runs `-m module`."""
@@ -120,28 +146,12 @@ class WholeRun:
         return found[-1]
 
     def family(self) -> list[psutil.Process]:
-        assert self._process is not None
-        return psutil.Process(self._process.pid).children(recursive=True)
-
-    def _start(self, *words: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*COMMAND, *words],
-            cwd=self.folder,
-            stdout=output,
-            stderr=output,
-            env=self._environment,
-            start_new_session=True,
-        )
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache")}
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not done():
-            assert self._process is not None
-            code = self._process.poll()
+            code = self.process.poll()
             assert code is None, f"the run ended with {code} before {what}:\n{self.printed[-3000:]}"
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.printed[-3000:]}"
             time.sleep(0.1)
@@ -153,6 +163,14 @@ def _runs(process: psutil.Process, module: str) -> bool:
     except psutil.NoSuchProcess:
         return False
     return any(a == "-m" and b == module for a, b in itertools.pairwise(arguments))
+
+
+def still_runs(process: psutil.Process) -> bool:
+    """Not gone, and not merely waiting for init to take note of its end."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def check_books(summary: dict[str, Any], *, steps: int, groups_per_step: int = 4) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 
-from async_grpo.staleness import OnStale
+from async_grpo.staleness import SELECTORS, OnStale, Selector
 from async_grpo.wire import Group, Task, tokens_to_bytes
 from buffer.selection import select, too_old_to_finish, too_old_to_train
 from tests.support.buffer_cases import mixed_sample, policy
@@ -26,6 +27,10 @@ def groups(picture: str) -> list[tuple[int, bool]]:
 def group(oldest: int, newest: int) -> Group:
     task = Task(index=0, prompt="", prompt_tokens=tokens_to_bytes([1]), answer="")
     return Group(seq=0, attempt=1, task=task, samples=[mixed_sample(oldest, newest)])
+
+
+def test_every_selector_is_described() -> None:
+    assert tuple(SELECTORS) == get_args(Selector)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,32 @@ async def open_run(config: RedisConfig, run: str, dials: ReplayPolicy, *, lease_
     return buffer
 
 
-@pytest.fixture
-async def buffer(redis_config: RedisConfig, run: str) -> AsyncIterator[RedisBuffer]:
-    buffer = await open_run(redis_config, run, policy(S=3, P=2))
+@asynccontextmanager
+async def inspected(
+    config: RedisConfig, run: str, dials: ReplayPolicy, *, lease_s: float = LEASE_S
+) -> AsyncIterator[tuple[RedisBuffer, Inspector]]:
+    buffer = await open_run(config, run, dials, lease_s=lease_s)
     await buffer.rollback(0)
-    yield buffer
+    inspector = await Inspector.attach(config, run)
+    yield buffer, inspector
+    await inspector.aclose()
     await buffer.aclose()
 
 
 @pytest.fixture
-async def inspector(redis_config: RedisConfig, run: str, buffer: RedisBuffer) -> AsyncIterator[Inspector]:
-    inspector = await Inspector.attach(redis_config, run)
-    yield inspector
-    await inspector.aclose()
+async def pair(redis_config: RedisConfig, run: str) -> AsyncIterator[tuple[RedisBuffer, Inspector]]:
+    async with inspected(redis_config, run, policy(S=3, P=2)) as pair:
+        yield pair
+
+
+@pytest.fixture
+def buffer(pair: tuple[RedisBuffer, Inspector]) -> RedisBuffer:
+    return pair[0]
+
+
+@pytest.fixture
+def inspector(pair: tuple[RedisBuffer, Inspector]) -> Inspector:
+    return pair[1]
 
 
 async def one_of_each(buffer: RedisBuffer) -> None:
@@ -122,29 +136,23 @@ async def test_a_look_counts_windows_ages_and_leases(buffer: RedisBuffer, inspec
 
 
 async def test_an_expired_lease_is_the_oldest(redis_config: RedisConfig, run: str) -> None:
-    buffer = await open_run(redis_config, run, policy(S=3, P=2), lease_s=0.05)
-    await buffer.rollback(0)
-    await admit(buffer, 2)
-    await asyncio.sleep(0.1)
-    inspector = await Inspector.attach(redis_config, run)
-    overview = await inspector.overview()
-    assert (overview.held, overview.expired) == (0, 2)
-    assert overview.oldest_lease is not None and (overview.oldest_lease.lease_s or 0) < 0
-    await inspector.aclose()
-    await buffer.aclose()
+    async with inspected(redis_config, run, policy(S=3, P=2), lease_s=0.05) as (buffer, inspector):
+        await admit(buffer, 2)
+        await asyncio.sleep(0.1)
+        overview = await inspector.overview()
+        assert (overview.held, overview.expired) == (0, 2)
+        assert overview.oldest_lease is not None and (overview.oldest_lease.lease_s or 0) < 0
 
 
 async def test_looking_changes_nothing(
-    buffer: RedisBuffer, redis_config: RedisConfig, run: str, tmp_path: Path
+    buffer: RedisBuffer, inspector: Inspector, redis_config: RedisConfig, run: str, tmp_path: Path
 ) -> None:
     await one_of_each(buffer)
     await buffer.update_admission(policy(S=2, P=2))
     before = await everything_stored(redis_config, run)
-    inspector = await Inspector.attach(redis_config, run)
     await inspector.overview()
     await inspector.records(4)
     await export(inspector, await inspector.groups(EXPORTABLE), tmp_path / "all.jsonl", lambda: None)
-    await inspector.aclose()
     assert await everything_stored(redis_config, run) == before
 
 
@@ -220,17 +228,13 @@ async def test_draining_waits_for_what_is_in_flight(buffer: RedisBuffer, inspect
 
 
 async def test_a_group_whose_server_died_goes_on_while_the_run_drains(redis_config: RedisConfig, run: str) -> None:
-    buffer = await open_run(redis_config, run, policy(S=3, P=2), lease_s=0.1)
-    await buffer.rollback(0)
-    await admit(buffer, 1, holder="dies")
-    inspector = await Inspector.attach(redis_config, run)
-    await inspector.stop_admission()
-    (again,) = await admit(buffer, 1, holder="lives")
-    assert (again.seq, again.attempt) == (0, 2)
-    await finish(buffer, again)
-    assert (await wait_until_drained(inspector, 5.0, lambda _: None)).stats.ready == 1
-    await inspector.aclose()
-    await buffer.aclose()
+    async with inspected(redis_config, run, policy(S=3, P=2), lease_s=0.1) as (buffer, inspector):
+        await admit(buffer, 1, holder="dies")
+        await inspector.stop_admission()
+        (again,) = await admit(buffer, 1, holder="lives")
+        assert (again.seq, again.attempt) == (0, 2)
+        await finish(buffer, again)
+        assert (await wait_until_drained(inspector, 5.0, lambda _: None)).stats.ready == 1
 
 
 async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer, inspector: Inspector) -> None:
@@ -251,19 +255,15 @@ async def test_a_drain_that_takes_too_long_says_what_is_left(buffer: RedisBuffer
     ids=["window", "min_size", "ratio"],
 )
 async def test_draining_can_be_undone(redis_config: RedisConfig, run: str, dials: ReplayPolicy) -> None:
-    buffer = await open_run(redis_config, run, dials)
-    await buffer.rollback(0)
-    inspector = await Inspector.attach(redis_config, run)
-    await inspector.stop_admission()
-    assert await admits_nothing(buffer)
-    await (await open_run(redis_config, run, dials)).aclose()
-    assert await admits_nothing(buffer)
-    assert await inspector.resume_admission()
-    assert (await inspector.overview()).policy == dials
-    assert len(await admit(buffer, 2)) == 2
-    assert not await inspector.resume_admission()
-    await inspector.aclose()
-    await buffer.aclose()
+    async with inspected(redis_config, run, dials) as (buffer, inspector):
+        await inspector.stop_admission()
+        assert await admits_nothing(buffer)
+        await (await open_run(redis_config, run, dials)).aclose()
+        assert await admits_nothing(buffer)
+        assert await inspector.resume_admission()
+        assert (await inspector.overview()).policy == dials
+        assert len(await admit(buffer, 2)) == 2
+        assert not await inspector.resume_admission()
 
 
 async def test_resuming_does_not_undo_a_later_retuning(buffer: RedisBuffer, inspector: Inspector) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.whole_run import CONFIG
+from tests.support.whole_run import CONFIG, CommandInFolder, still_runs
 
 STEPS = 4
 KILLED, KEPT = "small-max_staleness.0-seed.1", "small-max_staleness.2-seed.1"
@@ -22,44 +19,20 @@ KILLED, KEPT = "small-max_staleness.0-seed.1", "small-max_staleness.2-seed.1"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-class SweepCommand:
+class SweepCommand(CommandInFolder):
     """`async-grpo sweep` as a user starts it; start it again to resume."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.out = folder / "out"
         (folder / "small.yaml").write_text(CONFIG.format(steps=STEPS, max_tokens=48))
-        self._printed = folder / "printed.log"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def printed(self) -> str:
-        return self._printed.read_text()
 
     def start(self, *words: str) -> None:
-        grid = ["small.yaml", "--grid", "max_staleness=0,2", "--out", "out"]
-        with self._printed.open("wb") as printed:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.app.cli.main", "sweep", *(words or grid)],
-                cwd=self.folder,
-                stdout=printed,
-                stderr=printed,
-                env={**os.environ, "ASYNC_GRPO_CACHE": str(self.folder / "cache"), "COLUMNS": "200"},
-                start_new_session=True,
-            )
-
-    def wait(self, timeout_s: float = 700.0) -> int:
-        assert self.process is not None
-        return self.process.wait(timeout_s)
-
-    def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self._printed.unlink(missing_ok=True)
+        self.begin("sweep", *(words or ("small.yaml", "--grid", "max_staleness=0,2", "--out", "out")))
 
     def run_of(self, name: str) -> psutil.Process:
         """The `async-grpo run` of a point, once it has trained a step."""
-        assert self.process is not None
         deadline, metrics = time.monotonic() + 300, self.out / "runs" / name / "metrics.jsonl"
         while not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
             assert self.process.poll() is None and time.monotonic() < deadline, self.printed[-3000:]
@@ -79,14 +52,6 @@ def sweep(tmp_path: Path) -> Iterator[SweepCommand]:
     command.close()
 
 
-def works(process: psutil.Process) -> bool:
-    """Not gone, and not merely waiting for init to take note of its end."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def states(facts: dict[str, Any]) -> dict[str, str]:
     return {point["name"]: point["state"] for point in facts["points"]}
 
@@ -96,16 +61,16 @@ def test_a_killed_run_is_named_the_other_goes_on_and_the_same_command_finishes_b
     killed = sweep.run_of(KILLED)
     family = killed.children(recursive=True)
     killed.kill()
-    assert sweep.wait() == 1, sweep.printed[-3000:]
+    assert sweep.wait(700) == 1, sweep.printed[-3000:]
     assert f"failed: {KILLED}" in sweep.printed and "SIGKILL" in sweep.printed
-    assert not [process for process in family if works(process)]
+    assert not [process for process in family if still_runs(process)]
     facts = sweep.facts()
     assert states(facts) == {KILLED: "failed", KEPT: "finished"}
     assert facts["choice"]["label"] == "max_staleness=2"
     kept = (sweep.out / "runs" / KEPT / "run.json").read_text()
 
     sweep.start()
-    assert sweep.wait() == 0, sweep.printed[-3000:]
+    assert sweep.wait(700) == 0, sweep.printed[-3000:]
     assert "2 points in out, 1 to run" in sweep.printed
     assert (sweep.out / "runs" / KEPT / "run.json").read_text() == kept
     facts = sweep.facts()
@@ -122,5 +87,5 @@ def test_a_killed_run_is_named_the_other_goes_on_and_the_same_command_finishes_b
 
     (sweep.out / "report.md").unlink()
     sweep.start("--report", "out")
-    assert sweep.wait() == 0, sweep.printed[-3000:]
+    assert sweep.wait(700) == 0, sweep.printed[-3000:]
     assert (sweep.out / "report.md").read_text() == report
