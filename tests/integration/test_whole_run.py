@@ -55,7 +55,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         patch.setenv("ASYNC_GRPO_ADMIN_TOKEN", "open sesame")
         run.start()
     try:
-        run.until(lambda: server_of(run) is not None, "rollout server", 180.0)
+        run.until(lambda: server_of(run) is not None, "rollout server", 300.0)
         administer(run, "pause")  # or it may have ended before it is asked
         asked = Asked(run)
         administer(run, "resume")
