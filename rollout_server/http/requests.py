@@ -63,6 +63,7 @@ class Sampling(Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    logprobs: int | None = None
     return_token_ids: bool = False
     """As in vLLM: every choice, and every chunk of a stream, lists its tokens in `token_ids`."""
 
@@ -79,7 +80,7 @@ class Sampling(Strict):
     @property
     def wants_logprobs(self) -> bool:
         """Whether tokens come with their log-probabilities."""
-        raise NotImplementedError
+        return self.logprobs is not None and self.logprobs is not False
 
     @model_validator(mode="before")
     @classmethod
@@ -112,11 +113,6 @@ class CompletionBody(Sampling):
             return [[token for token in prompt if isinstance(token, int)]]
         return [part for part in prompt if not isinstance(part, int)]
 
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether tokens come with their log-probabilities."""
-        return self.logprobs is not None
-
 
 class TextPart(Strict):
     """A text part of a message."""
@@ -145,11 +141,6 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens."""
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether tokens come with their log-probabilities."""
-        return bool(self.logprobs)
 
 
 def parse(kind: type[Body], payload: bytes) -> Body:
