@@ -1,4 +1,4 @@
-"""Finds the parts of the installed vLLM that a weight update needs; they differ by release.
+"""What differs between releases of vLLM: the parts that a weight update needs, and what samplers report.
 
     0.23, 0.24   the worker runs the layerwise reload itself, unless told `is_checkpoint_format=False`,
                  and hands `receive_weights` a function to load with
@@ -18,6 +18,8 @@ from typing import Any
 
 from async_grpo.utils.private_names import check_private_names
 
+LOGPROBS_MODE = "processed_logprobs"
+"""vLLM's name for log-probabilities after the temperature and all other changes of the logits."""
 _TRANSFER = "vllm.distributed.weight_transfer"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
@@ -50,6 +52,16 @@ def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that the function takes in this release."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def report_sampled_logprobs(sampler: Any) -> None:
+    """Have a sampler of vLLM report log-probabilities of the distribution that it samples from.
+
+    vllm-ascend 0.23 makes its sampler without the engine's `logprobs_mode`, so it would report those of temperature 1.
+    """
+    for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+        if part is not None:
+            part.logprobs_mode = LOGPROBS_MODE
 
 
 def _layer_info() -> Callable[..., Any] | None:

@@ -33,7 +33,7 @@ from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
-from rollout_server.engines.vllm.compat import accepted
+from rollout_server.engines.vllm.compat import LOGPROBS_MODE, accepted
 from rollout_server.engines.vllm.platform import check_platform, platform_arguments, set_environment
 from rollout_server.engines.vllm.requests import (
     EngineRequest,
@@ -105,7 +105,7 @@ class VllmEngine:
         self._tied_head = has_tied_head(self._model_dir)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
-            await self._unless_dead(self._init_weight_transfer())
+            await self._unless_dead(self._prepare_workers())
         except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
             raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
         self._gate.set()
@@ -303,10 +303,12 @@ class VllmEngine:
             while len(self._partials) > MOST_PARTIALS:
                 del self._partials[next(iter(self._partials))]
 
-    async def _init_weight_transfer(self) -> None:
+    async def _prepare_workers(self) -> None:
+        """Calls of the worker extension that come before the first request."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._llm.collective_rpc("report_sampled_logprobs")
 
     def _engine_arguments(self) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
@@ -319,7 +321,7 @@ class VllmEngine:
             "tensor_parallel_size": self._config.tensor_parallel,
             "enforce_eager": self._config.enforce_eager,
             "skip_tokenizer_init": True,
-            "logprobs_mode": "processed_logprobs",
+            "logprobs_mode": LOGPROBS_MODE,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER_EXTENSION,

@@ -26,7 +26,7 @@ import torch
 from async_grpo.utils.network import keep_stores_at_their_address
 from async_grpo.utils.processes import exit_with_owner
 from async_grpo.weights.base import HeldWeights
-from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api
+from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api, report_sampled_logprobs
 from rollout_server.engines.vllm.reload import LayerwiseReload
 
 BACKEND = "zmq"
@@ -102,6 +102,13 @@ class WeightLoader:
 
 class WorkerExtension:
     """Mixed into vLLM's worker; importing its module is what registers the backend."""
+
+    model_runner: Any
+    """Set by vLLM's worker."""
+
+    def report_sampled_logprobs(self) -> None:
+        """Have the sampler of this worker report log-probabilities of the distribution that it samples from."""
+        report_sampled_logprobs(self.model_runner.sampler)
 
 
 def register(api: VllmCompat) -> None:
