@@ -30,7 +30,6 @@ def start_ranks(config: TrainerConfig, platform: Platform, seed: int, longest_wa
             f"trainer.processes is {config.processes}, but WORLD_SIZE says that {started} ranks were started. Start "
             "`python -m trainer.node_main`, which starts them all, or correct one of the two"
         )
-    platform.configure(config)
     timeout = timedelta(seconds=longest_wait_s + _SLACK_S)
     if started == 1:
         set_defaults(card_environment(LOOPBACK, platform.network_variables))

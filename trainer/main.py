@@ -29,7 +29,7 @@ def main() -> None:
     try:
         config = load(arguments.config)
         platform = select_platform(config.trainer.platform)
-        platform.activate(config.trainer.threads)
+        platform.activate(config.trainer)
         _train(config, arguments.model, platform)
     except CONFIG_FAULTS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -152,7 +152,7 @@ def test_another_megatron_is_refused(platform: Platform, events: list[Event], mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: platform.name == "cuda")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
     with pytest.raises(ConfigError, match=r"pip install megatron-core=="):
-        platform.activate(1)
+        platform.activate(TrainerConfig())
     assert events == []
 
 
@@ -162,7 +162,7 @@ def test_a_rank_takes_the_device_of_its_number_and_leaves_the_users_environment(
     first, *others = ENVIRONMENTS[accelerator.name]
     monkeypatch.setenv(first, "mine")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    accelerator.activate(1)
+    accelerator.activate(TrainerConfig())
     assert [event for event in events if event[0] == "device"] == [("device", 1)]
     assert os.environ[first] == "mine"
     assert {name: os.environ[name] for name in others}.items() <= ENVIRONMENTS[accelerator.name].items()
@@ -173,7 +173,7 @@ def test_a_rank_without_a_device_of_its_own_is_refused(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match=f"rank 2.*2 are visible.*{accelerator.visible_variable}"):
-        accelerator.activate(1)
+        accelerator.activate(TrainerConfig())
     assert ("device", 2) not in events
 
 
@@ -183,7 +183,7 @@ def test_a_machine_where_torch_sees_no_device_is_refused_with_what_to_look_at(
 ) -> None:
     monkeypatch.setattr(getattr(torch, accelerator.device), "is_available", lambda: False)
     with pytest.raises(ConfigError, match=f"{accelerator.tool}.*{accelerator.visible_variable}.*platform to cpu"):
-        accelerator.activate(1)
+        accelerator.activate(TrainerConfig())
 
 
 @pytest.mark.usefixtures("events")
@@ -191,5 +191,5 @@ def test_peak_flops_are_those_of_the_configuration_else_of_the_vendor(platform: 
     stated = {"cuda": 989e12}.get(platform.name)
     assert platform.peak_flops("bfloat16") == stated
     if platform.device != "cpu":
-        platform.configure(TrainerConfig.model_validate({"platform": platform.name, "device_peak_tflops": 400}))
+        platform.activate(TrainerConfig.model_validate({"platform": platform.name, "device_peak_tflops": 400}))
         assert platform.peak_flops("bfloat16") == 400e12

@@ -53,28 +53,22 @@ class MindSpeedOnCpu(CpuPlatform):
     def __init__(self, source: Path) -> None:
         self._source = source
 
-    def activate(self, threads: int) -> None:
-        """Let MindSpeed patch before Megatron is imported, as on NPUs; then answer its CUDA calls by the CPU."""
+    def activate(self, config: TrainerConfig) -> None:
+        """Let MindSpeed patch before Megatron is imported, answer its CUDA calls by the CPU, and patch by our
+        arguments."""
         sys.meta_path.insert(0, _StandIns())
         sys.path.insert(0, str(self._source))
         import torch
         import torch_npu
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(config.threads)
         torch.npu = torch_npu.npu
         torch.npu.current_device = lambda: "cpu"
         for name in _KERNELS:
             sys.modules[name] = _StandIn(name)
         with empty_command_line():
-            importlib.import_module("mindspeed.megatron_adaptor")
-        patch_for_cpu()
-
-    def configure(self, config: TrainerConfig) -> None:
-        """Give MindSpeed the arguments that an NPU run gives it."""
-        import torch
-
-        adaptor = importlib.import_module("mindspeed.megatron_adaptor")
-        with empty_command_line():
+            adaptor = importlib.import_module("mindspeed.megatron_adaptor")
+            patch_for_cpu()
             adaptor.repatch(mindspeed_arguments(config))
         # Beneath MindSpeed's wrappers the CPU's replacement does not see who calls it.
         show_optimizers_cuda_types()

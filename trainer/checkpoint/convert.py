@@ -99,10 +99,11 @@ def _alone() -> Iterator[Platform]:
     """Start a world of one rank on the CPU. This process can do nothing else afterwards."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     platform = select_platform("cpu")
-    platform.activate(os.cpu_count() or 1)
+    config = TrainerConfig(threads=os.cpu_count() or 1)
+    platform.activate(config)
     from trainer.distributed import start_ranks, stop_ranks
 
-    start_ranks(TrainerConfig(), platform, seed=1, longest_wait_s=_WRITTEN_TIMEOUT_S)
+    start_ranks(config, platform, seed=1, longest_wait_s=_WRITTEN_TIMEOUT_S)
     yield platform
     stop_ranks()
 

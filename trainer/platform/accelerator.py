@@ -40,7 +40,7 @@ class Accelerator(Platform, Protocol):
         """Checks of the packages that only this platform needs."""
         ...
 
-    def activate(self, threads: int) -> None:
+    def activate(self, config: TrainerConfig) -> None:
         """Take the device with this rank's number on its machine, and set the number of torch threads.
 
         Raises ConfigError if megatron has another version or is imported too early, or if this rank has no device of
@@ -65,15 +65,12 @@ class Accelerator(Platform, Protocol):
                 f"{variable}"
             )
         devices.set_device(rank)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(config.threads)
+        self._peak_tflops = config.device_peak_tflops
 
     def memory_plan(self, config: RunConfig, shape: ModelShape) -> TrainerMemory:
         """The plan of `trainer_memory`."""
         return trainer_memory(config, shape)
-
-    def configure(self, config: TrainerConfig) -> None:
-        """Keep `trainer.device_peak_tflops`."""
-        self._peak_tflops = config.device_peak_tflops
 
     def synchronize(self) -> None:
         """Wait for all streams."""

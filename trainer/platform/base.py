@@ -1,6 +1,6 @@
 """The platform of the trainer: what it asks of the machine that it runs on.
 
-    main --activate--> megatron may be imported --configure--> process groups --layer_replacements--> model
+    main --activate--> megatron may be imported --> process groups --layer_replacements--> model
     doctor --probes--> findings          launcher, sweep --devices--> which role gets which
     dry run --memory_plan--> bytes on one device
 
@@ -116,16 +116,13 @@ class Platform(Protocol):
         """The memory that training needs on one device, at worst; None for the CPU."""
         return None
 
-    def activate(self, threads: int) -> None:
-        """Prepare this process, once, before anything imports megatron: environment, packages, its own device.
+    def activate(self, config: TrainerConfig) -> None:
+        """Prepare this process, once, before anything imports megatron or transformers: environment, packages, its own
+        device, and what the software below Megatron has to know of the layout.
 
         Raises ConfigError if the device is not there, DependencyError if a package is not.
         """
         ...
-
-    def configure(self, config: TrainerConfig) -> None:
-        """Tell the software below Megatron how the ranks are laid out; before Megatron's groups are made."""
-        return
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
         """Classes that replace our own layers, for a `TransformerConfig`; {} where ours are used.

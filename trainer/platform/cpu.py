@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import psutil
 
+from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.requirements import INSTALL_CPU, STAND_IN, Check, Finding, installed, present
@@ -39,7 +40,7 @@ class CpuPlatform(Platform):
         """The installation for CPUs."""
         return (partial(present, "PyTorch", "torch", INSTALL_CPU), check_torchvision, *COMMON_PROBES)
 
-    def activate(self, threads: int) -> None:
+    def activate(self, config: TrainerConfig) -> None:
         """Install the replacements and set the number of torch threads.
 
         Raises ConfigError if megatron is imported already or has another version, or if torch sees a CUDA device.
@@ -53,7 +54,7 @@ class CpuPlatform(Platform):
             )
         require_megatron(self.name, unimported="megatron would keep calling CUDA")
         check_private_names("trainer on CPU, torch")
-        torch.set_num_threads(threads)
+        torch.set_num_threads(config.threads)
         # "Transformer Engine / Apex is not installed" is intended; and megatron uses deprecated names of torch.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         for caller in ("megatron", "torch.distributed"):

@@ -109,20 +109,21 @@ class NpuPlatform(Accelerator):
             partial(present, "MindSpeed", "mindspeed", INSTALL_MINDSPEED),
         )
 
-    def activate(self, threads: int) -> None:
-        """As on every accelerator; then adapt Megatron. Raises DependencyError, too, for a torch_npu that is built for
-        another torch."""
+    def activate(self, config: TrainerConfig) -> None:
+        """As on every accelerator; then adapt Megatron, by our arguments.
+
+        MindSpeed's `repatch` looks for the names that it patches in every module. That would load all of transformers,
+        whose modules are loaded when they are looked at, so transformers must not be imported yet.
+
+        Raises DependencyError, too, for a torch_npu that is built for another torch, and for a MindSpeed without
+        `repatch`.
+        """
         pair = check_torch_npu()
         if installed("torch-npu") and not pair.ok:
             raise DependencyError(f"torch-npu {pair.found}. Run: {pair.fix}")
-        super().activate(threads)
+        super().activate(config)
         with empty_command_line():
-            import_package(self.name, "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
-
-    def configure(self, config: TrainerConfig) -> None:
-        """MindSpeed patches by its arguments: give it ours. Raises DependencyError if it has no `repatch`."""
-        super().configure(config)
-        adaptor = import_package("npu", "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
+            adaptor = import_package(self.name, "mindspeed.megatron_adaptor", INSTALL_MINDSPEED)
         if not hasattr(adaptor, "repatch"):
             raise DependencyError(
                 "the installed MindSpeed has no megatron_adaptor.repatch, so it cannot be told how the ranks are cut: "

@@ -32,7 +32,7 @@ TOLD = ("logger.joined", "logger.step", "exporter.publish", "logger.serving")
 def main() -> None:
     config, model, out = load(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     platform = select_platform("cpu")
-    platform.activate(1)
+    platform.activate(config.trainer)
     from tests.support.trainer_programs import checkpoint_kills, checkpoint_rivals
     from trainer.distributed import start_ranks, stop_ranks
 

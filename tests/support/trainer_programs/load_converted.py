@@ -17,7 +17,7 @@ from trainer.platform import Platform, select_platform
 
 def main() -> None:
     platform = select_platform("cpu")
-    platform.activate(1)
+    platform.activate(TrainerConfig())
     from megatron.core import parallel_state
 
     from trainer.distributed import lay_out, start_ranks, stop_ranks

@@ -31,7 +31,7 @@ def run_cases(run: Callable[[RunConfig, dict[str, Any], Platform], None]) -> Non
     listed.sort(key=lambda each: _layout(each[0]))  # a layout has threads and sockets of its own, which stay
     first = listed[0][0]
     platform = _platform(first.trainer.platform)
-    platform.activate(1)
+    platform.activate(first.trainer)
     from megatron.core import parallel_state
 
     from trainer.distributed import lay_out, start_ranks, stop_ranks

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from async_grpo.config.trainer import TrainerConfig
 from trainer.platform import select_platform
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     threads = len(os.sched_getaffinity(0))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is measured, wherever this runs
     platform = select_platform("cpu")
-    platform.activate(threads)
+    platform.activate(TrainerConfig(threads=threads))
 
     from async_grpo.app.bench.trainer.measure import FULL, QUICK, measure
     from async_grpo.app.bench.trainer.setup import open_setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_a_tool_that_is_not_installed_or_fails_is_no_error() -> None:
 def test_what_changes_megatron_refuses_to_come_after_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
     with pytest.raises(ConfigError, match="before megatron is imported"):
-        select_platform(name).activate(1)
+        select_platform(name).activate(TrainerConfig())
 
 
 def test_the_installed_megatron_is_the_one_that_the_trainer_is_written_for() -> None:
@@ -62,11 +63,9 @@ def test_a_device_is_known_by_the_words_of_its_name(device: str, precision: str,
 
 
 def test_npu_imports_the_adaptor_after_torch_npu_and_tells_it_how_the_ranks_are_cut(events: list[Event]) -> None:
-    platform = select_platform("npu")
-    platform.activate(1)
-    assert events == [("torch_npu",), ("device", 0), ("mindspeed", False, [])]
+    select_platform("npu").activate(LAYOUT)
+    assert events[:-1] == [("torch_npu",), ("device", 0), ("mindspeed", False, [])]
     assert sys.argv == ["trainer.main", "--config", "run.yaml"]
-    platform.configure(LAYOUT)
     name, arguments, argv = events[-1]
     assert (name, argv) == ("repatch", [])
     expected = {
@@ -89,7 +88,7 @@ def test_npu_names_the_package_that_is_missing_and_what_to_type(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DependencyError, match=f"{module} cannot be imported.*{fix}"):
-        select_platform("npu").activate(1)
+        select_platform("npu").activate(TrainerConfig())
 
 
 @pytest.mark.usefixtures("events")
@@ -99,13 +98,23 @@ def test_npu_refuses_a_torch_npu_that_is_built_for_another_torch(
     install(tmp_path / "other", "torch-npu", "1.11.0")
     monkeypatch.syspath_prepend(tmp_path / "other")
     with pytest.raises(DependencyError, match=r"torch-npu 1\.11\.0, built for torch 1\.11\.0, but torch is .*Run: pip"):
-        select_platform("npu").activate(1)
+        select_platform("npu").activate(TrainerConfig())
 
 
 @pytest.mark.usefixtures("events")
 def test_npu_refuses_a_mindspeed_that_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = select_platform("npu")
-    platform.activate(1)
+    platform.activate(LAYOUT)
     monkeypatch.delattr(sys.modules["mindspeed.megatron_adaptor"], "repatch")
     with pytest.raises(DependencyError, match=r"repatch.*branch"):
-        platform.configure(LAYOUT)
+        platform.activate(LAYOUT)
+
+
+def test_what_a_rank_imports_before_it_activates_its_platform_loads_neither_transformers_nor_megatron() -> None:
+    program = (
+        "import sys, trainer.main, trainer.platform as platform\n"
+        "platform.platforms()\n"
+        "print(sorted({'transformers', 'megatron', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
