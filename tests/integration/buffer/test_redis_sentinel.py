@@ -101,7 +101,7 @@ async def test_a_silent_replica_is_named_and_a_repeated_call_is_not_taken_for_co
 ) -> None:
     """A repetition finds the change made and writes nothing: WAIT on a connection without writes confirms anything."""
     primary, replica = pair
-    buffer = await begin(config_of(primary, 1.0), run)
+    buffer = await begin(config_of(primary, 2.0), run)
     (ticket,) = await admit(buffer, 1)
     replica.pause()
     for _ in range(2):
@@ -128,7 +128,7 @@ async def test_a_confirmation_survives_lost_scripts_and_a_full_server(pair: tupl
 
 async def test_a_change_that_a_failover_would_undo_is_not_confirmed(pair: tuple[Server, Server], run: str) -> None:
     primary, replica = pair
-    buffer = await begin(config_of(primary, 1.0), run)
+    buffer = await begin(config_of(primary, 2.0), run)
     (ticket,) = await admit(buffer, 1)
     replica.admin.replicaof("NO", "ONE")  # cut off from the primary, it is promoted
     with pytest.raises(ReplicasBehind):
