@@ -18,8 +18,7 @@ from rollout_server.context import ServerContext
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.http.app import make_app
-from rollout_server.http.auth import ApiKeys
-from rollout_server.http.context import LEAVING, HttpContext, ReadyServer
+from rollout_server.http.context import LEAVING, ApiKeys, HttpContext, ReadyServer
 from rollout_server.http.jobs import CompletionJobs
 from rollout_server.http.prompts import PromptEncoder
 from rollout_server.weight_watcher import WeightWatcher

@@ -23,8 +23,7 @@ from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.evaluation.milestones import MilestoneEvaluator
 from rollout_server.http.app import make_app
-from rollout_server.http.auth import ApiKeys
-from rollout_server.http.context import HttpContext, ReadyServer
+from rollout_server.http.context import ApiKeys, HttpContext, ReadyServer
 from rollout_server.http.jobs import CompletionJobs
 from rollout_server.http.prompts import PromptEncoder
 from rollout_server.http.server import ApiServer

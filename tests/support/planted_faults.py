@@ -152,7 +152,7 @@ PLANTED: list[str | tuple[str, ...]] = [
     "resumed_on_older_weights: return max([self.ticket.version, *versions]) --> return self.ticket.version",
     ("rollout_server/engines/base.py", "tests/unit/rollout_server/workflows/test_session.py"),
     "spans_not_moved: span.start + offset, span.end + offset --> span.start, span.end + offset",
-    ("rollout_server/http/auth.py", "tests/unit/rollout_server/http/test_http_routes.py"),
+    ("rollout_server/http/context.py", "tests/unit/rollout_server/http/test_http_routes.py"),
     'any_key_admits: return same and scheme.lower() == "bearer" --> return scheme.lower() == "bearer"',
     ("rollout_server/http/jobs.py", "tests/unit/rollout_server/http/test_http_routes.py"),
     "completions_not_bounded: if self.busy + len(requests) > self._limit: --> if self.busy > self._limit:",

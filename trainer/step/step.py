@@ -8,6 +8,20 @@ All ranks see the whole batch, so advantages, loss weights and packing need no c
 statistics do. A step makes `num_iterations` passes over the batch of `mini_batches` updates each. The loss weights are
 those of the mini-batch, the advantages those of the whole batch, and pi_prox, corrections and reference are of the
 policy before the step. `precompute` makes an extra pass only if something needs it.
+
+A streamed step begins with the groups that are there, while others are still being generated:
+
+    some groups --add--> forward, backward --> gradients, not yet divided, not yet summed over ranks
+       ^                        |
+       +--- some are missing ---+--- none is --close--> sum over ranks, divide, optimizer --> next weights
+
+The loss is a sum over sequences of (own weight / D), and D (tokens or sequences of the batch, by `aggregation`) is
+known only when all groups are there. Gradients are therefore accumulated without it and divided once, before the
+optimizer sees them: up to rounding, the step equals the one that waits for the whole batch. Advantages are relative to
+the group. The configuration refuses objectives that need the whole batch before the first micro-batch.
+
+Each part is packed by itself and trained at once, whether it fills its micro-batches or not: otherwise the trainer
+would be idle, and while it computes, more groups gather for the next part.
 """
 
 from __future__ import annotations
@@ -21,7 +35,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from async_grpo.algorithms import ess_scale, rewards_less_kl, token_objective
+from async_grpo.algorithms import denominator, ess_scale, rewards_less_kl, token_objective
 from async_grpo.config import RunConfig
 from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.errors import NonFiniteStep
@@ -228,3 +242,55 @@ def _penalised(
     rest = iter(samples)
     groups = [structs.replace(group, samples=[next(rest) for _ in group.samples]) for group in batch.groups]
     return structs.replace(batch, groups=groups)
+
+
+@dataclass(slots=True)
+class StreamedStep(Step):
+    """The step `version` -> `version + 1`, made part by part. All calls are collective."""
+
+    parts: list[Batch] = field(default_factory=list)
+    found: list[StepSums] = field(default_factory=list)
+    members: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        Step.__post_init__(self)
+        self.policy.zero_grad()
+
+    @property
+    def have(self) -> int:
+        """Groups so far."""
+        return sum(len(part.groups) for part in self.parts)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the batch has no more groups."""
+        return bool(self.parts) and self.parts[-1].missing == 0
+
+    @property
+    def batch(self) -> Batch:
+        """All parts as one batch."""
+        return structs.replace(self.parts[-1], groups=[group for part in self.parts for group in part.groups])
+
+    def add(self, part: Batch) -> None:
+        """Accumulate the gradient of further groups of the batch."""
+        self.parts.append(part)
+        prepared = self.prepare(part)
+        scale = self._denominator(prepared.members)
+        loss = MicroBatchLoss(self.config.trainer.objective, self.version, scale=scale)
+        with self.phases.span("train", groups=len(part.groups)):
+            self.found += self.run(prepared.packed, prepared.precomputed, loss, total=False)
+        self.members += prepared.members
+
+    def close(self, lr: float) -> StepValues:
+        """Update the weights by the accumulated gradient. Raises NonFiniteStep before it does."""
+        total = self._denominator(self.members)
+        with self.phases.span("train"):
+            self.policy.total_gradients(scale=1.0 / total)
+            sums, maxima = reduce_sums(self.found)
+        sums["loss"] /= total
+        self.update(sums, maxima, lr, None)
+        return self.totals.values()
+
+    def _denominator(self, members: list[Sequence]) -> float:
+        tokens_N = torch.tensor([member.counted for member in members])
+        return denominator(self.config.trainer.objective.aggregation, tokens_N)

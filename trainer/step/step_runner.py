@@ -32,8 +32,7 @@ from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.run_logger import TrainerLogger
 from trainer.step.results import StepValues
-from trainer.step.step import train_step
-from trainer.step.streaming import StreamedStep
+from trainer.step.step import StreamedStep, train_step
 
 KEPT = 8
 """Number of dumps of a run; those of the oldest steps are deleted first."""

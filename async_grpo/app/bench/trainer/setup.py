@@ -44,8 +44,7 @@ from trainer.batch.packing import pack_batch
 from trainer.distributed import start_ranks
 from trainer.model.policy import Policy, load_policy
 from trainer.platform import Platform
-from trainer.step.step import train_step
-from trainer.step.streaming import StreamedStep
+from trainer.step.step import StreamedStep, train_step
 
 STREAMED, WAITED = "streamed", "waited"
 Contestant = Callable[[], BenchStep]

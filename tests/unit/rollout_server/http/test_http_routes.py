@@ -15,7 +15,7 @@ from async_grpo.errors import BufferFault, ConfigError, EngineError
 from async_grpo.telemetry.metrics import SERVER_METRICS
 from buffer.stats import BufferStats
 from rollout_server.http.app import is_local_name
-from rollout_server.http.auth import ApiKeys
+from rollout_server.http.context import ApiKeys
 from rollout_server.http.streaming import read_json
 from tests.support.http_fakes import ADMIN, CONTEXT, STOP, House, Letters, house_of, http_config, says, scripted
 from tests.support.rollout_fakes import FakeEngine, until

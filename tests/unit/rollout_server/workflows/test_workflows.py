@@ -14,8 +14,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.rewards.base import RewardInput
 from async_grpo.wire import Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from rollout_server.workflows import MultiTurn, SingleTurn, Workflow, make_workflow
-from rollout_server.workflows.calculator import calculator
-from rollout_server.workflows.multi_turn import Toolbox
+from rollout_server.workflows.multi_turn import Toolbox, calculator
 from rollout_server.workflows.testkit import STOP, ByteTokenizer, play
 
 
