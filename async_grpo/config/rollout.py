@@ -94,7 +94,7 @@ class VllmConfig(StrictModel):
     threads: PositiveInt = 1
     """OpenMP threads of one engine on CPU."""
     additional_config: dict[str, Any] = {}
-    """Settings of vllm-ascend; `rl_config: {enabled: true}`, which weight updates need, is added."""
+    """Settings of vllm-ascend."""
     environment: dict[str, str] = {}
     """Environment variables of the engine; variables that the server was started with take precedence."""
     extra: dict[str, Any] = {}

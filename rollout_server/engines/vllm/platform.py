@@ -60,9 +60,8 @@ def platform_arguments(config: VllmConfig) -> dict[str, Any]:
             arguments["distributed_executor_backend"] = _IN_ONE_PROCESS
         return arguments
     arguments = {"gpu_memory_utilization": config.gpu_memory_utilization}
-    if config.platform == "ascend":
-        # Weights in the NZ layout cannot be replaced: vllm-ascend refuses an update unless it is told of RL.
-        arguments["additional_config"] = {"rl_config": {"enabled": True}, **config.additional_config}
+    if config.platform == "ascend" and config.additional_config:
+        arguments["additional_config"] = config.additional_config
     return arguments
 
 
@@ -82,7 +81,7 @@ def environment(config: VllmConfig) -> dict[str, str]:
         # the engine dies of that; the function does as well uncompiled.
         values |= {} if _can_compile() else {"TORCHDYNAMO_DISABLE": "1"}
     if config.platform == "ascend":
-        values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}
+        values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}  # weights in the NZ layout cannot be replaced
     # An engine is on one machine: its workers find each other on the loopback, not where the machine's name leads.
     values |= {"VLLM_HOST_IP": LOOPBACK} | card_environment(LOOPBACK, BUILDS[config.platform].network_variables)
     return values | config.environment

@@ -53,7 +53,7 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
     config = VllmConfig(platform="ascend", additional_config={"enable_weight_nz_layout": False})
     assert platform_arguments(config) == {
         "gpu_memory_utilization": 0.8,
-        "additional_config": {"rl_config": {"enabled": True}, "enable_weight_nz_layout": False},
+        "additional_config": {"enable_weight_nz_layout": False},
     }
     assert environment(config)["VLLM_ASCEND_ENABLE_NZ"] == "0"
     assert "OMP_NUM_THREADS" not in environment(config)
