@@ -1,6 +1,6 @@
 """The replay buffer and the run board: contracts, in-memory references, Redis, and a server of our own."""
 
-from buffer.base import ReplayBuffer, Resume, RunBoard
+from buffer.base import BufferStats, CachedStats, ReplayBuffer, Resume, RunBoard
 from buffer.capacity import TASKS_AHEAD, BufferMemoryPlan, memory_plan
 from buffer.connect import attach, connect, connect_board, is_over, knows_run, open_run, wipe, wipe_run
 from buffer.memory import InMemoryBoard, InMemoryBuffer
@@ -9,7 +9,6 @@ from buffer.redis.buffer import RedisBuffer
 from buffer.redis.client import check_server, make_client
 from buffer.redis.errors import PASSWORD_VARIABLE
 from buffer.server import EmbeddedServer
-from buffer.stats import BufferStats, CachedStats
 
 __all__ = [
     "PASSWORD_VARIABLE",

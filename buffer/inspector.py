@@ -21,11 +21,11 @@ import msgspec
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import RateLimit, ReplayPolicy, age
+from buffer.base import BufferStats
 from buffer.redis.buffer import RedisBuffer, batched
 from buffer.redis.client import make_client
 from buffer.redis.retrying import RetryingClient
 from buffer.redis.scripts import RunKeys, script
-from buffer.stats import BufferStats
 
 BOOKS_FORMAT = 3
 """Format of the state keys that this file can read: FORMAT of lua/parts/policy.lua."""

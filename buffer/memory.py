@@ -17,10 +17,9 @@ from async_grpo.errors import WaitTimeout
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
 from async_grpo.wire.board import Evaluation, Probe, PublisherAddress, ServerBeat
-from buffer.base import Resume
+from buffer.base import BufferStats, Resume
 from buffer.errors import groups_of_step
 from buffer.state import BufferState
-from buffer.stats import BufferStats
 
 T = TypeVar("T")
 

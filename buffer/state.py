@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket
-from buffer.base import Resume
+from buffer.base import BufferStats, Resume
 from buffer.errors import checked_reason, checked_stream, fenced, forgotten, gap, lease_lost, run_ended
 from buffer.selection import select, too_old_to_finish, too_old_to_train
-from buffer.stats import BufferStats
 
 ENDINGS_KEPT = 4096
 """Number of endings for which a repeated insert or discard is recognised."""

@@ -32,7 +32,7 @@ from async_grpo.telemetry.metrics import METRICS, PHASES
 from async_grpo.telemetry.timeline import START
 from async_grpo.utils.http_server import HttpServer, address_of, listen
 from buffer import CachedStats, RedisBuffer, attach
-from buffer.stats import BufferStats
+from buffer.base import BufferStats
 
 MAX_REQUESTS = 64
 CLOSE_S = 5.0

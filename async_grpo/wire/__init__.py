@@ -1,7 +1,6 @@
 """Records that travel between processes, and their encoding."""
 
 from async_grpo.errors import WireError
-from async_grpo.wire.codec import decode, encode
 from async_grpo.wire.records import (
     FORMAT,
     Batch,
@@ -13,6 +12,8 @@ from async_grpo.wire.records import (
     Ticket,
     Turn,
     VersionSpan,
+    decode,
+    encode,
     logprobs_to_bytes,
     tokens_to_bytes,
 )

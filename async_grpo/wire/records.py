@@ -11,16 +11,20 @@ The records:
 
 Structs are tagged and carry named fields, so the plain `msgpack` package can read every byte.
 Arrays travel as raw little-endian bytes (int32 token ids, float32 log-probabilities).
+
+`encode` and `decode` have a size limit, and errors that name the wrong field.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from async_grpo.errors import WireError
 
 FORMAT = 1
 """Incremented when a record changes in a way that an older reader would misread."""
@@ -29,6 +33,13 @@ TOKEN_DTYPE = np.dtype("<i4")
 LOGPROB_DTYPE = np.dtype("<f4")
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+R = TypeVar("R", bound=msgspec.Struct)
+
+MAX_RECORD_BYTES = 512 << 20
+"""Limit on the size of a record. Redis refuses larger values too, with a less helpful message."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
 class ReleaseReason(StrEnum):
@@ -246,3 +257,27 @@ def tokens_to_bytes(tokens: npt.ArrayLike) -> bytes:
 def logprobs_to_bytes(logprobs: npt.ArrayLike) -> bytes:
     """Log-probabilities -> raw little-endian float32 bytes."""
     return np.asarray(logprobs, LOGPROB_DTYPE).tobytes()
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Record -> MessagePack bytes. Raises WireError above MAX_RECORD_BYTES."""
+    payload = _encoder.encode(record)
+    if len(payload) > MAX_RECORD_BYTES:
+        raise WireError(
+            f"{type(record).__name__} takes {len(payload)} bytes, the limit is {MAX_RECORD_BYTES}. "
+            "Lower group_size or sampling.max_tokens."
+        )
+    return payload
+
+
+def decode(payload: bytes | memoryview, kind: type[R]) -> R:
+    """MessagePack bytes -> record of type `kind`. Raises WireError naming the field that is wrong."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        record = decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a {kind.__name__} of this version: {error}") from error
+    assert isinstance(record, kind)
+    return record

@@ -18,7 +18,7 @@ from typing import Any
 from async_grpo.errors import BufferFault
 from async_grpo.staleness import ReplayPolicy
 from async_grpo.wire import Batch, Group, Partial, ReleaseReason, Task, Ticket, decode, encode
-from buffer.base import Resume
+from buffer.base import BufferStats, Resume
 from buffer.errors import (
     checked_reason,
     checked_stream,
@@ -33,7 +33,6 @@ from buffer.errors import (
 from buffer.redis.client import RunClient
 from buffer.redis.retrying import Payload, RetryingClient, RetryLater
 from buffer.redis.scripts import RunKeys, script
-from buffer.stats import BufferStats
 
 _COUNTERS = (
     *("epoch", "version", "tasks_put", "admitted", "inserted", "used"),

@@ -32,8 +32,7 @@ import numpy as np
 
 from async_grpo.errors import ConfigError, WaitTimeout, WireError
 from async_grpo.utils.files import atomic_file
-from async_grpo.wire.codec import MAX_RECORD_BYTES
-from async_grpo.wire.records import LOGPROB_DTYPE, TOKEN_DTYPE
+from async_grpo.wire.records import LOGPROB_DTYPE, MAX_RECORD_BYTES, TOKEN_DTYPE
 from buffer.inspector import GroupFacts, GroupState, Inspector, Overview
 
 LOOK_EVERY_S = 0.5

@@ -27,8 +27,16 @@ from typing import TypeVar, get_args
 import numpy as np
 from rich.progress import Progress
 
-from async_grpo.app.bench.buffer.groups import task, tiny_group, tiny_task
-from async_grpo.app.bench.buffer.systems import BenchJob, Role, System, WorkerReport, attach
+from async_grpo.app.bench.buffer.systems import (
+    BenchJob,
+    Role,
+    System,
+    WorkerReport,
+    attach,
+    task,
+    tiny_group,
+    tiny_task,
+)
 from async_grpo.app.bench.buffer.workers import Workers, bench_workers, run_jobs
 from async_grpo.app.bench.measure import Measurement, Step, paired_rounds, progress_bar
 from async_grpo.app.bench.rig import Fsync, bench_server, check_trained

@@ -15,12 +15,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 import uvloop
 
-from async_grpo.app.bench.buffer.groups import GroupMaker
 from async_grpo.app.bench.buffer.systems import (
     GO,
     READY,
     WAIT_S,
     BenchJob,
+    GroupMaker,
     WorkerReport,
     consume,
     open_loop,

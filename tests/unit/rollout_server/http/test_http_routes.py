@@ -13,7 +13,7 @@ import structlog
 from async_grpo.config.http import HttpConfig
 from async_grpo.errors import BufferFault, ConfigError, EngineError
 from async_grpo.telemetry.metrics import SERVER_METRICS
-from buffer.stats import BufferStats
+from buffer.base import BufferStats
 from rollout_server.http.app import is_local_name
 from rollout_server.http.context import ApiKeys
 from rollout_server.http.streaming import read_json

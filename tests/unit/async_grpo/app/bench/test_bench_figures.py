@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from async_grpo.app.bench.buffer.groups import GroupMaker, task
+from async_grpo.app.bench.buffer.systems import GroupMaker, task
 from async_grpo.app.bench.measure import Machine, Measurement, Picture, Spread, make_room, table, write
 from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError
