@@ -7,7 +7,7 @@ from async_grpo.wire import ReleaseReason, Ticket
 
 
 def lease_lost(ticket: Ticket) -> LeaseLost:
-    """For a caller that no longer holds the ticket."""
+    """The error of a caller that no longer holds the ticket."""
     return LeaseLost(
         f"{ticket.holder} no longer holds attempt {ticket.attempt} of group {ticket.seq}: its lease expired or was "
         "given back, or the group has ended. Drop the work; the next holder continues. Raise rollout.lease_s if this "
@@ -16,7 +16,7 @@ def lease_lost(ticket: Ticket) -> LeaseLost:
 
 
 def fenced(caller: int, newest: int) -> Fenced:
-    """For a trainer whose epoch is over."""
+    """The error of a trainer whose epoch is over."""
     return Fenced(
         f"epoch {caller} is over, epoch {newest} has begun: another trainer has taken over, and the buffer refuses "
         "the calls of this one. Stop it"
@@ -24,12 +24,12 @@ def fenced(caller: int, newest: int) -> Fenced:
 
 
 def run_ended() -> RunEnded:
-    """For a wait that the end of the run has ended."""
+    """The error of a wait that ends because the run has ended."""
     return RunEnded("the run has ended: no group is admitted or delivered any more")
 
 
 def forgotten(version: int, committed: int) -> BufferFault:
-    """For a trainer that resumes at steps whose groups are deleted."""
+    """The error of a trainer that resumes at steps whose groups are deleted."""
     return BufferFault(
         f"cannot resume at version {version}: a checkpoint of version {committed} was committed, which deleted the "
         f"groups of the steps before it. Resume from version {committed} or later, or start over with --fresh"
@@ -37,7 +37,7 @@ def forgotten(version: int, committed: int) -> BufferFault:
 
 
 def forgotten_run(run: str) -> BufferFault:
-    """For a run whose state has vanished from the server."""
+    """The error of a run whose state has vanished from the server."""
     return BufferFault(
         f"the server holds nothing of run {run}: its data were lost or wiped during the run. Restore the server's "
         "append-only file, or start over with --fresh"
@@ -45,12 +45,12 @@ def forgotten_run(run: str) -> BufferFault:
 
 
 def groups_of_step(version: int) -> str:
-    """What a `take` waits for, in words."""
+    """Name what a `take` waits for, for the text of WaitTimeout."""
     return f"the groups of the step after version {version} from the rollout servers"
 
 
 def gap(first: int, following: int) -> StreamGap:
-    """For tasks that would leave a gap in the stream."""
+    """The error of tasks that would leave a gap in the stream."""
     return StreamGap(
         f"task {first} does not continue the stream: task {following} is next. Nothing was stored. Read tasks_put "
         f"from the buffer's stats, and put the tasks from {following} on"
@@ -64,7 +64,7 @@ def checked_stream(indices: list[int]) -> None:
 
 
 def checked_reason(reason: ReleaseReason) -> ReleaseReason:
-    """The reason, if a group may be discarded for it. Raises ValueError for `trained`."""
+    """Return the reason if a group may be discarded for it. Raises ValueError for `trained`."""
     if reason is ReleaseReason.TRAINED:
         raise ValueError("a group that was not taken cannot be discarded as trained. Pass the real reason")
     return reason

@@ -117,7 +117,7 @@ class _Look:
 
     meta: dict[str, str]
     groups: list[GroupFacts]
-    """By sequence, without their sizes."""
+    """Groups in ticket order, without their sizes."""
     drained: bool
 
     @property

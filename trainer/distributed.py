@@ -109,7 +109,7 @@ def max_over_ranks(values: Tensor) -> Tensor:
 
 
 def _reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """Not by `all_reduce`: MindSpeed replaces it by a function that drops the result for float64."""
+    """Reduce in place, without `all_reduce`: MindSpeed replaces that by a function that drops float64 results."""
     dist.reduce(values, 0, operation)
     dist.broadcast(values, 0)
     return values

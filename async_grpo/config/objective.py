@@ -45,7 +45,7 @@ class CorrectionConfig(StrictModel):
     limit: Positive | None = None
     """m2po: bound of the mean (log rho)^2; opsm: largest mean KL of a sequence with A < 0."""
     whole_batch: bool = False
-    """For your own correction: it needs all tokens of the batch at once, which costs a forward pass."""
+    """Your own correction needs all tokens of the batch at once, which costs a forward pass."""
     options: Options = {}
     """Settings of your own correction."""
 

@@ -32,7 +32,7 @@ class Publication:
     """What publishing one version cost the trainer, in seconds."""
 
     stall_s: float
-    """From the call to its return."""
+    """Seconds from the call to its return."""
     waited_s: float
     """The part of it spent waiting for the encoding of the version before. The rest gathers and copies the tensors."""
 

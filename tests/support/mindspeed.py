@@ -9,9 +9,9 @@ that a dense model calls is the fused AdamW, which torch has for the CPU, too.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 import tarfile
@@ -28,8 +28,6 @@ from trainer.platform.cpu import CpuPlatform
 from trainer.platform.cpu_patches import patch_for_cpu, show_optimizers_cuda_types
 from trainer.platform.npu import empty_command_line, mindspeed_arguments
 
-CHOSEN = "TRAINER_PROGRAM_MINDSPEED"
-"""Environment variable: the folder of MindSpeed under whose patches the programs of rank processes run."""
 _ARCHIVE = Path(__file__).parents[3] / "shared" / "upstream" / "mindspeed-core_r0.16.0.tar.xz"
 _ABSENT = ("torch_npu", "acl", "triton", "torchair", "scipy")
 _KERNELS = ("mindspeed.ops.triton.l2norm", "mindspeed.ops.triton.utils", "mindspeed.core.ssm.chunk_gated_delta_rule")

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.mindspeed import CHOSEN, unpacked_source
+from tests.support.mindspeed import unpacked_source
 from tests.support.trainer_programs.launching import Outcome, Run, adamw, assert_same_figures, run_all
 from tests.support.trainer_programs.models import make_model
+from tests.support.trainer_programs.running import MINDSPEED_VARIABLE
 
 pytestmark = pytest.mark.slow
 STEPS, SAVED = 4, 2
@@ -31,7 +32,7 @@ FAMILIES = {"experts": "moe"}
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """By "LAYOUT", "LAYOUT-patched" and "LAYOUT-resumed"."""
+    """What the runs "LAYOUT", "LAYOUT-patched" and "LAYOUT-resumed" wrote, by these names."""
     source = unpacked_source(tmp_path_factory.mktemp("source"))
     folder = tmp_path_factory.mktemp("steps")
 
@@ -42,7 +43,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
     found = run_all({folder: {layout: run(layout) for layout in LAYOUTS}}, ranks=2)[folder]
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(CHOSEN, str(source))
+        environment.setenv(MINDSPEED_VARIABLE, str(source))
         for layout in LAYOUTS:  # MindSpeed patches once in a process, for one layout
             saved = f"{layout}-patched"
             runs = {saved: run(layout, save_at=SAVED), f"{layout}-resumed": run(layout, resumes=saved)}

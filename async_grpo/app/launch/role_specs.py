@@ -22,7 +22,7 @@ from trainer.platform import Platform, select_platform
 from trainer.platform.base import visible
 
 Environments = dict[str, dict[str, str]]
-"""By role."""
+"""Environment variables by role, and by name."""
 
 
 def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int | None = None) -> Environments:

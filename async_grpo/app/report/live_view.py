@@ -12,6 +12,7 @@ with that of a sweep, and `panel` and `line` turn a `LiveState` into what is sho
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -35,7 +36,7 @@ _GOOD, _BAD, _DIM, _KEY = "green", "red", "bright_black", "cyan"
 _STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting": "yellow", "restarting": "yellow"}
 
 
-class LiveFrame:
+class LiveFrame(ABC):
     """A live display in a terminal; without one, lines at least `every_s` seconds apart."""
 
     def __init__(self, console: Console, every_s: float) -> None:
@@ -55,9 +56,9 @@ class LiveFrame:
         """Leave the last state on the screen."""
         self._live.stop()
 
+    @abstractmethod
     def render(self) -> RenderableType:
-        """What the terminal shows now. It is called from rich's thread."""
-        raise NotImplementedError
+        """Draw what the terminal shows now. rich calls it from a thread of its own."""
 
     def say(self, text: str) -> None:
         """Print a line above the live display; it stays."""

@@ -54,7 +54,7 @@ class Trackers:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._opened = tuple(trackers)
         self._trackers = list(trackers)
-        """Those that have not failed."""
+        """Trackers that have not failed."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Log the numeric fields of a step's row (`metrics.METRICS`) at its step."""

@@ -210,7 +210,7 @@ class ReceiverStats(msgspec.Struct, kw_only=True, tag="receiver_stats", tag_fiel
     fallbacks: dict[str, int] = {}
     """Where a patch was offered and the dense chunks were fetched, by reason."""
     last_transfer_s: float = 0.0
-    """From the manifest to the commit."""
+    """Seconds from the manifest to the commit."""
     relayed_bytes: int = 0
     """Sent on to other receivers."""
     parents_lost: int = 0

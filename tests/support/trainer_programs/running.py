@@ -12,9 +12,12 @@ from typing import Any
 from async_grpo.config import RunConfig, load
 from trainer.platform import Platform, select_platform
 
+MINDSPEED_VARIABLE = "TRAINER_PROGRAM_MINDSPEED"
+"""Environment variable: the folder of MindSpeed under whose patches the ranks run; without it there are none."""
+
 
 def _platform(name: str) -> Platform:
-    if source := os.environ.get("TRAINER_PROGRAM_MINDSPEED"):
+    if source := os.environ.get(MINDSPEED_VARIABLE):
         from tests.support.mindspeed import MindSpeedOnCpu
 
         return MindSpeedOnCpu(Path(source))
