@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -68,7 +69,8 @@ async def test_a_plain_peer_hears_no_announcement_and_gets_no_manifest(publisher
         announcements.setsockopt(zmq.SUBSCRIBE, b"")
         announcements.connect(publisher.address.announce)
         requests.connect(publisher.address.requests)
-        await requests.send(encode(ManifestRequest()))
+        with contextlib.suppress(zmq.Again):  # libzmq may have dropped the peer that failed its handshake
+            await requests.send(encode(ManifestRequest()), zmq.DONTWAIT)
         await asyncio.sleep(1.0)
         assert not await announcements.poll(0)
         assert not await requests.poll(0)
