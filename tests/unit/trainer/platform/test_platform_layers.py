@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from async_grpo.errors import DependencyError
+from tests.support.npu_operators import npu_fusion_attention
 from trainer.batch import packed as packed_batch
 from trainer.model import layers as own
 from trainer.model.policy import to_device
@@ -103,26 +104,9 @@ def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pyt
         own.block_spec(config, cuda.transformer_engine_layers(config))
 
 
-def fusion_attention(query: Any, key: Any, value: Any, heads: int, **given: Any) -> tuple[torch.Tensor]:
-    """What torch_npu documents of npu_fusion_attention in the layout TND with sparse_mode 3: True in the mask hides."""
-    assert (given["input_layout"], given["sparse_mode"], given["keep_prob"]) == ("TND", 3, 1.0)
-    assert given["actual_seq_qlen"] == given["actual_seq_kvlen"]
-    hidden = given["atten_mask"]
-    assert hidden.shape == (2048, 2048) and hidden.dtype == torch.bool
-    outputs, start = [], 0
-    for end in given["actual_seq_qlen"]:
-        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
-        k, v = (part.repeat_interleave(heads // part.shape[0], 0) for part in (k, v))
-        scores = q @ k.transpose(1, 2) * given["scale"]
-        scores = scores.masked_fill(hidden[: end - start, : end - start], float("-inf"))
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-        start = end
-    return (torch.cat(outputs),)
-
-
 def test_the_fused_kernel_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = types.ModuleType("torch_npu")
-    kernel.npu_fusion_attention = fusion_attention  # type: ignore[attr-defined]
+    kernel.npu_fusion_attention = npu_fusion_attention  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_npu", kernel)
     config = model_config(torch.float32)
     torch.manual_seed(0)
