@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
+from async_grpo.app.launch.memory_plan import device_plan
 from async_grpo.config import RunConfig, load
+from async_grpo.utils.text import GIB
 from trainer.platform import base
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -53,6 +55,20 @@ def test_a_dry_run_needs_neither_devices_nor_files_and_says_which_are_missing(na
 def test_a_node_of_sixteen_npus_is_used_up() -> None:
     config = read("qwen2.5_7b_gsm8k_ascend")
     assert config.trainer.processes + config.rollout.servers * config.rollout.vllm.tensor_parallel == 16
+
+
+ON_DEVICES = [path.stem for pattern in ("*_cuda.yaml", "*_ascend.yaml") for path in sorted(CONFIGS.glob(pattern))]
+
+
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_a_shipped_layout_fits_and_one_of_fewer_pipeline_stages_would_not(name: str) -> None:
+    planned = device_plan(read(name))
+    assert planned is not None and planned.trainer_gib is not None and planned.engine_gib is not None
+    planned.check()
+    if read(name).trainer.pipeline_parallel > 1:
+        flatter = device_plan(load(CONFIGS / f"{name}.yaml", ["trainer.pipeline_parallel=1"]))
+        assert flatter is not None and flatter.trainer is not None
+        assert flatter.trainer.total > planned.trainer_gib * GIB
 
 
 def test_the_task_is_all_that_differs_between_two_runs_of_a_node() -> None:
