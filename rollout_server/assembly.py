@@ -111,6 +111,8 @@ async def _assemble(
     engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
     await engine.start()
+    limits = config.rollout.limits
+    log.info("the engine runs", requests_at_once=limits.requests, tokens_per_step=limits.batched_tokens)
     workflow = make_workflow(config.rollout, tokenizer)
     return ServerContext(config, name, engine, pool, workflow, source, state, board, logger)
 

@@ -33,6 +33,13 @@ class SamplingConfig(StrictModel):
             )
 
 
+CPU_STEP_TOKENS = 2048
+"""Most tokens in one step of an engine on CPU, which reads prompts whole (or one whole prompt, if that is longer)."""
+DEVICE_STEP_TOKENS = 8192
+"""Most tokens in one step of an engine on an accelerator, as in verl and MindSpeed-RL; it reads longer prompts in
+pieces."""
+GRAPH_STEP = 16
+"""vLLM captures graphs for batches of 1, 2, 4, then multiples of 8, from 256 on multiples of 16."""
 OURS = frozenset(
     {
         *("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init"),
@@ -62,8 +69,12 @@ class EngineLimits:
     """Memory of one accelerator. None: ask the machine."""
     memory_share: float
     """Share of an accelerator's memory that the engine may use."""
+    requests: int
+    """Requests that run in one engine at once, at most."""
     batched_tokens: int
-    """Tokens of prompts in one forward pass, at most."""
+    """Tokens in one forward pass, at most."""
+    captures_graphs: bool
+    """Whether the engine captures graphs of its forward pass, which take memory."""
     length_key: str
     platform_key: str
     devices_key: str
@@ -87,8 +98,9 @@ class VllmConfig(StrictModel):
     not say."""
     tensor_parallel: PositiveInt = 1
     """Devices that share one engine."""
-    enforce_eager: bool = True
-    """Run without compilation and graph capture: a quicker start, slower generation."""
+    enforce_eager: bool | None = None
+    """Run without compilation and captured graphs: a quicker start, slower generation. None: true on CPU, false on
+    accelerators."""
     multiprocessing: bool = True
     """Run the engine core in its own process, so that generation and Python's bookkeeping overlap."""
     threads: PositiveInt = 1
@@ -98,11 +110,21 @@ class VllmConfig(StrictModel):
     environment: dict[str, str] = {}
     """Environment variables of the engine; variables that the server was started with take precedence."""
     extra: dict[str, Any] = {}
-    """Passed to AsyncEngineArgs unchanged."""
+    """Passed to AsyncEngineArgs unchanged. `max_num_seqs` (default: all requests that a server lets in) and
+    `max_num_batched_tokens` (2048 on CPU, 8192 on accelerators, or more if a prompt needs it) also enter the memory
+    plan."""
 
     @property
-    def limits(self) -> EngineLimits:
-        """What the rest of the system reads of this section."""
+    def is_eager(self) -> bool:
+        """Whether the engine runs without compilation and captured graphs."""
+        return self.platform == "cpu" if self.enforce_eager is None else self.enforce_eager
+
+    def limits(self, admitted: int) -> EngineLimits:
+        """What the rest of the system reads of this section. `admitted`: requests that a server lets in at once. The
+        engine has room for all of them, rounded up to the step of the batch sizes for which vLLM captures graphs."""
+        requests = int(self.extra.get("max_num_seqs", -(-admitted // GRAPH_STEP) * GRAPH_STEP))
+        # A CPU engine reads prompts whole, and vLLM wants room for one token of every request.
+        step = max(CPU_STEP_TOKENS, self.max_model_len) if self.platform == "cpu" else DEVICE_STEP_TOKENS
         return EngineLimits(
             engine="vLLM",
             max_length=self.max_model_len,
@@ -110,7 +132,9 @@ class VllmConfig(StrictModel):
             devices=self.tensor_parallel,
             device_memory_gib=self.device_memory_gib,
             memory_share=self.gpu_memory_utilization,
-            batched_tokens=int(self.extra.get("max_num_batched_tokens", 8192)),
+            requests=requests,
+            batched_tokens=int(self.extra.get("max_num_batched_tokens", max(step, requests))),
+            captures_graphs=self.platform != "cpu" and not self.is_eager,
             length_key="rollout.vllm.max_model_len",
             platform_key="rollout.vllm.platform",
             devices_key="rollout.vllm.tensor_parallel",
@@ -210,6 +234,11 @@ class RolloutConfig(StrictModel):
     """Drop groups whose rewards are all equal (`filtered`) and admit the same number of new ones."""
     max_attempts: PositiveInt = 5
     """Number of attempts at a group: it is `failed` once the leases of this many holders have expired."""
+    seed_per_sample: bool | None = None
+    """Give every training sample a seed of its own, so that the same weights sample the same tokens on every server.
+    Engines on accelerators then start a kernel for each sample and token (vLLM's model runner V2 does not). False: an
+    engine draws from one generator, which the run's seed and the server's name seed. None: true on CPU, false on
+    accelerators. Evaluations always have seeds."""
     lease_s: Seconds | None = None
     """Seconds of silence after which a ticket goes to another server. At least redis.timeout_s, so that no lease
     expires while Redis is away. None: 1.5 times redis.timeout_s."""
@@ -220,9 +249,15 @@ class RolloutConfig(StrictModel):
 
     @property
     def limits(self) -> EngineLimits:
-        """The limits of the chosen engine, from the section of its name."""
-        limits: EngineLimits = getattr(self, self.engine).limits
+        """The limits of the chosen engine, from the section of its name. It has room for training, as many completions
+        again for evaluations, and those for HTTP."""
+        limits: EngineLimits = getattr(self, self.engine).limits(2 * self.max_concurrency + self.http.max_concurrency)
         return limits
+
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether every training sample has a seed of its own."""
+        return self.limits.platform == "cpu" if self.seed_per_sample is None else self.seed_per_sample
 
     def problems(self) -> Iterator[str]:
         if self.min_concurrency > self.max_concurrency:

@@ -235,11 +235,12 @@ class Dispatcher:
 
     def _session(self, work: GroupRollout, index: int) -> SampleSession:
         ticket, config = work.ticket, self._context.config
+        seed = sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt)
         return SampleSession(
             self._context.engine,
             f"{ticket.seq}-{ticket.attempt}-{index}",
             ticket.task.prompt_ids(),
-            seed=sample_seed(config.seed, "train", ticket.task.index, index, ticket.attempt),
+            seed=seed if config.rollout.seeds_samples else None,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
             prior=work.samples[index],

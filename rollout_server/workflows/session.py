@@ -42,7 +42,7 @@ class SampleSession:
         request_id: str,
         prompt: Sequence[int] | Tokens,
         *,
-        seed: int,
+        seed: int | None,
         temperature: float,
         max_tokens: int,
         prior: Sample | None = None,
@@ -141,7 +141,7 @@ class SampleSession:
             prompt=self._prompt,
             max_tokens=left,
             temperature=self._temperature,
-            seed=self._seed + len(self._turns),
+            seed=None if self._seed is None else self._seed + len(self._turns),
             prefix=prefix.tolist(),
             interruptible=self._interruptible,
         )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import EngineError, WeightsError
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
@@ -241,7 +241,7 @@ async def test_weights_that_are_not_there_are_refused_and_generation_goes_on(sub
 
 @pytest.mark.parametrize(
     "engine",
-    [ScriptedEngine(), VllmEngine(Path("unused"), VllmConfig(), precision="float32")],
+    [ScriptedEngine(), VllmEngine(Path("unused"), RolloutConfig(), precision="float32")],
     ids=["scripted", "vllm"],
 )
 async def test_an_engine_that_was_not_started_says_so(engine: Engine) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.weights import chunks
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
@@ -124,7 +124,8 @@ async def started_lab(
 def engine_of(model_dir: Path, **vllm: Any) -> VllmEngine:
     """Small and quick to start; `vllm`: fields of its configuration."""
     defaults = {"max_model_len": 1024, "kv_cache_bytes": 128 << 20, "multiprocessing": False}
-    return VllmEngine(model_dir, VllmConfig(**defaults | vllm), precision="float32", seed=1, name=model_dir.name)
+    config = RolloutConfig(vllm=VllmConfig(**defaults | vllm))
+    return VllmEngine(model_dir, config, precision="float32", seed=1, name=model_dir.name)
 
 
 def random_model(tied: bool, stop_tokens: list[int] | None) -> Qwen2ForCausalLM:

@@ -12,6 +12,10 @@ class WeightProbe(WorkerExtension):
     """On CPU vLLM packs matrices in a form that cannot be read: they are multiplied with the unit matrix
     instead, which gives every element exactly."""
 
+    def scheduled_at_most(self) -> list[int]:
+        """Requests and tokens for which the model runner has buffers."""
+        return [self.model_runner.max_num_reqs, self.model_runner.max_num_tokens]
+
     def read_weights(self) -> dict[str, tuple[list[int], bytes]]:
         """Shape and float32 bytes by name: `<module>.<parameter>` as it is, `<module>.packed` unpacked."""
         found: dict[str, tuple[list[int], bytes]] = {}

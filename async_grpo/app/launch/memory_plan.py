@@ -4,12 +4,15 @@ Memory of one device of an engine: weights first, then work space, and the KV ca
 
     share        gpu_memory_utilization * memory of the device
     weights      b * parameters / TP
-    work space   of one step: activations of max_num_batched_tokens tokens, float32 logits of max_concurrency samples
+    work space   of one step: activations of max_num_batched_tokens tokens, float32 logits of max_num_seqs requests
+                 and captured graphs, unless enforce_eager
     a token      2 * L * max(groups / TP, 1) * head_dim * b     keys and values; fewer groups than ranks are repeated
-    at worst     max_concurrency samples of max_model_len tokens (evaluations and HTTP, on top, are not counted)
+    at worst     max_num_seqs requests of max_model_len tokens: training, an evaluation and HTTP at once
 
-vLLM makes the cache as large as the share allows. With less than `at worst` it lets samples wait or begin again, which
-costs time; with less than one whole sample it does not start.
+The engine is started with the max_num_seqs and max_num_batched_tokens of this plan (`EngineLimits`), and checks that it
+has them. vLLM makes the cache as large as the share allows. With less than `at worst` it lets samples wait or begin
+again, which costs time; with less than one whole sample it does not start. vLLM takes the memory of captured graphs out
+of its share; vllm-ascend 0.23 does not, and needs it beside the share.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from trainer.platform.base import smallest_memory_gib
 from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
 
 RESERVED_BYTES = 1 * GIB
-"""Captured graphs, workspaces, one layer of new weights on its way in."""
-
+"""Workspaces, one layer of new weights on its way in."""
+GRAPH_BYTES = 2 * GIB
+"""Captured graphs: at most 51 sizes of mixed and some 30 of decoding batches, for which vLLM's logs show 24 to 28 MiB
+each (vllm-project/vllm, pull request 22897)."""
 
 TRAINER_FIX = (
     "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "
@@ -45,8 +50,6 @@ class EngineMemory:
     work_space: int
     token: int
     """Bytes of one token in the KV cache."""
-    wanted_samples: int
-    """Samples that may be in flight at once."""
     limits: EngineLimits
 
     @property
@@ -63,7 +66,7 @@ class EngineMemory:
         return max(0, self.cache(memory_bytes) // (self.token * self.limits.max_length))
 
     def __str__(self) -> str:
-        tokens = self.wanted_samples * self.limits.max_length
+        tokens = self.limits.requests * self.limits.max_length
         return (
             f"weights {gib(self.weights)} + work space {gib(self.work_space)} + "
             f"KV cache {gib(self.token * tokens)} GiB at worst ({tokens} tokens * {self.token} bytes)"
@@ -73,13 +76,12 @@ class EngineMemory:
 def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
     """The memory that a rollout server needs on one device."""
     limits, element = config.rollout.limits, ELEMENT_BYTES[config.model.precision]
-    ranks, samples = limits.devices, config.rollout.max_concurrency
+    ranks, reserved = limits.devices, RESERVED_BYTES + (GRAPH_BYTES if limits.captures_graphs else 0)
     widths = 4 * shape.hidden + (2 * shape.ffn + shape.query + 2 * shape.key) // ranks
     return EngineMemory(
         weights=element * shape.parameters // ranks,
-        work_space=limits.batched_tokens * element * widths + 4 * samples * shape.vocab + RESERVED_BYTES,
+        work_space=limits.batched_tokens * element * widths + 4 * limits.requests * shape.vocab + reserved,
         token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
-        wanted_samples=samples,
         limits=limits,
     )
 
@@ -128,10 +130,10 @@ class DevicePlan:
         if self.engine_gib is None:
             return f"the device's memory is not known ({engine.limits.device_memory_key})"
         cache, samples = engine.cache(self.engine_gib * GIB), engine.samples(self.engine_gib * GIB)
-        room = "all" if samples >= engine.wanted_samples else f"{samples}"
+        room = "all" if samples >= engine.limits.requests else f"{samples}"
         return (
             f"of {self.engine_gib:g} GiB, {engine.limits.memory_share:g} leave {gib(cache)} for the cache: {room} of "
-            f"{engine.wanted_samples} samples at full length"
+            f"{engine.limits.requests} requests at full length"
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from async_grpo.config.model import Precision
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import DependencyError, EngineError
 from async_grpo.utils.aio import Overtaken, race
 from async_grpo.utils.private_names import check_private_names
@@ -34,7 +34,13 @@ from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
 from rollout_server.engines.model_files import check_layout, has_tied_head, stop_tokens, tensor_shapes
 from rollout_server.engines.vllm.compat import LOGPROBS_MODE, accepted
-from rollout_server.engines.vllm.platform import check_platform, platform_arguments, set_environment
+from rollout_server.engines.vllm.platform import (
+    check_limits,
+    check_platform,
+    limit_arguments,
+    platform_arguments,
+    set_environment,
+)
 from rollout_server.engines.vllm.requests import (
     EngineRequest,
     generated_so_far,
@@ -56,11 +62,12 @@ class VllmEngine:
     """The `Engine` protocol on vLLM's AsyncLLM. One update at a time; any number of requests."""
 
     def __init__(
-        self, model_dir: Path, config: VllmConfig, *, precision: Precision, seed: int = 0, name: str = "rollout"
+        self, model_dir: Path, config: RolloutConfig, *, precision: Precision, seed: int = 0, name: str = "rollout"
     ) -> None:
         """Cheap; `start` loads. `model_dir` is a Hugging Face checkpoint folder with safetensors."""
         self._model_dir = model_dir
-        self._config = config
+        self._config = config.vllm
+        self._limits = config.limits
         self._precision = precision
         self._seed = seed
         self._name = name
@@ -108,6 +115,7 @@ class VllmEngine:
             await self._unless_dead(self._prepare_workers())
         except Exception as error:  # vLLM raises many kinds, of torch and of its own processes
             raise EngineError(f"{self._name}: vLLM did not start with {self._model_dir}: {error}") from error
+        check_limits(self._limits, self._llm.vllm_config.scheduler_config)
         self._gate.set()
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -319,7 +327,7 @@ class VllmEngine:
             "seed": self._seed,
             "max_model_len": self._config.max_model_len,
             "tensor_parallel_size": self._config.tensor_parallel,
-            "enforce_eager": self._config.enforce_eager,
+            "enforce_eager": self._config.is_eager,
             "skip_tokenizer_init": True,
             "logprobs_mode": LOGPROBS_MODE,
             "enable_prefix_caching": True,
@@ -327,5 +335,6 @@ class VllmEngine:
             "worker_extension_cls": _WORKER_EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend="zmq"),
             **platform_arguments(self._config),
+            **limit_arguments(self._limits, self._config.extra),
             **self._config.extra,
         }

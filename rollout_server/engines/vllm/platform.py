@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.rollout import EngineLimits, VllmConfig
 from async_grpo.errors import EngineError
 from async_grpo.utils.network import LOOPBACK, card_environment
 from async_grpo.utils.requirements import (
@@ -28,8 +28,6 @@ from async_grpo.utils.requirements import (
 )
 
 _IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-CPU_STEP_TOKENS = 2048
-"""Most prompt tokens in one step of the CPU engine (or one whole prompt, if that is longer)."""
 
 
 def check_platform(config: VllmConfig, device: str) -> None:
@@ -42,6 +40,26 @@ def check_platform(config: VllmConfig, device: str) -> None:
         )
 
 
+def check_limits(limits: EngineLimits, scheduler: Any) -> None:
+    """Raises EngineError unless vLLM's scheduler has exactly the limits that the memory plan assumes."""
+    wanted = {"max_num_seqs": limits.requests, "max_num_batched_tokens": limits.batched_tokens}
+    found = {name: getattr(scheduler, name) for name in wanted}
+    if found != wanted:
+        raise EngineError(
+            f"vLLM runs with {found}, but the memory plan is made for {wanted}: requests would queue, or memory run "
+            "out. Set both in rollout.vllm.extra to what this vLLM accepts"
+        )
+
+
+def limit_arguments(limits: EngineLimits, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for AsyncEngineArgs with which the engine runs as the memory plan assumes, and decodes batches of every
+    size in captured graphs; vLLM by itself stops at 512. `extra` may say otherwise for the graphs."""
+    arguments = {"max_num_seqs": limits.requests, "max_num_batched_tokens": limits.batched_tokens}
+    if limits.captures_graphs and not extra.keys() & {"compilation_config", "cudagraph_capture_sizes"}:
+        arguments["max_cudagraph_capture_size"] = limits.requests
+    return arguments
+
+
 def platform_arguments(config: VllmConfig) -> dict[str, Any]:
     """Arguments for AsyncEngineArgs that depend on the platform."""
     arguments: dict[str, Any]
@@ -51,7 +69,6 @@ def platform_arguments(config: VllmConfig) -> dict[str, Any]:
         arguments = {
             "kv_cache_memory_bytes": config.kv_cache_bytes,
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len),
         }
         if config.tensor_parallel == 1:
             # vLLM puts even a single worker of a CPU into a process of its own, because that is how it binds OpenMP to

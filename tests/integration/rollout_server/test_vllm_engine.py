@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
+from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import EngineError, WeightsCorrupt
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
@@ -34,6 +35,14 @@ PREFIX_BLOCK = 128
 async def test_the_first_prompt_may_be_a_short_one_and_its_weights_are_the_checkpoints(tied_lab: Lab) -> None:
     assert {span.version for span in tied_lab.first.spans} == {-1}
     assert tied_lab.error(FIRST_PROMPT, tied_lab.first) < EXACT
+
+
+async def test_the_engine_and_its_workers_run_with_the_limits_of_the_memory_plan(tied_lab: Lab) -> None:
+    limits = RolloutConfig().limits
+    scheduler = tied_lab.engine.async_llm.vllm_config.scheduler_config
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (limits.requests, limits.batched_tokens)
+    assert limits.requests >= 2 * 64 + 8
+    assert await tied_lab.engine.async_llm.collective_rpc("scheduled_at_most") == [[144, 2048]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -36,7 +36,7 @@ from async_grpo.config import RunConfig
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.config.model import Precision, TinyQwen2Config
 from async_grpo.config.rewards import RewardsConfig
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.rollout import RolloutConfig, VllmConfig
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import WaitTimeout
 from async_grpo.rewards.pool import RewardPool
@@ -239,7 +239,7 @@ async def open_setup(
             model = folder / "model"
             store = _store_of(number_model(model, size, vocabulary, PRECISION), store_path(run, "weights"))
             parameters = sum(spec.nbytes for spec in store.layout.tensors) // 2
-            config = VllmConfig(max_model_len=longest)
+            config = RolloutConfig(vllm=VllmConfig(max_model_len=longest))
             engine = DrawnLengths(model, config, precision=PRECISION, seed=1, name="bench")
             async with RewardPool(RewardsConfig()) as pool:
                 tokenizer = load_tokenizer(model)

@@ -281,6 +281,19 @@ async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: P
     assert (work.missing, work.version_needed) == ([0, 1, 2, 3], 5)
 
 
+@pytest.mark.parametrize(("wanted", "platform"), [(None, "cpu"), (True, "cuda"), (None, "cuda"), (False, "cpu")])
+async def test_samples_have_seeds_on_a_cpu_and_elsewhere_only_if_asked_for(
+    tmp_path: Path, wanted: bool | None, platform: str
+) -> None:
+    config = config_of(rollout={"seed_per_sample": wanted, "vllm": {"platform": platform}})
+    engine, buffer = FakeEngine(), buffer_of(config)
+    async with dispatching(context_of(tmp_path, config, engine, buffer)):
+        await ready(buffer, 2)
+    seeded = (wanted, platform) in ((None, "cpu"), (True, "cuda"))
+    seeds = [request.seed for request in engine.requests]
+    assert len(set(seeds)) == (len(seeds) if seeded else 1) and (None in seeds) == (not seeded)
+
+
 def test_seeds_differ_by_sample_and_attempt_and_not_by_process() -> None:
     names = [(task, index, attempt) for task in (0, 1) for index in (0, 1) for attempt in (1, 2)]
     assert len({sample_seed(1, "train", *name) for name in names}) == len(names)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.http import HttpConfig
+from async_grpo.config.rollout import EngineLimits, RolloutConfig, VllmConfig
 from async_grpo.errors import EngineError
-from rollout_server.engines.vllm.platform import check_platform, environment, platform_arguments
+from rollout_server.engines.vllm.platform import (
+    check_limits,
+    check_platform,
+    environment,
+    limit_arguments,
+    platform_arguments,
+)
 
 
 def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
@@ -18,12 +26,50 @@ def test_a_cpu_engine_reads_prompts_whole_and_shares_its_cores() -> None:
     assert platform_arguments(config) == {
         "kv_cache_memory_bytes": 1 << 20,
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": 4096,
         "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     }
     assert environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment(config)["OMP_NUM_THREADS"] == "2"
     assert "distributed_executor_backend" not in platform_arguments(VllmConfig(tensor_parallel=2))
+
+
+def limits_of(concurrency: int = 192, http: int = 8, **vllm: Any) -> EngineLimits:
+    server = RolloutConfig(
+        max_concurrency=concurrency,
+        http=HttpConfig(max_concurrency=http),
+        vllm=VllmConfig(**{"platform": "cuda"} | vllm),
+    )
+    return server.limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "requests", "tokens"),
+    [
+        (limits_of(), 400, 8192),  # 2 * 192 + 8 = 392, and the next multiple of 16
+        (limits_of(4100, 16), 8224, 8224),  # a step has room for a token of each
+        (limits_of(64, platform="cpu", max_model_len=256), 144, 2048),
+        (limits_of(64, platform="cpu", max_model_len=4096), 144, 4096),  # prompts are read whole
+        (limits_of(extra={"max_num_seqs": 100, "max_num_batched_tokens": 512}), 100, 512),
+    ],
+)
+def test_an_engine_has_room_for_all_that_its_server_lets_in(limits: EngineLimits, requests: int, tokens: int) -> None:
+    arguments = limit_arguments(limits, {})
+    assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (requests, tokens)
+
+
+def test_batches_of_every_size_are_decoded_in_captured_graphs_on_accelerators() -> None:
+    assert [VllmConfig(platform=name).is_eager for name in ("cpu", "cuda", "ascend")] == [True, False, False]
+    assert limit_arguments(limits_of(platform="ascend"), {})["max_cudagraph_capture_size"] == 400
+    chosen = {"cudagraph_capture_sizes": [1, 8]}
+    for limits, extra in ((limits_of(), chosen), (limits_of(enforce_eager=True), {}), (limits_of(platform="cpu"), {})):
+        assert "max_cudagraph_capture_size" not in limit_arguments(limits, extra)
+
+
+def test_an_engine_with_other_limits_than_the_memory_plan_assumed_is_refused() -> None:
+    limits = limits_of()
+    check_limits(limits, SimpleNamespace(max_num_seqs=400, max_num_batched_tokens=8192))
+    with pytest.raises(EngineError, match=r"runs with .*'max_num_seqs': 128, .* is made for .*'max_num_seqs': 400"):
+        check_limits(limits, SimpleNamespace(max_num_seqs=128, max_num_batched_tokens=8192))
 
 
 def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_says_otherwise() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.config.rollout import VllmConfig
+from async_grpo.config.rollout import RolloutConfig
 from async_grpo.wire import VersionSpan
 from rollout_server.engines.base import GenerationRequest, SpanLog, from_labels
 from rollout_server.engines.scripted import ScriptedEngine, hashed_script
@@ -52,7 +52,7 @@ def test_spans_of_a_piece_count_from_its_start() -> None:
 
 
 async def test_of_vllm_a_stream_on_its_way_out_is_not_made_again() -> None:
-    engine = VllmEngine(Path("unused"), VllmConfig(), precision="float32")
+    engine = VllmEngine(Path("unused"), RolloutConfig(), precision="float32")
     aborted: list[list[str]] = []
 
     async def abort(requests: list[str]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.launch.memory_plan import GRAPH_BYTES, DevicePlan, device_plan, engine_memory
 from async_grpo.app.launch.memory_plan import RESERVED_BYTES as ENGINE_RESERVED
-from async_grpo.app.launch.memory_plan import DevicePlan, device_plan, engine_memory
 from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import SHAPES, ModelShape, named_shape, shape_of
@@ -198,6 +198,13 @@ def test_the_cache_gets_what_weights_and_work_space_leave_of_the_engines_share()
     assert memory.work_space > ENGINE_RESERVED
     assert memory.cache(80 * GIB) == 40 * GIB - memory.weights - memory.work_space
     assert memory.samples(80 * GIB) == memory.cache(80 * GIB) // (57_344 * 1000)
+
+
+def test_the_work_space_is_a_step_of_all_requests_with_its_graphs() -> None:
+    widths = 4 * 8 + 2 * 16 + 8 + 2 * 4
+    step = 8192 * 2 * widths + 4 * 32 * 100  # 2 * 10 samples and 8 completions for HTTP: 32 requests
+    assert engine_memory(run_config(), TINY).work_space == step + ENGINE_RESERVED + GRAPH_BYTES
+    assert engine_memory(run_config(vllm={"enforce_eager": True}), TINY).work_space == step + ENGINE_RESERVED
 
 
 def plan(trainer_gib: float | None, engine_gib: float | None, **trainer: int) -> DevicePlan:
