@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -51,6 +51,11 @@ class LaunchConfig(StrictModel):
     restarts: RestartConfig = RestartConfig()
     cores: CoresConfig = CoresConfig()
     """Who computes where. With lists that have no core in common, neither side takes time from the other."""
+    share_devices: Literal["off", "split", "sleep"] = "off"
+    """Whether trainer and rollout servers use the same devices. `off`: every role has devices of its own. `split`: both
+    stay on the device, ranks with at most trainer.device_memory_share of its memory and engines with
+    gpu_memory_utilization of it. `sleep`: engines also free their memory while a step is made, and keep what they have
+    generated; on CPU they only stop."""
     ready_timeout_s: Seconds = 300.0
     """Seconds for a role to become ready after its start; then the run is given up."""
     stop_timeout_s: Seconds = 30.0

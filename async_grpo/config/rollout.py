@@ -40,6 +40,7 @@ DEVICE_STEP_TOKENS = 8192
 pieces."""
 GRAPH_STEP = 16
 """vLLM captures graphs for batches of 1, 2, 4, then multiples of 8, from 256 on multiples of 16."""
+CPU_CACHE_BYTES = 256 << 20
 OURS = frozenset(
     {
         *("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init"),
@@ -71,6 +72,8 @@ class EngineLimits:
     """Share of an accelerator's memory that the engine may use."""
     requests: int
     """Requests that run in one engine at once, at most."""
+    cache_bytes: int | None
+    """Memory of the KV cache on one device. None: on an accelerator, what is left of the engine's share."""
     batched_tokens: int
     """Tokens in one forward pass, at most."""
     captures_graphs: bool
@@ -79,6 +82,8 @@ class EngineLimits:
     platform_key: str
     devices_key: str
     device_memory_key: str
+    memory_share_key: str
+    cache_key: str
     memory_advice: str
 
 
@@ -89,8 +94,9 @@ class VllmConfig(StrictModel):
     """Hardware of the engine; the installed vLLM must be the build for it."""
     max_model_len: PositiveInt = 256
     """Longest sequence, prompt and completion together, in tokens."""
-    kv_cache_bytes: PositiveInt = 256 << 20
-    """Memory for the KV cache on CPU."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Memory for the KV cache of one device. None: 256 MiB on CPU, and on an accelerator what gpu_memory_utilization
+    leaves beside weights and work space. A device that the trainer shares needs a number (launch.share_devices)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of an accelerator's memory for the engine; unused on CPU."""
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
@@ -119,6 +125,11 @@ class VllmConfig(StrictModel):
         """Whether the engine runs without compilation and captured graphs."""
         return self.platform == "cpu" if self.enforce_eager is None else self.enforce_eager
 
+    @property
+    def cache_bytes(self) -> int | None:
+        """Memory of the KV cache on one device; None: what is left of the engine's share."""
+        return CPU_CACHE_BYTES if self.kv_cache_bytes is None and self.platform == "cpu" else self.kv_cache_bytes
+
     def limits(self, admitted: int) -> EngineLimits:
         """What the rest of the system reads of this section. `admitted`: requests that a server lets in at once. The
         engine has room for all of them, rounded up to the step of the batch sizes for which vLLM captures graphs."""
@@ -132,6 +143,7 @@ class VllmConfig(StrictModel):
             devices=self.tensor_parallel,
             device_memory_gib=self.device_memory_gib,
             memory_share=self.gpu_memory_utilization,
+            cache_bytes=self.cache_bytes,
             requests=requests,
             batched_tokens=int(self.extra.get("max_num_batched_tokens", max(step, requests))),
             captures_graphs=self.platform != "cpu" and not self.is_eager,
@@ -139,13 +151,15 @@ class VllmConfig(StrictModel):
             platform_key="rollout.vllm.platform",
             devices_key="rollout.vllm.tensor_parallel",
             device_memory_key="rollout.vllm.device_memory_gib",
+            memory_share_key="rollout.vllm.gpu_memory_utilization",
+            cache_key="rollout.vllm.kv_cache_bytes",
             memory_advice="Raise rollout.vllm.tensor_parallel or gpu_memory_utilization, or lower "
             "rollout.vllm.max_model_len",
         )
 
     def problems(self) -> Iterator[str]:
         accelerators = ("cuda", "ascend")
-        dials = {"kv_cache_bytes": ("cpu",), "gpu_memory_utilization": accelerators, "additional_config": ("ascend",)}
+        dials = {"gpu_memory_utilization": accelerators, "additional_config": ("ascend",)}
         dials["device_memory_gib"] = accelerators
         for name, platforms in dials.items():
             changed = getattr(self, name) != type(self).model_fields[name].default

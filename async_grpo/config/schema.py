@@ -112,6 +112,8 @@ class RunConfig(StrictModel):
         yield from self._clashing_times()
         yield from self._clashing_lengths()
         yield from self._clashing_data()
+        if self.launch.share_devices != "off":
+            yield from self._clashing_shares()
 
     def _clashing_times(self) -> Iterator[str]:
         try:
@@ -158,6 +160,43 @@ class RunConfig(StrictModel):
             yield (
                 f"{limits.length_key} ({longest}) is above the {made.max_positions} positions of the model that "
                 "is made. Lower it, or raise max_positions of model.warmup or model.random"
+            )
+
+    def _clashing_shares(self) -> Iterator[str]:
+        mode, limits, trainer = (
+            f"launch.share_devices is {self.launch.share_devices}",
+            self.rollout.limits,
+            self.trainer,
+        )
+        if trainer.nodes > 1:
+            yield (
+                f"{mode}, and trainer.nodes is {trainer.nodes}: only processes of one machine share devices. Set "
+                "trainer.nodes to 1, or launch.share_devices to off"
+            )
+        if (trainer.platform == "cpu") is not (limits.platform == "cpu"):
+            yield (
+                f"{mode}, but trainer.platform is {trainer.platform} and {limits.platform_key} {limits.platform}: they "
+                "have no device in common. Set launch.share_devices to off, or both platforms to that of the device"
+            )
+        if self.launch.share_devices == "sleep" and trainer.streaming:
+            yield (
+                f"{mode}: engines generate nothing while a step is made, but trainer.streaming begins a step with the "
+                "first groups and waits for more. Set trainer.streaming to false, or launch.share_devices to split"
+            )
+        if trainer.platform == "cpu":
+            return
+        shares = trainer.device_memory_share + limits.memory_share
+        if self.launch.share_devices == "split" and shares > 1:
+            yield (
+                f"{mode}, and trainer.device_memory_share ({trainer.device_memory_share:g}) and "
+                f"{limits.memory_share_key} ({limits.memory_share:g}) make {shares:g} of a device, more than there is. "
+                "Lower one of them (--dry-run shows what either side needs), or set launch.share_devices to sleep"
+            )
+        if limits.cache_bytes is None:
+            yield (
+                f"{mode}, and {limits.cache_key} is not set: the engine would make its cache as large as what happens "
+                f"to be free when it starts, which the trainer needs later. Set {limits.cache_key} (2147483648 is "
+                "2 GiB; --dry-run shows what a sample takes)"
             )
 
     def _clashing_data(self) -> Iterator[str]:

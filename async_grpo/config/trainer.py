@@ -115,6 +115,9 @@ class TrainerConfig(StrictModel):
     device_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one device, for the memory check before a run starts. None: ask the machine; no check if it does not
     say."""
+    device_memory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a device's memory that one rank may take. Beyond it torch reports that memory has run out, so that the
+    other processes on the device keep theirs."""
     device_peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Dense TFLOP/s of one device at the run's precision, for the reported utilisation. None: the vendor's figure, if
     the device is known."""
@@ -185,10 +188,12 @@ class TrainerConfig(StrictModel):
                 f"streaming trains a group before the others have arrived, but {obstacle}. Change that, or set "
                 "trainer.streaming to false"
             )
-        if self.platform == "cpu" and (self.device_memory_gib or self.device_peak_tflops):
+        if self.platform == "cpu" and (
+            self.device_memory_gib or self.device_peak_tflops or self.device_memory_share < 1
+        ):
             yield (
-                "device_memory_gib and device_peak_tflops describe an accelerator and would have no effect: the "
-                "platform is cpu. Remove them, or set trainer.platform to that of the accelerator"
+                "device_memory_gib, device_memory_share and device_peak_tflops describe an accelerator and would have "
+                "no effect: the platform is cpu. Remove them, or set trainer.platform to that of the accelerator"
             )
 
     def _obstacle_to_streaming(self) -> str:

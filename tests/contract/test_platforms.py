@@ -168,6 +168,15 @@ def test_a_rank_takes_the_device_of_its_number_and_leaves_the_users_environment(
     assert {name: os.environ[name] for name in others}.items() <= ENVIRONMENTS[accelerator.name].items()
 
 
+def test_the_allocator_of_a_rank_gets_its_share_less_what_is_reserved_for_the_rest(
+    accelerator: Platform, events: list[Event]
+) -> None:
+    accelerator.activate(TrainerConfig())
+    assert not [event for event in events if event[0] == "share"]
+    accelerator.activate(TrainerConfig(platform=accelerator.name, device_memory_share=0.5))
+    assert ("share", 0.5 - 3 / 64, 0) in events  # 3 of the 64 GiB are context, workspaces and collectives
+
+
 def test_a_rank_without_a_device_of_its_own_is_refused(
     accelerator: Platform, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,8 @@ def _torch_device(name: str, events: list[Event]) -> dict[str, Any]:
         "get_device_properties": lambda device: types.SimpleNamespace(total_memory=64 << 30),
         "memory_allocated": lambda: 3 << 30,
         "max_memory_allocated": lambda: 5 << 30,
+        "set_per_process_memory_fraction": lambda share, device: events.append(("share", share, device)),
+        "empty_cache": lambda: events.append(("emptied",)),
         "reset_peak_memory_stats": lambda: events.append(("reset",)),
         "synchronize": lambda: events.append(("synchronize",)),
     }

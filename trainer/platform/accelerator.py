@@ -13,7 +13,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import ModelShape
 from async_grpo.utils.requirements import Check
 from trainer.platform.base import MemoryUse, Platform, import_package, require_megatron, set_defaults
-from trainer.platform.memory import TrainerMemory, trainer_memory
+from trainer.platform.memory import RESERVED_BYTES, TrainerMemory, trainer_memory
 from trainer.platform.probes import COMMON_PROBES, check_devices, check_driver
 
 
@@ -65,6 +65,9 @@ class Accelerator(Platform, Protocol):
                 f"{variable}"
             )
         devices.set_device(rank)
+        if config.device_memory_share < 1:  # of the allocator: what else takes memory is planned for
+            reserved = RESERVED_BYTES / devices.get_device_properties(rank).total_memory
+            devices.set_per_process_memory_fraction(max(0.0, config.device_memory_share - reserved), rank)
         torch.set_num_threads(config.threads)
         self._peak_tflops = config.device_peak_tflops
 

@@ -59,6 +59,11 @@ class TrainerMemory:
         tensors = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.reference
         return int(SLACK * tensors) + RESERVED_BYTES
 
+    @property
+    def resident(self) -> int:
+        """Bytes that the device holds between two steps."""
+        return int(SLACK * (self.weights + self.gradients + self.optimizer + self.reference)) + RESERVED_BYTES
+
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,

@@ -13,12 +13,21 @@ The engine is started with the max_num_seqs and max_num_batched_tokens of this p
 has them. vLLM makes the cache as large as the share allows. With less than `at worst` it lets samples wait or begin
 again, which costs time; with less than one whole sample it does not start. vLLM takes the memory of captured graphs out
 of its share; vllm-ascend 0.23 does not, and needs it beside the share.
+
+Where trainer and engine share a device of M bytes (launch.share_devices), its cache is kv_cache_bytes and
+
+    split   trainer <= device_memory_share * M,  engine <= gpu_memory_utilization * M,  and the shares make at most 1
+    sleep   trainer between steps + gpu_memory_utilization * M <= M,  trainer + engine asleep <= M
+
+Between steps the trainer holds weights, gradients, optimizer and reference; an engine that sleeps keeps its context and
+its graphs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from async_grpo.config import RunConfig
 from async_grpo.config.rollout import EngineLimits
@@ -31,7 +40,7 @@ from trainer.platform.base import smallest_memory_gib
 from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
 
 RESERVED_BYTES = 1 * GIB
-"""Workspaces, one layer of new weights on its way in."""
+"""Context of the device, workspaces, one layer of new weights on its way in."""
 GRAPH_BYTES = 2 * GIB
 """Captured graphs: at most 51 sizes of mixed and some 30 of decoding batches, for which vLLM's logs show 24 to 28 MiB
 each (vllm-project/vllm, pull request 22897)."""
@@ -50,6 +59,8 @@ class EngineMemory:
     work_space: int
     token: int
     """Bytes of one token in the KV cache."""
+    asleep: int
+    """Bytes that it keeps while it sleeps."""
     limits: EngineLimits
 
     @property
@@ -58,8 +69,15 @@ class EngineMemory:
         return self.weights + self.work_space + self.token * self.limits.max_length
 
     def cache(self, memory_bytes: float) -> int:
-        """Bytes left for the KV cache on a device of `memory_bytes`; may be negative."""
+        """Bytes of the KV cache on a device of `memory_bytes`; may be negative."""
+        if self.limits.cache_bytes is not None:
+            return self.limits.cache_bytes
         return int(self.limits.memory_share * memory_bytes) - self.weights - self.work_space
+
+    def excess(self, memory_bytes: float) -> int:
+        """Bytes by which weights, work space and cache exceed the engine's share; 0 or less if they fit."""
+        total = self.weights + self.work_space + self.cache(memory_bytes)
+        return total - int(self.limits.memory_share * memory_bytes)
 
     def samples(self, memory_bytes: float) -> int:
         """Samples of full length that fit into the cache."""
@@ -82,6 +100,7 @@ def engine_memory(config: RunConfig, shape: ModelShape) -> EngineMemory:
         weights=element * shape.parameters // ranks,
         work_space=limits.batched_tokens * element * widths + 4 * limits.requests * shape.vocab + reserved,
         token=2 * shape.layers * max(shape.groups // ranks, 1) * shape.head_dim * element,
+        asleep=reserved,
         limits=limits,
     )
 
@@ -96,20 +115,47 @@ class DevicePlan:
     engine: EngineMemory | None
     engine_gib: float | None
     model_bytes: int
+    trainer_share: float = 1.0
+    """Share of the device that a rank may take."""
+    sharing: Literal["off", "split", "sleep"] = "off"
+    """How the two sides share a device (`launch.share_devices`)."""
 
     def check(self) -> None:
         """Raise ConfigError, with the arithmetic, for devices that are too small."""
-        trainer, engine = self.trainer, self.engine
-        if trainer is not None and self.trainer_gib is not None and trainer.total > self.trainer_gib * GIB:
+        if self.trainer is not None and self.trainer_gib is not None:
+            self._check_trainer(self.trainer, self.trainer_gib)
+        if self.engine is not None and self.engine_gib is not None:
+            self._check_engine(self.engine, self.engine_gib)
+        for phase, summands in self._together().items():
+            if self.trainer_gib is not None and sum(summands.values()) > self.trainer_gib * GIB:
+                raise ConfigError(
+                    f"trainer and engine share a device of {self.trainer_gib:g} GiB, but need {_sum(summands)} GiB "
+                    f"{phase}: {self.trainer}; {self.engine}. Lower the engine's share. {TRAINER_FIX}"
+                )
+
+    def _check_trainer(self, trainer: TrainerMemory, gib_there: float) -> None:
+        if trainer.total <= self.trainer_share * gib_there * GIB:
+            return
+        is_all = self.trainer_share == 1
+        given = "" if is_all else f", of which a rank may take {self.trainer_share:g} (trainer.device_memory_share)"
+        raise ConfigError(
+            f"a device of the trainer has {gib_there:g} GiB{given}, but needs {trainer}: training would run out of "
+            f"memory. {TRAINER_FIX}{'' if is_all else ', or raise the share'}"
+        )
+
+    def _check_engine(self, engine: EngineMemory, gib_there: float) -> None:
+        limits = engine.limits
+        if not engine.samples(gib_there * GIB):
             raise ConfigError(
-                f"a device of the trainer has {self.trainer_gib:g} GiB, but needs {trainer}: training would run out of "
-                f"memory. {TRAINER_FIX}"
+                f"a device of a rollout server has {gib_there:g} GiB, of which the engine may use "
+                f"{limits.memory_share * gib_there:.1f}, but one sample of {limits.max_length} tokens needs "
+                f"{gib(engine.least)}: {engine}. {limits.memory_advice} or rollout.max_concurrency"
             )
-        if engine is not None and self.engine_gib is not None and not engine.samples(self.engine_gib * GIB):
+        if limits.cache_bytes is not None and (excess := engine.excess(gib_there * GIB)) > 0:
             raise ConfigError(
-                f"a device of a rollout server has {self.engine_gib:g} GiB, of which the engine may use "
-                f"{engine.limits.memory_share * self.engine_gib:.1f}, but one sample of {engine.limits.max_length} "
-                f"tokens needs {gib(engine.least)}: {engine}. {engine.limits.memory_advice} or rollout.max_concurrency"
+                f"{limits.cache_key} is {limits.cache_bytes}, but the engine's share, {limits.memory_share:g} of "
+                f"{gib_there:g} GiB, leaves {max(0, limits.cache_bytes - excess)} bytes beside {engine}. Lower it, or "
+                f"raise {limits.memory_share_key}"
             )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -122,9 +168,25 @@ class DevicePlan:
             found.append(("trainer device", f"{self.trainer}; {free}"))
         if self.engine is not None:
             found.append(("engine device", f"{self.engine}; {self._cache(self.engine)}"))
+        if together := self._together():
+            sums = "; ".join(f"{_sum(summands)} GiB {phase}" for phase, summands in together.items())
+            found.append(("shared device", f"{sums}; of {self.trainer_gib:g} GiB"))
         # docs/weights.md: two copies for the publisher, two for the receiver that all engines of a machine share.
         found.append(("shared memory", f"/dev/shm: {gib(4 * self.model_bytes)} GiB = 4 * {gib(self.model_bytes)}"))
         return found
+
+    def _together(self) -> dict[str, dict[str, int]]:
+        """Phase of a run -> what takes how many bytes of a device that both sides share; {} if none is shared."""
+        trainer, engine = self.trainer, self.engine
+        if self.sharing == "off" or trainer is None or engine is None or self.engine_gib is None:
+            return {}
+        share = int(engine.limits.memory_share * self.engine_gib * GIB)
+        if self.sharing == "split":
+            return {"at worst": {"trainer": trainer.total, "engine": share}}
+        return {
+            "between steps": {"trainer": trainer.resident, "engine": share},
+            "in a step": {"trainer": trainer.total, "sleeping engine": engine.asleep},
+        }
 
     def _cache(self, engine: EngineMemory) -> str:
         if self.engine_gib is None:
@@ -150,13 +212,23 @@ def device_plan(config: RunConfig) -> DevicePlan | None:
     shape = _shape(config.model.path / "config.json", config.model.architecture)
     if shape is None:
         return None
+    trainer_gib = trainer.device_memory_gib or smallest_memory_gib(trains)
+    engine_gib = limits.device_memory_gib or smallest_memory_gib(generates)
+    if config.launch.share_devices != "off":
+        trainer_gib = engine_gib = min((gib for gib in (trainer_gib, engine_gib) if gib is not None), default=None)
     return DevicePlan(
         trainer=trains.memory_plan(config, shape),
-        trainer_gib=trainer.device_memory_gib or smallest_memory_gib(trains),
+        trainer_gib=trainer_gib,
         engine=engine_memory(config, shape) if generates.visible_variable else None,
-        engine_gib=limits.device_memory_gib or smallest_memory_gib(generates),
+        engine_gib=engine_gib,
         model_bytes=ELEMENT_BYTES[config.model.precision] * shape.parameters,
+        trainer_share=trainer.device_memory_share,
+        sharing=config.launch.share_devices,
     )
+
+
+def _sum(summands: dict[str, int]) -> str:
+    return " + ".join(f"{what} {gib(size)}" for what, size in summands.items()) + f" = {gib(sum(summands.values()))}"
 
 
 def _shape(file: Path, architecture: str | None) -> ModelShape | None:

@@ -1,7 +1,8 @@
-"""RoleSpecs of a run: the command, environment, cores and accelerators of each role. No device belongs to two roles.
+"""RoleSpecs of a run: the command, environment, cores and accelerators of each role.
 
     trainer     the first trainer.processes devices
-    rollout-i   the next ones, as many as its engine shares a model over, server after server
+    rollout-i   the next ones, as many as its engine shares a model over, server after server; with launch.share_devices
+                they are counted from the first again, so that a device belongs to the trainer and to one server
 
 The devices are those of CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES, if set; else they are numbered from 0. A
 role that computes on the CPU sees none. A server that dies and is started again gets the same devices.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
@@ -41,12 +43,14 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
     if not kinds:
         return {role: {} for role in wanted}
     (platform,) = kinds.values()
-    pool = _pool(config, platform, sum(count for _, count in wanted.values()), environment, there)
-    dealt: Environments = {}
-    for role, (_, count) in wanted.items():
-        own, pool = pool[:count], pool[count:]
-        dealt[role] = {platform.visible_variable: ",".join(own)}
-    return dealt
+    ranks, *servers = (count for _, count in wanted.values())
+    first = 0 if config.launch.share_devices != "off" else ranks
+    pool = _pool(config, platform, max(ranks, first + sum(servers)), environment, there)
+    starts = (0, *accumulate(servers, initial=first))
+    return {
+        role: {platform.visible_variable: ",".join(pool[start : start + count])}
+        for (role, (_, count)), start in zip(wanted.items(), starts, strict=False)
+    }
 
 
 def _wanted(config: RunConfig) -> dict[str, tuple[Platform, int]]:

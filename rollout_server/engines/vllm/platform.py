@@ -67,7 +67,7 @@ def platform_arguments(config: VllmConfig) -> dict[str, Any]:
         # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
         # cannot do ("CPU Generator does not use offset"), and the engine dies: so prompts are read whole.
         arguments = {
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "kv_cache_memory_bytes": config.cache_bytes,
             "enable_chunked_prefill": False,
         }
         if config.tensor_parallel == 1:
@@ -77,6 +77,10 @@ def platform_arguments(config: VllmConfig) -> dict[str, Any]:
             arguments["distributed_executor_backend"] = _IN_ONE_PROCESS
         return arguments
     arguments = {"gpu_memory_utilization": config.gpu_memory_utilization}
+    if config.cache_bytes is not None:
+        # vLLM then measures nothing. It would count what the trainer on the same device takes while it starts as its
+        # own, and end with an error if the trainer gave something back.
+        arguments["kv_cache_memory_bytes"] = config.cache_bytes
     if config.platform == "ascend" and config.additional_config:
         arguments["additional_config"] = config.additional_config
     return arguments

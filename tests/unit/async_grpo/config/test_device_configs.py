@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from trainer.platform import base
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 NODES = [f"qwen2.5_7b_{task}_{platform}" for task in ("gsm8k", "deepscaler") for platform in ("ascend", "cuda")]
+ONE_DEVICE = [f"qwen2.5_{size}_gsm8k_one_{device}" for size in ("0.5b", "1.5b") for device in ("gpu", "npu")]
 QWEN_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -50,6 +52,43 @@ def test_a_dry_run_needs_neither_devices_nor_files_and_says_which_are_missing(na
     said = ("trainer device", "engine device", "stay free", "rollout-1", "not here yet", "model.path", "data.path")
     assert all(words in result.output for words in said), result.output
     assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_one_device_is_enough_to_begin(name: str) -> None:
+    result = plan(name)
+    assert result.exit_code == 0, result.output
+    assert "trainer: 0; rollout-0: 0" in result.output
+    there = 22 if "gpu" in name else 60
+    [row] = [line for line in result.output.splitlines() if "shared device" in line]
+    assert re.findall(r"of (\d+) GiB", row) == [f"{there}"]
+    sums = [float(figure) for figure in re.findall(r"= ([\d.]+) GiB", row)]
+    assert len(sums) == (2 if read(name).launch.share_devices == "sleep" else 1)
+    assert all(0.7 * there < figure <= there for figure in sums)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.device_memory_share=0.69"], "make 1.01 of a device"),
+        (["rollout.vllm.kv_cache_bytes=null"], "rollout.vllm.kv_cache_bytes is not set"),
+        (
+            ["trainer={platform: cuda, nodes: 2, processes: 2, rendezvous: {address: a}}"],
+            "only processes of one machine share devices",
+        ),
+        (["trainer={platform: cpu}"], "they have no device in common"),
+        (["trainer.device_memory_share=0.5"], "a rank may take 0.5"),
+    ],
+)
+def test_what_cannot_share_a_device_is_refused(overrides: list[str], words: str) -> None:
+    result = plan("qwen2.5_0.5b_gsm8k_one_gpu", *overrides)
+    assert result.exit_code == 1
+    assert words in result.output, result.output
+
+
+def test_an_engine_that_sleeps_in_a_step_cannot_feed_it() -> None:
+    result = plan("qwen2.5_1.5b_gsm8k_one_gpu", "trainer.streaming=true")
+    assert "engines generate nothing while a step is made" in result.output
 
 
 def test_a_node_of_sixteen_npus_is_used_up() -> None:

@@ -105,13 +105,14 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
     assert "OMP_NUM_THREADS" not in environment(config)
     config = VllmConfig(platform="cuda", gpu_memory_utilization=0.6)
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.6}
+    config = VllmConfig(platform="cuda", kv_cache_bytes=1 << 30)
+    assert platform_arguments(config) == {"gpu_memory_utilization": 0.8, "kv_cache_memory_bytes": 1 << 30}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"gpu_memory_utilization": 0.5}, "a dial of cuda and ascend, and the platform is cpu"),
-        ({"platform": "cuda", "kv_cache_bytes": 1}, "a dial of cpu, and the platform is cuda"),
         ({"platform": "cuda", "additional_config": {"a": 1}}, "a dial of ascend, and the platform is cuda"),
         ({"tensor_parallel": 2, "multiprocessing": False}, "needs a process for each worker"),
         ({"extra": {"logprobs_mode": "raw_logprobs"}}, "extra sets logprobs_mode"),

@@ -13,8 +13,18 @@ from async_grpo.config import RunConfig, validate
 from async_grpo.errors import ConfigError
 
 
-def run_config(trainer: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
-    return validate({"name": "deal", "model": {"path": "any"}, "trainer": trainer, "rollout": rollout}, "test")
+def run_config(trainer: dict[str, Any], rollout: dict[str, Any], **launch: str) -> RunConfig:
+    raw = {"name": "deal", "model": {"path": "any"}, "trainer": trainer, "rollout": rollout, "launch": launch}
+    return validate(raw, "test")
+
+
+def shared(ranks: int, servers: int, tensor_parallel: int = 1) -> RunConfig:
+    vllm = {"platform": "cuda", "tensor_parallel": tensor_parallel, "gpu_memory_utilization": 0.4}
+    return run_config(
+        {"platform": "cuda", "processes": ranks, "device_memory_share": 0.6},
+        {"servers": servers, "vllm": {**vllm, "kv_cache_bytes": 1 << 30}},
+        share_devices="split",
+    )
 
 
 @pytest.fixture
@@ -43,6 +53,19 @@ def test_too_few_devices_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=f"make 8 devices, but .*{words}"):
         assign_devices(node, environment, there)
+
+
+def test_trainer_and_servers_that_share_see_the_same_devices_and_no_two_servers_do() -> None:
+    one = {"CUDA_VISIBLE_DEVICES": "5"}
+    assert assign_devices(shared(1, 1), one) == {"trainer": one, "rollout-0": one}
+    seen = assign_devices(shared(4, 2, tensor_parallel=2), {}, there=4)
+    assert {role: variables["CUDA_VISIBLE_DEVICES"] for role, variables in seen.items()} == {
+        "trainer": "0,1,2,3",
+        "rollout-0": "0,1",
+        "rollout-1": "2,3",
+    }
+    with pytest.raises(ConfigError, match="make 3 devices, but this machine has 2"):
+        assign_devices(shared(1, 3), {}, there=2)
 
 
 def test_a_role_on_the_cpu_sees_no_device_and_a_run_on_the_cpu_is_dealt_nothing() -> None:

@@ -16,6 +16,7 @@ from async_grpo.utils.text import GIB
 from trainer.platform import base
 from trainer.platform.memory import (
     RESERVED_BYTES,
+    TrainerMemory,
     layer_bytes,
     same_experts,
     same_weights,
@@ -234,6 +235,40 @@ def test_devices_of_unknown_size_are_not_judged(monkeypatch: pytest.MonkeyPatch)
     unknown = plan(None, None)
     unknown.check()
     assert all("not known" in text for _, text in unknown.rows()[:2])
+
+
+def shared_plan(sharing: str, device_gib: float, cache_gib: int) -> DevicePlan:
+    """A trainer of 1.05 * (2 + 4 + 8 + 5 + 1) + 3 = 24 GiB, 17.7 of them between steps; an engine of 4 GiB and its
+    cache, whose share is 10 of the device's GiB."""
+    vllm = {"kv_cache_bytes": cache_gib * GIB, "gpu_memory_utilization": 10.01 / device_gib}
+    launch = {"share_devices": sharing} if sharing != "off" else {}
+    config = run_config({"device_memory_share": 24.01 / device_gib}, vllm, launch=launch)
+    sizes = {"weights": 2, "gradients": 4, "optimizer": 8, "activations": 5, "logits": 1, "reference": 0}
+    trainer = TrainerMemory("only", 0, **{part: size * GIB for part, size in sizes.items()})
+    engine = replace(engine_memory(config, TINY), weights=3 * GIB, work_space=GIB, token=GIB // 1000, asleep=GIB)
+    share = config.trainer.device_memory_share
+    return DevicePlan(trainer, device_gib, engine, device_gib, 0, share, config.launch.share_devices)
+
+
+def test_a_shared_device_holds_the_sum_of_both_sides() -> None:
+    split = shared_plan("split", 34.1, 6)
+    split.check()
+    assert dict(split.rows())["shared device"] == "trainer 24.0 + engine 10.0 = 34.0 GiB at worst; of 34.1 GiB"
+    sleep = shared_plan("sleep", 28.0, 6)
+    sleep.check()
+    assert dict(sleep.rows())["shared device"] == (
+        "trainer 17.7 + engine 10.0 = 27.7 GiB between steps; trainer 24.0 + sleeping engine 1.0 = 25.0 GiB in a step; "
+        "of 28 GiB"
+    )
+
+
+def test_a_shared_device_that_is_too_small_is_refused_by_the_phase_that_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"share a device of 27 GiB, but need .* = 27\.7 GiB between steps"):
+        shared_plan("sleep", 27.0, 6).check()
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes is 7516192768, but .* leaves 645318\d+ bytes beside"):
+        shared_plan("split", 34.1, 7).check()
+    with pytest.raises(ConfigError, match=r"of which a rank may take 0\.5 .*needs 24\.0 GiB.*or raise the share"):
+        replace(shared_plan("split", 34.1, 6), trainer_share=0.5).check()
 
 
 def test_a_side_on_the_cpu_has_no_device_plan() -> None:
