@@ -1,10 +1,10 @@
-"""MindSpeed's patches over Megatron-core on a CPU: its Python runs unchanged, and mocks stand in for the device.
+"""The NPU platform on a CPU: MindSpeed's Python runs unchanged over Megatron, and the device is imitated.
 
-    mindspeed.megatron_adaptor  ->  CpuPlatform's replacements  ->  repatch(our arguments)
+    torch_npu (stand-in) -> mindspeed.megatron_adaptor -> CpuPlatform's replacements -> repatch(our arguments)
 
 `unpacked_source` finds MindSpeed: the folder MINDSPEED_SOURCE, or the archive that lies beside the project. torch_npu
-and what else MindSpeed imports for a device are modules whose every attribute is a mock. The only operator of these
-that a dense model calls is the fused AdamW, which torch has for the CPU, too.
+and what else MindSpeed imports for a device are modules whose every attribute is a mock, but for the operators, which
+`npu_operators` computes. An operator that is not there raises.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from async_grpo.config.trainer import TrainerConfig
-from trainer.platform.cpu import CpuPlatform
+from tests.support import npu_operators
+from trainer.platform import npu
+from trainer.platform.base import import_package
 from trainer.platform.cpu_patches import patch_for_cpu, show_optimizers_cuda_types
-from trainer.platform.npu import empty_command_line, mindspeed_arguments
 
 _ARCHIVE = Path(__file__).parents[3] / "shared" / "upstream" / "mindspeed-core_r0.16.0.tar.xz"
 _ABSENT = ("torch_npu", "acl", "triton", "torchair", "scipy")
@@ -45,32 +46,47 @@ def unpacked_source(folder: Path) -> Path:
     return next(folder.iterdir())
 
 
-class MindSpeedOnCpu(CpuPlatform):
-    """The CPU platform, with Megatron patched by MindSpeed as it is on NPUs."""
+class NpuOnCpu(npu.NpuPlatform):
+    """The NPU platform with MindSpeed and its layers, on the CPU and over gloo."""
+
+    device = "cpu"
+    backend = "gloo"
 
     def __init__(self, source: Path) -> None:
         self._source = source
 
     def activate(self, config: TrainerConfig) -> None:
-        """Let MindSpeed patch before Megatron is imported, answer its CUDA calls by the CPU, and patch by our
-        arguments."""
+        """The platform's own; Megatron's CUDA calls are answered by the CPU as soon as MindSpeed has been imported."""
         sys.meta_path.insert(0, _StandIns())
         sys.path.insert(0, str(self._source))
         import torch
         import torch_npu
 
-        torch.set_num_threads(config.threads)
         torch.npu = torch_npu.npu
         torch.npu.current_device = lambda: "cpu"
+        torch.npu.device_count = lambda: config.processes
         for name in _KERNELS:
             sys.modules[name] = _StandIn(name)
-        with empty_command_line():
-            adaptor = importlib.import_module("mindspeed.megatron_adaptor")
-            patch_for_cpu()
-            adaptor.repatch(mindspeed_arguments(config))
+        npu.import_package = _import_for_cpu  # type: ignore[attr-defined]
+        super().activate(config)
+        from mindspeed.ops import npu_rotary_position_embedding as rotary  # the one that MindSpeed compiles itself
+
+        rotary.rope_op_builder.load = lambda: npu_operators
         # Beneath MindSpeed's wrappers the CPU's replacement does not see who calls it.
         show_optimizers_cuda_types()
         torch.nn.Parameter.type = torch.Tensor.type
+
+    def _torch(self) -> Any:
+        import torch
+
+        return torch.npu
+
+
+def _import_for_cpu(platform: str, module: str, fix: str) -> Any:
+    found = import_package(platform, module, fix)
+    if module == "mindspeed.megatron_adaptor":
+        patch_for_cpu()
+    return found
 
 
 class _StandIn(types.ModuleType):
@@ -81,8 +97,12 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        found = MagicMock(name=f"{self.__name__}.{name}")
-        found.__name__ = name
+        found = getattr(npu_operators, name, None) if name in npu_operators.SCHEMAS else None
+        if found is None:
+            found = MagicMock(name=f"{self.__name__}.{name}")
+            found.__name__ = name
+            if name.startswith("npu_"):
+                found.side_effect = NotImplementedError(f"{name} is not among tests/support/npu_operators.py")
         setattr(self, name, found)
         return found
 

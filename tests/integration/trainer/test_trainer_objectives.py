@@ -18,6 +18,7 @@ from async_grpo.config.objective import ObjectiveConfig
 from tests.support.trainer_programs.launching import (
     AGED,
     KINDS,
+    OBJECTIVES,
     Outcome,
     Run,
     assert_same_figures,
@@ -31,24 +32,6 @@ FAMILY = "qwen2-even"
 CUT, WHOLE = 40, 1000
 """Tokens of a micro-batch: one or two sequences, or all of them."""
 
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "grpo": {"preset": "grpo"},
-    "dr_grpo": {"preset": "dr_grpo"},
-    "gspo": {"preset": "gspo", "clip_low": 0.05, "clip_high": 0.1},
-    "cispo": {"preset": "cispo", "clip_high": 0.3},
-    "gmpo": {"loss": "gmpo", "advantage": "lite_ppo"},
-    "sapo": {"loss": "sapo", "advantage": "reinforce_pp_baseline", "aggregation": "seq_mean_token_sum"},
-    "dppo_tv": {"loss": "dppo_tv", "clip_low": 0.003, "clip_high": 0.003, "advantage": "opo"},
-    "topr": {"loss": "topr", "advantage": "rloo"},
-    "loglinear": {"prox": "loglinear", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
-    "corrected": {
-        "loss": "ppo_clip",
-        "prox": "recompute",
-        "corrections": ["token_tis", {"kind": "seq_mis", "low": 0.005}],
-    },
-    "m2po": {"preset": "dapo", "corrections": [{"kind": "m2po", "limit": 0.06}, {"kind": "opsm", "limit": 0.05}]},
-    "ess_lr and entropy": {"prox": "loglinear", "corrections": ["ess_lr"], "entropy_coef": 0.1},
-}
 DEALT_OUT = ["gspo", "m2po", "ess_lr and entropy"]
 """Those that see sequences, the whole batch, and versions and entropies."""
 

@@ -29,6 +29,25 @@ GRADIENT = {"lr": HUGE, "eps": HUGE, "clip_grad": HUGE, "beta1": 0.0}
 AGED = {"aged": True, "versions": [AGED_VERSION]}
 KINDS: dict[str, dict[str, int]] = {"data": {}, "tensor": {"tensor_parallel": 2}, "pipeline": {"pipeline_parallel": 2}}
 """The kinds of parallelism of two ranks."""
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"preset": "grpo"},
+    "dr_grpo": {"preset": "dr_grpo"},
+    "gspo": {"preset": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+    "cispo": {"preset": "cispo", "clip_high": 0.3},
+    "gmpo": {"loss": "gmpo", "advantage": "lite_ppo"},
+    "sapo": {"loss": "sapo", "advantage": "reinforce_pp_baseline", "aggregation": "seq_mean_token_sum"},
+    "dppo_tv": {"loss": "dppo_tv", "clip_low": 0.003, "clip_high": 0.003, "advantage": "opo"},
+    "topr": {"loss": "topr", "advantage": "rloo"},
+    "loglinear": {"prox": "loglinear", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
+    "corrected": {
+        "loss": "ppo_clip",
+        "prox": "recompute",
+        "corrections": ["token_tis", {"kind": "seq_mis", "low": 0.005}],
+    },
+    "m2po": {"preset": "dapo", "corrections": [{"kind": "m2po", "limit": 0.06}, {"kind": "opsm", "limit": 0.05}]},
+    "ess_lr and entropy": {"prox": "loglinear", "corrections": ["ess_lr"], "entropy_coef": 0.1},
+}
+"""One of every kind of loss, advantage, aggregation, pi_prox and correction."""
 PACKING = {"micro_batches", "packing_efficiency", "rank_balance"}
 """Figures that depend on how a batch is cut."""
 

@@ -160,6 +160,7 @@ def steps(
             checkpoints.save(policy, version + 1, epoch=1)
     checkpoints.poll_saved(wait=True)
     found["passes"] = sorted(logger.phases.seconds)
+    found["layers"] = sorted({type(layer).__name__ for layer in policy.model.modules()})
     logger.close()
     rows = read_rows(config.run_dir / "metrics.jsonl") if is_leader() else []
     return found | {"warnings": [row["message"] for row in rows if row["kind"] == "warning"]}
