@@ -53,6 +53,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     start_ranks(config.trainer, platform, config.seed, longest_wait_s)
     logger = TrainerLogger(config)
     policy = load_policy(config, model, platform)
+    logger.note("model built", attention=platform.attention)
     reference = load_reference(config, policy, model, platform)
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
     version = checkpoints.newest()

@@ -49,6 +49,7 @@ ascend_log.events.append(('mindspeed', 'megatron.core' in sys.modules, sys.argv[
 def repatch(arguments):
     ascend_log.events.append(('repatch', arguments, sys.argv[1:]))
 """
+_NORMS = ("mindspeed.core", "mindspeed.core.megatron_basic", "mindspeed.core.megatron_basic.megatron_basic")
 Event = tuple[Any, ...]
 
 
@@ -73,7 +74,7 @@ def imitate_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Event
     _write_ascend_packages(folder)
     log = types.ModuleType("ascend_log")
     log.events = events  # type: ignore[attr-defined]
-    for name in ("torch_npu", "mindspeed", "mindspeed.megatron_adaptor"):
+    for name in ("torch_npu", "mindspeed", "mindspeed.megatron_adaptor", *_NORMS):
         monkeypatch.setitem(sys.modules, name, log)  # so that it is taken away again
         del sys.modules[name]
     monkeypatch.setitem(sys.modules, "ascend_log", log)
@@ -89,6 +90,7 @@ def _torch_device(name: str, events: list[Event]) -> dict[str, Any]:
         "device_count": lambda: 2,
         "set_device": lambda rank: events.append(("device", rank)),
         "get_device_name": lambda: name,
+        "get_device_capability": lambda: (9, 0),
         "current_device": lambda: 0,
         "get_device_properties": lambda device: types.SimpleNamespace(total_memory=64 << 30),
         "memory_allocated": lambda: 3 << 30,
@@ -106,6 +108,9 @@ def _write_ascend_packages(folder: Path) -> None:
     (folder / "mindspeed").mkdir()
     (folder / "mindspeed" / "__init__.py").touch()
     (folder / "mindspeed" / "megatron_adaptor.py").write_text(ADAPTOR)
+    norms = folder.joinpath(*_NORMS[-1].split("."))
+    norms.parent.mkdir(parents=True)
+    norms.with_suffix(".py").write_text("class PTNorm: ...\n")
     install(folder, "torch-npu", torch.__version__.partition("+")[0] + ".post4")
 
 

@@ -5,6 +5,9 @@
                         b b b b
 
 `PackedSequences` describes both forms. The layers of `trainer.model.layers` compute attention on the buckets.
+
+Everything that a layer asks of the sequences is found here, once for each micro-batch and on the host. A layer that
+read a length from the device would wait for all work before it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,6 @@ class LengthBucket:
 
     rows: int
     width: int
-    gather: Tensor
-    """int64 [rows * width]: which packed token fills each cell; anything at padded cells."""
-    cells: Tensor
-    """int64: the cells that hold real tokens."""
     keys: KeyRanges | None = None
     """Where the keys lie, if not where the queries do."""
 
@@ -58,29 +57,50 @@ class PaddedCells:
     """int64: the cells that hold no token."""
 
     @classmethod
-    def of(cls, buckets: Sequence[LengthBucket], tokens: Tensor) -> PaddedCells:
-        """`tokens`: which packed token is in each real cell, bucket after bucket."""
-        counts = torch.tensor([0] + [bucket.rows * bucket.width for bucket in buckets])
-        starts = counts.cumsum(0).tolist()
-        real = torch.cat([start + bucket.cells for start, bucket in zip(starts, buckets, strict=False)])
-        empty = torch.ones(starts[-1], dtype=torch.bool)
-        empty[real] = False
-        return cls(
-            gather=torch.cat([bucket.gather for bucket in buckets]),
-            home=real[torch.argsort(tokens)],
-            padding=empty.nonzero()[:, 0],
-        )
+    def of(cls, gather: Tensor, real: Tensor) -> PaddedCells:
+        """`real`: bool [C], which cells hold a token, each token once."""
+        cells = real.nonzero()[:, 0]
+        return cls(gather=gather, home=cells[torch.argsort(gather[cells])], padding=(~real).nonzero()[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary position embedding (Su et al. 2021): x cos + (-x2, x1) sin, with the halves x1, x2 of a head."""
+
+    cos: Tensor
+    """[T, 1, d] of each token's position."""
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions_T: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+        """`frequencies`: [d / 2], radians from one position to the next."""
+        angles = torch.outer(positions_T.to(frequencies.dtype), frequencies.to(positions_T.device))
+        cos, sin = (torch.cat((half, half), -1)[:, None].to(dtype) for half in (angles.cos(), angles.sin()))
+        return cls(cos, sin)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[T, heads, d] -> [T, heads, d]"""
+        first, second = heads.chunk(2, -1)
+        return heads * self.cos + torch.cat((-second, first), -1) * self.sin
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Where the sequences of a micro-batch lie, for rotary embeddings (cu_seqlens) and attention."""
+    """Where the sequences of a micro-batch lie, and how their tokens are rotated."""
 
+    ends: list[int] = field(default_factory=list)
+    """Where each sequence ends, as numbers of the host: `cu_seqlens_q` without its first."""
+    rotation: Rotation | None = None
+    """None where Megatron has rotated queries and keys before they come to attention."""
     buckets: list[LengthBucket] = field(default_factory=list)
     cells: PaddedCells | None = None
     """Those of all buckets, end to end."""
     trained: Tensor | None = None
     """int64: the positions whose logits are computed."""
+
+    def rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as attention compares them."""
+        return (query, key) if self.rotation is None else (self.rotation(query), self.rotation(key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +125,37 @@ def pack(lengths: Sequence[int], context: ContextRank = ContextRank()) -> Packed
     starts_N = locals_N.cumsum(0) - locals_N
     step = BUCKET * context.ranks
     widths_N = (lengths_N + step - 1) // step * step
-    order, buckets = [], []
+    buckets, gathers, reals = [], [], []
     for width in widths_N.unique().tolist():
         members = widths_N == width
-        bucket, tokens = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), context)
+        bucket, gather_RW, real_RW = _bucket(starts_N[members], lengths_N[members], width, int(locals_N.sum()), context)
         buckets.append(bucket)
-        order.append(tokens)
+        gathers.append(gather_RW.flatten())
+        reals.append(real_RW.flatten())
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
+        ends=offsets[1:].tolist(),
         buckets=buckets,
-        cells=PaddedCells.of(buckets, torch.cat(order)),
+        cells=PaddedCells.of(torch.cat(gathers), torch.cat(reals)),
     )
 
 
 def _bucket(
     starts_R: Tensor, lengths_R: Tensor, width: int, tokens: int, context: ContextRank
-) -> tuple[LengthBucket, Tensor]:
-    """The rectangle of R sequences or parts, and the tokens in the order of its real cells.
+) -> tuple[LengthBucket, Tensor, Tensor]:
+    """The rectangle of R sequences or parts; which token fills each cell (anything at padded ones); which are real.
 
     `starts_R`: where they start on this rank; `tokens`: of all of them, on one rank.
     """
     starts_R1, locals_R1 = starts_R[:, None], lengths_R[:, None] // context.ranks
     column = torch.arange(width // context.ranks)
-    real_RW = column < locals_R1
     gather_RW = starts_R1 + torch.minimum(column, locals_R1 - 1)
     keys = _keys(starts_R1, lengths_R[:, None], width, tokens, context) if context.ranks > 1 else None
-    bucket = LengthBucket(len(starts_R), len(column), gather_RW.flatten(), real_RW.flatten().nonzero()[:, 0], keys)
-    return bucket, gather_RW[real_RW]
+    return LengthBucket(len(starts_R), len(column), keys), gather_RW, column < locals_R1
 
 
 def _keys(starts_R1: Tensor, lengths_R1: Tensor, width: int, tokens: int, context: ContextRank) -> KeyRanges:

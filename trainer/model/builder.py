@@ -7,21 +7,25 @@ out would be multiplied by 0, so the result is the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from async_grpo.config.trainer import TrainerConfig
-from trainer.batch.packed import PackedSequences
+from trainer.batch.packed import PackedSequences, Rotation
 from trainer.model.families import family_of, head_dim, rope_of
 from trainer.model.layers import block_spec
 from trainer.platform import Platform
+from trainer.platform.base import LayerRole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,7 +38,22 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 class TrainedPositionsModel(GPTModel):
     """A GPTModel that returns, on the last pipeline stage, logits [1, M, V] of the M `packed_seq_params.trained`
-    positions."""
+    positions.
+
+    With a `rotation`, cosines and sines are computed once for each micro-batch and applied by attention. Megatron's own
+    code for packed sequences computes them in every layer, and reads the lengths from the device to do so.
+    """
+
+    rotation: type[Rotation] | None = None
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any
+    ) -> Any:
+        """input_ids, position_ids: [1, T]"""
+        if self.rotation is not None:
+            found = self.rotation.of(position_ids[0], self.rotary_pos_emb.inv_freq, self.config.params_dtype)
+            packed_seq_params = replace(packed_seq_params, rotation=found)
+        return super().forward(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> Any:
         """hidden_states [T, 1, H]; with sequence parallelism T is cut over the ranks, and the output layer joins it."""
@@ -45,8 +64,11 @@ class TrainedPositionsModel(GPTModel):
         return output.index_select(1, trained_M) if self.post_process and scattered else output
 
 
-def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: TrainerConfig) -> TransformerConfig:
-    """The Megatron configuration of this model; `layout` is how the ranks are laid out now."""
+def transformer_config(
+    hf: PretrainedConfig, dtype: torch.dtype, layout: TrainerConfig, fused: Mapping[str, Any]
+) -> TransformerConfig:
+    """The Megatron configuration of this model; `layout` is how the ranks are laid out now, `fused` are the platform's
+    options."""
     family = family_of(hf)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -64,12 +86,10 @@ def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: Trainer
         qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
         cross_entropy_loss_fusion=False,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
@@ -82,6 +102,7 @@ def transformer_config(hf: PretrainedConfig, dtype: torch.dtype, layout: Trainer
         **_parallel_options(layout),
         **(_expert_options(hf) if family.experts else {}),
         **_RECOMPUTE[layout.recompute],
+        **fused,
     )
 
 
@@ -113,11 +134,12 @@ def _expert_options(hf: PretrainedConfig) -> dict[str, Any]:
 
 def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, layout: TrainerConfig) -> GPTModel:
     """This rank's part of the model on its device, the weights not yet loaded."""
-    config = transformer_config(hf, dtype, layout)
-    rope = rope_of(hf)
+    _name_missing_kernel()
+    config = transformer_config(hf, dtype, layout, platform.model_options(experts=family_of(hf).experts))
+    rope, layers = rope_of(hf), platform.layer_replacements(config)
     model = TrainedPositionsModel(
         config,
-        block_spec(config, platform.layer_replacements(config)),
+        block_spec(config, layers),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -129,8 +151,18 @@ def build_model(hf: PretrainedConfig, platform: Platform, dtype: torch.dtype, la
         rope_scaling=rope.factor is not None,
         rope_scaling_factor=rope.factor or 1.0,
     )
+    if not config.apply_rope_fusion:
+        model.rotation = layers.get(LayerRole.rotation, Rotation)
+        model.position_embedding_type = "none"  # Megatron's layers are not given any
     _set_experts_apart(model)
     return model.to(platform.device)
+
+
+def _name_missing_kernel() -> None:
+    """Megatron-core 0.16.1 asks in its router whether this kernel is None, but imports the name only with Transformer
+    Engine: without it, on any device, a mixture of experts would raise NameError."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _set_experts_apart(model: GPTModel) -> None:

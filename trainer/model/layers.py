@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trainer.batch.context_parallel import gather_context
-from trainer.batch.packed import KeyRanges, LengthBucket, PackedSequences, PaddedCells
+from trainer.batch.packed import KeyRanges, LengthBucket, PackedSequences, PaddedCells, Rotation
 from trainer.platform.base import LayerRole
 
 
@@ -74,6 +74,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]"""
         assert packed_seq_params is not None, "the trainer packs every micro-batch"
+        query, key = packed_seq_params.rotated(query, key)
         if self.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
             key, value = gather_context(torch.stack([key, value], 1), group).unbind(1)
@@ -147,6 +148,7 @@ def _rectangle(cells: Tensor, width: int) -> Tensor:
 
 OWN_LAYERS: Mapping[LayerRole, type] = {
     LayerRole.norm: RMSNorm,
+    LayerRole.rotation: Rotation,
     LayerRole.attention: PackedAttention,
     LayerRole.column_linear: ColumnParallelLinear,
     LayerRole.row_linear: RowParallelLinear,

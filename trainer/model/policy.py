@@ -85,11 +85,15 @@ class _VocabParallelEntropy(torch.autograd.Function):
 def to_device(value: T, device: torch.device | str) -> T:
     """`value` with its tensors on `device`: a tensor, or dataclasses, tuples and lists of them, at any depth.
 
-    Tensors that are there already are not copied; anything else is left as it is. A gradient finds its way back.
+    Tensors that are there already are not copied; anything else is left as it is. A gradient finds its way back. The
+    host waits only for what comes to the CPU: what goes to a device is copied from pinned memory, in the order of the
+    device's work.
     """
     placed: Any = value
     if isinstance(value, Tensor):
-        placed = value.to(device)
+        leaves = value.device.type == "cpu" and torch.device(device).type != "cpu"
+        pinned = value.pin_memory() if leaves and not value.requires_grad else value
+        placed = pinned.to(device, non_blocking=leaves)
     elif isinstance(value, tuple | list):
         placed = type(value)(to_device(part, device) for part in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -181,13 +185,13 @@ class Policy:
             # temperature is), so that what follows may overwrite it.
             logits_MV = logits_1MV[0].float() / self.temperature
             entropy_M = vocab_parallel_entropy(logits_MV) if entropy else None
-            labels_M = part.own(batch.labels_N.to(self.device))
+            labels_M = part.own(to_device(batch.labels_N, self.device))
             logprobs_M = -vocab_parallel_cross_entropy(logits_MV, labels_M)  # overwrites the logits: last
             count = len(batch.labels_N)
             entropy_N = None if entropy_M is None else part.whole(entropy_M, count)
             logprobs_N, entropy_N = to_device((part.whole(logprobs_M, count), entropy_N), "cpu")
             value, handed_back = loss(logprobs_N, entropy_N, batch)
-            return value.to(self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
+            return to_device(value, self.device), torch.ones((), dtype=torch.int, device=self.device), handed_back
 
         return output, finish
 

@@ -79,6 +79,8 @@ class LayerRole(StrEnum):
     """The places of a layer that a platform may fill with classes of its own (`model/layers.py` puts them in)."""
 
     norm = "norm"
+    rotation = "rotation"
+    """Of queries and keys, a subclass of `trainer.batch.packed.Rotation`; it is no module of the layer."""
     attention = "attention"
     column_linear = "column_linear"
     row_linear = "row_linear"
@@ -103,6 +105,8 @@ class Platform(Protocol):
     """Environment variables of a rank, where the user does not set them."""
     tool: str = ""
     """The vendor's tool that lists the devices; "" for the CPU."""
+    attention: str = "scaled_dot_product_attention, one call for all sequences of about the same length"
+    """Which attention `layer_replacements` has chosen, and why; for the log."""
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """All devices of this machine, visible to this process or not; [] without the vendor's tool."""
@@ -123,6 +127,10 @@ class Platform(Protocol):
         Raises ConfigError if the device is not there, DependencyError if a package is not.
         """
         ...
+
+    def model_options(self, *, experts: bool) -> Mapping[str, Any]:
+        """Options of Megatron's `TransformerConfig` that switch on fused kernels of this platform."""
+        return {}
 
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
         """Classes that replace our own layers, for a `TransformerConfig`; {} where ours are used.

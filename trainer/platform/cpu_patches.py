@@ -137,8 +137,7 @@ def _patch_megatron_random() -> None:
 
 
 def _patch_megatron_experts() -> None:
-    """Without CUDA, tensors of split sizes are not turned into lists; without Transformer Engine, a name is missing."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
+    """Without CUDA, tensors of split sizes are not turned into lists."""
     import torch.distributed as dist
 
     exchange = dist.all_to_all_single
@@ -150,8 +149,6 @@ def _patch_megatron_experts() -> None:
         return exchange(output, input, _listed(output_split_sizes), _listed(input_split_sizes), **options)
 
     dist.all_to_all_single = all_to_all_single
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 def _listed(sizes: Any) -> Any:

@@ -2,9 +2,13 @@
 
     nvidia-smi --query-gpu=...   one line per GPU
 
-Transformer Engine replaces norms and linear layers always, and attention where its kernels take packed sequences: in
-bfloat16, and with no sequence split over ranks (there our own attention gathers keys and values). Norms stay modules of
-their own, beside the linear layers: fused, their parameters would have other names.
+    attention of packed sequences          needs (in bfloat16, no sequence split over ranks)
+    Transformer Engine's                   capability 9.0, or flash-attn: without both it computes all T x T scores
+    torch's varlen_attn                    capability 8.0
+    our own (trainer/model/layers.py)      nothing: in float32, and where it gathers keys and values of other ranks
+
+Transformer Engine replaces norms, linear layers and rotary embeddings always. Norms stay modules of their own, beside
+the linear layers: fused, their parameters would have other names. torch has fused norms of its own.
 
 Peak FLOP/s are those of the vendors' data sheets, dense, by device name and precision. float32 is that of ordinary
 units, because TensorFloat-32 is off here.
@@ -15,8 +19,12 @@ docs/platforms.md says what of this was tested without a GPU.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +37,7 @@ from async_grpo.utils.requirements import (
     optional,
 )
 from trainer.platform.accelerator import Accelerator
-from trainer.platform.base import Device, LayerRole, Run, import_package, run_tool
+from trainer.platform.base import Device, LayerRole, Platform, Run, import_package, run_tool
 from trainer.platform.probes import check_torch_sees
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -93,9 +101,37 @@ class CudaPlatform(Accelerator):
             partial(optional, "Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE),
         )
 
+    def model_options(self, *, experts: bool) -> Mapping[str, Any]:
+        """Transformer Engine's rotary embeddings, and SwiGLU by torch.compile where it can compile. Experts get few
+        tokens and each time another number of them, for which it would compile again."""
+        return {"apply_rope_fusion": _has_transformer_engine(), "bias_activation_fusion": not experts and can_compile()}
+
     def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """Transformer Engine's layers where it is installed, else none."""
-        return transformer_engine_layers(config) if importlib.util.find_spec("transformer_engine") else {}
+        """Transformer Engine's layers where it is installed, and the fastest attention that this device has."""
+        layers = transformer_engine_layers() if _has_transformer_engine() else {}
+        attention, self.attention = self._choose_attention(config)
+        return layers if attention is None else {**layers, LayerRole.attention: attention}
+
+    def _choose_attention(self, config: Any) -> tuple[type | None, str]:
+        """The class, None for our own, and what it is and why."""
+        import torch
+
+        from trainer.platform.fused_layers import VarlenAttention, has_varlen_attention
+
+        if config.context_parallel_size > 1:
+            return None, f"{Platform.attention}: it gathers the keys of other ranks"
+        if config.params_dtype != torch.bfloat16:
+            return None, f"{Platform.attention}: fused kernels compute in bfloat16"
+        major, minor = capability = self._torch().get_device_capability()
+        flash = importlib.util.find_spec("flash_attn") is not None
+        if _has_transformer_engine() and (capability >= (9, 0) or (capability >= (8, 0) and flash)):
+            from megatron.core.extensions import transformer_engine as extension
+
+            return extension.TEDotProductAttention, f"Transformer Engine's, capability {major}.{minor}"
+        if capability >= (8, 0) and has_varlen_attention():
+            lacks = "has no flash-attn for this device" if _has_transformer_engine() else "is not installed"
+            return VarlenAttention, f"torch's varlen_attn: Transformer Engine {lacks}"
+        return None, f"{Platform.attention}: torch {torch.__version__} has no varlen_attn for {major}.{minor}"
 
     def stated_tflops(self, precision: str) -> float | None:
         """The figure for the name that torch reports of this rank's device."""
@@ -115,23 +151,30 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def transformer_engine_layers(config: Any) -> dict[LayerRole, type]:
-    """Transformer Engine's classes for a `TransformerConfig`, in Megatron's wrappers; attention only where its kernels
-    take packed sequences: in bfloat16 and with no sequence split over ranks. Raises DependencyError if it does not
-    load.
-    """
-    import torch
+def _has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed. Raises DependencyError if it is, but does not load."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    import_package("cuda", "transformer_engine.pytorch", INSTALL_TRANSFORMER_ENGINE)
+    return True
+
+
+def can_compile() -> bool:
+    """Whether torch.compile finds what it needs for a GPU: Triton, a C compiler and the headers of Python."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
+    return importlib.util.find_spec("triton") is not None and compiler and headers.exists()
+
+
+def transformer_engine_layers() -> dict[LayerRole, type]:
+    """Transformer Engine's classes for norms and linear layers, in Megatron's wrappers."""
     from megatron.core.extensions import transformer_engine as extension
 
-    import_package("cuda", "transformer_engine.pytorch", INSTALL_TRANSFORMER_ENGINE)
-    layers: dict[LayerRole, type] = {
+    return {
         LayerRole.norm: extension.TENorm,
         LayerRole.column_linear: extension.TEColumnParallelLinear,
         LayerRole.row_linear: extension.TERowParallelLinear,
     }
-    if config.params_dtype == torch.bfloat16 and config.context_parallel_size == 1:
-        layers[LayerRole.attention] = extension.TEDotProductAttention
-    return layers
 
 
 def check_torch() -> Finding:

@@ -39,7 +39,7 @@ from async_grpo.utils.requirements import (
     release,
 )
 from trainer.platform.accelerator import Accelerator
-from trainer.platform.base import Device, LayerRole, Run, import_package, run_tool
+from trainer.platform.base import Device, LayerRole, Platform, Run, import_package, run_tool
 from trainer.platform.probes import check_torch_sees
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -132,11 +132,25 @@ class NpuPlatform(Accelerator):
         with empty_command_line():
             adaptor.repatch(mindspeed_arguments(config))
 
-    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        """The fused attention kernel, unless sequences are split over ranks: there our own attention gathers keys."""
-        from trainer.platform.npu_attention import FusedAttention
+    def model_options(self, *, experts: bool) -> Mapping[str, Any]:
+        """Megatron's fused SwiGLU, which MindSpeed replaces by the NPU's. Its form for experts MindSpeed replaces only
+        together with grouped matrix products, and torch.compile, which Megatron would use, has no NPU."""
+        return {"bias_activation_fusion": not experts}
 
-        return {} if config.context_parallel_size > 1 else {LayerRole.attention: FusedAttention}
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        """MindSpeed's RMSNorm, which is fused, and the fused kernels of torch_npu.
+
+        Where sequences are split over ranks, our own attention gathers the keys.
+        """
+        from trainer.platform.fused_layers import NpuAttention, NpuRotation
+
+        basic = import_package(self.name, "mindspeed.core.megatron_basic.megatron_basic", INSTALL_MINDSPEED)
+        layers: dict[LayerRole, type] = {LayerRole.norm: basic.PTNorm, LayerRole.rotation: NpuRotation}
+        if config.context_parallel_size == 1:
+            self.attention = "torch_npu's npu_fusion_attention"
+            return {**layers, LayerRole.attention: NpuAttention}
+        self.attention = f"{Platform.attention}: the NPU's kernel does not gather keys over ranks"
+        return layers
 
 
 def mindspeed_arguments(config: TrainerConfig) -> dict[str, Any]:

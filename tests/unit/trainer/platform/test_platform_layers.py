@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
+import importlib.util
+import itertools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 from async_grpo.errors import DependencyError
-from tests.support.npu_operators import npu_fusion_attention
+from tests.support import npu_operators
 from trainer.batch import packed as packed_batch
 from trainer.model import layers as own
 from trainer.model.policy import to_device
-from trainer.platform import cuda
-from trainer.platform.npu import NpuPlatform
-from trainer.platform.npu_attention import FusedAttention
+from trainer.platform import cuda, fused_layers, npu
+from trainer.platform.base import LayerRole
 
 HEADS, GROUPS, DIM = 4, 2, 16
 LENGTHS = [5, 12, 1, 7]
@@ -34,7 +40,9 @@ Norm, Column, Row, Attention = (type(name, (), {}) for name in ("Norm", "Column"
 def their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine, as far as the spec sees it."""
     for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(extension, "TENorm", Norm)
     monkeypatch.setattr(extension, "TEColumnParallelLinear", Column)
     monkeypatch.setattr(extension, "TERowParallelLinear", Row)
@@ -71,58 +79,144 @@ def classes_in(node: Any) -> set[type]:
 
 
 @pytest.mark.usefixtures("their_layers")
-def test_transformer_engine_takes_every_place_that_was_ours_and_parameters_keep_their_names() -> None:
+def test_transformer_engine_takes_every_place_that_was_ours_and_parameters_keep_their_names(device: Device) -> None:
     config = model_config(qk_layernorm=True)
-    spec = own.block_spec(config, cuda.transformer_engine_layers(config))
+    spec = own.block_spec(config, device(9, 0).layer_replacements(config))
     found = classes_in(spec)
     assert found >= {Norm, Column, Row, Attention}
     assert not found & {own.RMSNorm, own.PackedAttention, ColumnParallelLinear, RowParallelLinear}
     layer = spec.layer_specs[0].submodules  # norms stay beside the linear layers
     assert layer.input_layernorm is layer.pre_mlp_layernorm is Norm
     assert layer.self_attention.submodules.linear_qkv is layer.mlp.submodules.linear_fc1 is Column
+    assert device(9, 0).model_options(experts=False)["apply_rope_fusion"]
 
 
-@pytest.mark.usefixtures("their_layers")
-@pytest.mark.parametrize(("dtype", "context_parallel"), [(torch.float32, 1), (torch.bfloat16, 2)])
-def test_attention_stays_ours_where_their_kernels_cannot_do_it(dtype: torch.dtype, context_parallel: int) -> None:
-    config = model_config(dtype, context_parallel)
-    found = classes_in(own.block_spec(config, cuda.transformer_engine_layers(config)))
-    assert own.PackedAttention in found
-    assert Attention not in found
+Device = Callable[[int, int], cuda.CudaPlatform]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Makes the platform on a device of this compute capability."""
+
+    def with_capability(*capability: int) -> cuda.CudaPlatform:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        return cuda.CudaPlatform()
+
+    return with_capability
+
+
+BFLOAT16, CONTEXT, FLOAT32 = (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float32, 1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "kind", "chosen", "why"),
+    [
+        ((9, 0), {"transformer_engine"}, BFLOAT16, "Attention", "Transformer Engine's, capability 9.0"),
+        ((8, 0), {"transformer_engine", "flash_attn"}, BFLOAT16, "Attention", "Transformer Engine's, capability 8.0"),
+        ((8, 0), {"transformer_engine"}, BFLOAT16, "VarlenAttention", "has no flash-attn for this device"),
+        ((8, 6), {"flash_attn"}, BFLOAT16, "VarlenAttention", "Transformer Engine is not installed"),
+        ((9, 0), {"transformer_engine"}, FLOAT32, "PackedAttention", "compute in bfloat16"),
+        ((9, 0), {"transformer_engine"}, CONTEXT, "PackedAttention", "gathers the keys of other ranks"),
+        ((7, 5), {"transformer_engine", "flash_attn"}, BFLOAT16, "PackedAttention", "no varlen_attn for 7.5"),
+    ],
+)
+def test_a_gpu_uses_the_fastest_attention_that_it_has_and_says_why(
+    their_layers: None,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    packages: set[str],
+    kind: tuple[torch.dtype, int],
+    chosen: str,
+    why: str,
+) -> None:
+    """Transformer Engine takes packed sequences into one kernel from capability 9.0 on, or by flash-attn."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
+    platform, config = device(*capability), model_config(*kind)
+    found = own.block_spec(config, platform.layer_replacements(config))
+    assert found.layer_specs[0].submodules.self_attention.submodules.core_attention.__name__ == chosen
+    assert why in platform.attention
+
+
+def test_without_the_operator_of_torch_a_gpu_uses_our_attention(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def varlen_of_torch_2_10(query: Any, key: Any, value: Any, *lengths: Any, is_causal: bool = False) -> None: ...
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_of_torch_2_10)
+    assert LayerRole.attention not in device(9, 0).layer_replacements(model_config())
 
 
 def test_the_spec_that_was_given_stays_as_it_was() -> None:
     spec = own.block_spec(model_config())
-    own.replace_modules(spec, {own.PackedAttention: FusedAttention})
+    own.replace_modules(spec, {own.PackedAttention: fused_layers.NpuAttention})
     assert own.PackedAttention in classes_in(spec)
 
 
 def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    config = model_config()
     with pytest.raises(DependencyError, match=r"transformer_engine.pytorch cannot be imported.*pip install"):
-        own.block_spec(config, cuda.transformer_engine_layers(config))
+        cuda.CudaPlatform().model_options(experts=False)
 
 
-def test_the_fused_kernel_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = types.ModuleType("torch_npu")
-    kernel.npu_fusion_attention = npu_fusion_attention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch_npu", kernel)
+def varlen_reference(
+    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, **given: Any
+) -> torch.Tensor:
+    """What torch documents of varlen_attn; `given` must be its names."""
+    assert given["window_size"] == (-1, 0) and (max_q, max_k) == (12, 12) and cu_seq_q is cu_seq_k
+    assert cu_seq_q.dtype == torch.int32 and given["enable_gqa"] is (query.shape[1] != key.shape[1])
+    ends = cu_seq_q.tolist()
+    sequences = [[part[a:b].transpose(0, 1) for part in (query, key, value)] for a, b in itertools.pairwise(ends)]
+    options = {"is_causal": True, "scale": given["scale"], "enable_gqa": given["enable_gqa"]}
+    return torch.cat([F.scaled_dot_product_attention(*each, **options).transpose(0, 1) for each in sequences])
+
+
+@pytest.fixture
+def torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", npu_operators)
+
+
+@pytest.mark.usefixtures("torch_npu")
+@pytest.mark.parametrize("kernel", [fused_layers.NpuAttention, fused_layers.VarlenAttention])
+@pytest.mark.parametrize("groups", [GROUPS, HEADS])
+def test_a_fused_kernel_is_asked_for_the_attention_that_ours_computes(
+    kernel: type[Any], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen.varlen_attn, side_effect=varlen_reference))
     config = model_config(torch.float32)
     torch.manual_seed(0)
-    query = torch.randn(sum(LENGTHS), HEADS, DIM)
-    key, value = torch.randn(2, sum(LENGTHS), GROUPS, DIM).unbind(0)
-    arguments = (config, 1, None, "self")
-    results = [
-        layer(*arguments).forward(query, key, value, packed_seq_params=packed_batch.pack(LENGTHS))
-        for layer in (FusedAttention, own.PackedAttention)
-    ]
-    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+    query = torch.randn(sum(LENGTHS), HEADS, DIM, requires_grad=True)
+    key, value = (torch.randn(sum(LENGTHS), groups, DIM, requires_grad=True) for _ in range(2))
+    packed = packed_batch.pack(LENGTHS)
+    packed.rotation = packed_batch.Rotation.of(torch.arange(sum(LENGTHS)), torch.rand(DIM // 2), torch.float32)
+    results = []
+    for layer in (kernel, own.PackedAttention):
+        out = layer(config, 1, None, "self").forward(query, key, value, packed_seq_params=packed)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
-def test_with_sequences_shared_by_ranks_the_npu_uses_our_attention() -> None:
-    config = model_config(context_parallel=2)
-    assert own.PackedAttention in classes_in(own.block_spec(config, NpuPlatform().layer_replacements(config)))
+@pytest.mark.usefixtures("torch_npu")
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+def test_the_npus_rotation_is_ours(dtype: torch.dtype, digits: float) -> None:
+    angles = torch.arange(25), torch.rand(DIM // 2), dtype
+    heads = torch.randn(25, HEADS, DIM).to(dtype)
+    found, expected = (kind.of(*angles)(heads) for kind in (fused_layers.NpuRotation, packed_batch.Rotation))
+    torch.testing.assert_close(found, expected, atol=digits, rtol=digits)
+
+
+@pytest.mark.parametrize(("context_parallel", "attention"), [(1, fused_layers.NpuAttention), (2, own.PackedAttention)])
+def test_the_npu_has_fused_layers_and_our_attention_where_ranks_share_sequences(
+    context_parallel: int, attention: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npu, "import_package", lambda *_: types.SimpleNamespace(PTNorm=Norm))
+    config, platform = model_config(context_parallel=context_parallel), npu.NpuPlatform()
+    layers = platform.layer_replacements(config)
+    assert {attention, Norm} <= classes_in(own.block_spec(config, layers))
+    assert layers[LayerRole.rotation] is fused_layers.NpuRotation
+    assert [platform.model_options(experts=each)["bias_activation_fusion"] for each in (False, True)] == [True, False]
 
 
 def faked(value: Any, mode: FakeTensorMode) -> Any:
@@ -137,8 +231,11 @@ def faked(value: Any, mode: FakeTensorMode) -> Any:
     return value
 
 
-def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micro_batch() -> None:
+def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a fake GPU: torch propagates shapes and devices, and refuses to mix them."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     packed = packed_batch.pack(LENGTHS)
     with FakeTensorMode() as mode:
         packing = to_device(faked(packed, mode), "cuda:0")
@@ -154,8 +251,9 @@ def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micr
 def test_placing_keeps_what_is_no_tensor_and_lets_the_gradient_back() -> None:
     packing = packed_batch.pack(LENGTHS)
     placed = to_device(packing, "cpu")
-    assert placed.buckets[0].gather is packing.buckets[0].gather
-    assert (placed.max_seqlen_q, placed.qkv_format) == (12, "thd")
+    assert placed.cells is not None and packing.cells is not None
+    assert placed.cells.gather is packing.cells.gather
+    assert (placed.max_seqlen_q, placed.qkv_format, placed.ends) == (12, "thd", [5, 17, 18, 25])
     leaf = torch.ones(2, requires_grad=True)
     (moved,), number = to_device(([leaf], 3), "cpu")
     moved.sum().backward()

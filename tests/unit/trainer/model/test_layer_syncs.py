@@ -1,0 +1,149 @@
+"""No layer makes the host wait for its device: neither in the forward pass nor in the backward pass, on any platform.
+
+The whole model is on torch's `meta` device, whose tensors have no numbers. Whatever needs one there (`item`, `tolist`,
+`bool`, `nonzero`, `equal`, a mask as an index, a copy to the CPU) raises, and copies between devices are counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from async_grpo.config.trainer import TrainerConfig
+from trainer.batch.packed import ContextRank, pack
+from trainer.model import layers
+from trainer.model.builder import build_model
+from trainer.model.policy import to_device
+from trainer.platform import Platform, npu
+from trainer.platform.base import LayerRole
+from trainer.platform.cuda import CudaPlatform
+
+LENGTHS = [8, 12, 4, 40]
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+HF = Qwen3Config(**SIZES, intermediate_size=96, vocab_size=50)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operators that see tensors of two devices: copies from one to the other."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        self.count += len({tensor.device for tensor in tensors}) > 1
+        return result
+
+
+class OnMeta(Platform):
+    """A platform whose device computes nothing; its layers are those of `like`, or the CPU's."""
+
+    name = device = "meta"
+
+    def __init__(self, like: Platform | None = None) -> None:
+        self._like = like
+
+    def model_options(self, *, experts: bool) -> Mapping[str, Any]:
+        options = self._like.model_options(experts=experts) if self._like else {}
+        return {**options, "perform_initialization": False}
+
+    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
+        return self._like.layer_replacements(config) if self._like else {}
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # of the host, before an activation is recomputed
+        monkeypatch.setattr(f"megatron.core.tensor_parallel.random.{name}", lambda *_, **__: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def ascend(monkeypatch: pytest.MonkeyPatch) -> Platform:
+    """The NPU platform over operators that have the shapes of torch_npu's."""
+    operators = types.SimpleNamespace(
+        npu_fusion_attention=lambda query, key, value, *_, **__: (query + key.mean() + value.mean(),),
+        npu_rotary_mul=lambda heads, cos, sin: heads * cos + heads * sin,
+    )
+    monkeypatch.setitem(sys.modules, "torch_npu", operators)  # type: ignore[arg-type]
+    monkeypatch.setattr(npu, "import_package", lambda *_: types.SimpleNamespace(PTNorm=layers.RMSNorm))
+    swiglu = types.SimpleNamespace(apply=lambda x, *_: x.chunk(2, -1)[0] * x.chunk(2, -1)[1])
+    monkeypatch.setattr("megatron.core.fusions.fused_bias_swiglu.SwiGLUFunction", swiglu)  # as MindSpeed does
+    return npu.NpuPlatform()
+
+
+def syncs(platform: Platform, dtype: torch.dtype = torch.bfloat16, **layout: Any) -> int:
+    """Copies between devices in one forward and backward pass; anything else that would wait raises."""
+    model = build_model(HF, OnMeta(platform), dtype, TrainerConfig(**layout))
+    packed = replace(pack(LENGTHS), trained=torch.tensor([1, 3, 9]))
+    tokens = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
+    placed, tokens = to_device((packed, tokens), "meta")
+    with Copies() as copies:
+        model(tokens, tokens, None, packed_seq_params=placed).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return copies.count
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_own_layers_never_wait(dtype: torch.dtype, recompute: str) -> None:
+    assert syncs(OnMeta(), dtype, recompute=recompute) == 0
+
+
+def test_a_gpu_without_transformer_engine_never_waits() -> None:
+    """The real `varlen_attn` runs, by the shapes that torch registers for it."""
+    platform = CudaPlatform()
+    assert syncs(platform) == 0
+    assert "varlen_attn" in platform.attention
+
+
+def test_an_npu_never_waits(ascend: Platform) -> None:
+    assert syncs(ascend) == 0
+    assert "npu_fusion_attention" in ascend.attention
+
+
+def test_ranks_that_share_sequences_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "gather_context", lambda part, group: torch.cat([part, part]))
+    config = types.SimpleNamespace(context_parallel_size=2)
+    attention = layers.PackedAttention.__new__(layers.PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.config, attention.scale = config, None
+    packed = to_device(pack(LENGTHS, ContextRank(0, 2)), "meta")
+    query = torch.empty(sum(LENGTHS) // 2, 4, 16, device="meta", requires_grad=True)
+    with Copies() as copies:
+        attention(query, query, query, packed_seq_params=packed).sum().backward()
+    assert copies.count == 0
+
+
+def test_the_router_of_experts_works_without_transformer_engine_on_every_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the CPU platform gave the name that Megatron's router asks for."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
+    hf = Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, vocab_size=50)
+    model = build_model(hf, OnMeta(CudaPlatform()), torch.bfloat16, TrainerConfig())
+    hidden = torch.empty(7, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    logits = model.decoder.layers[0].mlp.router.gating(hidden)
+    logits.sum().backward()
+    assert (logits.shape, logits.dtype) == ((7, 4), torch.float32)
