@@ -22,6 +22,7 @@ AsyncGrpoError
 │   ├── PublisherLost      the publisher has been silent for too long
 │   └── FetchInterrupted   a fetch that cannot be finished; the receiver starts over with the newest version
 ├── EngineError            the inference engine failed
+├── LogprobsWrong          an engine whose log-probabilities are not of the distribution that it samples from
 ├── TrainingError          the trainer cannot go on (too many non-finite steps in a row)
 │   ├── NonFiniteStep      a loss or gradient that is not finite; the trainer skips the rest of the step
 │   ├── CheckpointError    a checkpoint that cannot be written, or is damaged, of another model or too new
@@ -133,6 +134,10 @@ class EngineError(AsyncGrpoError):
     """The inference engine failed or cannot be started as configured."""
 
 
+class LogprobsWrong(AsyncGrpoError):
+    """The engine's log-probabilities are not of the distribution that it samples from; the server joins no run."""
+
+
 class TrainingError(AsyncGrpoError):
     """The trainer cannot go on."""
 
@@ -154,7 +159,7 @@ class RoleFailed(AsyncGrpoError):
     """A supervised process ended when it should not have."""
 
 
-CONFIG_FAULTS = (ConfigError, DataError, DependencyError)
+CONFIG_FAULTS = (ConfigError, DataError, DependencyError, LogprobsWrong)
 """Errors in what a role was given: it would fail again if it were restarted."""
 
 EXIT_CONFIG = 78

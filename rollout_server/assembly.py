@@ -1,6 +1,6 @@
 """Opens the parts of a rollout server, in the order in which they need each other.
 
-    buffer, board -> HTTP -> verifiers -> prompts -> engine -> receiver, first weights
+    buffer, board -> HTTP -> verifiers -> prompts -> engine, proof of its log-probabilities -> receiver, first weights
 
 Everything is closed in the reverse order, also if opening a later part fails.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from async_grpo.weights import make_receiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
 from rollout_server.engines import make_engine
+from rollout_server.engines.base import Engine
 from rollout_server.engines.model_files import vocabulary_size
+from rollout_server.engines.proof import LogprobProof, prove_logprobs
 from rollout_server.evaluation.milestones import LOOK_EVERY_S
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.server import RolloutServer
@@ -43,7 +46,7 @@ log = structlog.get_logger()
 async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterator[RolloutServer | None]:
     """Open a server and give it its first weights; yields None if the run is over.
 
-    Raises what any part raises: ConfigError, DataError, EngineError, BufferFault, WaitTimeout.
+    Raises what any part raises: ConfigError, DataError, EngineError, LogprobsWrong, BufferFault, WaitTimeout.
     """
     async with AsyncExitStack() as stack:
         state, board = await _connect(stack, config)
@@ -108,13 +111,31 @@ async def _assemble(
         log.warning("rows of the data are not used", rows=str(source.dropped))
     logger = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every)
     stack.callback(logger.close)
+    engine, proof = await start_engine(stack, config, model, name)
+    workflow = make_workflow(config.rollout, tokenizer)
+    return ServerContext(config, name, engine, pool, workflow, source, state, board, logger, proof)
+
+
+async def start_engine(
+    stack: AsyncExitStack, config: RunConfig, model: Path, name: str
+) -> tuple[Engine, LogprobProof | None]:
+    """An engine that generates, and the proof of its log-probabilities. Raises EngineError, LogprobsWrong,
+    WaitTimeout."""
     engine = make_engine(config, model, name=name)
     stack.push_async_callback(engine.aclose)
     await engine.start()
     limits = config.rollout.limits
     log.info("the engine runs", requests_at_once=limits.requests, tokens_per_step=limits.batched_tokens)
-    workflow = make_workflow(config.rollout, tokenizer)
-    return ServerContext(config, name, engine, pool, workflow, source, state, board, logger)
+    proof = await prove_logprobs(
+        engine,
+        vocabulary=vocabulary_size(model),
+        temperature=config.sampling.temperature,
+        precision=config.model.precision,
+        timeout_s=config.launch.ready_timeout_s,
+    )
+    if proof is not None:
+        log.info("log-probabilities are those of the sampled distribution", engine=engine.description, **asdict(proof))
+    return engine, proof
 
 
 async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:

@@ -9,6 +9,7 @@ from async_grpo.data.base import TaskSource
 from async_grpo.rewards.pool import RewardPool
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.engines.base import Engine, Sampler
+from rollout_server.engines.proof import LogprobProof
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.workflows import Workflow
 
@@ -36,3 +37,5 @@ class ServerContext(EvalContext):
     buffer: ReplayBuffer
     board: RunBoard
     logger: RolloutLogger
+    proof: LogprobProof | None = None
+    """How the engine's log-probabilities were checked; None: it does not sample."""

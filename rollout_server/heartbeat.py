@@ -41,8 +41,7 @@ class Heartbeat:
         self._dispatcher = dispatcher
         self._evaluator = evaluator
         self._http = http
-        self._counted = 0
-        self._last_tokens = 0
+        self._counted = self._last_tokens = context.engine.load().generated_tokens  # of the proof
         self._last_s = time.monotonic()
 
     async def run(self) -> None:
@@ -69,6 +68,7 @@ class Heartbeat:
             last_pause_s=self._watcher.last_pause_s,
             time_s=time.time(),
             http=self._http,
+            logprob_gap=None if self._context.proof is None else self._context.proof.gap_max,
         )
         await self._context.board.beat(beat, ttl_s=TTL_S)
         await self.count_tokens()

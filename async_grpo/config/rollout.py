@@ -44,7 +44,7 @@ CPU_CACHE_BYTES = 256 << 20
 OURS = frozenset(
     {
         *("model", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager", "skip_tokenizer_init"),
-        *("logprobs_mode", "weight_transfer_config", "additional_config"),
+        *("logprobs_mode", "max_logprobs", "weight_transfer_config", "additional_config"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization"),
     }
 )

@@ -337,6 +337,7 @@ SERVER_METRICS: tuple[ServerMetric, ...] = (
     ServerMetric("requests_waiting", "Requests in the engine that have no token yet."),
     ServerMetric("kv_cache_use_ratio", "Share of the KV cache that requests in flight need; 0 if unknown."),
     ServerMetric("http_completions_running", "Completions under way for HTTP."),
+    ServerMetric("logprob_proof_gap", "Largest gap in the proof of the engine's log-probabilities, made at its start."),
     ServerMetric("policy_version", "Version of the weights that generate the next token."),
     ServerMetric("policy_epoch", "Epoch of those weights."),
     ServerMetric("policy_versions_behind", "Newest published version minus this server's."),

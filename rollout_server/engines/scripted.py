@@ -171,6 +171,15 @@ class ScriptedEngine:
             self._open.set()
         return self._update_s
 
+    async def vocabulary_logprobs(self, prompt: Sequence[int]) -> None:
+        """None: the tokens come from a script."""
+        return None
+
+    @property
+    def description(self) -> str:
+        """It has no release."""
+        return "a scripted engine"
+
     def fail(self, reason: str = "the engine died.") -> None:
         """Simulate the death of the engine: every request, now and later, raises EngineError."""
         self._failure = EngineError(reason)

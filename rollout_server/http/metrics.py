@@ -62,7 +62,9 @@ class ServerCollector(Collector):
 
 def _of_engine(server: ReadyServer) -> Values:
     engine, watcher, load = server.context.engine, server.watcher, server.context.engine.load()
+    proof = server.context.proof
     return {
+        **({} if proof is None else {"logprob_proof_gap": proof.gap_max}),
         "generated_tokens_total": load.generated_tokens,
         "evaluation_tokens_total": server.evaluator.tokens,
         "http_tokens_total": load.streamed_tokens,

@@ -24,6 +24,7 @@ from rollout_server.context import ServerContext
 from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.dispatcher import Dispatcher
 from rollout_server.engines.base import Engine, EngineLoad, Generation, GenerationRequest, Interruption
+from rollout_server.engines.proof import LogprobProof
 from rollout_server.run_logger import RolloutLogger
 from rollout_server.weight_watcher import WeightWatcher
 from rollout_server.workflows import SingleTurn
@@ -112,6 +113,11 @@ class FakeEngine:
         self.version = weights.version
         self.updates.append(weights.version)
         return 0.01
+
+    async def vocabulary_logprobs(self, prompt: Sequence[int]) -> None:
+        return None
+
+    description = "a fake engine"
 
     def load(self) -> EngineLoad:
         return EngineLoad(self.running, 0, self.tokens, streamed_tokens=self.streamed)
@@ -238,6 +244,7 @@ def context_of(
         workflow=SingleTurn(Bytes()),
         source=Yes(),
         logger=RolloutLogger(tmp_path, name, samples_every=1),
+        proof=LogprobProof((1.0, 0.5), 16, 3e-6),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout_server.engines.vllm.worker import WorkerExtension
+from tests.support.wrong_engines import AnyLogprobs
 
 
-class WeightProbe(WorkerExtension):
+class WeightProbe(AnyLogprobs):
     """On CPU vLLM packs matrices in a form that cannot be read: they are multiplied with the unit matrix
     instead, which gives every element exactly."""
 

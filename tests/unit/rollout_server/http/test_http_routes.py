@@ -328,6 +328,7 @@ async def test_metrics_tell_how_the_server_is_doing(house: House) -> None:
 async def test_every_metric_of_the_table_is_shown(house: House) -> None:
     async with house.client() as client:
         text = (await client.get("/metrics")).text
+    assert "async_grpo_logprob_proof_gap 3e-06" in text.splitlines()
     assert re.findall(r"^# HELP async_grpo_(\w+)", text, re.MULTILINE) == [metric.key for metric in SERVER_METRICS]
 
 

@@ -1,0 +1,142 @@
+"""The proof of log-probabilities, with an engine whose logits are a table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from async_grpo.errors import CONFIG_FAULTS, LogprobsWrong, WaitTimeout
+from rollout_server import assembly
+from rollout_server.engines.base import Generation, GenerationRequest
+from rollout_server.engines.proof import LogprobProof, prove_logprobs
+from rollout_server.engines.scripted import ScriptedEngine
+from tests.support.rollout_fakes import config_of
+
+VOCABULARY = 50
+
+Row = npt.NDArray[np.float64]
+
+
+@dataclass
+class TableEngine:
+    """Logits depend on the last token. `draws`, `reports`: the temperature of each, for one asked for."""
+
+    scale: float = 3.0
+    noise: float = 0.0
+    reports: Any = float
+    draws: Any = float
+    normalised: bool = True
+    delay_s: float = 0.0
+    length: int = 2
+    description: str = "rollout-0 (table 1.0)"
+
+    def __post_init__(self) -> None:
+        self.closed = False
+        self.random = np.random.default_rng(1)
+        self.logits = self.scale * self.random.normal(size=(VOCABULARY, VOCABULARY))
+
+    async def start(self) -> None: ...
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    async def vocabulary_logprobs(self, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
+        await asyncio.sleep(self.delay_s)
+        return log_softmax(self.logits[prompt[-1]]).astype(np.float32)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        last, tokens, logprobs = request.prompt[-1], [], []
+        for _ in range(min(self.length, request.max_tokens)):
+            row = self.logits[last] + self.noise * self.random.normal(size=VOCABULARY)
+            last = int(self.random.choice(VOCABULARY, p=np.exp(log_softmax(row / self.draws(request.temperature)))))
+            reported = row / self.reports(request.temperature)
+            tokens.append(last)
+            logprobs.append((log_softmax(reported) if self.normalised else reported)[last])
+        return Generation(np.array(tokens, np.int32), np.array(logprobs, np.float32), [], "length")
+
+
+def log_softmax(row: Row) -> Row:
+    found: Row = row - np.log(np.exp(row).sum())
+    return found
+
+
+async def prove(engine: Any, temperature: float = 0.8, timeout_s: float = 5.0, **fields: Any) -> LogprobProof | None:
+    fields = {"precision": "float32", **fields}
+    return await prove_logprobs(engine, vocabulary=VOCABULARY, temperature=temperature, timeout_s=timeout_s, **fields)
+
+
+@pytest.mark.parametrize("scale", [20.0, 3.0, 0.3, 0.003])
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
+async def test_right_log_probabilities_are_proven_however_sharp_the_policy(scale: float, temperature: float) -> None:
+    proof = await prove(TableEngine(scale), temperature)
+    assert proof is not None
+    assert proof.temperatures[0] == temperature != proof.temperatures[1]
+    assert (proof.tokens, proof.gap_max < 1e-3) == (16, True)
+
+
+@pytest.mark.parametrize("scale", [20.0, 3.0, 0.3, 0.003])
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
+async def test_those_of_temperature_1_are_not(scale: float, temperature: float) -> None:
+    with pytest.raises(LogprobsWrong, match="those of temperature 1"):
+        await prove(TableEngine(scale, reports=lambda _: 1.0), temperature)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"normalised": False}, {"reports": lambda asked: asked**2}, {"reports": lambda _: np.nan}],
+    ids=["logits", "divided twice", "nan"],
+)
+async def test_other_log_probabilities_are_refused_with_what_was_found(fault: dict[str, Any]) -> None:
+    expected = r"rollout-0 \(table 1.0\).*token \d+ got .*log_softmax\(logits / .*mean gap is .*allowed .*Install"
+    with pytest.raises(LogprobsWrong, match=expected):
+        await prove(TableEngine(**fault))
+    assert LogprobsWrong in CONFIG_FAULTS, "such a server is not restarted"
+
+
+async def test_a_sampler_that_ignores_the_temperature_when_it_draws_is_found() -> None:
+    with pytest.raises(LogprobsWrong, match=r"8 tokens drawn at 0\.2 are e\^\d+ times as likely at temperature 1"):
+        await prove(TableEngine(draws=lambda _: 1.0), 1.0)
+
+
+async def test_decoding_may_round_otherwise_than_reading_the_prompt_but_not_much() -> None:
+    noisy = TableEngine(noise=0.05)
+    assert await prove(noisy, precision="bfloat16")
+    with pytest.raises(LogprobsWrong, match=r"allowed 0\.0125"):
+        await prove(noisy)
+
+
+async def test_completions_may_end_at_the_first_token() -> None:
+    proof = await prove(TableEngine(length=1))
+    assert proof is not None
+    assert proof.tokens == 8
+
+
+async def test_a_script_has_nothing_to_prove_and_a_silent_engine_is_waited_for_in_vain() -> None:
+    assert await prove(ScriptedEngine()) is None
+    with pytest.raises(WaitTimeout, match=r"waited 0.01 s for rollout-0 \(table 1.0\) to generate"):
+        await prove(TableEngine(delay_s=5.0), timeout_s=0.01)
+
+
+@pytest.mark.parametrize("right", [True, False])
+async def test_a_server_starts_with_an_engine_that_was_proven_at_the_runs_temperature(
+    monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    engine = TableEngine(reports=float if right else lambda _: 1.0)
+    monkeypatch.setattr(assembly, "make_engine", lambda *_, **__: engine)
+    monkeypatch.setattr(assembly, "vocabulary_size", lambda _: VOCABULARY)
+    config = config_of(sampling={"temperature": 0.7})
+    async with AsyncExitStack() as stack:
+        with nullcontext() if right else pytest.raises(LogprobsWrong):
+            started, proof = await assembly.start_engine(stack, config, Path("unused"), "rollout-0")
+            assert started is engine
+            assert proof is not None
+            assert proof.temperatures[0] == 0.7
+    assert engine.closed
