@@ -16,6 +16,11 @@ class WeightProbe(AnyLogprobs):
         """Requests and tokens for which the model runner has buffers."""
         return [self.model_runner.max_num_reqs, self.model_runner.max_num_tokens]
 
+    def addresses(self) -> dict[str, int]:
+        """Where each tensor of the model lies in memory; a captured graph reads it there."""
+        tensors = self.model_runner.model.state_dict(keep_vars=True)
+        return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}
+
     def read_weights(self) -> dict[str, tuple[list[int], bytes]]:
         """Shape and float32 bytes by name: `<module>.<parameter>` as it is, `<module>.packed` unpacked."""
         found: dict[str, tuple[list[int], bytes]] = {}

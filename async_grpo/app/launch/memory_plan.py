@@ -42,8 +42,8 @@ from trainer.platform.memory import ELEMENT_BYTES, TrainerMemory
 RESERVED_BYTES = 1 * GIB
 """Context of the device, workspaces, one layer of new weights on its way in."""
 GRAPH_BYTES = 2 * GIB
-"""Captured graphs: at most 51 sizes of mixed and some 30 of decoding batches, for which vLLM's logs show 24 to 28 MiB
-each (vllm-project/vllm, pull request 22897)."""
+"""Captured graphs, an estimate: some 45 sizes of mixed and as many of decoding batches. vLLM's logs show 24 to 28 MiB
+for a large one (vllm-project/vllm, pull request 22897)."""
 
 TRAINER_FIX = (
     "Raise trainer.tensor_parallel, pipeline_parallel or processes (which share weights and optimizer), set "

@@ -47,6 +47,23 @@ async def test_an_update_of_some_tensors_gives_the_same_weights_as_one_of_all(la
     assert lab.error(prompt_of(10, 1), generation) < EXACT
 
 
+async def test_updates_leave_every_tensor_where_captured_graphs_read_it(lab: Lab) -> None:
+    (before,) = await lab.engine._llm.collective_rpc("addresses")
+    await lab.update("keep")
+    await lab.update("keep", moved=[f"{MLP}.up_proj.weight"], told=[f"{MLP}.up_proj.weight"])
+    assert len(before) > 4
+    assert await lab.engine._llm.collective_rpc("addresses") == [before]
+
+
+@pytest.mark.slow
+async def test_a_compiled_engine_computes_with_the_new_weights(tmp_path: Path) -> None:
+    async with started_lab(tmp_path, tied=False, enforce_eager=False) as compiled:
+        for how in ("keep", "recompute"):
+            await compiled.update(how)
+            generation = await compiled.generate(prompt_of(10, 1), 40)
+            assert compiled.error(prompt_of(10, 1), generation) < EXACT
+
+
 async def test_what_is_said_to_be_unchanged_is_not_loaded(lab: Lab) -> None:
     before = await lab.update("keep")
     after = await lab.update("keep", moved=None, told=[f"{MLP}.gate_proj.weight"])
