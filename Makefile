@@ -4,8 +4,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TRL_VENV := benchmarks/trl/.venv
+TRACKERS_VENV := .venv-trackers
 
-.PHONY: help quickstart test test-all test-gpu test-deploy bench-trl check reference format clean
+.PHONY: help quickstart test test-all test-gpu test-deploy test-trackers bench-trl check reference format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +35,15 @@ test-gpu:  ## The tests that need one CUDA GPU; skipped, with the reason, where 
 test-deploy: $(VENV)/.installed  ## Build the CPU images, bring the containers up, kill some: needs Docker, half an hour
 	ASYNC_GRPO_TEST_DEPLOY=1 $(BIN)/pytest -s -rs tests/faults/test_deploy.py
 
+# The trackers' dependencies are many, and none of them is the engine's or the trainer's.
+$(TRACKERS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off -e '.[http,trackers,dev]'
+	touch $@
+
+test-trackers: $(TRACKERS_VENV)/.installed  ## What every tracker promises, with its real package, offline: four minutes
+	TRACKIO_DIR=$(TRACKERS_VENV)/trackio $(TRACKERS_VENV)/bin/pytest -rs tests/contract/test_trackers.py
+
 # TRL's dependencies are not the project's, so it has an environment of its own.
 $(TRL_VENV)/.installed: benchmarks/trl/requirements.txt
 	$(PYTHON) -m venv $(TRL_VENV)
@@ -57,4 +67,4 @@ format: $(VENV)/.installed  ## Format the code
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment and the runs
-	rm -rf $(VENV) $(TRL_VENV) benchmarks/trl/.cache runs
+	rm -rf $(VENV) $(TRL_VENV) $(TRACKERS_VENV) benchmarks/trl/.cache runs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 from async_grpo.config.http import ListenConfig
@@ -65,9 +65,20 @@ class LaunchConfig(StrictModel):
 class TelemetryConfig(StrictModel):
     """What a run writes, and what its trainer shows."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["tensorboard"]
+    """Where scalars go besides metrics.jsonl. Keys and servers come from the environment variables of each package."""
+    project: str = Field(default="async-grpo", min_length=1)
+    """The project of wandb, SwanLab and Trackio, or the experiment of MLflow, that the run belongs to."""
     samples_every: PositiveInt = 8
     """One of this many finished groups is written to samples/*.jsonl."""
     http: ListenConfig = ListenConfig()
     """The trainer's /metrics, /healthz and /readyz: read-only; it accepts no commands, so it needs no key."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_key(cls, given: Any) -> Any:
+        """Read `tensorboard: true|false` of folders that an older release wrote."""
+        if isinstance(given, dict) and "tensorboard" in given and "trackers" not in given:
+            rest = {key: value for key, value in given.items() if key != "tensorboard"}
+            return rest if given["tensorboard"] is True else {**rest, "trackers": []}
+        return given

@@ -61,9 +61,9 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
     trackers = make_trackers(plane.config)
     for evaluation in evaluations:
         trackers.evaluation(evaluation)
-    trackers.close()
     await asyncio.to_thread(merge_timelines, folder.path)
-    await asyncio.to_thread(write_report, folder.path, summary)
+    trackers.attach([await asyncio.to_thread(write_report, folder.path, summary)])
+    await asyncio.to_thread(trackers.close)
     return summary
 
 

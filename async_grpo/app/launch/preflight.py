@@ -27,6 +27,7 @@ from async_grpo.data.prepared_source import open_folder
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
+from async_grpo.telemetry.trackers import check_trackers
 from buffer import memory_plan
 
 _NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
@@ -63,13 +64,16 @@ async def _try_verifiers(pool: RewardPool) -> None:
 
 
 def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
-    """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError.
+    """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError,
+    and DependencyError for a tracker that is not installed.
 
     With `planning` and model.architecture set, missing files are no error; `describe` names them.
     """
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     check_rewards(config.rewards)
+    if not planning:
+        check_trackers(config)
     if config.trainer.objective.own_functions:  # the built-in ones need no torch in this process
         from async_grpo.algorithms import check_objective
 

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from async_grpo.errors import DependencyError
+from async_grpo.config.load import dump
+from async_grpo.telemetry.trackers import TrackedRun
 
 
 class TensorBoardTracker:
-    """Event files under run_dir/tensorboard. Raises DependencyError when tensorboard is not installed."""
+    """Event files under run_dir/tensorboard; files that are attached are under its tab `text`."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._writer = _open_writer(run_dir / "tensorboard")
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.config.run_dir / "tensorboard"))
         self._closed = False
+        self._write_text("config", f"```yaml\n{dump(run.config)}\n```")
 
-    def log(self, step: int, scalars: Mapping[str, float], at_s: float | None = None) -> None:
-        """Tag -> value at `step`; non-finite values are left out. On disk when this returns."""
+    def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
+        """Write tag -> value at `step`. On disk when this returns."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if math.isfinite(value)]
-        wall_time = time.time() if at_s is None else at_s
-        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._writer.add_event(Event(wall_time=at_s, step=step, summary=Summary(value=values)))
         self._writer.flush()
+
+    def attach(self, file: Path) -> None:
+        """Write the text of `file` as a summary named like it."""
+        self._write_text(file.name, file.read_text(encoding="utf-8"))
 
     def close(self) -> None:
         """Finish the event file; idempotent."""
@@ -34,13 +39,14 @@ class TensorBoardTracker:
             self._closed = True
             self._writer.close()
 
+    def _write_text(self, name: str, text: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
 
-def _open_writer(folder: Path) -> Any:
-    try:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError as error:
-        raise DependencyError(
-            "telemetry.tensorboard is on, but tensorboard is not installed. "
-            "Install async-grpo[trainer], or set telemetry.tensorboard to false"
-        ) from error
-    return EventFileWriter(str(folder))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        value = Summary.Value(tag=name, metadata=create_summary_metadata(name, ""), tensor=tensor)
+        self._writer.add_event(Event(wall_time=time.time(), summary=Summary(value=[value])))
+        self._writer.flush()

@@ -82,7 +82,7 @@ class Run:
             "model": {"path": str(self.model), "precision": self.precision},
             "sampling": {"temperature": TEMPERATURE, "max_tokens": LONGEST},
             "rollout": {"vllm": {"max_model_len": 40}},
-            "telemetry": {"tensorboard": False},
+            "telemetry": {"trackers": []},
             "trainer": {"processes": ranks, "micro_batch_tokens": 110, "optimizer": GRADIENT, **self.trainer},
         }
         config = validate(raw, name)

@@ -46,7 +46,7 @@ def write_config(
         "rollout": {"vllm": {"max_model_len": 128}},
         "redis": redis.model_dump(mode="json"),
         "eval": {"timeout_s": patience_s},
-        "telemetry": {"tensorboard": False},
+        "telemetry": {"trackers": []},
         **sections,
         "trainer": trainer | sections["trainer"],
     }

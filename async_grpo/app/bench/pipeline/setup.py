@@ -200,7 +200,7 @@ class PipelineSetup:
                 },
                 "eval": {"prompts": 1, "samples": 1, "greedy": False},
                 "launch": {"cores": asdict(self.cores), "ready_timeout_s": READY_TIMEOUT_S},
-                "telemetry": {"tensorboard": False, "samples_every": NEVER},
+                "telemetry": {"trackers": [], "samples_every": NEVER},
             },
             source="async-grpo bench pipeline",
         )

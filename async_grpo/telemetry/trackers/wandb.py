@@ -1,0 +1,41 @@
+"""Scalars in Weights & Biases.
+
+Its own variables decide where they go: WANDB_API_KEY and WANDB_BASE_URL, or WANDB_MODE=offline and `wandb sync` later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from async_grpo.telemetry.trackers import TrackedRun
+
+
+class WandbTracker:
+    """A run of the project `telemetry.project`, resumed under its id. Local files: run_dir/wandb."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.config.telemetry.project,
+            id=run.id,
+            name=run.config.name,
+            resume="allow",
+            dir=run.config.run_dir,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+        self._run.config.update(run.settings, allow_val_change=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, scalars: Mapping[str, float], at_s: float) -> None:
+        """Log tag -> value over `step`: a value of its own, since wandb's counter must not go back on a resume."""
+        self._run.log({**scalars, "step": step, "_timestamp": at_s})
+
+    def attach(self, file: Path) -> None:
+        """Save a copy of the file with the run."""
+        self._run.save(str(file), base_path=str(file.parent), policy="now")
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
