@@ -28,6 +28,7 @@ from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.run_logger import TrainerLogger
 from trainer.step.results import step_row
+from trainer.step.statistics import GapWatch
 from trainer.step.step import measure_gap
 from trainer.step.step_runner import SkippedSteps, StepOutcome, StepRunner
 from trainer.weights import WeightExporter
@@ -54,6 +55,7 @@ class TrainingLoop:
     saved: int = field(init=False)
     stepped: bool = False
     """Whether this process has trained a step; before the first one, it waits for engines to start."""
+    gap_watch: GapWatch = field(default_factory=GapWatch)
 
     def __post_init__(self) -> None:
         skipped_steps = SkippedSteps(
@@ -135,6 +137,8 @@ class TrainingLoop:
         seconds, peak_flops = self.logger.phases.seconds, self.peak_flops
         self.logger.step(step_row(outcome.batch, outcome.result, lr=outcome.lr, seconds=seconds, peak_flops=peak_flops))
         self.logger.phases.reset()
+        if outcome.result is not None:
+            self.gap_watch.step(outcome.batch, outcome.result)
 
     def _finish(self) -> None:
         """End the run and export the weights.
@@ -145,14 +149,17 @@ class TrainingLoop:
         self.coordinator.end()
         timeout_s = self.config.eval.timeout_s
         probe = self.coordinator.probe(self.version, timeout_s)
-        if probe is None:
+        gap = None if probe is None else measure_gap(self.policy, probe, self.config)
+        if gap is None:
             self.logger.warn(self.version, self._missing("probe"))
         else:
-            self.logger.probe(self.version, measure_gap(self.policy, probe, self.config))
+            self.logger.probe(self.version, gap)
         folder = self.checkpoints.export(self.policy, self.model_folder)
         if not self.coordinator.wait_for_evaluation(self.version, timeout_s):
             self.logger.warn(self.version, self._missing("evaluation"))
         self.checkpoints.mark_best(self._evaluations())
+        if probe is not None and gap is not None:  # after the export: the weights may be good
+            self.gap_watch.probe(probe, gap)
         self.logger.note("run finished", version=self.version, exported=str(folder))
 
     def _missing(self, result: str) -> str:

@@ -179,7 +179,7 @@ class Step:
 
 def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, float]:
     """Measure |behaviour - trainer| of tokens that `batch.version`, the present weights, sampled; rewards do not
-    matter."""
+    matter. Without such tokens there is no gap, only their number."""
     groups = [
         structs.replace(group, samples=[structs.replace(one, reward=0.0) for one in group.samples])
         for group in batch.groups
@@ -190,11 +190,9 @@ def measure_gap(policy: Policy, batch: Batch, config: RunConfig) -> dict[str, fl
         return logprobs_N.sum(), gap_sums(logprobs_N, targets, batch.version)
 
     sums, maxima = reduce_sums(policy.run(packed.micro_batches, gap, train=False))
-    return {
-        "logprob_gap_mean": sums["gap"] / max(1.0, sums["gap_tokens"]),
-        "logprob_gap_max": maxima["gap"],
-        "gap_tokens": int(sums["gap_tokens"]),
-    }
+    tokens = int(sums["gap_tokens"])
+    found = {"logprob_gap_mean": sums["gap"] / tokens, "logprob_gap_max": maxima["gap"]} if tokens else {}
+    return {**found, "gap_tokens": tokens}
 
 
 @dataclass(frozen=True, slots=True)

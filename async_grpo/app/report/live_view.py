@@ -245,6 +245,8 @@ def _speed(state: LiveState) -> str:
 
 def _gap(row: Row) -> str:
     """Difference between the log-probabilities of trainer and engine under the same weights."""
+    if number(row, "logprob_gap_mean") is None:
+        return "no token of age 0 in the last step" if row else "no step yet"
     mean_gap, largest = _figure(row, "logprob_gap_mean", ".1e"), _figure(row, "logprob_gap_max", ".1e")
     return f"mean {mean_gap}, max {largest} over {_figure(row, 'gap_tokens', ',.0f')} tokens of age 0"
 

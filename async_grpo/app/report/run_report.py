@@ -214,7 +214,10 @@ def _bound(summary: Facts) -> str:
 
 def _gap(summary: Facts) -> str:
     if summary.get("logprob_gap_mean") is None:
-        return ""
+        return (
+            "## Log-probability gap\n\n"
+            "Not measured: no step trained a completion of its own version, and no probe came."
+        )
     return (
         "## Log-probability gap\n\n"
         "Absolute difference between engine and trainer, for the same tokens under the same weights: mean "

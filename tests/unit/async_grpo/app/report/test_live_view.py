@@ -145,6 +145,7 @@ def test_a_run_without_a_step_can_be_shown_and_a_broken_staleness_bound_is_red()
     assert "0 of 120" in drawn(view) and "not measured yet" in drawn(view)
     view.update(state(step={"step": 1, "age_max": 3}))
     assert "\x1b[31mmax 3 of S = 2" in drawn(view)
+    assert "no token of age 0 in the last step" in drawn(view)
 
 
 def test_what_is_said_stays_above_the_panel() -> None:

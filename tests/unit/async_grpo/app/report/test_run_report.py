@@ -174,7 +174,9 @@ def test_the_counters_balance_and_restarts_go_by_role(summary: dict[str, Any]) -
 def test_a_run_that_trained_nothing_says_so_and_claims_nothing(tmp_path: Path) -> None:
     summary = summarize(config(), [], [], [], {}, {}, 0.0)
     assert summary["accuracy_before"] is None and summary["max_age"] is None and summary["balanced"] is None
-    assert "# made-up" in write_report(tmp_path, summary).read_text()
+    report = write_report(tmp_path, summary).read_text()
+    assert "# made-up" in report
+    assert "Not measured: no step trained a completion of its own version" in report
     summary = summarize(config(), [], [], [], {"admitted": 0, "released": {}}, {}, 3.0)
     assert (summary["generated_tokens"], summary["balanced"]) == (0, None)
     assert headline(summary, RunFolder(tmp_path)) == (

@@ -1,0 +1,109 @@
+"""Log-probability gaps that two programs can have, and those that they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import CONFIG_FAULTS, GapNotMeasured
+from async_grpo.telemetry.metrics import MAXIMA, SUMS
+from async_grpo.wire import Batch, Group, Sample, Task, VersionSpan, tokens_to_bytes
+from tests.support.rollout_fakes import config_of
+from trainer.model.policy import Policy
+from trainer.step import step
+from trainer.step.statistics import GapWatch
+
+VERSION = 5
+
+
+def batch_of(
+    tokens: int = 100, *, versions: Sequence[int] = (VERSION,), logprob: float = -0.7, reward: float | None = 1.0
+) -> Batch:
+    """One sample whose tokens come from the versions, in equal parts."""
+    ends = [round(tokens * place / len(versions)) for place in range(len(versions) + 1)]
+    spans = [VersionSpan(version, *part) for version, part in zip(versions, pairwise(ends), strict=True)]
+    sample = Sample(
+        tokens=tokens_to_bytes([7] * tokens),
+        logprobs=np.full(tokens, logprob, np.float32).tobytes(),
+        spans=spans,
+        finish_reason="stop",
+        text="x",
+        reward=reward,
+    )
+    task = Task(index=0, prompt="one and one", prompt_tokens=tokens_to_bytes([7, 8]), answer="2")
+    return Batch(epoch=1, version=VERSION, groups=[Group(seq=0, attempt=1, task=task, samples=[sample])])
+
+
+def found(mean: float, tokens: int = 100, **fields: Any) -> dict[str, Any]:
+    """What a step or a probe measured, as far as the watch reads it."""
+    gap = {"logprob_gap_mean": mean, "logprob_gap_max": 2 * mean} if tokens else {}
+    return {"updates": 1, "overlong_samples": 0, "gap_tokens": tokens, **gap, **fields}
+
+
+NONE = {"logprob_gap_mean": None, "logprob_gap_max": None}
+
+
+def test_a_gap_that_covers_none_of_the_tokens_of_the_present_version_is_refused() -> None:
+    with pytest.raises(GapNotMeasured, match=r"step 6 has 100 tokens of the present version.*none.*doctor"):
+        GapWatch().step(batch_of(), found(0.0, tokens=0, **NONE))
+    with pytest.raises(GapNotMeasured, match="the probe of version 5 has 100 tokens"):
+        GapWatch().probe(batch_of(reward=None), {"gap_tokens": 0})
+    assert GapNotMeasured in CONFIG_FAULTS, "it is not restarted"
+
+
+@pytest.mark.parametrize(
+    ("batch", "fields"),
+    [
+        (batch_of(versions=[4]), {}),
+        (batch_of(versions=[4, VERSION]), {}),
+        (batch_of(reward=None), {}),
+        (batch_of(), {"updates": 4}),
+        (batch_of(), {"overlong_samples": 1}),
+    ],
+    ids=["older", "mixed", "not judged", "in a later update, perhaps", "too long, perhaps"],
+)
+def test_steps_that_trained_no_token_of_the_present_version_have_no_gap(batch: Batch, fields: dict[str, Any]) -> None:
+    GapWatch().step(batch, found(0.0, tokens=0, **NONE, **fields))
+
+
+def test_a_gap_of_exactly_0_is_refused_once_it_covers_enough_tokens() -> None:
+    watch = GapWatch()
+    watch.step(batch_of(), found(0.0))
+    watch.step(batch_of(), found(0.0))
+    with pytest.raises(GapNotMeasured, match="exactly 0 over 300 tokens up to step 6"):
+        watch.step(batch_of(), found(0.0))
+
+
+def test_a_policy_that_is_certain_and_one_that_differs_in_between_may_have_gaps_of_0() -> None:
+    watch = GapWatch()
+    for _ in range(20):
+        watch.step(batch_of(logprob=0.0), found(0.0))
+    for place in range(20):
+        watch.step(batch_of(), found(1e-7 * (1 + place) if place % 2 else 0.0))
+
+
+def test_a_gap_that_stays_the_same_over_four_steps_is_refused() -> None:
+    watch = GapWatch()
+    for mean in (1e-7, 2e-7, 2e-7, 2e-7):
+        watch.step(batch_of(), found(mean))
+        watch.step(batch_of(versions=[4]), found(0.0, tokens=0, **NONE))
+    with pytest.raises(GapNotMeasured, match=r"gap is 2e-07 .* for the 4th time in a row"):
+        watch.step(batch_of(), found(2e-7))
+
+
+def test_few_tokens_may_have_the_same_gap_again() -> None:
+    watch = GapWatch()
+    for _ in range(20):
+        watch.step(batch_of(10), found(2e-7, tokens=10))
+
+
+def test_a_probe_without_a_token_of_its_version_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "pack_for_rank", lambda *_: SimpleNamespace(micro_batches=[]))
+    monkeypatch.setattr(step, "reduce_sums", lambda _: (dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)))
+    policy = cast(Policy, SimpleNamespace(run=lambda *_, **__: []))
+    assert step.measure_gap(policy, batch_of(20, versions=[4]), config_of(max_staleness=1)) == {"gap_tokens": 0}
