@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TRL_VENV := benchmarks/trl/.venv
 TRACKERS_VENV := .venv-trackers
 
-.PHONY: help quickstart test test-all test-gpu test-deploy test-trackers bench-trl check reference format clean
+.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers bench-trl check reference format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,15 @@ test: $(VENV)/.installed  ## The test suite
 
 test-all: $(VENV)/.installed  ## The test suite with its slow tests and its fault injection
 	$(BIN)/pytest
+
+# Another release of one or several, or `latest`: make upstream VLLM_ASCEND=0.24.0 VLLM=0.24.0
+UPSTREAM := VLLM VLLM_ASCEND TORCH_NPU MEGATRON TE REDIS
+UPSTREAM_PACKAGE_MEGATRON := MEGATRON_CORE
+UPSTREAM_PACKAGE_TE := TRANSFORMER_ENGINE
+
+upstream: $(VENV)/.installed  ## Contracts against the real packages of devices; VLLM_ASCEND=0.24.0 tries another release
+	$(foreach name,$(UPSTREAM),$(if $($(name)),UPSTREAM_$(or $(UPSTREAM_PACKAGE_$(name)),$(name))=$($(name)))) \
+	$(BIN)/pytest -q --tb=no -rs tests/upstream
 
 # In whatever environment has the GPU's packages (docs/platforms.md): the one above is for CPUs.
 test-gpu:  ## The tests that need one CUDA GPU; skipped, with the reason, where there is none

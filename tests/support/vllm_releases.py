@@ -1,0 +1,316 @@
+"""Programs that a process runs which imports an unpacked vLLM: `run_python("from ... import NAME; NAME(...)", ...)`.
+
+vLLM's Python runs unchanged. Stand-ins are what is compiled or absent on a CPU, and what the platform answers of its
+device: an H100 with 80 GiB, or an Ascend 910B.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, create_autospec
+
+import msgspec
+import torch
+
+from async_grpo.config.rollout import RolloutConfig
+from async_grpo.utils import private_names
+from async_grpo.utils.private_names import PRIVATE_NAMES
+from async_grpo.weights.base import HeldWeights
+from rollout_server.engines.vllm.engine import VllmEngine
+from rollout_server.engines.vllm.platform import set_environment
+
+GIB = 1 << 30
+_ABSENT = frozenset(["gguf", "torch_npu", "acl", "flashinfer", "amdsmi", "pynvml", "tilelang", "depyf", "scipy", "torchvision"])
+_COMPILED = frozenset(
+    {
+        *("vllm._C", "vllm._moe_C", "vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.cumem_allocator"),
+        *("vllm.vllm_flash_attn", "vllm_ascend.vllm_ascend_C"),
+        "vllm.model_executor.layers.mamba.ops.ssd_chunk_scan",  # a kernel of Triton
+    }
+)
+
+
+class _StandIn(types.ModuleType):
+    """A module in which every name is a mock."""
+
+    __version__ = "3.6.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        found = MagicMock(name=f"{self.__name__}.{name}")
+        found.__name__ = name
+        setattr(self, name, found)
+        return found
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the packages that are absent on a CPU, and the compiled modules."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        stands_in = name.partition(".")[0] in _ABSENT or name in _COMPILED
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if stands_in else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _StandIn(spec.name)
+        module.__path__, module.__file__ = [], f"{spec.name}/__init__.py"
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing: the module's names are made when they are asked for."""
+
+
+def use_device(kind: str) -> None:
+    """Let vLLM believe that it runs on a device, cuda or ascend. On `cpu` nothing is done."""
+    if kind == "cpu":
+        return
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    sys.meta_path.insert(0, StandIns())
+    if kind == "ascend":
+        import torch_npu
+
+        torch.utils.rename_privateuse1_backend("npu")
+        torch._register_device_module("npu", torch_npu.npu)
+        torch.distributed.is_hccl_available = lambda: True
+    import vllm.platforms as platforms
+
+    if kind == "cuda":
+        from vllm.platforms.cuda import NonNvmlCudaPlatform as Platform
+        from vllm.platforms.interface import DeviceCapability
+
+        Platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+        Platform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H100 80GB HBM3")
+        Platform.get_device_total_memory = classmethod(lambda cls, device_id=0: 80 * GIB)
+        Platform.device_count = classmethod(lambda cls: 8)
+        for name in ("fp8", "block_fp8"):
+            setattr(torch.ops._C, f"cutlass_scaled_mm_supports_{name}", lambda capability: True)
+    else:
+        with suppress(ImportError):  # a source archive lacks it
+            pass
+        sys.modules.setdefault("vllm_ascend._build_info", SimpleNamespace(__device_type__="A2"))  # type: ignore[arg-type]
+        from vllm_ascend.platform import NPUPlatform as Platform
+
+        Platform.get_device_name = classmethod(lambda cls, device_id=0: "Ascend910B3")
+        Platform.get_device_total_memory = classmethod(lambda cls, device_id=0: 64 * GIB)
+    platforms._current_platform = Platform()
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would have no stand-ins
+
+
+def examine(kind: str, model_dir: str, rollout: str) -> None:
+    """Print what each part below finds, by its name; an exception in one of them is its finding. `rollout`: the
+    configuration of a rollout server as JSON."""
+    use_device(kind)
+    import vllm.config.vllm
+
+    vllm.config.vllm.HAS_TRITON = kind != "cpu"
+    config = RolloutConfig.model_validate_json(rollout)
+    engine = VllmEngine(Path(model_dir), config, precision="bfloat16")
+    parts: dict[str, Callable[[], Any]] = {
+        "names": missing_names,
+        "effective": lambda: effective(engine),
+        "calls": lambda: refused_calls(engine),
+        "worker": lambda: worker_conflicts(kind),
+        "update": lambda: unfinished_update(kind, config),
+        "logprobs": lambda: sampled_logprobs(kind),
+    }
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            found[name] = [f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"]
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)  # the threads of stand-ins do not end by themselves
+
+
+def missing_names() -> list[str]:
+    """The names of async_grpo/utils/private_names.py that this release does not have."""
+    users = ("engine", "engine worker")
+    found = {name: private_names._missing(name) for user in users for name in PRIVATE_NAMES[user].names}
+    return [f"{name}: {why}" for name, why in found.items() if why]
+
+
+def effective(engine: VllmEngine) -> dict[str, Any]:
+    """What vLLM makes of the engine's arguments."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    # from_engine_args, which the engine calls, has this context by default.
+    config = AsyncEngineArgs(**engine._engine_arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    scheduler, compilation = config.scheduler_config, config.compilation_config
+    return {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "chunked_prefill": scheduler.enable_chunked_prefill,
+        "prefix_cache": config.cache_config.enable_prefix_caching,
+        "eager": config.model_config.enforce_eager,
+        "graphs": compilation.cudagraph_mode.name,
+        "largest_graph": max(compilation.cudagraph_capture_sizes or [0]),
+        "logprobs_mode": config.model_config.logprobs_mode,
+        "runner": 2 if config.use_v2_model_runner else 1,
+        "backend": config.weight_transfer_config.backend,
+    }
+
+
+def refused_calls(engine: VllmEngine) -> list[str]:
+    """The engine's own code against an AsyncLLM that accepts the calls which this release accepts, and no others."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = create_autospec(AsyncLLM, instance=True)
+    llm.output_processor = SimpleNamespace(request_states={})
+    llm.generate.side_effect = None
+    llm.generate.return_value = _outputs()
+    engine._llm, engine._stop_tokens = llm, (2,)
+    asyncio.run(_use(engine, llm))
+    used = {call[0] for call in llm.method_calls}
+    wanted = {"init_weight_transfer_engine", "collective_rpc", "start_weight_update", "pause_generation", "abort",
+              "update_weights", "finish_weight_update", "resume_generation", "generate", "shutdown"}  # fmt: skip
+    return [f"AsyncLLM.{name} was not called" for name in sorted(wanted - used)]
+
+
+async def _use(engine: VllmEngine, llm: Any) -> None:
+    from rollout_server.engines.base import GenerationRequest
+    from rollout_server.engines.vllm.requests import EngineRequest
+
+    llm.output_handler = asyncio.ensure_future(asyncio.sleep(60))
+    await engine._prepare_workers()
+    await engine._replace_weights(HeldWeights.in_store(Path("store"), epoch=1, version=1), "keep")
+    request = GenerationRequest("name", (1, 2), 4, temperature=0.8, seed=1)
+    async for _ in engine._submit(request, EngineRequest("name#1", 1, interruptible=True)):
+        pass
+    await engine.aclose()
+    llm.output_handler.cancel()
+
+
+async def _outputs() -> Any:
+    yield None
+
+
+def worker_conflicts(kind: str) -> list[str]:
+    """What keeps our part of a worker from working: methods of the transfer engine that we lack, names that vLLM's
+    worker has too, and a model runner that keeps its sampler elsewhere."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from rollout_server.engines.vllm import worker
+
+    engine = WeightTransferEngineFactory._registry[worker.BACKEND]()
+    found = [f"WeightTransferEngine.{name} is abstract, and not ours" for name in sorted(engine.__abstractmethods__)]
+    workers, runners = _PARTS[kind]
+    theirs = attribute(workers)
+    found += [f"{workers} has {name} too" for name in vars(worker.WorkerExtension) if _hides(theirs, name)]
+    found += [why for runner in runners if (why := private_names._missing(f"{runner}.sampler"))]
+    for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+        found += [] if hasattr(theirs, name) else [f"{workers} has no {name}"]
+    return found
+
+
+def unfinished_update(kind: str, config: RolloutConfig) -> list[str]:
+    """One weight update through the methods of vLLM's worker, with our transfer engine as vLLM makes it: does the
+    version that the engine names arrive where it is loaded?"""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from rollout_server.engines.vllm import compat, worker
+
+    loaded: list[Any] = []
+    worker.LayerwiseReload = lambda *_: SimpleNamespace(load=loaded.append)
+    set_environment(config.vllm)
+    model = torch.nn.Linear(1, 1)
+    vllm_config = MagicMock()
+    make = WeightTransferEngineFactory.create_engine
+    given = {"config": WeightTransferConfig(backend=worker.BACKEND), "device": torch.device("cpu"), "model": model}
+    given |= {"vllm_config": vllm_config, "parallel_config": vllm_config.parallel_config}
+    theirs = attribute(_PARTS[kind][0])
+    bare = object.__new__(theirs)
+    vars(bare).update(
+        weight_transfer_engine=make(**compat.accepted(make, **given)), _weight_update_active=False, rank=0,
+        _weight_update_is_draft=False, _is_checkpoint_format=True, model_runner=SimpleNamespace(model=model),
+        vllm_config=vllm_config, model_config=vllm_config.model_config, device=torch.device("cpu"),
+    )  # fmt: skip
+    held = HeldWeights.in_store(Path("store"), epoch=1, version=7)
+    bare.init_weight_transfer_engine({})
+    bare.start_weight_update(**compat.accepted(bare.start_weight_update, is_checkpoint_format=False))
+    bare.update_weights({"held": msgspec.json.encode(held).decode(), "dtype": "bfloat16"})
+    bare.finish_weight_update(**compat.accepted(bare.finish_weight_update, weight_version="7"))
+    return [] if loaded == [held] else [f"{theirs.__name__}.update_weights loaded {loaded}, not {held}"]
+
+
+_PARTS = {
+    "cpu": ("vllm.v1.worker.cpu_worker:CPUWorker", ("vllm.v1.worker.gpu_model_runner:GPUModelRunner",)),
+    "cuda": (
+        "vllm.v1.worker.gpu_worker:Worker",
+        ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"),
+    ),
+    "ascend": (
+        "vllm_ascend.worker.worker:NPUWorker",
+        ("vllm_ascend.worker.model_runner_v1:NPUModelRunner",),
+    ),
+}
+"""The worker and its model runners, by the kind of device."""
+
+
+def _hides(owner: type, name: str) -> bool:
+    return not name.startswith("__") and name in dir(owner)
+
+
+def attribute(name: str) -> Any:
+    module, _, last = name.partition(":")
+    return getattr(importlib.import_module(module), last)
+
+
+def sampled_logprobs(kind: str) -> list[str]:
+    """Sample from known logits at T = 0.8 with the sampler of this release, made as its model runner makes it: are the
+    log-probabilities that it reports those of the distribution that it samples from?"""
+    from vllm.v1.sample.sampler import Sampler
+
+    from rollout_server.engines.vllm.compat import LOGPROBS_MODE, report_sampled_logprobs
+
+    if kind == "ascend":
+        from vllm_ascend.sample import sampler as module
+
+        module.get_ascend_config = lambda: SimpleNamespace(enable_reduce_sample=False, enable_async_exponential=False)
+        sampler = module.AscendSampler()
+    else:
+        sampler = Sampler(logprobs_mode=LOGPROBS_MODE)
+    report_sampled_logprobs(sampler)
+    temperature, logits = 0.8, torch.tensor([[0.0, 1.0, 2.0, 4.0], [3.0, -1.0, 0.5, 0.0]])
+    output = sampler(logits.clone(), sampling_metadata(temperature, rows=2))
+    tokens = output.sampled_token_ids.long()
+    found = output.logprobs_tensors.logprobs[:, :1]
+    expected = (logits / temperature).log_softmax(-1).gather(1, tokens.view(2, 1))
+    if (found - expected).abs().max() < 1e-5:
+        return []
+    return [f"{type(sampler).__name__}: reports {found.tolist()}, and samples from {expected.tolist()}"]
+
+
+def sampling_metadata(temperature: float, rows: int) -> Any:
+    """vLLM's metadata of a batch that is sampled at one temperature, with the log-probability of the sampled token."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    known = {
+        "temperature": torch.full((rows,), temperature), "all_greedy": False, "all_random": True, "generators": {},
+        "max_num_logprobs": 0, "no_penalties": True, "output_token_ids": [[] for _ in range(rows)],
+        "bad_words_token_ids": {}, "logitsprocs": LogitsProcessors(),
+    }  # fmt: skip
+    needed = [each for each in dataclasses.fields(SamplingMetadata) if each.default is dataclasses.MISSING]
+    return SamplingMetadata(**{each.name: known.get(each.name) for each in needed})
