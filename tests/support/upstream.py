@@ -194,7 +194,7 @@ def _download(files: list[_File], scratch: Path) -> None:
 
 
 def _smallest(files: list[_File]) -> _File:
-    """A wheel for any platform, one for this Python if it is small, the source archive, any wheel: the first there is."""
+    """The first of: a wheel for any platform, a small one for this Python, the source archive, any wheel."""
     this = f"cp{sys.version_info.major}{sys.version_info.minor}"
     wheels = [each for each in files if each.name.endswith(".whl")]
     fitting = [each for each in wheels if f"-{this}-" in each.name or "-abi3-" in each.name]

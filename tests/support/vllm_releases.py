@@ -34,7 +34,12 @@ from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.platform import set_environment
 
 GIB = 1 << 30
-_ABSENT = frozenset(["gguf", "torch_npu", "acl", "flashinfer", "amdsmi", "pynvml", "tilelang", "depyf", "scipy", "torchvision"])
+_ABSENT = frozenset(
+    {
+        *("gguf", "torch_npu", "acl", "flashinfer", "amdsmi", "pynvml"),
+        *("tilelang", "depyf", "scipy", "torchvision"),
+    }
+)
 _COMPILED = frozenset(
     {
         *("vllm._C", "vllm._moe_C", "vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.cumem_allocator"),
@@ -82,6 +87,7 @@ def use_device(kind: str) -> None:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sys.meta_path.insert(0, StandIns())
+    torch.accelerator.synchronize = lambda *_: None
     if kind == "ascend":
         import torch_npu
 
@@ -166,6 +172,7 @@ def effective(engine: VllmEngine) -> dict[str, Any]:
         "graphs": compilation.cudagraph_mode.name,
         "largest_graph": max(compilation.cudagraph_capture_sizes or [0]),
         "logprobs_mode": config.model_config.logprobs_mode,
+        "max_logprobs": config.model_config.max_logprobs,
         "runner": 2 if config.use_v2_model_runner else 1,
         "backend": config.weight_transfer_config.backend,
     }
@@ -177,8 +184,6 @@ def refused_calls(engine: VllmEngine) -> list[str]:
 
     llm = create_autospec(AsyncLLM, instance=True)
     llm.output_processor = SimpleNamespace(request_states={})
-    llm.generate.side_effect = None
-    llm.generate.return_value = _outputs()
     engine._llm, engine._stop_tokens = llm, (2,)
     asyncio.run(_use(engine, llm))
     used = {call[0] for call in llm.method_calls}
@@ -195,8 +200,11 @@ async def _use(engine: VllmEngine, llm: Any) -> None:
     await engine._prepare_workers()
     await engine._replace_weights(HeldWeights.in_store(Path("store"), epoch=1, version=1), "keep")
     request = GenerationRequest("name", (1, 2), 4, temperature=0.8, seed=1)
-    async for _ in engine._submit(request, EngineRequest("name#1", 1, interruptible=True)):
-        pass
+    for vocabulary in (False, True):
+        llm.generate.return_value, active = _outputs(), EngineRequest("name#1", 1, interruptible=True)
+        active.vocabulary = vocabulary
+        async for _ in engine._submit(request, active):
+            pass
     await engine.aclose()
     llm.output_handler.cancel()
 
@@ -243,7 +251,7 @@ def unfinished_update(kind: str, config: RolloutConfig) -> list[str]:
     bare = object.__new__(theirs)
     vars(bare).update(
         weight_transfer_engine=make(**compat.accepted(make, **given)), _weight_update_active=False, rank=0,
-        _weight_update_is_draft=False, _is_checkpoint_format=True, model_runner=SimpleNamespace(model=model),
+        _weight_update_is_draft=False, _is_checkpoint_format=True, model_runner=MagicMock(model=model),
         vllm_config=vllm_config, model_config=vllm_config.model_config, device=torch.device("cpu"),
     )  # fmt: skip
     held = HeldWeights.in_store(Path("store"), epoch=1, version=7)

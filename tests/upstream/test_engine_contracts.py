@@ -79,6 +79,7 @@ def test_the_engine_runs_with_the_limits_that_the_planner_assumes(name: str, mod
         "graphs": "NONE" if kind == "cpu" else "FULL_AND_PIECEWISE",
         "largest_graph": 0 if kind == "cpu" else limits.requests,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
         "backend": "zmq",
     }
     effective = found["effective"]
