@@ -3,7 +3,8 @@
     nvidia-smi --query-gpu=...   one line per GPU
 
     attention of packed sequences          needs (in bfloat16, no sequence split over ranks)
-    Transformer Engine's                   capability 9.0, or flash-attn: without both it computes all T x T scores
+    Transformer Engine's                   capability 9.0 to 11: its kernel for them; elsewhere it computes all T x T
+                                           scores, unless it finds a flash-attn that it knows
     torch's varlen_attn                    capability 8.0
     our own (trainer/model/layers.py)      nothing: in float32, and where it gathers keys and values of other ranks
 
@@ -123,15 +124,15 @@ class CudaPlatform(Accelerator):
         if config.params_dtype != torch.bfloat16:
             return None, f"{Platform.attention}: fused kernels compute in bfloat16"
         major, minor = capability = self._torch().get_device_capability()
-        flash = importlib.util.find_spec("flash_attn") is not None
-        if _has_transformer_engine() and (capability >= (9, 0) or (capability >= (8, 0) and flash)):
+        engine, device = _has_transformer_engine(), f"capability {major}.{minor}"
+        if engine and (9, 0) <= capability < (12, 0):
             from megatron.core.extensions import transformer_engine as extension
 
-            return extension.TEDotProductAttention, f"Transformer Engine's, capability {major}.{minor}"
+            return extension.TEDotProductAttention, f"Transformer Engine's: it has a kernel for {device}"
         if capability >= (8, 0) and has_varlen_attention():
-            lacks = "has no flash-attn for this device" if _has_transformer_engine() else "is not installed"
+            lacks = f"has no kernel of its own for {device}" if engine else "is not installed"
             return VarlenAttention, f"torch's varlen_attn: Transformer Engine {lacks}"
-        return None, f"{Platform.attention}: torch {torch.__version__} has no varlen_attn for {major}.{minor}"
+        return None, f"{Platform.attention}: torch {torch.__version__} has no varlen_attn for {device}"
 
     def stated_tflops(self, precision: str) -> float | None:
         """The figure for the name that torch reports of this rank's device."""

@@ -29,6 +29,9 @@ CAUSAL = 3
 TRIANGLE = 2048
 """Side of the mask that this mode wants."""
 
+MOST_SEQUENCES = 1024
+"""Sequences that one call in the layout TND takes."""
+
 CAUSAL_WINDOW = (-1, 0)
 """`window_size` of torch: all positions before, none behind."""
 
@@ -108,6 +111,15 @@ class NpuAttention(_FusedAttention):
         self._kernel = importlib.import_module("torch_npu").npu_fusion_attention
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        outputs, start = [], 0
+        for first in range(0, len(packed.ends), MOST_SEQUENCES):
+            ends = [end - start for end in packed.ends[first : first + MOST_SEQUENCES]]
+            parts = (part[start : start + ends[-1]] for part in (query, key, value))
+            outputs.append(self._call(*parts, ends=ends))
+            start += ends[-1]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, *, ends: list[int]) -> Tensor:
         out: Tensor = self._kernel(
             query,
             key,
@@ -118,8 +130,8 @@ class NpuAttention(_FusedAttention):
             scale=self.scale,
             keep_prob=1.0,
             sparse_mode=CAUSAL,
-            actual_seq_qlen=packed.ends,
-            actual_seq_kvlen=packed.ends,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
         )[0]
         return out
 

@@ -133,6 +133,7 @@ def steps(
 ) -> dict[str, Any]:
     """Figures of each step, None for those that were skipped; and whether the weights of those stayed."""
     import torch
+    from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 
     from trainer.distributed import is_leader
     from trainer.run_logger import TrainerLogger
@@ -160,7 +161,8 @@ def steps(
             checkpoints.save(policy, version + 1, epoch=1)
     checkpoints.poll_saved(wait=True)
     found["passes"] = sorted(logger.phases.seconds)
-    found["layers"] = sorted({type(layer).__name__ for layer in policy.model.modules()})
+    classes = {SwiGLUFunction, policy.model.rotation, *(type(layer) for layer in policy.model.modules())}
+    found["layers"] = sorted(f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in classes)
     logger.close()
     rows = read_rows(config.run_dir / "metrics.jsonl") if is_leader() else []
     return found | {"warnings": [row["message"] for row in rows if row["kind"] == "warning"]}

@@ -109,15 +109,15 @@ BFLOAT16, CONTEXT, FLOAT32 = (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.fl
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "kind", "chosen", "why"),
+    ("capability", "engine", "kind", "chosen", "why"),
     [
-        ((9, 0), {"transformer_engine"}, BFLOAT16, "Attention", "Transformer Engine's, capability 9.0"),
-        ((8, 0), {"transformer_engine", "flash_attn"}, BFLOAT16, "Attention", "Transformer Engine's, capability 8.0"),
-        ((8, 0), {"transformer_engine"}, BFLOAT16, "VarlenAttention", "has no flash-attn for this device"),
-        ((8, 6), {"flash_attn"}, BFLOAT16, "VarlenAttention", "Transformer Engine is not installed"),
-        ((9, 0), {"transformer_engine"}, FLOAT32, "PackedAttention", "compute in bfloat16"),
-        ((9, 0), {"transformer_engine"}, CONTEXT, "PackedAttention", "gathers the keys of other ranks"),
-        ((7, 5), {"transformer_engine", "flash_attn"}, BFLOAT16, "PackedAttention", "no varlen_attn for 7.5"),
+        ((9, 0), True, BFLOAT16, "Attention", "Transformer Engine's: it has a kernel for capability 9.0"),
+        ((8, 0), True, BFLOAT16, "VarlenAttention", "has no kernel of its own for capability 8.0"),
+        ((12, 0), True, BFLOAT16, "VarlenAttention", "has no kernel of its own for capability 12.0"),
+        ((8, 6), False, BFLOAT16, "VarlenAttention", "Transformer Engine is not installed"),
+        ((9, 0), True, FLOAT32, "PackedAttention", "compute in bfloat16"),
+        ((9, 0), True, CONTEXT, "PackedAttention", "gathers the keys of other ranks"),
+        ((7, 5), True, BFLOAT16, "PackedAttention", "no varlen_attn for capability 7.5"),
     ],
 )
 def test_a_gpu_uses_the_fastest_attention_that_it_has_and_says_why(
@@ -125,13 +125,13 @@ def test_a_gpu_uses_the_fastest_attention_that_it_has_and_says_why(
     device: Device,
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
-    packages: set[str],
+    engine: bool,
     kind: tuple[torch.dtype, int],
     chosen: str,
     why: str,
 ) -> None:
-    """Transformer Engine takes packed sequences into one kernel from capability 9.0 on, or by flash-attn."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
+    """Transformer Engine 2.18 has a kernel for packed sequences from 9.0 on (fused_attn.cpp), at 12.0 by cuDNN."""
+    monkeypatch.setattr(cuda, "_has_transformer_engine", lambda: engine)
     platform, config = device(*capability), model_config(*kind)
     found = own.block_spec(config, platform.layer_replacements(config))
     assert found.layer_specs[0].submodules.self_attention.submodules.core_attention.__name__ == chosen
@@ -158,6 +158,20 @@ def test_a_broken_transformer_engine_is_named_with_what_to_type(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(DependencyError, match=r"transformer_engine.pytorch cannot be imported.*pip install"):
         cuda.CudaPlatform().model_options(experts=False)
+
+
+def test_more_sequences_than_one_call_takes_are_several_calls(torch_npu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused_layers.MOST_SEQUENCES == npu_operators.MOST_SEQUENCES
+    for module in (fused_layers, npu_operators):
+        monkeypatch.setattr(module, "MOST_SEQUENCES", 3)
+    packed = packed_batch.pack(LENGTHS)
+    query, key, value = torch.randn(3, sum(LENGTHS), HEADS, DIM).unbind(0)
+    arguments = (model_config(torch.float32), 1, None, "self")
+    results = [
+        layer(*arguments)(query, key, value, packed_seq_params=packed)
+        for layer in (fused_layers.NpuAttention, own.PackedAttention)
+    ]
+    torch.testing.assert_close(*results)
 
 
 def varlen_reference(
