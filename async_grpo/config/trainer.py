@@ -76,8 +76,8 @@ class OptimizerConfig(StrictModel):
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the gradient; a longer one is scaled down to it."""
     offload: bool = False
-    """Keep fp32 masters and moments in host memory between updates. This frees device memory for activations and gives
-    the same numbers."""
+    """Keep fp32 masters and moments in host memory; an update brings those of one parameter at a time to the device.
+    This frees device memory for activations and gives the same numbers."""
 
     def problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:

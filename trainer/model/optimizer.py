@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -62,46 +63,80 @@ def update(optimizer: Any, lr: float, weight_decay: float, offload: StateOffload
 
 
 class StateOffload:
-    """Keeps fp32 masters and moments (12 bytes a parameter of this rank) in the host's memory between updates.
+    """Keeps fp32 masters and moments (12 bytes a parameter of this rank) in the host's memory.
 
-    The device holds them during an update only, when the activations are gone; the numbers are the
-    same. Weights that are their own masters (float32) stay where they are. Megatron's own offload
-    computes AdamW on the CPU, whose rounding is another.
+    The device holds those of one parameter at a time, while it is updated; the numbers are the same. Weights that are
+    their own masters (float32) stay where they are. Megatron's own offload computes AdamW on the CPU, whose rounding is
+    another.
     """
 
     def __init__(self, optimizer: Any, device: str) -> None:
         self._optimizer = optimizer
         self._device = device
         self._homes: dict[tuple[int, str], Tensor] = {}
-        self._masters = [
-            master
-            for part in distributed_parts(optimizer)
-            for group in part.shard_fp32_from_float16_groups
-            for master in group
-        ]
+        parts = distributed_parts(optimizer)
+        self._masters = [master for part in parts for group in part.shard_fp32_from_float16_groups for master in group]
+        self._of_masters = {id(master) for master in self._masters}
         self.store()
+        for part in parts:
+            part.optimizer.step = partial(self._step, part.optimizer)
+
+    def store(self) -> None:
+        """Move masters and moments to the host, wherever they are: at first, and after a checkpoint was loaded."""
+        for master in self._masters:
+            master.data = self._at_home(master, "master", master.data)
+        for parameter, state in parameter_states(self._optimizer):
+            self._store_moments(parameter, state)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Masters and moments are on the device within the block, for an update."""
+        """Masters can be given gradients of the device within the block, for an update: they have stand-ins there,
+        which take no memory."""
         for master in self._masters:
-            master.data = self._fetched(master.data)
-        for _, state in parameter_states(self._optimizer):
-            state.update({name: self._fetched(state[name]) for name in _MOMENTS if name in state})
+            master.data = torch.empty(1, dtype=master.dtype, device=self._device).expand(master.shape)
         try:
             yield
         finally:
-            self.store()
+            for master in self._masters:
+                master.grad = None
+                master.data = self._homes[id(master), "master"]
 
-    def store(self) -> None:
-        """Copy masters and moments to the host, and drop the gradients of the masters."""
-        for master in self._masters:
-            master.grad = None
-            master.data = self._at_home(master, "master", master.data)
-        for parameter, state in parameter_states(self._optimizer):
-            state.update({name: self._at_home(parameter, name, state[name]) for name in _MOMENTS if name in state})
+    def _step(self, inner: Any) -> None:
+        """The step of an optimizer of torch's kind, one parameter after the other."""
+        groups = inner.param_groups
+        try:
+            for group in groups:
+                counted = group
+                for parameter in group["params"]:
+                    # A copy each time: fused optimizers count the steps of a group, which this is only once.
+                    counted = {
+                        name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()
+                    }
+                    inner.param_groups = [counted | {"params": [parameter]}]
+                    with self._fetched(parameter, inner.state[parameter]):
+                        type(inner).step(inner)
+                    counted = inner.param_groups[0]
+                group.update(counted | {"params": group["params"]})
+        finally:
+            inner.param_groups = groups
 
-    def _fetched(self, tensor: Tensor) -> Tensor:
+    @contextmanager
+    def _fetched(self, parameter: Tensor, state: dict[str, Tensor]) -> Iterator[None]:
+        """Master and moments of one parameter are on the device within the block."""
+        home = self._homes[id(parameter), "master"] if id(parameter) in self._of_masters else None
+        if home is not None:
+            parameter.data = self._at_device(home)
+        state.update({name: self._at_device(state[name]) for name in _MOMENTS if name in state})
+        yield
+        self._store_moments(parameter, state)
+        if home is not None:
+            parameter.grad = None
+            parameter.data = home.copy_(parameter.data)
+
+    def _store_moments(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        state.update({name: self._at_home(parameter, name, state[name]) for name in _MOMENTS if name in state})
+
+    def _at_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, copy=True, non_blocking=True)
 
     def _at_home(self, owner: Tensor, name: str, tensor: Tensor) -> Tensor:

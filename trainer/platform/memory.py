@@ -8,6 +8,7 @@ TP, PP, CP, EP sizes, t = TP where sequence_parallel shares what lies between th
     gradients    4 * P                     summed in float32, as a whole on every rank
     optimizer    (8 [+ 4 copy]) * P / D    AdamW's two moments and, beside bfloat16 weights, a float32 copy; ZeRO-1
                                            (arXiv 1910.02054) cuts them over the D ranks that hold the same weights
+                                           (offloaded: those of one parameter, once activations and logits are gone)
     activations  T * L/PP * in flight * a  a bytes a token and layer, after arXiv 2205.05198 (there for plain MLPs,
                                            dropout and stored attention scores, none of which is here)
     logits       T * V/TP * (2b + 8)       and 8 more with an entropy bonus
@@ -52,11 +53,14 @@ class TrainerMemory:
     activations: int
     logits: int
     reference: int
+    fetched: int = 0
+    """What an update fetches from the host's memory of an offloaded optimizer, when activations and logits are gone."""
 
     @property
     def total(self) -> int:
         """Bytes that the device must have."""
-        tensors = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.reference
+        working = max(self.activations + self.logits, self.fetched)
+        tensors = self.weights + self.gradients + self.optimizer + working + self.reference
         return int(SLACK * tensors) + RESERVED_BYTES
 
     @property
@@ -65,12 +69,14 @@ class TrainerMemory:
         return int(SLACK * (self.weights + self.gradients + self.optimizer + self.reference)) + RESERVED_BYTES
 
     def __str__(self) -> str:
+        is_update = self.fetched > self.activations + self.logits
         parts = {
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            "activations": self.activations,
-            "logits": self.logits,
+            "activations": 0 if is_update else self.activations,
+            "logits": 0 if is_update else self.logits,
+            "fetched from the optimizer": self.fetched if is_update else 0,
             "reference model": self.reference,
         }
         summands = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
@@ -86,20 +92,22 @@ def trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
 def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMemory:
     layout, element = config.trainer, ELEMENT_BYTES[config.model.precision]
     dense, experts = stage_parameters(shape, layout, stage)
-    kept = 0 if layout.optimizer.offload else MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
+    kept = MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
     holds_reference = layout.objective.kl_beta > 0 and layout.reference.placement == "model"
-    optimizer = kept * (dense // same_weights(layout) + experts // same_experts(layout))
+    shard = dense // same_weights(layout) + experts // same_experts(layout)
+    largest = max(shape.vocab, 2 * shape.ffn) * shape.hidden // layout.tensor_parallel
     return TrainerMemory(
         stage=stage,
         parameters=dense + experts,
         weights=element * (dense + experts),
         gradients=GRADIENT_BYTES * (dense + experts),
-        optimizer=optimizer,
+        optimizer=0 if layout.optimizer.offload else kept * shard,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
         logits=tokens * logit_bytes(shape, layout, element, config) if stage != "first" else 0,
         reference=element * (dense + experts) if holds_reference else 0,
+        fetched=kept * min(shard, largest) if layout.optimizer.offload else 0,
     )
 
 

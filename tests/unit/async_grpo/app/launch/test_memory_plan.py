@@ -137,7 +137,14 @@ def test_zero_1_cuts_the_optimizer_over_the_ranks_that_hold_the_same_weights() -
     four = trainer_memory(run_config({"processes": 4}), QWEN_7B)
     assert (four.weights, four.gradients) == (alone.weights, alone.gradients)
     assert four.optimizer == pytest.approx(alone.optimizer / 4, rel=1e-6)
-    assert trainer_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B).optimizer == 0
+
+
+def test_an_offloaded_optimizer_is_fetched_one_parameter_at_a_time_after_the_activations() -> None:
+    memory = trainer_memory(run_config({"optimizer": {"offload": True}}), QWEN_7B)
+    assert (memory.optimizer, memory.fetched) == (0, 12 * 152_064 * 3584)  # the embedding
+    less = replace(memory, activations=GIB, logits=GIB)
+    assert less.total == int(1.05 * (less.weights + less.gradients + less.fetched)) + RESERVED_BYTES
+    assert "fetched from the optimizer 6.1) + 3.0 reserved" in str(less)
 
 
 def test_a_layer_keeps_what_the_formula_says() -> None:
