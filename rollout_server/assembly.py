@@ -22,7 +22,8 @@ from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer, load_tokenizer
 from async_grpo.errors import DependencyError
 from async_grpo.rewards.pool import RewardPool
-from async_grpo.utils.aio import Overtaken, race
+from async_grpo.utils.aio import Overtaken, cancel_and_wait, race
+from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights import make_receiver
 from buffer.base import ReplayBuffer, RunBoard
 from rollout_server.context import ServerContext
@@ -55,15 +56,20 @@ async def open_server(config: RunConfig, model: Path, name: str) -> AsyncIterato
             return
         tokenizer = load_tokenizer(model)
         api = await _open_api(stack, config, model, name, tokenizer)
+        turn = await _turn_on_devices(stack, config)
         context = await _assemble(stack, config, model, name, state, board, tokenizer)
         watcher = await _follow_weights(stack, context)
-        first = watcher.first(config.launch.ready_timeout_s)
+        first, giving_way = watcher.first(config.launch.ready_timeout_s), None
+        if turn is not None:  # from now on: the trainer may replay steps before it publishes weights
+            giving_way = asyncio.create_task(watcher.give_way(turn))
+            stack.push_async_callback(cancel_and_wait, giving_way)
+            first = race(first, giving_way)
         if not await came_before_the_end(first, lambda: buffer.is_over(config, state, board)):
             yield None
             return
         if api is not None:
             stack.push_async_callback(api.detach)
-        yield RolloutServer(context, watcher, api)
+        yield RolloutServer(context, watcher, api, giving_way)
 
 
 async def _connect(stack: AsyncExitStack, config: RunConfig) -> tuple[ReplayBuffer, RunBoard]:
@@ -136,6 +142,16 @@ async def start_engine(
     if proof is not None:
         log.info("log-probabilities are those of the sampled distribution", engine=engine.description, **asdict(proof))
     return engine, proof
+
+
+async def _turn_on_devices(stack: AsyncExitStack, config: RunConfig) -> DeviceTurn | None:
+    """The device's lock, held from before the engine takes memory until it has none; None if it never sleeps."""
+    if config.launch.share_devices != "sleep":
+        return None
+    turn = DeviceTurn(config.run_dir)
+    stack.callback(turn.close)
+    await turn.use()
+    return turn
 
 
 async def _follow_weights(stack: AsyncExitStack, context: ServerContext) -> WeightWatcher:

@@ -87,6 +87,8 @@ class Heartbeat:
 
     async def _waiting_for(self, load: EngineLoad) -> str:
         """What the engine waits for, as `ServerBeat.waiting_for` shows it; "" if nothing keeps it from being full."""
+        if self._watcher.is_asleep:
+            return "the trainer's step"
         if not self._dispatcher.admission.is_open:
             return f"admission ({self._dispatcher.admission.state.value})"
         since_s = self._dispatcher.asking_since_s

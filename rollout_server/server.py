@@ -10,7 +10,7 @@ Its parts:
 
 - `Dispatcher`             keeps the engine full; tickets in, groups out
 - `TaskFeeder`             keeps tasks waiting in the buffer
-- `WeightWatcher`          loads new weights into the engine
+- `WeightWatcher`          loads new weights into the engine; lets it sleep while the trainer needs its device
 - `MilestoneEvaluator`     grades held-out prompts at pinned versions
 - `ConcurrencyController`  as many samples in flight as the engine can run
 - `Heartbeat`              writes the server's state to the board every second
@@ -44,9 +44,17 @@ if TYPE_CHECKING:
 class RolloutServer:
     """The parts of one server, run together. The engine has started and has its first weights."""
 
-    def __init__(self, context: ServerContext, watcher: WeightWatcher, api: ApiServer | None = None) -> None:
-        """`api` is open already; from here on it reports the server as ready."""
+    def __init__(
+        self,
+        context: ServerContext,
+        watcher: WeightWatcher,
+        api: ApiServer | None = None,
+        giving_way: asyncio.Task[None] | None = None,
+    ) -> None:
+        """`api` is open already; from here on it reports the server as ready. `giving_way`: the watcher's `give_way`,
+        if the engine has to sleep; it ends with an error or not at all."""
         self._api = api
+        self._giving_way = giving_way
         self._context = context
         self._watcher = watcher
         self._feeder = TaskFeeder(context.buffer, context.source, target=TASKS_AHEAD * context.config.capacity_groups)
@@ -68,6 +76,7 @@ class RolloutServer:
         try:
             async with asyncio.TaskGroup() as group:
                 loops = [self._watcher.run(), self._feeder.run(), self._concurrency.run(), self._heartbeat.run()]
+                loops += [asyncio.wait_for(self._giving_way, None)] if self._giving_way is not None else []
                 loops += [self._api.run()] if self._api is not None else []
                 background = [group.create_task(loop) for loop in loops]
                 await self._dispatcher.admission.until_draining(self._evaluator.first())

@@ -1,4 +1,4 @@
-"""Loads new weights into the engine as they arrive.
+"""Loads new weights into the engine as they arrive, and lets it sleep while the trainer needs its device.
 
     receiver process --(epoch, version)--> WeightWatcher --update_weights--> engine
                                                |
@@ -7,6 +7,8 @@
 - `run` waits for the receiver; the trainer's next publication unblocks it. Then it waits for the pin while an
   evaluation holds it; the end of the evaluation unblocks it.
 - `wait_for_version` waits until `run` has applied that version or a newer one.
+- `give_way` waits until the trainer wants to make a step on the engine's device, then until that step is made
+  (`DeviceTurn`). It and an update wait for each other.
 
 Versions never go back. A trainer that resumes at an earlier version replays its steps up to the version that the engine
 has; the engine keeps its weights until then, so the versions in the spans of a sample never decrease. An older epoch is
@@ -17,12 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import structlog
 
 from async_grpo.errors import EngineError, PublisherLost, WaitTimeout, WeightsReplaced
+from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights.base import HeldWeights, WeightReceiver
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.engines.base import Engine, Interruption
@@ -54,7 +58,11 @@ class WeightWatcher:
         self.applied = NOTHING
         """Epoch and version of the weights that the engine has."""
         self._engine_lock = asyncio.Lock()
+        self._awake_lock = asyncio.Lock()
+        """Held by an update, which needs the engine's memory, and while the engine sleeps."""
         self._changed = asyncio.Condition()
+        self._asleep_s = 0.0
+        self._asleep_since_s: float | None = None
         self.updates = 0
         self.last_pause_s = 0.0
 
@@ -104,12 +112,49 @@ class WeightWatcher:
         async with self._engine_lock:
             yield self._engine.version
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps now."""
+        return self._asleep_since_s is not None
+
+    @property
+    def awake_s(self) -> float:
+        """A clock in seconds that stands still while the engine sleeps."""
+        now_s = time.monotonic()
+        return (now_s if self._asleep_since_s is None else self._asleep_since_s) - self._asleep_s
+
+    async def give_way(self, turn: DeviceTurn) -> None:
+        """Let the engine sleep whenever the trainer makes a step on its device, until cancelled. Raises EngineError."""
+        while True:
+            await turn.wanted()
+            async with self._awake_lock:
+                with self._logger.span("sleep", f"version {self._engine.version}"):
+                    await self._within(self._engine.sleep(), "fall asleep")
+                    self._asleep_since_s = time.monotonic()
+                    turn.yield_to_step()
+                    await turn.use()
+                    await self._within(self._engine.wake(), "wake")
+                slept_s = time.monotonic() - self._asleep_since_s
+                self._asleep_s, self._asleep_since_s = self._asleep_s + slept_s, None
+            log.info("the engine slept while a step was made", slept_s=slept_s)
+
+    async def _within(self, call: Coroutine[Any, Any, None], what: str) -> None:
+        """Raises EngineError if the engine does not answer in time."""
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                await call
+        except TimeoutError:
+            raise EngineError(
+                f"the engine did not {what} within {self._update_timeout_s:g} s (weights.update_timeout_s). Is its "
+                "process alive"
+            ) from None
+
     async def _apply(self) -> None:
         """Apply the newest weights, unless they would take the engine's version back.
 
         What to load is asked for last, because newer weights may have come while the version was pinned.
         """
-        async with self._engine_lock, self._receiver.hold() as newest:
+        async with self._engine_lock, self._awake_lock, self._receiver.hold() as newest:
             if newest.version >= self._engine.version:
                 await self._update(newest)
             self._seen = newest.identity

@@ -1,7 +1,8 @@
 """How the ranks of the trainer take part in the run: rank 0 talks to the buffer and the run board, the others to it.
 
 What rank 0 waits for: `take` for P finished groups, `take_part` for one (both come from the rollout servers), `probe`
-for a server that has the final weights, `wait_for_evaluation` for one that has measured them. The other ranks wait for
+for a server that has the final weights, `wait_for_evaluation` for one that has measured them, `devices` for engines to
+sleep. The other ranks wait for
 rank 0 in a broadcast, which the process group's timeout ends. SIGTERM ends these waits of rank 0 and nothing else: a
 step once begun is finished.
 """
@@ -10,17 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import torch
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import TrainingError, WaitTimeout
 from async_grpo.utils.aio import cancel_and_wait
+from async_grpo.utils.files import DeviceTurn
 from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
 from buffer import connect_board, open_run
 from buffer.base import ReplayBuffer, Resume, RunBoard
-from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader
+from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, sum_over_ranks
 
 R = TypeVar("R")
 Call = Callable[[], Coroutine[Any, Any, R]]
@@ -35,13 +40,18 @@ class Coordinator:
     asyncio runs only inside the calls of rank 0; the trainer itself is synchronous.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, release_memory: Callable[[], None] = lambda: None) -> None:
+        """`release_memory`: of the platform."""
         self._config = config
+        self._release_memory = release_memory
+        self._turn: DeviceTurn | None = None
         self._epoch = 0
         self._leads = is_leader()
         if not self._leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it reaches every rank, but rank 0 decides
             return
+        if config.launch.share_devices == "sleep":
+            self._turn = DeviceTurn(config.run_dir)
         self._runner = asyncio.Runner()
         loop, self._stop = self._runner.get_loop(), asyncio.Event()
         self._buffer: ReplayBuffer = self._runner.run(open_run(config))
@@ -67,6 +77,25 @@ class Coordinator:
         return self._shared(
             lambda: self._buffer.take_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
         )
+
+    @contextmanager
+    def devices(self) -> Iterator[None]:
+        """Engines on the trainer's devices sleep for the length of the block, with launch.share_devices: sleep.
+
+        An error that leaves the block ends the process, and with it the turn. Raises WaitTimeout if engines do not
+        sleep: one may be loading weights, or starting.
+        """
+        if self._config.launch.share_devices != "sleep":
+            yield
+            return
+        if self._turn is not None:
+            self._turn.begin_step(self._config.weights.update_timeout_s + self._config.launch.ready_timeout_s)
+        broadcast_ints([0] if self._leads else None, 1)
+        yield
+        self._release_memory()
+        sum_over_ranks(torch.zeros(1))  # all ranks have released theirs
+        if self._turn is not None:
+            self._turn.end_step()
 
     def set_publisher(self, address: PublisherAddress) -> None:
         """Tell the servers where weights come from."""

@@ -60,7 +60,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     if version is not None:
         checkpoints.load(policy, version)
     gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
-    coordinator = Coordinator(config)
+    coordinator = Coordinator(config, platform.release_memory)
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
     parts = (config, model, policy, coordinator, checkpoints, logger)

@@ -2,20 +2,35 @@
 
 A writer writes a draft beside the target and renames it when it is complete, so that a reader never sees half a file.
 Locks are the kernel's (flock): they end with the process that holds them, however it ends.
+
+`DeviceTurn` is about devices on which the trainer makes steps while the engines of the machine sleep:
+
+    trainer    locks `wish`  -->  waits for the lock of `use`  -->  makes a step  -->  unlocks both
+    server     shares the lock of `use` while its engine has memory on the devices
+               sees that `wish` is locked  -->  its engine sleeps  -->  unlocks `use`
+               sees that `wish` is free    -->  locks `use`        -->  its engine wakes
+
+A step waits for the slowest server (with a timeout), a server for the step. No engine sleeps for good: the locks of a
+trainer that dies fall free. A server that dies, or that starts in the middle of a step, does not disturb the step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from async_grpo.errors import DataError
+from async_grpo.errors import DataError, WaitTimeout
+
+LOOK_EVERY_S = 0.02
+"""Seconds between two looks at a lock: the kernel tells nobody when it falls free."""
 
 
 @contextlib.contextmanager
@@ -54,10 +69,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def try_lock(file: int | IO[str]) -> bool:
-    """Lock an open file exclusively, without waiting; False if it is locked already."""
+def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:
+    """Lock an open file, exclusively or together with others, without waiting; False if that is not possible now."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -70,6 +85,61 @@ def locked(path: Path, busy: Exception) -> Iterator[None]:
         if not try_lock(lock):
             raise busy
         yield
+
+
+class DeviceTurn:
+    """Whose turn it is on the devices that the trainer and the servers of a machine share; one object a process."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of the run, which all of them see."""
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT
+        self._wish, self._use = (os.open(folder / f".device-{name}", flags, 0o600) for name in ("wish", "use"))
+
+    def begin_step(self, timeout_s: float) -> None:
+        """Wait until all engines sleep. Raises WaitTimeout, and they may wake again."""
+        deadline_s = time.monotonic() + timeout_s
+        for lock in (self._wish, self._use):
+            while not try_lock(lock):
+                if time.monotonic() > deadline_s:
+                    self.end_step()
+                    raise WaitTimeout(
+                        "the engines on the trainer's devices to sleep (launch.share_devices)",
+                        timeout_s,
+                        "The logs of the rollout servers say what they wait for",
+                    )
+                time.sleep(LOOK_EVERY_S)
+
+    def end_step(self) -> None:
+        """Let the engines wake."""
+        for lock in (self._use, self._wish):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+    async def use(self) -> None:
+        """Wait until no step is made or wanted; after that none begins before `yield_to_step`. No timeout: a long step
+        is no fault, and that of a trainer that dies ends."""
+        while self._is_wanted() or not try_lock(self._use, shared=True):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def wanted(self) -> None:
+        """Wait until the trainer wants to make a step. No timeout: it may wait long for its batch."""
+        while not self._is_wanted():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def yield_to_step(self) -> None:
+        """Say that the engine of this process sleeps."""
+        fcntl.flock(self._use, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Give up all locks."""
+        os.close(self._use)
+        os.close(self._wish)
+
+    def _is_wanted(self) -> bool:
+        if not try_lock(self._wish, shared=True):
+            return True
+        fcntl.flock(self._wish, fcntl.LOCK_UN)
+        return False
 
 
 @contextlib.contextmanager

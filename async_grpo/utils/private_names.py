@@ -65,6 +65,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             "vllm.config:WeightTransferConfig",
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "from_engine_args", "generate", "abort", "shutdown"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "pause_generation", "resume_generation", "collective_rpc"),
+            *_of("vllm.v1.engine.async_llm:AsyncLLM.", "sleep", "wake_up"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "init_weight_transfer_engine", "start_weight_update"),
             *_of("vllm.v1.engine.async_llm:AsyncLLM.", "update_weights", "finish_weight_update"),
             "vllm.v1.engine.async_llm:AsyncLLM.output_processor",

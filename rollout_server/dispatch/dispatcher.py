@@ -74,7 +74,10 @@ class Dispatcher:
         self._watcher = watcher
         self._feeder = feeder
         self._maker = SampleMaker(
-            context.workflow, context.config.rollout.workflow, SampleDeadline.of_training(context.config)
+            context.workflow,
+            context.config.rollout.workflow,
+            SampleDeadline.of_training(context.config),
+            clock_s=lambda: watcher.awake_s,
         )
         self.admission = AdmissionGate()
         self.counters = GroupCounters()

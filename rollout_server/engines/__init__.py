@@ -27,7 +27,14 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
             from rollout_server.engines.vllm.engine import VllmEngine
 
             seed = sample_seed(config.seed, name) % 2**31
-            return VllmEngine(model, config.rollout, precision=config.model.precision, seed=seed, name=name)
+            return VllmEngine(
+                model,
+                config.rollout,
+                precision=config.model.precision,
+                seed=seed,
+                name=name,
+                sleeps=config.launch.share_devices == "sleep",
+            )
 
 
 def engine_probes(engine: str, platform: str) -> Sequence[Check]:

@@ -114,6 +114,17 @@ class Engine(Sampler, Protocol):
         """
         ...
 
+    async def sleep(self) -> None:
+        """Generate no more, and free the memory of the device, until `wake`; not during an update. Raises EngineError.
+
+        Requests in flight keep their tokens, and new ones wait.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and go on with all requests, with the same weights. Raises EngineError."""
+        ...
+
     async def vocabulary_logprobs(self, prompt: Sequence[int]) -> npt.NDArray[np.float32] | None:
         """Log-probabilities, at temperature 1, of every token that could follow the prompt: float32 [V].
 

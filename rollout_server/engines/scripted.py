@@ -171,6 +171,16 @@ class ScriptedEngine:
             self._open.set()
         return self._update_s
 
+    async def sleep(self) -> None:
+        """Hold all requests."""
+        self._raise_failure()
+        self._gate.clear()
+
+    async def wake(self) -> None:
+        """Let them go on."""
+        self._raise_failure()
+        self._gate.set()
+
     async def vocabulary_logprobs(self, prompt: Sequence[int]) -> None:
         """None: the tokens come from a script."""
         return None

@@ -169,6 +169,22 @@ async def test_drain_lets_requests_finish_and_holds_new_ones_back(subject: Subje
 
 
 @engines
+async def test_requests_outlive_a_sleep_with_their_tokens_and_go_on_under_the_same_weights(subject: Subject) -> None:
+    version = await subject.update("keep")
+    running, reading = start(subject.sampler.generate(asked(LONG))), start(read(subject, asked(LONG)))
+    await more_tokens(subject, 60)
+    await subject.engine.sleep()
+    made = tokens_made(subject)
+    late = start(subject.sampler.generate(asked(10)))
+    await asyncio.sleep(0.1)
+    assert tokens_made(subject) == made
+    await subject.engine.wake()
+    for whole in await asyncio.gather(running, reading, late):
+        assert (versions(whole), whole.finish_reason) == ([version], "length")
+        subject.check(whole, True)
+
+
+@engines
 async def test_abort_ends_what_may_be_interrupted_and_another_request_goes_on_from_there(subject: Subject) -> None:
     old = await subject.update("keep")
     cut = start(subject.sampler.generate(asked(LONG)))
@@ -314,14 +330,15 @@ async def read(subject: Subject, request: GenerationRequest) -> Generation:
     return joined([piece async for piece in subject.sampler.stream(request)])
 
 
-async def more_tokens(subject: Subject, count: int) -> None:
-    def made() -> int:
-        load = subject.engine.load()
-        return load.generated_tokens + load.streamed_tokens
+def tokens_made(subject: Subject) -> int:
+    load = subject.engine.load()
+    return load.generated_tokens + load.streamed_tokens
 
-    target = made() + count
+
+async def more_tokens(subject: Subject, count: int) -> None:
+    target = tokens_made(subject) + count
     async with asyncio.timeout(60):
-        while made() < target:
+        while tokens_made(subject) < target:
             await asyncio.sleep(0.005)
 
 

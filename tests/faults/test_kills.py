@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from async_grpo.utils.files import try_lock
 from tests.support.small_disk import leave_free, small_disk
 from tests.support.whole_run import WholeRun, check_books, still_runs
 
@@ -128,3 +131,43 @@ def test_killing_the_supervisor_leaves_no_orphan_and_the_run_resumes(run: WholeR
     run.start()
     assert run.wait(400) == 0, run.printed[-3000:]
     check_books(run.summary(), steps=STEPS)
+
+
+def test_engines_wake_when_the_trainer_is_killed_in_its_step_on_the_device_that_they_share(
+    start: Callable[..., WholeRun],
+) -> None:
+    both = sorted(os.sched_getaffinity(0))[:2]
+    cores = f"launch.cores={{rollout: {both}, trainer: {both}}}"
+    run = start("launch.share_devices=sleep", cores, steps=STEPS, max_tokens=96)
+    run.wait_for_step(3, 400.0)
+    trainer = run.role("trainer.main")
+    stop_in_step(run, trainer)
+    slept = len(sleeps(run))
+    assert slept >= 3
+    trainer.kill()
+    run.until(lambda: len(sleeps(run)) > slept, "engine that wakes", 10.0)
+    assert run.wait(400) == 0, run.printed[-3000:]
+    assert run.summary()["restarts"] == {"trainer": 1, "rollout-0": 0}
+    check_books(run.summary(), steps=STEPS)
+    assert len(sleeps(run)) > STEPS
+
+
+def stop_in_step(run: WholeRun, trainer: psutil.Process) -> None:
+    """Stop the trainer while it has the device."""
+    with (run.run_dir / ".device-use").open() as device:
+
+        def stopped() -> bool:
+            trainer.suspend()
+            if not try_lock(device, shared=True):
+                return True
+            fcntl.flock(device, fcntl.LOCK_UN)
+            trainer.resume()
+            return False
+
+        run.until(stopped, "step", 60.0)
+
+
+def sleeps(run: WholeRun) -> list[str]:
+    """The engine's sleeps that have ended, by its server's timeline."""
+    rows = (run.run_dir / "timeline" / "rollout-0.jsonl").read_text().splitlines()
+    return [row for row in rows if '"track":"sleep"' in row.replace(" ", "")]

@@ -57,6 +57,7 @@ class FakeEngine:
         self.tokens = 0
         self.streamed = 0
         self.updates: list[int] = []
+        self.asleep = False
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
@@ -121,6 +122,13 @@ class FakeEngine:
 
     def load(self) -> EngineLoad:
         return EngineLoad(self.running, 0, self.tokens, streamed_tokens=self.streamed)
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(3600.0 if self.stuck else 0)
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
 
     async def start(self) -> None: ...
 

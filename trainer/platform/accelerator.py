@@ -85,6 +85,10 @@ class Accelerator(Platform, Protocol):
         total_bytes = torch_device.get_device_properties(torch_device.current_device()).total_memory
         return MemoryUse(torch_device.memory_allocated(), torch_device.max_memory_allocated(), total_bytes)
 
+    def release_memory(self) -> None:
+        """Empty the cache of torch's allocator."""
+        self._torch().empty_cache()
+
     def reset_peak_memory(self) -> None:
         """Begin a new peak of torch's allocator."""
         self._torch().reset_peak_memory_stats()

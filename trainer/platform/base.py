@@ -147,6 +147,10 @@ class Platform(Protocol):
         """Memory of this rank's device, now."""
         ...
 
+    def release_memory(self) -> None:
+        """Give memory that no tensor needs back to the device, for other processes; the CPU keeps it."""
+        return
+
     def reset_peak_memory(self) -> None:
         """Begin a new measurement of the peak; does nothing where the system does not reset it."""
         return

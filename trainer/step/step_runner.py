@@ -126,17 +126,22 @@ class StepRunner:
         if gathered is None:
             return None
         batch, train = gathered
-        result = None
-        try:
-            result = train(lr)
-        except NonFiniteStep as fault:
-            path = self.skipped_steps.record(batch, fault)
-            self.logger.warn(version + 1, f"step skipped: {fault}. Its batch is in {path}")
-        else:
-            self.skipped_steps.reset()
+        with self.coordinator.devices():
+            result = self._train(batch, version, lambda: train(lr))
         if self.reference is not None:
             self.reference.after_step(self.policy, version + 1)
         return StepOutcome(batch, result, lr)
+
+    def _train(self, batch: Batch, version: int, train: Callable[[], StepValues]) -> StepValues | None:
+        """Make the update; None if it was skipped."""
+        try:
+            result = train()
+        except NonFiniteStep as fault:
+            path = self.skipped_steps.record(batch, fault)
+            self.logger.warn(version + 1, f"step skipped: {fault}. Its batch is in {path}")
+            return None
+        self.skipped_steps.reset()
+        return result
 
     def _gather(self, version: int, waiting: str) -> Gathered | None:
         """Wait for the whole batch."""

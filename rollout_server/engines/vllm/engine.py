@@ -66,15 +66,24 @@ class VllmEngine:
     """The `Engine` protocol on vLLM's AsyncLLM. One update at a time; any number of requests."""
 
     def __init__(
-        self, model_dir: Path, config: RolloutConfig, *, precision: Precision, seed: int = 0, name: str = "rollout"
+        self,
+        model_dir: Path,
+        config: RolloutConfig,
+        *,
+        precision: Precision,
+        seed: int = 0,
+        name: str = "rollout",
+        sleeps: bool = False,
     ) -> None:
-        """Cheap; `start` loads. `model_dir` is a Hugging Face checkpoint folder with safetensors."""
+        """Cheap; `start` loads. `model_dir` is a Hugging Face checkpoint folder with safetensors. `sleeps`: vLLM has to
+        be able to free the memory of an accelerator."""
         self._model_dir = model_dir
         self._config = config.vllm
         self._limits = config.limits
         self._precision = precision
         self._seed = seed
         self._name = name
+        self._sleeps = sleeps
         self._llm: Any = None
         self._identity = _BEFORE_ANY_UPDATE
         self._failure: EngineError | None = None
@@ -174,6 +183,19 @@ class VllmEngine:
             await self._give_up(f"the update to {identity} did not finish: {type(error).__name__}: {error}", error)
         finally:
             self._gate.set()
+
+    async def sleep(self) -> None:
+        """Pause, and have vLLM move its weights to the host and drop its KV cache; on CPU it keeps the memory.
+
+        The cache of requests in flight is computed again after `wake`; their tokens and log-probabilities stay.
+        """
+        self._raise_failure()
+        await self._unless_dead(self._llm.sleep(level=1, mode="keep"))
+
+    async def wake(self) -> None:
+        """Load the weights back and resume."""
+        self._raise_failure()
+        await self._unless_dead(self._llm.wake_up())
 
     @property
     def description(self) -> str:
@@ -358,7 +380,7 @@ class VllmEngine:
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER_EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend="zmq"),
-            **platform_arguments(self._config),
+            **platform_arguments(self._config, sleeps=self._sleeps),
             **limit_arguments(self._limits, self._config.extra),
             **self._config.extra,
         }

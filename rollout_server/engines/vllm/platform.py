@@ -60,8 +60,9 @@ def limit_arguments(limits: EngineLimits, extra: Mapping[str, Any]) -> dict[str,
     return arguments
 
 
-def platform_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs that depend on the platform."""
+def platform_arguments(config: VllmConfig, *, sleeps: bool = False) -> dict[str, Any]:
+    """Arguments for AsyncEngineArgs that depend on the platform. `sleeps`: the engine's memory can be freed; a CPU
+    engine, which has no such mode, only pauses."""
     arguments: dict[str, Any]
     if config.platform == "cpu":
         # A prompt read in pieces makes vLLM 0.32 rewind the request's random generator, which a CPU generator
@@ -81,6 +82,8 @@ def platform_arguments(config: VllmConfig) -> dict[str, Any]:
         # vLLM then measures nothing. It would count what the trainer on the same device takes while it starts as its
         # own, and end with an error if the trainer gave something back.
         arguments["kv_cache_memory_bytes"] = config.cache_bytes
+    if sleeps:
+        arguments["enable_sleep_mode"] = True
     if config.platform == "ascend" and config.additional_config:
         arguments["additional_config"] = config.additional_config
     return arguments

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import EngineError, WaitTimeout, WeightsReplaced
+from async_grpo.utils.files import DeviceTurn
 from async_grpo.weights.manifest import WeightVersion
 from rollout_server.weight_watcher import WeightWatcher
 from tests.support.rollout_fakes import FakeEngine, FakeReceiver, config_of, context_of, until, watcher_of
@@ -129,3 +130,36 @@ async def test_weights_are_held_while_the_engine_loads_them_and_not_while_it_is_
             assert not receiver.held
         await until(lambda: engine.version == 1)
         assert held == [True, True]
+
+
+async def test_the_engine_sleeps_for_a_step_with_a_clock_that_stands_still_and_loads_new_weights_after_it(
+    tmp_path: Path,
+) -> None:
+    engine, receiver, trainer = FakeEngine(), FakeReceiver(WeightVersion(1, 0)), DeviceTurn(tmp_path)
+    turn = DeviceTurn(tmp_path)
+    await turn.use()
+    async with watching(tmp_path, engine, receiver) as watcher:
+        giving_way = asyncio.create_task(watcher.give_way(turn))
+        await asyncio.to_thread(trainer.begin_step, 5.0)
+        assert engine.asleep and watcher.is_asleep
+        before_s = watcher.awake_s
+        await receiver.publish(1, 1)
+        await asyncio.sleep(0.03)
+        assert (engine.version, watcher.awake_s) == (0, before_s)
+        trainer.end_step()
+        await until(lambda: engine.version == 1)
+        assert not engine.asleep
+        assert 0 < watcher.awake_s - before_s < 0.03 + 5 * 0.02
+        giving_way.cancel()
+
+
+async def test_an_engine_that_does_not_fall_asleep_is_an_error_and_no_step_begins(tmp_path: Path) -> None:
+    engine, turn = FakeEngine(), DeviceTurn(tmp_path)
+    watcher = watcher_of(context_of(tmp_path, config_of(), engine), FakeReceiver(), update_timeout_s=0.01)
+    await turn.use()
+    engine.stuck = True
+    step = asyncio.create_task(asyncio.to_thread(DeviceTurn(tmp_path).begin_step, 0.1))
+    with pytest.raises(EngineError, match=r"did not fall asleep within 0\.01 s"):
+        await watcher.give_way(turn)
+    with pytest.raises(WaitTimeout):
+        await step
