@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Case:
 class Scripted:
     """In place of the coordinator: hands out the case's groups."""
 
+    devices = staticmethod(nullcontext)
+
     def __init__(self, case: Case) -> None:
         self._case = case
 
@@ -74,6 +77,8 @@ class Scripted:
 
 class Buffered:
     """Like the coordinator, with the in-memory buffer, into which more groups are put before each call."""
+
+    devices = staticmethod(nullcontext)
 
     def __init__(self, config: RunConfig, case: Case) -> None:
         assert case.parts is not None
