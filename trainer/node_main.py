@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,8 @@ class Node:
     model: Path
     rank: int
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    argv: Sequence[str] | None = None
+    """The program of every rank; None: `trainer.main`."""
 
     async def run(self) -> None:
         """Train until the run ends or is stopped. Raises AsyncGrpoError for every other end."""
@@ -206,6 +208,8 @@ class Node:
         return Invitation(where, where.address, self.config.trainer.nodes, hello, folder)
 
     def _argv(self) -> list[str]:
+        if self.argv is not None:
+            return [*self.argv]
         files = ["--config", str(self.config_file), "--model", str(self.model)]
         return [sys.executable, "-m", "trainer.main", *files]
 

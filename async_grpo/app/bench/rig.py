@@ -1,4 +1,4 @@
-"""What benches start: a Redis server, and child processes that are told and answer in lines.
+"""What benches and `async-grpo accept` start: a Redis server, and child processes that are told and answer in lines.
 
 bench --line--> child's standard input
 bench <--line-- child's standard output      each wait has a timeout that names the child
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import tempfile
+import traceback
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import BufferFault, RoleFailed, WaitTimeout
@@ -92,6 +94,11 @@ class LineChild:
         """The child's PID."""
         return self._process.pid
 
+    def kill(self) -> None:
+        """Send SIGKILL, if it has not ended."""
+        if self._process.returncode is None:
+            self._process.kill()
+
     def tell(self, line: bytes) -> None:
         """Send a line, which ends with a line break."""
         assert self._process.stdin is not None
@@ -116,3 +123,29 @@ class LineChild:
         """The exit code, when the child has ended. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             return await self._process.wait()
+
+
+class AnswerLines:
+    """The child's end: requests are lines of JSON, and so is each answer.
+
+    Standard output carries answers alone. What libraries print there goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    async def serve(self, side: Any) -> None:
+        """Answer each request {"ask": X, ...} with `side.answer_X(...)` or with its error, until the input closes; then
+        close the side."""
+        try:
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                request = json.loads(line)
+                try:
+                    answer = {"found": await getattr(side, f"answer_{request.pop('ask')}")(**request)}
+                except Exception as error:  # it is for who has asked
+                    traceback.print_exc()
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                print(json.dumps(answer), file=self._answers, flush=True)
+        finally:
+            await side.close()

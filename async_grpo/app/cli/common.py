@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
-from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.errors import CONFIG_FAULTS, AsyncGrpoError, ConfigError
 from async_grpo.utils.text import clean_text
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def print_line(text: str) -> None:
     Console().print(escape(text), highlight=False)
 
 
-def exit_with(work: Callable[[], int]) -> None:
+def exit_with(work: Callable[[], int], *, config_code: int = 1) -> None:
     """Run a command and exit with its code; raises typer.Exit.
 
     Errors raised on purpose, and those about a file that the user named, are printed as a message without a traceback;
-    the exit code is then 1.
+    the exit code is then 1, or `config_code` for a fault of the configuration or the installation.
     """
     try:
         code = work()
@@ -78,7 +78,7 @@ def exit_with(work: Callable[[], int]) -> None:
         if isinstance(error, OSError) and error.filename is None:
             raise  # it names no file, so it is a defect of this program
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
-        code = 1
+        code = config_code if isinstance(error, CONFIG_FAULTS) else 1
     raise typer.Exit(code)
 
 

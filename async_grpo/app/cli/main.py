@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from async_grpo.app.cli import bench, buffer, checkpoints
+from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
 from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, exit_with
 from async_grpo.app.cli.evaluate import evaluate
@@ -42,6 +43,7 @@ app.command()(checkpoints.convert)
 app.command()(checkpoints.export)
 app.command("eval")(evaluate)
 app.command()(chat)
+app.command()(accept)
 
 
 @app.command()

@@ -116,7 +116,7 @@ class RoleProcess:
     def explain(self, code: int) -> str:
         """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        reason = _cause(self.spec.log, self._log_start) if code > 0 else ""
+        reason = last_error(self.spec.log, self._log_start) if code > 0 else ""
         return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
 
 
@@ -127,7 +127,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _cause(log: Path, start: int) -> str:
+def last_error(log: Path, start: int = 0) -> str:
     """The last line from `start` that names an error, shortened. Errors about the end of another rank count only if
     there is nothing else."""
     try:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from async_grpo.weights.manifest import TensorSpec, WeightVersion
 from rollout_server.engines.vllm.compat import VllmCompat
 
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
+_HEAD = "lm_head.weight"
 
 
 class LayerwiseReload:
@@ -116,6 +117,62 @@ def renew_tied_head(model: torch.nn.Module) -> None:
                 head.cpu_linear = layer.cpu_linear
             else:  # some packed copies contain the bias
                 head.quant_method.process_weights_after_loading(head)
+
+
+def multiplied_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the model really multiplies with: `<module>.<parameter>` as it is; on a CPU `<module>.packed` as well.
+
+    There vLLM packs matrices in a form that cannot be read. They are multiplied with the unit matrix, which gives every
+    element exactly.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.numel():
+                yield f"{name}.{key}", parameter.detach()
+        if hasattr(module, "cpu_linear"):
+            inputs = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+            dtype = next(model.parameters()).dtype
+            yield f"{name}.packed", module.cpu_linear(torch.eye(inputs, dtype=dtype), module.weight, None).T
+
+
+def differing_weights(model: torch.nn.Module, held: HeldWeights) -> list[str]:
+    """Names of the held tensors whose bits are not those that the model multiplies with, its own copy of a tied output
+    layer included. The model must not be cut over several workers."""
+    found = dict(multiplied_weights(model))
+    reader = SourceReader().open(held)
+    tensors = dict(_tensors(reader, [spec.name for spec in reader.layout.tensors]))
+    if _HEAD not in tensors:
+        tensors[_HEAD] = tensors["model.embed_tokens.weight"]
+    fused = getattr(model, "packed_modules_mapping", {})
+    return [name for name, tensor in tensors.items() if not _is_multiplied(name, tensor, tensors, found, fused)]
+
+
+def _is_multiplied(
+    name: str,
+    tensor: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    fused: Mapping[str, Sequence[str]],
+) -> bool:
+    """Whether all of the model's copies of a tensor have its bits: rows of a fused matrix, if it is part of one."""
+    path, _, kind = name.rpartition(".")
+    parent, _, part = path.rpartition(".")
+    start = 0
+    for whole, parts in fused.items():
+        if part in parts:
+            path = f"{parent}.{whole}"
+            start = sum(len(tensors[f"{parent}.{each}.{kind}"]) for each in parts[: parts.index(part)])
+    keys = [f"{path}.{kind}"]
+    if kind == "weight" and part != "embed_tokens":  # which is looked up, and never multiplied with
+        keys.append(f"{path}.packed")
+    copies = [found[key][start : start + len(tensor)].cpu() for key in keys if key in found]
+    return bool(copies) and all(_same_bits(copy, tensor) for copy in copies)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 def _block(name: str) -> str:

@@ -27,7 +27,7 @@ from async_grpo.utils.network import keep_stores_at_their_address
 from async_grpo.utils.processes import exit_with_owner
 from async_grpo.weights.base import HeldWeights
 from rollout_server.engines.vllm.compat import VllmCompat, find_vllm_api, report_sampled_logprobs
-from rollout_server.engines.vllm.reload import LayerwiseReload
+from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weights
 
 BACKEND = "zmq"
 
@@ -109,6 +109,10 @@ class WorkerExtension:
     def report_sampled_logprobs(self) -> None:
         """Have the sampler of this worker report log-probabilities of the distribution that it samples from."""
         report_sampled_logprobs(self.model_runner.sampler)
+
+    def differing_weights(self, held: str) -> list[str]:
+        """Names of the held tensors (`HeldWeights` as JSON) that are not those with which this worker multiplies."""
+        return differing_weights(self.model_runner.model, msgspec.json.decode(held, type=HeldWeights))
 
 
 def register(api: VllmCompat) -> None:

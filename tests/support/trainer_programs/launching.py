@@ -140,12 +140,7 @@ def run_all(folders: dict[Path, dict[str, Run]], ranks: int) -> dict[Path, dict[
 
 @dataclass(slots=True)
 class ProgramNode(Node):
-    """The trainer on this machine, with another program in place of its ranks."""
-
-    argv: list[str] = field(default_factory=list)
-
-    def _argv(self) -> list[str]:
-        return self.argv
+    """The trainer on this machine, whose ranks find the tests."""
 
     def _environments(self, setup: NodeSetup) -> list[dict[str, str]]:
         found = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"

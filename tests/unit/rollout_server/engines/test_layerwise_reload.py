@@ -18,7 +18,7 @@ from async_grpo.weights.manifest import WeightVersion, layout_of
 from async_grpo.weights.shared_memory import remove_stores, store_path
 from async_grpo.weights.store import VersionNotes, WeightStore
 from rollout_server.engines.vllm.compat import VllmCompat
-from rollout_server.engines.vllm.reload import LayerwiseReload, renew_tied_head, with_blocks
+from rollout_server.engines.vllm.reload import LayerwiseReload, differing_weights, renew_tied_head, with_blocks
 
 RUN = f"unit-layerwise-reload-{os.getpid()}"
 NAMES = ["embed.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.up.weight", "layers.0.norm.weight", "head.weight"]
@@ -199,3 +199,52 @@ def test_a_tied_head_takes_the_packed_copy_of_its_embedding(bias: torch.Tensor |
     model.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=renewed.append)
     renew_tied_head(model)
     assert (model.lm_head.cpu_linear, renewed) == (("new", []) if bias is None else ("old", [model.lm_head]))
+
+
+class FusedModel(torch.nn.Module):
+    """A tied model as vLLM has it on a CPU: q, k and v are one matrix, the vocabulary is padded, and the output layer
+    multiplies with a packed copy."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.lm_head = torch.nn.Module(), torch.nn.Module()
+        self.model.embed_tokens = torch.nn.Module()
+        self.model.qkv_proj = torch.nn.Linear(4, 8, bias=False)
+        qkv = torch.cat([tensors[f"model.{part}_proj.weight"] for part in "qkv"])
+        self.model.qkv_proj.weight = torch.nn.Parameter(qkv)
+        padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(2, 4)])
+        self.model.embed_tokens.weight = self.lm_head.weight = torch.nn.Parameter(padded)
+        packed = tensors["model.embed_tokens.weight"].clone()
+        self.lm_head.embedding_dim = 4
+        self.lm_head.cpu_linear = lambda inputs, weight, bias: inputs @ packed.T
+        self.packed = packed
+
+
+def test_the_tensors_that_a_model_does_not_multiply_with_are_named() -> None:
+    shapes = {
+        "model.q_proj.weight": 4,
+        "model.k_proj.weight": 2,
+        "model.v_proj.weight": 2,
+        "model.embed_tokens.weight": 6,
+    }
+    tensors = {name: torch.randn(rows, 4) for name, rows in shapes.items()}
+    layout = layout_of([(name, "float32", tensor.shape) for name, tensor in tensors.items()])
+    store = WeightStore.create(store_path(RUN, "fused"), layout)
+    block = np.frombuffer(store.begin(), np.uint8)
+    for spec in layout.tensors:
+        block[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].numpy().reshape(-1).view(np.uint8)
+    store.commit(WeightVersion(0, 1))
+    held = HeldWeights.in_store(store.path, epoch=0, version=1)
+    try:
+        model = FusedModel(tensors)
+        assert differing_weights(model, held) == []
+        with torch.no_grad():
+            model.model.qkv_proj.weight[5, 3] += 1e-6  # the last row of k
+        assert differing_weights(model, held) == ["model.k_proj.weight"]
+        model = FusedModel(tensors)
+        model.packed[0, 0] += 1e-6
+        assert differing_weights(model, held) == ["lm_head.weight"]
+    finally:
+        remove_stores(RUN)

@@ -1,0 +1,77 @@
+"""`async-grpo accept`: the first hour on a device."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from async_grpo.app.cli.common import exit_with, say
+from async_grpo.config.trainer import PlatformName
+from async_grpo.errors import EXIT_CONFIG
+from async_grpo.utils.aio import Overtaken, race, stop_signals
+
+INTERRUPTED = 130
+
+
+def accept(
+    platform: Annotated[PlatformName, typer.Option(help="Platform of the trainer and the engine.")] = "cpu",
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this stage: doctor, collectives, numbers, behaviour, weights, publish, resume or run; may be "
+            "repeated.",
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="0,1", help="Devices to use (default: all that are visible).")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the report and its logs (default: runs/accept-PLATFORM)."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here.")
+    ] = None,
+) -> None:
+    """Check a machine before its first run: every part on its devices, with a small random model.
+
+    The stages: `doctor`; `collectives` over all devices; `numbers` (attention, log-probabilities and gradients against
+    the CPU in float64); `behaviour` (the engine's log-probabilities at temperature 0.8 against the trainer's);
+    `weights` (bit for bit into the engine, its tied output layer included); `publish` (one, timed); `resume` (save,
+    SIGKILL, load); `run` (ten steps, with the staleness bound). Each has a limit, and a failed one does not stop those
+    that do not need it.
+
+    Takes about ten minutes on a device. Nothing is downloaded. Send report.txt and report.json back with a question:
+    they hold versions, devices and figures, no secrets. Exits with 1 if a stage failed, with 78 if there is no such
+    device.
+    """
+    from async_grpo.app.accept.accept import accept as run_stages
+
+    async def work() -> int:
+        interrupted = asyncio.Event()
+        folder = out or Path("runs") / f"accept-{platform}"
+        with stop_signals(interrupted.set), Console(stderr=True).status("starting") as status:
+
+            def show(line: str, done: bool) -> None:
+                say(line)
+                status.update("" if done else line)
+
+            try:
+                running = run_stages(platform, folder, stages=stage or (), devices=devices, show=show)
+                report = await race(running, interrupted.wait())
+            except Overtaken:
+                say("stopped; what was found so far is in the report")
+                return INTERRUPTED
+        Console().print(report.table())
+        say(f"report: {folder / 'report.txt'} and {folder / 'report.json'}")
+        if json_file is not None:
+            shutil.copyfile(folder / "report.json", json_file)
+        return 0 if report.ok else 1
+
+    exit_with(lambda: asyncio.run(work()), config_code=EXIT_CONFIG)
