@@ -24,16 +24,23 @@ from typing import Any
 from unittest.mock import MagicMock, create_autospec
 
 import msgspec
+import numpy as np
 import torch
 
 from async_grpo.config.rollout import RolloutConfig
+from async_grpo.errors import LogprobsWrong
 from async_grpo.utils import private_names
 from async_grpo.utils.private_names import PRIVATE_NAMES
 from async_grpo.weights.base import HeldWeights
+from rollout_server.engines.base import Generation, GenerationRequest
+from rollout_server.engines.proof import prove_logprobs
+from rollout_server.engines.vllm.compat import LOGPROBS_MODE, report_sampled_logprobs
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.platform import set_environment
 
 GIB = 1 << 30
+VOCABULARY = 50
+"""Of the proof."""
 _ABSENT = frozenset(
     {
         *("gguf", "torch_npu", "acl", "flashinfer", "amdsmi", "pynvml"),
@@ -136,6 +143,7 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
         "worker": lambda: worker_conflicts(kind),
         "update": lambda: unfinished_update(kind, config),
         "logprobs": lambda: sampled_logprobs(kind),
+        "proof": lambda: asyncio.run(proven(kind)),
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
@@ -288,17 +296,7 @@ def attribute(name: str) -> Any:
 def sampled_logprobs(kind: str) -> list[str]:
     """Sample from known logits at T = 0.8 with the sampler of this release, made as its model runner makes it: are the
     log-probabilities that it reports those of the distribution that it samples from?"""
-    from vllm.v1.sample.sampler import Sampler
-
-    from rollout_server.engines.vllm.compat import LOGPROBS_MODE, report_sampled_logprobs
-
-    if kind == "ascend":
-        from vllm_ascend.sample import sampler as module
-
-        module.get_ascend_config = lambda: SimpleNamespace(enable_reduce_sample=False, enable_async_exponential=False)
-        sampler = module.AscendSampler()
-    else:
-        sampler = Sampler(logprobs_mode=LOGPROBS_MODE)
+    sampler = sampler_of(kind)
     report_sampled_logprobs(sampler)
     temperature, logits = 0.8, torch.tensor([[0.0, 1.0, 2.0, 4.0], [3.0, -1.0, 0.5, 0.0]])
     output = sampler(logits.clone(), sampling_metadata(temperature, rows=2))
@@ -310,14 +308,79 @@ def sampled_logprobs(kind: str) -> list[str]:
     return [f"{type(sampler).__name__}: reports {found.tolist()}, and samples from {expected.tolist()}"]
 
 
-def sampling_metadata(temperature: float, rows: int) -> Any:
-    """vLLM's metadata of a batch that is sampled at one temperature, with the log-probability of the sampled token."""
+def sampler_of(kind: str) -> Any:
+    """The sampler of this release, made as its model runner makes it."""
+    if kind == "ascend":
+        from vllm_ascend.sample import sampler as module
+
+        module.get_ascend_config = lambda: SimpleNamespace(enable_reduce_sample=False, enable_async_exponential=False)
+        return module.AscendSampler()
+    from vllm.v1.sample.sampler import Sampler
+
+    return Sampler(logprobs_mode=LOGPROBS_MODE)
+
+
+class SamplerEngine:
+    """The part of an engine that a proof asks for: a table of logits by the last token, and a sampler of vLLM."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self.description = sampler, type(sampler).__name__
+        self._logits_VV = 3 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+    async def vocabulary_logprobs(self, prompt: Sequence[int]) -> Any:
+        _, found = self._sample(prompt[-1], 1.0, VOCABULARY)
+        row = np.empty(VOCABULARY, np.float32)
+        row[found.logprob_token_ids[0].numpy()] = found.logprobs[0].numpy()
+        return row
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        tokens, logprobs = [request.prompt[-1]], []
+        for _ in range(request.max_tokens):
+            token, found = self._sample(tokens[-1], request.temperature, 0)
+            tokens.append(token)
+            logprobs.append(float(found.logprobs[0, 0]))
+        return Generation(np.array(tokens[1:], np.int32), np.array(logprobs, np.float32), [], "length")
+
+    def _sample(self, last: int, temperature: float, logprobs: int) -> tuple[int, Any]:
+        metadata = sampling_metadata(temperature, rows=1, logprobs=logprobs)
+        output = self._sampler(self._logits_VV[[last]].clone(), metadata)
+        return int(output.sampled_token_ids), output.logprobs_tensors
+
+
+async def proven(kind: str) -> list[str]:
+    """Does a server's proof pass this release's sampler once the worker extension has set its mode, and not before?"""
+    findings = []
+    for mode in ("raw_logprobs", LOGPROBS_MODE):
+        sampler = sampler_of(kind)
+        for part in (sampler, sampler.topk_topp_sampler):
+            part.logprobs_mode = "raw_logprobs"
+        if mode == LOGPROBS_MODE:
+            report_sampled_logprobs(sampler)
+        refused = ""
+        try:
+            await prove_logprobs(
+                SamplerEngine(sampler),  # type: ignore[arg-type]
+                vocabulary=VOCABULARY,
+                temperature=0.8,
+                precision="float32",
+                timeout_s=60.0,
+            )
+        except LogprobsWrong as error:
+            refused = str(error)
+        if bool(refused) == (mode == LOGPROBS_MODE):
+            findings.append(f"a sampler that reports {mode} is {refused or 'proven'}")
+    return findings
+
+
+def sampling_metadata(temperature: float, rows: int, logprobs: int = 0) -> Any:
+    """vLLM's metadata of a batch that is sampled at one temperature, with log-probabilities of the sampled token and
+    `logprobs` others."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
     known = {
         "temperature": torch.full((rows,), temperature), "all_greedy": False, "all_random": True, "generators": {},
-        "max_num_logprobs": 0, "no_penalties": True, "output_token_ids": [[] for _ in range(rows)],
+        "max_num_logprobs": logprobs, "no_penalties": True, "output_token_ids": [[] for _ in range(rows)],
         "bad_words_token_ids": {}, "logitsprocs": LogitsProcessors(),
     }  # fmt: skip
     needed = [each for each in dataclasses.fields(SamplingMetadata) if each.default is dataclasses.MISSING]
