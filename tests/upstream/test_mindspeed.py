@@ -9,6 +9,9 @@ bits fails in all of them (`running.refuse_doubles`).
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +158,10 @@ def test_the_layers_are_those_of_the_npu(patched: dict[str, Outcome], layout: st
     attention = "trainer.PackedAttention" if layout == "context" else "trainer.NpuAttention"
     expected = {attention, "trainer.NpuRotation", "mindspeed.RMSNorm", "mindspeed.SwiGLUFunction"}
     assert expected <= set(patched[f"{layout}, trained"].found["layers"])
+
+
+def test_no_layer_waits_for_the_npu_under_its_patches(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.layer_syncs", str(unpacked_source(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"none": 0, "selective": 0, "full": 0}

@@ -1,16 +1,10 @@
-"""No layer makes the host wait for its device: neither in the forward pass nor in the backward pass, on any platform.
-
-The whole model is on torch's `meta` device, whose tensors have no numbers. Whatever needs one there (`item`, `tolist`,
-`bool`, `nonzero`, `equal`, a mask as an index, a copy to the CPU) raises, and copies between devices are counted.
-"""
+"""No layer makes the host wait for its device, in the forward and in the backward pass, on any platform."""
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,50 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 from async_grpo.config.trainer import TrainerConfig
+from tests.support.layer_syncs import LENGTHS, OPERATORS, SIZES, Copies, OnMeta, syncs
 from trainer.batch.packed import ContextRank, pack
 from trainer.model import layers
 from trainer.model.builder import build_model
 from trainer.model.policy import to_device
 from trainer.platform import Platform, npu
-from trainer.platform.base import LayerRole
 from trainer.platform.cuda import CudaPlatform
-
-LENGTHS = [8, 12, 4, 40]
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-HF = Qwen3Config(**SIZES, intermediate_size=96, vocab_size=50)
-
-
-class Copies(TorchDispatchMode):
-    """Counts the operators that see tensors of two devices: copies from one to the other."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
-        self.count += len({tensor.device for tensor in tensors}) > 1
-        return result
-
-
-class OnMeta(Platform):
-    """A platform whose device computes nothing; its layers are those of `like`, or the CPU's."""
-
-    name = device = "meta"
-
-    def __init__(self, like: Platform | None = None) -> None:
-        self._like = like
-
-    def model_options(self, *, experts: bool) -> Mapping[str, Any]:
-        options = self._like.model_options(experts=experts) if self._like else {}
-        return {**options, "perform_initialization": False}
-
-    def layer_replacements(self, config: Any) -> Mapping[LayerRole, type]:
-        return self._like.layer_replacements(config) if self._like else {}
 
 
 @pytest.fixture(autouse=True)
@@ -81,27 +41,11 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def ascend(monkeypatch: pytest.MonkeyPatch) -> Platform:
     """The NPU platform over operators that have the shapes of torch_npu's."""
-    operators = types.SimpleNamespace(
-        npu_fusion_attention=lambda query, key, value, *_, **__: (query + key.mean() + value.mean(),),
-        npu_rotary_mul=lambda heads, cos, sin: heads * cos + heads * sin,
-    )
-    monkeypatch.setitem(sys.modules, "torch_npu", operators)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch_npu", OPERATORS)  # type: ignore[arg-type]
     monkeypatch.setattr(npu, "import_package", lambda *_: types.SimpleNamespace(PTNorm=layers.RMSNorm))
     swiglu = types.SimpleNamespace(apply=lambda x, *_: x.chunk(2, -1)[0] * x.chunk(2, -1)[1])
     monkeypatch.setattr("megatron.core.fusions.fused_bias_swiglu.SwiGLUFunction", swiglu)  # as MindSpeed does
     return npu.NpuPlatform()
-
-
-def syncs(platform: Platform, dtype: torch.dtype = torch.bfloat16, **layout: Any) -> int:
-    """Copies between devices in one forward and backward pass; anything else that would wait raises."""
-    model = build_model(HF, OnMeta(platform), dtype, TrainerConfig(**layout))
-    packed = replace(pack(LENGTHS), trained=torch.tensor([1, 3, 9]))
-    tokens = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
-    placed, tokens = to_device((packed, tokens), "meta")
-    with Copies() as copies:
-        model(tokens, tokens, None, packed_seq_params=placed).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    return copies.count
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -249,10 +249,12 @@ def test_everything_that_attention_indexes_with_goes_to_the_device_with_the_micr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a fake GPU: torch propagates shapes and devices, and refuses to mix them."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     packed = packed_batch.pack(LENGTHS)
     with FakeTensorMode() as mode:
         packing = to_device(faked(packed, mode), "cuda:0")
+        assert len(pinned) == 5  # else the host would wait for all work before each copy
         query = torch.empty(sum(LENGTHS), HEADS, DIM, device="cuda:0")
         key, value = torch.empty(2, sum(LENGTHS), GROUPS, DIM, device="cuda:0").unbind(0)
         attention = own.PackedAttention(model_config(torch.float32), 1, None, "self")
