@@ -6,16 +6,14 @@ BIN := $(VENV)/bin
 TRL_VENV := benchmarks/trl/.venv
 TRACKERS_VENV := .venv-trackers
 
-.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers bench-trl check reference format clean
+.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers bench-trl check locks reference format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# The stand-ins are empty distributions in place of torchvision and the like, whose builds on PyPI are for
-# CUDA and break transformers on a CPU; see deploy/stand-ins/README.md.
-$(VENV)/.installed: pyproject.toml $(wildcard deploy/stand-ins/*/pyproject.toml)
+$(VENV)/.installed: pyproject.toml deploy/install deploy/locks/cpu.txt $(wildcard deploy/stand-ins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off $(addprefix ./,$(wildcard deploy/stand-ins/t*)) -e '.[cpu,dev]'
+	PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off $(BIN)/python deploy/install cpu --develop
 	touch $@
 
 quickstart: $(VENV)/.installed  ## The whole loop on this machine's CPU: five to eight minutes, with a report at the end
@@ -61,6 +59,9 @@ $(TRL_VENV)/.installed: benchmarks/trl/requirements.txt
 
 bench-trl: $(VENV)/.installed $(TRL_VENV)/.installed  ## Samples/s and reward over time beside TRL's GRPOTrainer, on CPU
 	$(BIN)/python -m benchmarks.trl.compare
+
+locks: $(VENV)/.installed  ## Write deploy/locks from what the code needs and the index has today
+	$(BIN)/python deploy/lock.py
 
 reference: $(VENV)/.installed  ## Write docs/reference.md from the code
 	$(BIN)/python -m async_grpo.app.cli.reference docs/reference.md

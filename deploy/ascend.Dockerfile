@@ -1,18 +1,18 @@
-# async_grpo for Ascend, on vllm-ascend's own image: CANN, torch-npu, vLLM and vllm-ascend stay as they are; MindSpeed
-# is added for the trainer. Not built or run yet (docs/platforms.md). Context: the root of the repository.
+# async_grpo for Ascend, on vllm-ascend's own image: CANN, torch-npu, vLLM and vllm-ascend stay as they are, and
+# deploy/install adds the rest, MindSpeed for the trainer among it. Not built or run yet (docs/platforms.md). Context: the root
+# of the repository.
 #
 #   docker build -f deploy/ascend.Dockerfile -t async-grpo:ascend .
 #
 # For Atlas A3: --build-arg ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0-a3. On an image that has CANN alone
-# (quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11) the extra `ascend` brings the rest, from the index.
+# (quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11) deploy/install brings all of it. MINDSPEED_SOURCE names a mirror of
+# MindSpeed: git+https://mirror/MindSpeed.git@COMMIT.
 ARG ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 
 # hadolint ignore=DL3006
 FROM ${ASCEND_IMAGE} AS build
 ARG PIP_INDEX_URL=https://pypi.org/simple
 ARG EXTRA_CA_CERT=""
-ARG MINDSPEED_URL=https://gitcode.com/Ascend/MindSpeed.git
-ARG MINDSPEED_REF=core_r0.16.0
 SHELL ["/bin/bash", "-euc"]
 # hadolint ignore=DL3002
 USER 0
@@ -23,7 +23,6 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
         update-ca-certificates; \
     fi
-RUN git clone --depth 1 --branch "$MINDSPEED_REF" "$MINDSPEED_URL" /opt/MindSpeed
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
 COPY async_grpo async_grpo
@@ -37,32 +36,33 @@ FROM ${ASCEND_IMAGE}
 ARG PIP_INDEX_URL=https://pypi.org/simple
 ARG EXTRA_CA_CERT=""
 ARG APP_UID=1000
+ARG MINDSPEED_SOURCE=""
 SHELL ["/bin/bash", "-euc"]
 # hadolint ignore=DL3002
 USER 0
 COPY --from=build /dist /dist
-COPY --from=build /opt/MindSpeed /opt/MindSpeed
 COPY deploy/wheels /wheels
+COPY deploy/locks /build/deploy/locks
+COPY deploy/install /build/deploy/install
 RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
         update-ca-certificates; \
     fi
 # hadolint ignore=DL3042
-RUN python3 -c "from importlib.metadata import distributions; \
-kept = ('torch', 'torch-npu', 'vllm', 'vllm-ascend'); \
-[print(f'{d.name}=={d.version}') for d in distributions() if d.name.lower().replace('_', '-') in kept]" \
-        > /tmp/keep.txt; \
-    PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
-        --find-links /wheels --constraint /tmp/keep.txt "$(echo /dist/async_grpo-*.whl)[ascend]" -e /opt/MindSpeed; \
-    rm -rf /tmp/keep.txt /dist /wheels
+RUN export PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels; \
+    WHEEL="$(echo /dist/async_grpo-*.whl)" python3 /build/deploy/install ascend --keep; \
+    rm -rf /build /dist /wheels
 RUN groupadd --non-unique --gid "$APP_UID" app; \
     useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
     install -d -o app -g app /models /data /runs /run/devices
 COPY deploy/scripts/entrypoint.sh deploy/scripts/with-cann.sh /usr/local/bin/
 COPY configs /app/configs
 COPY deploy/configs /app/deploy/configs
+# vllm-ascend's image sets TASK_QUEUE_ENABLE=1 for everything in it. An engine needs that to capture graphs, and a trainer
+# wants 2: empty leaves it to each (with-cann.sh).
 ENV PYTHONUNBUFFERED=1 \
-    ASYNC_GRPO_CACHE=/models/made
+    ASYNC_GRPO_CACHE=/models/made \
+    TASK_QUEUE_ENABLE=""
 WORKDIR /app
 USER ${APP_UID}
 ENTRYPOINT ["/usr/local/bin/with-cann.sh", "/usr/local/bin/entrypoint.sh"]

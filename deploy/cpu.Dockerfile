@@ -2,7 +2,7 @@
 #
 #   docker build -f deploy/cpu.Dockerfile -t async-grpo:cpu .
 #
-# Behind a mirror or a proxy that re-signs:
+# deploy/install has what it installs, and whence. Behind a mirror or a proxy that re-signs:
 #   --build-arg PIP_INDEX_URL=https://mirror/simple --build-arg EXTRA_CA_CERT="$(cat ca.crt)"
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
@@ -25,7 +25,7 @@ RUN ldconfig -p > /tmp/libraries; \
 
 FROM base AS build
 ARG PIP_INDEX_URL=https://pypi.org/simple
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -34,16 +34,16 @@ RUN python3 -m venv /opt/venv
 WORKDIR /build
 COPY deploy/wheels /wheels
 COPY deploy/stand-ins deploy/stand-ins
+COPY deploy/locks deploy/locks
+COPY deploy/install deploy/install
+# What the project needs, in a layer that changes to its code leave alone.
+RUN /opt/venv/bin/python deploy/install cpu --only stand-ins torch packages
 COPY pyproject.toml README.md LICENSE ./
-# What the project needs, in a layer that changes to its code leave alone: empty packages stand for the code.
-RUN mkdir async_grpo buffer rollout_server trainer; \
-    touch async_grpo/__init__.py buffer/__init__.py rollout_server/__init__.py trainer/__init__.py; \
-    /opt/venv/bin/pip install ./deploy/stand-ins/t* '.[cpu]'
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
-RUN rm -rf build; /opt/venv/bin/pip install --no-deps --force-reinstall .
+RUN /opt/venv/bin/python deploy/install cpu --only project
 
 FROM base
 ARG APP_UID=1000

@@ -1,7 +1,9 @@
-# async_grpo for CUDA, on vLLM's own image: its torch, kernels and CUDA libraries stay as they are. Not built or run yet
-# (docs/platforms.md). Context: the root of the repository.
+# async_grpo for CUDA, on vLLM's own image: its torch, kernels and CUDA libraries stay as they are, and deploy/install adds
+# the rest. Not built or run yet (docs/platforms.md). Context: the root of the repository.
 #
 #   docker build -f deploy/cuda.Dockerfile -t async-grpo:cuda .
+#
+# With Transformer Engine, on an image that has CUDA's compiler: --build-arg TRANSFORMER_ENGINE=transformer-engine
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
@@ -28,21 +30,23 @@ FROM ${VLLM_IMAGE}
 ARG PIP_INDEX_URL=https://pypi.org/simple
 ARG EXTRA_CA_CERT=""
 ARG APP_UID=1000
+ARG TRANSFORMER_ENGINE=""
 SHELL ["/bin/sh", "-euc"]
 # hadolint ignore=DL3002
 USER 0
 COPY --from=build /dist /dist
 COPY deploy/wheels /wheels
+COPY deploy/locks /build/deploy/locks
+COPY deploy/install /build/deploy/install
 RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
         update-ca-certificates; \
     fi
 # hadolint ignore=DL3042
-RUN python3 -c "from importlib.metadata import version; [print(f'{p}=={version(p)}') for p in ('torch', 'vllm')]" \
-        > /tmp/keep.txt; \
-    PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
-        --find-links /wheels --constraint /tmp/keep.txt "$(echo /dist/async_grpo-*.whl)[cuda]"; \
-    rm -rf /tmp/keep.txt /dist /wheels
+RUN export PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels; \
+    WHEEL="$(echo /dist/async_grpo-*.whl)" python3 /build/deploy/install cuda --keep \
+        --only packages ${TRANSFORMER_ENGINE} project; \
+    rm -rf /build /dist /wheels
 RUN groupadd --non-unique --gid "$APP_UID" app; \
     useradd --non-unique --uid "$APP_UID" --gid "$APP_UID" --create-home app; \
     install -d -o app -g app /models /data /runs /run/devices

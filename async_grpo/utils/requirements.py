@@ -1,4 +1,4 @@
-"""The versions that this project is written for, the commands that install them, and checks of the installation.
+"""The versions that this project is written for, the stages of deploy/install that install them, and checks.
 
 `async-grpo doctor` and the trainer's platforms share them: the doctor checks what each platform needs.
 """
@@ -6,28 +6,32 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 MEGATRON_CORE = "0.16.1"
 """Exactly this version: layer specs, checkpoints and the CPU platform use its internals."""
 MINDSPEED_BRANCH = "core_r0.16.0"
+MINDSPEED_COMMIT = "e4772499f7eb9fa9a68919dd1eaddef00e915b2d"
+"""Of that branch, of 10 July 2026: the sources that tests/upstream reads."""
+MINDSPEED_SOURCE = f"git+https://gitcode.com/Ascend/MindSpeed.git@{MINDSPEED_COMMIT}"
 TORCH_ASCEND = "2.10.0"
 TORCH_NPU = "2.10.0.post4"
+TRITON_ASCEND = "3.2.2"
 CANN = "9.1.0"
 VLLM_ASCEND = "0.23.0"
 """Version of vllm-ascend, and of the vllm that it extends."""
+TRANSFORMER_ENGINE = "2.18.0"
 STAND_IN = "0.99.0"
 """Version of the empty distributions in deploy/stand-ins."""
 INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_CORE}"
-INSTALL_CPU = "make .venv, or: pip install ./deploy/stand-ins/* -e '.[cpu]'"
-INSTALL_CUDA = "pip install -e '.[cuda]'"
-INSTALL_ASCEND = "pip install -e '.[ascend]'"
-INSTALL_TORCH_NPU = f"pip install torch=={TORCH_ASCEND} torch-npu=={TORCH_NPU}"
-INSTALL_MINDSPEED = (
-    f"git clone -b {MINDSPEED_BRANCH} https://gitcode.com/Ascend/MindSpeed.git && pip install -e MindSpeed"
-)
-INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+INSTALL_CPU = "make .venv, or: python deploy/install cpu"
+INSTALL_CUDA = "python deploy/install cuda"
+INSTALL_TRANSFORMER_ENGINE = "python deploy/install cuda --only transformer-engine"
+INSTALL_ASCEND = "python deploy/install ascend --only packages vllm triton-ascend"
+INSTALL_TORCH_NPU = "python deploy/install ascend --only torch packages"
+INSTALL_MINDSPEED = "python deploy/install ascend --only mindspeed"
 SOURCE_CANN = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
@@ -37,6 +41,15 @@ def installed(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def installed_commit(distribution: str) -> str | None:
+    """The commit that pip installed a distribution from; None if it came from elsewhere, or is not installed."""
+    try:
+        origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
 
 
 def release(version: str) -> str:
@@ -76,7 +89,9 @@ def present(name: str, distribution: str, fix: str) -> Finding:
     return Finding(name, version is not None, version or "not installed", fix)
 
 
-def optional(name: str, distribution: str, fix: str) -> Finding:
-    """Check a package that is useful but not needed."""
+def optional(name: str, distribution: str, fix: str, wanted: str | None = None) -> Finding:
+    """Check a package that is useful but not needed; of `wanted`, if only one version was tried or read."""
     version = installed(distribution)
+    if version and wanted not in (None, version):
+        return Finding(name, None, f"{version} (written for {wanted})", fix)
     return Finding(name, True if version else None, version or "not installed", fix)

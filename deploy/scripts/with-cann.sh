@@ -9,4 +9,8 @@ for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal
     fi
 done
 
+if [ -z "${TASK_QUEUE_ENABLE:-}" ]; then
+    unset TASK_QUEUE_ENABLE         # empty would mean 0; trainers and engines have defaults of their own
+fi
+
 exec "$@"

@@ -32,6 +32,7 @@ from typing import Any
 from async_grpo.utils.requirements import (
     INSTALL_CUDA,
     INSTALL_TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINE,
     Check,
     Finding,
     installed,
@@ -99,7 +100,9 @@ class CudaPlatform(Accelerator):
         return (
             check_torch,
             partial(check_torch_sees, "cuda", "torch", "NCCL", _TORCH_FIX),
-            partial(optional, "Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE),
+            partial(
+                optional, "Transformer Engine", "transformer-engine", INSTALL_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE
+            ),
         )
 
     def model_options(self, *, experts: bool) -> Mapping[str, Any]:

@@ -29,13 +29,14 @@ from async_grpo.utils.requirements import (
     INSTALL_MINDSPEED,
     INSTALL_TORCH_NPU,
     MINDSPEED_BRANCH,
+    MINDSPEED_COMMIT,
     SOURCE_CANN,
     TORCH_ASCEND,
     TORCH_NPU,
     Check,
     Finding,
     installed,
-    present,
+    installed_commit,
     release,
 )
 from trainer.platform.accelerator import Accelerator
@@ -106,7 +107,7 @@ class NpuPlatform(Accelerator):
             check_torch,
             check_torch_npu,
             partial(check_torch_sees, "npu", "torch_npu", "HCCL", _TORCH_FIX),
-            partial(present, "MindSpeed", "mindspeed", INSTALL_MINDSPEED),
+            check_mindspeed,
         )
 
     def activate(self, config: TrainerConfig) -> None:
@@ -214,6 +215,16 @@ def check_torch_npu() -> Finding:
         return Finding("torch_npu", False, found, INSTALL_TORCH_NPU)
     found = version if version == TORCH_NPU else f"{version} (written for {TORCH_NPU})"
     return Finding("torch_npu", True, found, INSTALL_TORCH_NPU)
+
+
+def check_mindspeed() -> Finding:
+    """Whether MindSpeed is there, from the commit that this project is written for."""
+    version, commit = installed("mindspeed"), installed_commit("mindspeed")
+    if version is None:
+        return Finding("MindSpeed", False, "not installed", INSTALL_MINDSPEED)
+    right = commit == MINDSPEED_COMMIT
+    found = f"{version}, commit {commit or 'unknown'}" + ("" if right else f" (written for {MINDSPEED_COMMIT})")
+    return Finding("MindSpeed", True if right else None, found, INSTALL_MINDSPEED)
 
 
 def _parse_smi(text: str) -> list[Device]:

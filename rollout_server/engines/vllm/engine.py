@@ -111,8 +111,8 @@ class VllmEngine:
             import vllm  # noqa: F401
         except ImportError as error:
             raise DependencyError(
-                f"vLLM cannot be imported ({error}). Install one of the extras rollout-cpu, rollout-cuda, "
-                "rollout-ascend."
+                f"vLLM cannot be imported ({error}). Run: python deploy/install "
+                f"{self._config.platform}, from a checkout of async_grpo"
             ) from error
         check_private_names("engine", "engine worker")
         from vllm.engine.arg_utils import AsyncEngineArgs

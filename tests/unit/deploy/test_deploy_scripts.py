@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from buffer.server import find_server
-from tests.support.deploy_files import ROOT, SCRIPTS, SECRETS
+from tests.support.deploy_files import DOCKERFILES, ROOT, SCRIPTS, SECRETS, words_of
 
 
 def script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +68,20 @@ def test_a_role_finds_its_secrets_in_its_environment(tmp_path: Path) -> None:
 def test_a_role_without_secrets_is_started_all_the_same(tmp_path: Path) -> None:
     ended = script("entrypoint.sh", "sh", "-c", "exit 7", SECRETS_DIR=str(tmp_path / "none"))
     assert ended.returncode == 7
+
+
+@pytest.mark.parametrize(("given", "left"), [("", None), ("1", "1"), ("2", "2")])
+def test_the_ascend_image_leaves_the_queue_to_trainer_and_engine_unless_it_is_told(
+    given: str, left: str | None
+) -> None:
+    """Their base image says 1 for both; an engine captures no graph at 2, and a trainer is slower at 1."""
+    values = dict(re.findall(r"(\w+)=(\S+)", words_of(DOCKERFILES[2], "ENV")[-1]))
+    assert values["TASK_QUEUE_ENABLE"] == '""'
+    command = ["bash", str(SCRIPTS / "with-cann.sh"), "env"]
+    environment = {"PATH": os.environ["PATH"], "TASK_QUEUE_ENABLE": given}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    found = dict(line.partition("=")[::2] for line in ended.stdout.splitlines())
+    assert found.get("TASK_QUEUE_ENABLE") == left
 
 
 @pytest.fixture

