@@ -1,6 +1,6 @@
 """The platform of the trainer: what it asks of the machine that it runs on.
 
-    main --activate--> megatron may be imported --> process groups --layer_replacements--> model
+    main --activate--> megatron may be imported --> process groups --model_options, layer_replacements--> model
     doctor --probes--> findings          launcher, sweep --devices--> which role gets which
     dry run --memory_plan--> bytes on one device
 

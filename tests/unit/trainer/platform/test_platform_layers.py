@@ -6,9 +6,12 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import itertools
+import shutil
 import sys
+import sysconfig
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -145,6 +148,19 @@ def test_without_the_operator_of_torch_a_gpu_uses_our_attention(
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_of_torch_2_10)
     assert LayerRole.attention not in device(9, 0).layer_replacements(model_config())
+
+
+@pytest.mark.parametrize("absent", ["nothing", "triton", "compiler", "Python.h"])
+def test_swiglu_is_compiled_only_where_torch_finds_what_it_needs(
+    absent: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" != absent or None)
+    monkeypatch.setattr(shutil, "which", lambda name: None if absent == "compiler" else "/bin/cc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    if absent != "Python.h":
+        (tmp_path / "Python.h").touch()
+    assert cuda.CudaPlatform().model_options(experts=False)["bias_activation_fusion"] is (absent == "nothing")
+    assert not cuda.CudaPlatform().model_options(experts=True)["bias_activation_fusion"]
 
 
 def test_the_spec_that_was_given_stays_as_it_was() -> None:
