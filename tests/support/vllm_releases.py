@@ -37,6 +37,7 @@ from rollout_server.engines.proof import prove_logprobs
 from rollout_server.engines.vllm.compat import LOGPROBS_MODE, report_sampled_logprobs
 from rollout_server.engines.vllm.engine import VllmEngine
 from rollout_server.engines.vllm.platform import set_environment
+from tests.support.vllm_reload import wrong_reloads
 
 GIB = 1 << 30
 VOCABULARY = 50
@@ -135,15 +136,19 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
 
     vllm.config.vllm.HAS_TRITON = kind != "cpu"
     config = RolloutConfig.model_validate_json(rollout)
+    set_environment(config.vllm)
     engine = VllmEngine(Path(model_dir), config, precision="bfloat16")
+    uncompiled = config.model_copy(update={"vllm": config.vllm.model_copy(update={"enforce_eager": True})})
+    eager = VllmEngine(Path(model_dir), uncompiled, precision="bfloat16")
     parts: dict[str, Callable[[], Any]] = {
         "names": missing_names,
         "effective": lambda: effective(engine),
         "calls": lambda: refused_calls(engine),
         "worker": lambda: worker_conflicts(kind),
-        "update": lambda: unfinished_update(kind, config),
+        "update": lambda: unfinished_update(kind),
         "logprobs": lambda: sampled_logprobs(kind),
         "proof": lambda: asyncio.run(proven(kind)),
+        "reload": lambda: [] if kind == "cpu" else wrong_reloads(kind, engine_config(eager)),
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
@@ -165,11 +170,7 @@ def missing_names() -> list[str]:
 
 def effective(engine: VllmEngine) -> dict[str, Any]:
     """What vLLM makes of the engine's arguments."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    # from_engine_args, which the engine calls, has this context by default.
-    config = AsyncEngineArgs(**engine._engine_arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = engine_config(engine)
     scheduler, compilation = config.scheduler_config, config.compilation_config
     return {
         "max_num_seqs": scheduler.max_num_seqs,
@@ -186,6 +187,15 @@ def effective(engine: VllmEngine) -> dict[str, Any]:
     }
 
 
+def engine_config(engine: VllmEngine) -> Any:
+    """vLLM's configuration of the engine."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    # AsyncLLM.from_engine_args, which the engine calls, has this context by default.
+    return AsyncEngineArgs(**engine._engine_arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+
 def refused_calls(engine: VllmEngine) -> list[str]:
     """The engine's own code against an AsyncLLM that accepts the calls which this release accepts, and no others."""
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -195,8 +205,10 @@ def refused_calls(engine: VllmEngine) -> list[str]:
     engine._llm, engine._stop_tokens = llm, (2,)
     asyncio.run(_use(engine, llm))
     used = {call[0] for call in llm.method_calls}
-    wanted = {"init_weight_transfer_engine", "collective_rpc", "start_weight_update", "pause_generation", "abort",
-              "update_weights", "finish_weight_update", "resume_generation", "generate", "shutdown"}  # fmt: skip
+    wanted = {
+        *("init_weight_transfer_engine", "collective_rpc", "start_weight_update", "pause_generation", "abort"),
+        *("update_weights", "finish_weight_update", "resume_generation", "generate", "sleep", "wake_up", "shutdown"),
+    }
     return [f"AsyncLLM.{name} was not called" for name in sorted(wanted - used)]
 
 
@@ -213,6 +225,8 @@ async def _use(engine: VllmEngine, llm: Any) -> None:
         active.vocabulary = vocabulary
         async for _ in engine._submit(request, active):
             pass
+    await engine.sleep()
+    await engine.wake()
     await engine.aclose()
     llm.output_handler.cancel()
 
@@ -239,7 +253,7 @@ def worker_conflicts(kind: str) -> list[str]:
     return found
 
 
-def unfinished_update(kind: str, config: RolloutConfig) -> list[str]:
+def unfinished_update(kind: str) -> list[str]:
     """One weight update through the methods of vLLM's worker, with our transfer engine as vLLM makes it: does the
     version that the engine names arrive where it is loaded?"""
     from vllm.config import WeightTransferConfig
@@ -249,7 +263,6 @@ def unfinished_update(kind: str, config: RolloutConfig) -> list[str]:
 
     loaded: list[Any] = []
     worker.LayerwiseReload = lambda *_: SimpleNamespace(load=loaded.append)
-    set_environment(config.vllm)
     model = torch.nn.Linear(1, 1)
     vllm_config = MagicMock()
     make = WeightTransferEngineFactory.create_engine

@@ -24,17 +24,17 @@ RELEASES = {
     "ascend": ("ascend", lambda: [unpacked("vllm-ascend"), unpacked("vllm")]),
 }
 """The kind of device, and the packages that its engine imports, each by itself."""
-PARTS = ("names", "calls", "worker", "update", "logprobs", "proof")
+PARTS = ("names", "calls", "worker", "update", "reload", "logprobs", "proof")
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of Qwen2.5-7B, without weights."""
+    """The configuration of a small Qwen2 whose output layer is its embedding, as in Qwen2.5-0.5B and 1.5B."""
     folder: Path = tmp_path_factory.mktemp("model")
     config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
