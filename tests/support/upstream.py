@@ -3,7 +3,7 @@
     index --> archive --> .cache/upstream/NAME-VERSION/     only what is text, and the words of compiled libraries
 
 `unpacked("vllm")` gives the pinned release, or that of the environment variable UPSTREAM_VLLM ("latest": the newest on
-the index). Pins are those of pyproject.toml and of async_grpo/utils/requirements.py. `run_python` runs a program in a
+the index). Pins are those of async_grpo/utils/requirements.py. `run_python` runs a program in a
 process that imports the unpacked packages instead of the installed ones.
 """
 
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -33,10 +32,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import pytest
-from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from async_grpo.utils.requirements import MEGATRON_CORE, TORCH_NPU, VLLM_ASCEND, installed
+from async_grpo.utils.requirements import MEGATRON_CORE, TORCH_NPU, TRANSFORMER_ENGINE, VLLM_ASCEND, installed
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("UPSTREAM_CACHE", ROOT / ".cache" / "upstream"))
@@ -81,13 +79,15 @@ class Unpacked:
 
 
 def pins() -> dict[str, str]:
-    """The releases that the project is written for, by package; those of vLLM are the ends of the tested range."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    exact = {r.name: str(r.specifier)[2:] for r in map(Requirement, extras["rollout-ascend"]) if "==" in str(r)}
-    assert exact["vllm-ascend"] == VLLM_ASCEND and exact["torch-npu"] == TORCH_NPU
-    exact |= {"megatron-core": MEGATRON_CORE, "redis": "latest", "transformer-engine": "latest"}
-    return exact
+    """The releases that the project is written for, by package."""
+    return {
+        "vllm": VLLM_ASCEND,
+        "vllm-ascend": VLLM_ASCEND,
+        "torch-npu": TORCH_NPU,
+        "megatron-core": MEGATRON_CORE,
+        "transformer-engine": TRANSFORMER_ENGINE,
+        "redis": "latest",
+    }
 
 
 def unpacked(name: str, version: str = "") -> Unpacked:
