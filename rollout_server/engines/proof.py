@@ -31,12 +31,14 @@ from async_grpo.errors import LogprobsWrong, WaitTimeout
 from rollout_server.engines.base import Engine, GenerationRequest
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 2
-OTHER_TEMPERATURES = (0.5, 2.0, 0.1, 0.01)
+OTHER_TEMPERATURES = (2.0, 0.5, 0.1, 0.01)
+"""Candidates for the second temperature. Of a language model 2 draws unlikely tokens, whose log-probabilities differ by
+several units from those of temperature 1, while rounding counts half."""
 FAR_APART = 0.3
 """Mean difference of log p_T and log p_1 that is enough for the second temperature."""
 SHARE = 0.25
 """Most that the gap may be at the second temperature, as a share of the distance from log p_1."""
-MOST_GAP: dict[Precision, float] = {"float32": 0.01, "bfloat16": 0.1}
+MOST_GAP: dict[Precision, float] = {"float32": 0.01, "bfloat16": 0.25}
 """Most that the mean gap may be at the run's temperature T >= 1: reading and decoding round differently."""
 LOW_TEMPERATURE, MOST_EVIDENCE = 0.2, 12.0
 """T and a of Markov's inequality."""

@@ -60,7 +60,7 @@ async def test_log_probabilities_are_of_the_distribution_that_was_sampled_from(l
 async def test_its_log_probabilities_are_proven(lab: Lab, temperature: float) -> None:
     proof = await prove(lab, temperature)
     assert proof is not None
-    assert (proof.temperatures, proof.tokens) == ((temperature, 0.5), 16)
+    assert (proof.temperatures, proof.tokens) == ((temperature, 2.0), 16)
     assert proof.gap_max < EXACT
 
 

@@ -107,7 +107,7 @@ async def test_a_sampler_that_ignores_the_temperature_when_it_draws_is_found() -
 
 
 async def test_decoding_may_round_otherwise_than_reading_the_prompt_but_not_much() -> None:
-    noisy = TableEngine(noise=0.05)
+    noisy = TableEngine(noise=0.1)
     assert await prove(noisy, precision="bfloat16")
     with pytest.raises(LogprobsWrong, match=r"allowed 0\.0125"):
         await prove(noisy)
