@@ -3,8 +3,8 @@
     index --> archive --> .cache/upstream/NAME-VERSION/     only what is text, and the words of compiled libraries
 
 `unpacked("vllm")` gives the pinned release, or that of the environment variable UPSTREAM_VLLM ("latest": the newest on
-the index). Pins are those of async_grpo/utils/requirements.py. `run_python` runs a program in a
-process that imports the unpacked packages instead of the installed ones.
+the index). Pins are those of async_grpo/utils/requirements.py. `run_python` runs a program in a process that imports
+the unpacked packages instead of the installed ones.
 """
 
 from __future__ import annotations
@@ -78,16 +78,15 @@ class Unpacked:
         return {word.decode() for file in files for word in _WORD.findall(file.read_bytes())}
 
 
-def pins() -> dict[str, str]:
-    """The releases that the project is written for, by package."""
-    return {
-        "vllm": VLLM_ASCEND,
-        "vllm-ascend": VLLM_ASCEND,
-        "torch-npu": TORCH_NPU,
-        "megatron-core": MEGATRON_CORE,
-        "transformer-engine": TRANSFORMER_ENGINE,
-        "redis": "latest",
-    }
+PINS = {
+    "vllm": VLLM_ASCEND,
+    "vllm-ascend": VLLM_ASCEND,
+    "torch-npu": TORCH_NPU,
+    "megatron-core": MEGATRON_CORE,
+    "transformer-engine": TRANSFORMER_ENGINE,
+    "redis": "latest",
+}
+"""The releases that the project is written for."""
 
 
 def unpacked(name: str, version: str = "") -> Unpacked:
@@ -95,7 +94,7 @@ def unpacked(name: str, version: str = "") -> Unpacked:
 
     Skips the test if it is neither in the cache nor can it be downloaded.
     """
-    pin = pins().get(name, "")
+    pin = PINS[name]
     wanted = version or os.environ.get(f"UPSTREAM_{name.upper().replace('-', '_')}", "") or pin
     try:
         found, path = _fetched(name, wanted)
