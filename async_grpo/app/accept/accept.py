@@ -28,7 +28,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import redact_secrets
 from async_grpo.utils.child_process import adopt_orphans
 from async_grpo.utils.requirements import installed
-from trainer.platform import select_platform
+from trainer.platform import Platform, select_platform
 
 PACKAGES = (
     *("async-grpo", "torch", "torch-npu", "megatron-core", "mindspeed", "transformer-engine", "transformers"),
@@ -134,16 +134,7 @@ async def accept(
     shutil.rmtree(out / "logs", ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix="async-grpo-accept-"))
     lab = Lab(platform, chosen, work, out / "logs", programs or Programs())
-    report = AcceptReport(
-        platform_name,
-        time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        {"python": machine.python_version(), **{name: found for name in PACKAGES if (found := installed(name))}},
-        [
-            f"{machine.system()} {machine.release()} {machine.machine()}",
-            *(f"{one.name}, {one.memory_gib:.0f} GiB, driver {one.driver}" for one in platform.devices()),
-        ],
-        [],
-    )
+    report = _empty_report(platform)
     try:
         for stage in [STAGES[name] for name in stages or STAGES]:
             show(f"{stage.name}: at most {stage.limit_s:g} s", False)
@@ -155,6 +146,14 @@ async def accept(
         shutil.rmtree(work, ignore_errors=True)
         _write(report, out)
     return report
+
+
+def _empty_report(platform: Platform) -> AcceptReport:
+    versions = {"python": machine.python_version()}
+    versions |= {name: found for name in PACKAGES if (found := installed(name))}
+    devices = [f"{machine.system()} {machine.release()} {machine.machine()}"]
+    devices += [f"{one.name}, {one.memory_gib:.0f} GiB, driver {one.driver}" for one in platform.devices()]
+    return AcceptReport(platform.name, time.strftime("%Y-%m-%d %H:%M:%S%z"), versions, devices, [])
 
 
 async def _result(stage: Stage, lab: Lab, before: Sequence[StageResult]) -> StageResult:

@@ -34,6 +34,8 @@ TEMPERATURE = 0.8
 STEPS = 10
 LONGEST_ANSWER_S = 900.0
 """Beyond the limit of every stage."""
+ENGINES = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
+"""Platform of the trainer -> that of its engine."""
 HOST_RANKS = 2
 """Ranks of the collectives on a CPU."""
 _TINY = {"hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "vocab_size": 320}
@@ -90,8 +92,8 @@ class Lab:
 
     def config(self, name: str, *, ranks: int = 1, servers: int = 1) -> RunConfig:
         """The configuration `name`, which `file` writes."""
-        engine = {"platform": "ascend" if self.platform.name == "npu" else self.platform.name, "max_model_len": 256}
         shared = len(self.devices) == 1
+        half = {"gpu_memory_utilization": 0.4} if shared else {}
         raw: dict[str, Any] = {
             "name": name,
             "runs_dir": str(self.work / "runs"),
@@ -104,20 +106,23 @@ class Lab:
             # A random policy is never right, and gets a gradient all the same: completions that end early are better.
             "rewards": {"overlong": "soft", "soft_overlong_tokens": 48},
             "sampling": {"temperature": TEMPERATURE, "max_tokens": 64},
-            "rollout": {"servers": servers, "max_concurrency": 16, "vllm": {**engine, "kv_cache_bytes": 256 << 20}},
+            "rollout": {
+                "servers": servers,
+                "max_concurrency": 16,
+                "vllm": {"platform": ENGINES[self.platform.name], "kv_cache_bytes": 256 << 20, **half},
+            },
             "trainer": {
                 "platform": self.platform.name,
                 "processes": ranks,
                 "micro_batch_tokens": 512,
                 "optimizer": {"lr": 1e-3},
                 "checkpoint": {"every_steps": 5},
+                **({"device_memory_share": 0.4} if shared else {}),
             },
             "launch": {"share_devices": "split" if shared else "off"},
             "eval": {"prompts": 8, "samples": 1, "greedy": False},
             "telemetry": {"tensorboard": False, "samples_every": 1},
         }
-        if shared:
-            raw["rollout"]["vllm"]["gpu_memory_utilization"] = raw["trainer"]["device_memory_share"] = 0.4
         return validate(raw, "async-grpo accept")
 
     def file(self, config: RunConfig) -> Path:
@@ -161,9 +166,10 @@ class Lab:
             for name in ("accept", "ten-steps"):
                 remove_stores(self.config(name).local_name)
 
-    async def run_program(self, name: str, argv: list[str], devices: list[str]) -> None:
-        """Run a program to its end. Raises RoleFailed with its error if it fails; ends it if this is cancelled."""
-        spec = RoleSpec(name, argv, self._log(name), 0, env=self._environment(devices))
+    async def run_program(self, name: str, argv: list[str], *, trains: bool) -> None:
+        """Run a program on all devices to its end; `trains`: as ranks of the trainer. Raises RoleFailed with its error
+        if it fails; ends it if this is cancelled."""
+        spec = RoleSpec(name, argv, self._log(name), 0, env=self._environment(self.devices, trains=trains))
         process = await RoleProcess.start(spec, self._mark)
         try:
             if code := await process.wait():
@@ -179,19 +185,18 @@ class Lab:
         return [sys.executable, "-m", *module.split(), *files, *arguments]
 
     async def _start(self, side: str) -> None:
-        first = side == "rank"
-        devices = (self.devices[:1] if first else self.devices[-1:]) if self.devices else []
+        trains = side == "rank"
+        devices = self.devices[:1] if trains else self.devices[-1:]
         argv = self.program(getattr(self.programs, side), self.config("accept"), await self.model())[2:]
-        environment = {**os.environ, **self._environment(devices), MARK_VARIABLE: self._mark + side}
+        environment = {**os.environ, **self._environment(devices, trains=trains), MARK_VARIABLE: self._mark + side}
         stack = AsyncExitStack()
         log = stack.enter_context(self._log(side).open("a"))
         child = await stack.enter_async_context(LineChild(*argv, env=environment, stderr=log))
         self._children[side] = child, stack
 
-    def _environment(self, devices: list[str]) -> dict[str, str]:
-        config = self.config("accept")
+    def _environment(self, devices: list[str], *, trains: bool) -> dict[str, str]:
         seen = {self.platform.visible_variable: ",".join(devices)} if devices else {"CUDA_VISIBLE_DEVICES": ""}
-        return {**trainer_environment(config, os.environ), **seen}
+        return seen | (trainer_environment(self.config("accept"), os.environ) if trains else {})
 
     def _log(self, name: str) -> Path:
         self.logs.mkdir(parents=True, exist_ok=True)

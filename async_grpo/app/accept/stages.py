@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import random
+import shutil
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ async def collectives(lab: Lab) -> list[Figure]:
     for old in lab.work.glob("rank-*.json"):
         old.unlink()
     argv = lab.program(lab.programs.rank, config, model, "--collectives", str(lab.work))
-    await lab.run_program("collectives", argv, lab.devices)
+    await lab.run_program("collectives", argv, trains=True)
     told = [json.loads((lab.work / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     figures = [Figure("ranks", ranks)]
     for name in told[0]:
@@ -190,7 +191,11 @@ async def run(lab: Lab) -> list[Figure]:
     half = max(1, len(lab.devices) // 2)
     config = lab.config("ten-steps", ranks=half, servers=max(1, min(len(lab.devices) - half, MOST_SERVERS)))
     argv = [sys.executable, "-m", "async_grpo.app.cli.main", "run", str(lab.file(config))]
-    await lab.run_program("run", argv, lab.devices)
+    try:
+        await lab.run_program("run", argv, trains=False)
+    finally:
+        if (config.run_dir / "logs").is_dir():
+            shutil.copytree(config.run_dir / "logs", lab.logs / "ten-steps", dirs_exist_ok=True)
     rows = of_kind(read_rows(config.run_dir / "metrics.jsonl"), "step")
     summary = json.loads((config.run_dir / "summary.json").read_text())
     ages = [int(age) for row in rows for age, tokens in row["age_histogram"].items() if tokens]
@@ -251,7 +256,7 @@ STAGES = {
             "this report",
             needs=("numbers",),
         ),
-        Stage(run, 420.0, "logs/run.log names the role that failed and its own log"),
+        Stage(run, 420.0, "logs/run.log names the role that failed; its own log is in logs/ten-steps"),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -51,27 +52,29 @@ def accept(
     they hold versions, devices and figures, no secrets. Exits with 1 if a stage failed, with 78 if there is no such
     device.
     """
+    folder = out or Path("runs") / f"accept-{platform}"
+    exit_with(lambda: asyncio.run(_run(platform, folder, stage or (), devices, json_file)), config_code=EXIT_CONFIG)
+
+
+async def _run(platform: str, folder: Path, stages: Sequence[str], devices: str | None, json_file: Path | None) -> int:
+    """Run the stages until they are done or Ctrl-C; returns the exit code."""
     from async_grpo.app.accept.accept import accept as run_stages
 
-    async def work() -> int:
-        interrupted = asyncio.Event()
-        folder = out or Path("runs") / f"accept-{platform}"
-        with stop_signals(interrupted.set), Console(stderr=True).status("starting") as status:
+    interrupted = asyncio.Event()
+    with stop_signals(interrupted.set), Console(stderr=True).status("starting") as status:
 
-            def show(line: str, done: bool) -> None:
-                say(line)
-                status.update("" if done else line)
+        def show(line: str, done: bool) -> None:
+            say(line)
+            status.update("" if done else line)
 
-            try:
-                running = run_stages(platform, folder, stages=stage or (), devices=devices, show=show)
-                report = await race(running, interrupted.wait())
-            except Overtaken:
-                say("stopped; what was found so far is in the report")
-                return INTERRUPTED
-        Console().print(report.table())
-        say(f"report: {folder / 'report.txt'} and {folder / 'report.json'}")
-        if json_file is not None:
-            shutil.copyfile(folder / "report.json", json_file)
-        return 0 if report.ok else 1
-
-    exit_with(lambda: asyncio.run(work()), config_code=EXIT_CONFIG)
+        try:
+            running = run_stages(platform, folder, stages=stages, devices=devices, show=show)
+            report = await race(running, interrupted.wait())
+        except Overtaken:
+            say(f"stopped; what was found so far is in {folder}")
+            return INTERRUPTED
+    Console().print(report.table())
+    say(f"report: {folder / 'report.txt'} and {folder / 'report.json'}")
+    if json_file is not None:
+        shutil.copyfile(folder / "report.json", json_file)
+    return 0 if report.ok else 1

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from async_grpo.app.accept import accept as command
 from async_grpo.app.accept.accept import AcceptReport, accept
 from async_grpo.app.accept.lab import Lab, Programs, chosen_devices
-from async_grpo.app.accept.stages import STAGES, Figure, Stage, bounded, confirmed
+from async_grpo.app.accept.stages import STAGES, Figure, Stage, bounded, collectives, confirmed
 from async_grpo.app.cli.main import app
 from async_grpo.errors import ConfigError, RoleFailed
 from trainer.platform import select_platform
@@ -121,3 +121,23 @@ def test_the_configurations_for_devices_are_valid(platform: str, devices: list[s
 def test_a_stage_needs_only_stages_before_it() -> None:
     names = [*STAGES]
     assert all(names.index(needed) < names.index(stage.name) for stage in STAGES.values() for needed in stage.needs)
+
+
+@pytest.mark.parametrize(("platform", "is_known"), [("cpu", False), ("cuda", False), ("npu", True)])
+def test_only_under_mindspeed_may_float64_be_dropped(
+    platform: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(lab: Lab, *_: object, **__: object) -> None:
+        for rank, error in enumerate([0.0, 2.0]):
+            found = {"all_reduce float64 on the host": error, "broadcast float32 on the host": 0.0}
+            (tmp_path / f"rank-{rank}.json").write_text(json.dumps(found))
+
+    async def folder(lab: Lab) -> Path:
+        return tmp_path
+
+    monkeypatch.setattr(Lab, "run_program", write)
+    monkeypatch.setattr(Lab, "model", folder)
+    devices = [] if platform == "cpu" else ["0", "1"]
+    figures = asyncio.run(collectives(Lab(select_platform(platform), devices, tmp_path, tmp_path, Programs())))
+    assert [figure.ok for figure in figures] == [True, is_known, True]
+    assert figures[1].value == 2.0
