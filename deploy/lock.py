@@ -52,8 +52,8 @@ class Lock:
     """Requirements that replace what distributions state of each other."""
     cpu_torch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Machine -> SHA-256 of torch's CPU builds for Python 3.11 and 3.12, from PyTorch's own index."""
-    from_source: tuple[str, ...] = ()
-    """Distributions to build although wheels exist."""
+    from_source: Mapping[str, str] = field(default_factory=dict)
+    """Distribution to build, whatever wheels exist -> how."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Line of the lock, without a hash -> where it comes from."""
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,12 @@ LOCKS: Mapping[str, Lock] = {
         },
         left_out=dict.fromkeys(("torchvision", "torchaudio", "torchcodec", "triton"), f"{UNWANTED}: deploy/stand-ins"),
     ),
-    "cuda": Lock(added=(f"transformer-engine[core_cu13,pytorch]=={TRANSFORMER_ENGINE}",)),
+    "cuda": Lock(
+        added=(f"transformer-engine[core_cu13,pytorch]=={TRANSFORMER_ENGINE}",),
+        from_source={
+            "transformer-engine-torch": "sources only: compiles against torch and CUDA's toolkit, if asked for"
+        },
+    ),
     "ascend": Lock(
         # vLLM's sources are built without isolation, by what the lock installs before.
         added=(f"vllm=={VLLM_ASCEND}", f"vllm-ascend=={VLLM_ASCEND}", "setuptools-rust>=1.9", "jinja2", "ninja"),
@@ -85,7 +90,7 @@ LOCKS: Mapping[str, Lock] = {
                 "ee40b8a4b4b2cf0670c6fd4f35a7ef23871af956fecb238fbf5da15a72650b1d",
             )
         },
-        from_source=("vllm",),
+        from_source={"vllm": "built from its sources, for the empty target"},
         elsewhere={
             f"triton-ascend=={TRITON_ASCEND}": "Huawei's index; PyPI ends at 3.2.0",
             f"mindspeed @ {MINDSPEED_SOURCE}": "a commit of MindSpeed's repository; on no index",
@@ -252,7 +257,7 @@ def table(platform: str, lines: Sequence[str]) -> str:
     rows += [
         f"  {'torch +cpu, ' + machine:44} PyTorch's CPU index; PyPI's build is for CUDA" for machine in lock.cpu_torch
     ]
-    rows += [f"  {name:44} built from its sources, for the empty target" for name in lock.from_source]
+    rows += [f"  {name:44} {how}" for name, how in lock.from_source.items()]
     rows += [f"  {'(' + name + ')':44} left out: {why}" for name, why in lock.left_out.items()]
     return "\n".join(rows)
 
