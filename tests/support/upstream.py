@@ -99,6 +99,7 @@ def unpacked(name: str, version: str = "") -> Unpacked:
     try:
         found, path = _fetched(name, wanted)
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        _unreachable.append(str(error))
         pytest.skip(f"{name} {wanted} is not in {CACHE}, and the index cannot be reached: {error}")
     return Unpacked(name, found, path, pinned=wanted == pin)
 
@@ -171,7 +172,13 @@ def _index() -> str:
     return (given or "https://pypi.org/simple").rstrip("/")
 
 
+_unreachable: list[str] = []
+"""What the first attempt came to: later tests need not wait for the index as well."""
+
+
 def _open(url: str, method: str = "GET") -> Any:
+    if _unreachable:
+        raise ConnectionError(_unreachable[0])
     request = urllib.request.Request(url, headers={"Accept": "text/html"}, method=method)
     return urllib.request.urlopen(request, timeout=TIMEOUT_S)
 

@@ -31,7 +31,8 @@ def test_torch_npu_registers_the_operators_that_the_trainer_calls(name: str) -> 
     schemas = re.findall(rf"^  func: ({name}\(.*)$", release.read(OPERATORS), re.MULTILINE)
     expected = [_arguments(npu_operators.SCHEMAS[name])]
     found = [_arguments(schema) for schema in schemas]
-    moved([release], [] if found == expected else [f"{name}: {schemas or 'not registered'}"])
+    wanted = npu_operators.SCHEMAS[name]
+    moved([release], [] if found == expected else [f"{name}: {schemas or 'not registered'}, not {wanted}"])
 
 
 def _arguments(schema: str) -> list[Any]:
