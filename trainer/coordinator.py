@@ -1,10 +1,9 @@
 """How the ranks of the trainer take part in the run: rank 0 talks to the buffer and the run board, the others to it.
 
 What rank 0 waits for: `take` for P finished groups, `take_part` for one (both come from the rollout servers), `probe`
-for a server that has the final weights, `wait_for_evaluation` for one that has measured them, `devices` for engines to
-sleep. The other ranks wait for
-rank 0 in a broadcast, which the process group's timeout ends. SIGTERM ends these waits of rank 0 and nothing else: a
-step once begun is finished.
+for a server that has the final weights, `wait_for_evaluation` for one that has measured them, `SharedDevices.held` for
+engines to sleep. The other ranks wait for rank 0 in a broadcast, which the process group's timeout ends. SIGTERM ends
+these waits of rank 0, but not that for engines, and nothing else: a step once begun is finished.
 """
 
 from __future__ import annotations
@@ -34,24 +33,55 @@ LOOK_EVERY_S = 1.0
 """Seconds between two looks at the run board, which notifies nobody."""
 
 
+class SharedDevices:
+    """The trainer's devices, on which engines of this machine may generate between steps (launch.share_devices)."""
+
+    def __init__(self, config: RunConfig, release_memory: Callable[[], None] = lambda: None) -> None:
+        """`release_memory`: of the platform."""
+        self._engines_sleep = config.launch.share_devices == "sleep"
+        self._timeout_s = turn_timeout_s(config)
+        self._release_memory = release_memory
+        self._turn = DeviceTurn(config.run_dir) if self._engines_sleep and is_leader() else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Engines sleep for the length of the block, if they are to; all ranks call it.
+
+        An error that leaves the block ends the process, and with it the turn. Raises WaitTimeout if engines do not
+        sleep: one may be loading weights, or starting.
+        """
+        if not self._engines_sleep:
+            yield
+            return
+        if self._turn is not None:
+            self._turn.begin_step(self._timeout_s)
+        broadcast_ints([0] if is_leader() else None, 1)
+        yield
+        self._release_memory()
+        sum_over_ranks(torch.zeros(1))  # all ranks have released theirs
+        if self._turn is not None:
+            self._turn.end_step()
+
+
+def turn_timeout_s(config: RunConfig) -> float:
+    """Seconds in which every engine sleeps: one that starts does so once it is ready, and no update takes longer."""
+    return config.weights.update_timeout_s + config.launch.ready_timeout_s
+
+
 class Coordinator:
     """What a rank asks of the run. Every rank makes all calls, in the same order.
 
     asyncio runs only inside the calls of rank 0; the trainer itself is synchronous.
     """
 
-    def __init__(self, config: RunConfig, release_memory: Callable[[], None] = lambda: None) -> None:
-        """`release_memory`: of the platform."""
+    def __init__(self, config: RunConfig, devices: SharedDevices) -> None:
         self._config = config
-        self._release_memory = release_memory
-        self._turn: DeviceTurn | None = None
+        self.devices = devices
         self._epoch = 0
         self._leads = is_leader()
         if not self._leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it reaches every rank, but rank 0 decides
             return
-        if config.launch.share_devices == "sleep":
-            self._turn = DeviceTurn(config.run_dir)
         self._runner = asyncio.Runner()
         loop, self._stop = self._runner.get_loop(), asyncio.Event()
         self._buffer: ReplayBuffer = self._runner.run(open_run(config))
@@ -77,25 +107,6 @@ class Coordinator:
         return self._shared(
             lambda: self._buffer.take_part(epoch=self._epoch, version=version, have=have, timeout_s=timeout_s)
         )
-
-    @contextmanager
-    def devices(self) -> Iterator[None]:
-        """Engines on the trainer's devices sleep for the length of the block, with launch.share_devices: sleep.
-
-        An error that leaves the block ends the process, and with it the turn. Raises WaitTimeout if engines do not
-        sleep: one may be loading weights, or starting.
-        """
-        if self._config.launch.share_devices != "sleep":
-            yield
-            return
-        if self._turn is not None:
-            self._turn.begin_step(self._config.weights.update_timeout_s + self._config.launch.ready_timeout_s)
-        broadcast_ints([0] if self._leads else None, 1)
-        yield
-        self._release_memory()
-        sum_over_ranks(torch.zeros(1))  # all ranks have released theirs
-        if self._turn is not None:
-            self._turn.end_step()
 
     def set_publisher(self, address: PublisherAddress) -> None:
         """Tell the servers where weights come from."""

@@ -149,7 +149,7 @@ class TrainingLoop:
         self.coordinator.end()
         timeout_s = self.config.eval.timeout_s
         probe = self.coordinator.probe(self.version, timeout_s)
-        with self.coordinator.devices():
+        with self.coordinator.devices.held():
             gap = None if probe is None else measure_gap(self.policy, probe, self.config)
         if gap is None:
             self.logger.warn(self.version, self._missing("probe"))

@@ -41,7 +41,7 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     check_private_names("trainer", "trainer, torch")
     from async_grpo.algorithms import check_objective
     from trainer.checkpoint.folder import CheckpointFolder
-    from trainer.coordinator import Coordinator
+    from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
     from trainer.distributed import start_ranks, stop_ranks
     from trainer.loop import TrainingLoop
     from trainer.model.policy import load_policy
@@ -49,18 +49,21 @@ def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     from trainer.run_logger import TrainerLogger
 
     check_objective(config.trainer.objective)
-    longest_wait_s = max(config.trainer.take_timeout_s, config.eval.timeout_s, config.trainer.checkpoint.timeout_s)
-    start_ranks(config.trainer, platform, config.seed, longest_wait_s)
+    trainer = config.trainer
+    waits_s = (trainer.take_timeout_s, config.eval.timeout_s, trainer.checkpoint.timeout_s, turn_timeout_s(config))
+    start_ranks(trainer, platform, config.seed, max(waits_s))
     logger = TrainerLogger(config)
-    policy = load_policy(config, model, platform)
-    logger.note("model built", attention=platform.attention)
-    reference = load_reference(config, policy, model, platform)
-    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.checkpoint, reference)
-    version = checkpoints.newest()
-    if version is not None:
-        checkpoints.load(policy, version)
+    devices = SharedDevices(config, platform.release_memory)
+    with devices.held():  # an optimizer that is offloaded is made on the device
+        policy = load_policy(config, model, platform)
+        logger.note("model built", attention=platform.attention)
+        reference = load_reference(config, policy, model, platform)
+        checkpoints = CheckpointFolder(config.run_dir / "checkpoints", trainer.checkpoint, reference)
+        version = checkpoints.newest()
+        if version is not None:
+            checkpoints.load(policy, version)
     gc.freeze()  # Megatron collects garbage at every checkpoint: what is here by now need not be searched
-    coordinator = Coordinator(config, platform.release_memory)
+    coordinator = Coordinator(config, devices)
     peak_flops = platform.peak_flops(config.model.precision)
     peak_flops = peak_flops * config.trainer.processes if peak_flops is not None else None
     parts = (config, model, policy, coordinator, checkpoints, logger)

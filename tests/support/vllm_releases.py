@@ -112,6 +112,7 @@ def use_device(kind: str) -> None:
         Platform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H100 80GB HBM3")
         Platform.get_device_total_memory = classmethod(lambda cls, device_id=0: 80 * GIB)
         Platform.device_count = classmethod(lambda cls: 8)
+        Platform.is_cumem_allocator_available = classmethod(lambda cls: True)
         for name in ("fp8", "block_fp8"):
             setattr(torch.ops._C, f"cutlass_scaled_mm_supports_{name}", lambda capability: True)
     else:
@@ -149,6 +150,7 @@ def examine(kind: str, model_dir: str, rollout: str) -> None:
         "logprobs": lambda: sampled_logprobs(kind),
         "proof": lambda: asyncio.run(proven(kind)),
         "reload": lambda: [] if kind == "cpu" else wrong_reloads(kind, engine_config(eager)),
+        "device": lambda: unshared_device(kind, engine),
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
@@ -281,6 +283,36 @@ def unfinished_update(kind: str) -> list[str]:
     bare.update_weights({"held": msgspec.json.encode(held).decode(), "dtype": "bfloat16"})
     bare.finish_weight_update(**compat.accepted(bare.finish_weight_update, weight_version="7"))
     return [] if loaded == [held] else [f"{theirs.__name__}.update_weights loaded {loaded}, not {held}"]
+
+
+def unshared_device(kind: str, engine: VllmEngine) -> list[str]:
+    """What keeps the engine from sharing its device: from sleeping with its requests in flight, which lose their cache
+    and nothing else, or from a KV cache of the size that it is told, for which it measures nothing."""
+    from vllm.v1.engine.core import EngineCore
+
+    os.environ.pop("PYTORCH_NPU_ALLOC_CONF", None)  # vllm-ascend sets it for engines that do not sleep
+    engine._sleeps, core = True, MagicMock()
+    config = engine_config(engine)
+    sleeps = config.model_config.enable_sleep_mode
+    found = [] if sleeps is (kind != "cpu") else [f"enable_sleep_mode is {sleeps}"]
+    core.pause_scheduler.return_value, core.model_executor.is_sleeping = None, False
+    EngineCore.sleep(core, level=1, mode="keep")
+    EngineCore.wake_up(core)
+    steps = [(name, arguments) for name, _, arguments in core.mock_calls]
+    if steps[0] != ("pause_scheduler", {"mode": "keep", "clear_cache": True}):
+        found.append(f"EngineCore.sleep begins with {steps[0]}")
+    expected = ["pause_scheduler", "model_executor.sleep", "model_executor.wake_up", "resume_scheduler"]
+    found += [] if [name for name, _ in steps] == expected else [f"EngineCore sleeps and wakes by {steps}"]
+    if kind == "cpu":
+        return found
+    bare = object.__new__(attribute(_PARTS[kind][0]))
+    vars(bare).update(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=5), init_snapshot=SimpleNamespace(free_memory=GIB),
+        model_runner=MagicMock(), vllm_config=config, model_config=config.model_config,
+        parallel_config=config.parallel_config, randomize_dummy_inputs=False,
+    )  # fmt: skip
+    size = bare.determine_available_memory()
+    return [*found, *([] if size == 5 else [f"determine_available_memory gives {size}, not 5"])]
 
 
 _PARTS = {

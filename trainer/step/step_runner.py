@@ -126,7 +126,7 @@ class StepRunner:
         if gathered is None:
             return None
         batch, train = gathered
-        with self.coordinator.devices():
+        with self.coordinator.devices.held():
             result = self._train(batch, version, lambda: train(lr))
         if self.reference is not None:
             self.reference.after_step(self.policy, version + 1)

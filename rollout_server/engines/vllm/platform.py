@@ -83,6 +83,11 @@ def platform_arguments(config: VllmConfig, *, sleeps: bool = False) -> dict[str,
         # own, and end with an error if the trainer gave something back.
         arguments["kv_cache_memory_bytes"] = config.cache_bytes
     if sleeps:
+        if "expandable_segments:True" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""):
+            raise EngineError(
+                "launch.share_devices is sleep, but PYTORCH_NPU_ALLOC_CONF has expandable_segments:True, from which "
+                "vllm-ascend cannot free memory. Unset it (the trainer sets it for its own processes)"
+            )
         arguments["enable_sleep_mode"] = True
     if config.platform == "ascend" and config.additional_config:
         arguments["additional_config"] = config.additional_config

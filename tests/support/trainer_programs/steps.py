@@ -15,6 +15,7 @@ import signal
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
@@ -58,7 +59,7 @@ class Case:
 class Scripted:
     """In place of the coordinator: hands out the case's groups."""
 
-    devices = staticmethod(nullcontext)
+    devices = SimpleNamespace(held=nullcontext)
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -78,7 +79,7 @@ class Scripted:
 class Buffered:
     """Like the coordinator, with the in-memory buffer, into which more groups are put before each call."""
 
-    devices = staticmethod(nullcontext)
+    devices = SimpleNamespace(held=nullcontext)
 
     def __init__(self, config: RunConfig, case: Case) -> None:
         assert case.parts is not None

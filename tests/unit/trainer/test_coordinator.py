@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from async_grpo.config import validate
-from async_grpo.errors import TrainingError
+from async_grpo.errors import TrainingError, WaitTimeout
+from async_grpo.utils.files import try_lock
 from buffer.memory import InMemoryBuffer
 from trainer import coordinator
-from trainer.coordinator import Coordinator
+from trainer.coordinator import Coordinator, SharedDevices
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     monkeypatch.setattr(coordinator, "broadcast_ints", lambda values, _: values)
     monkeypatch.setattr(coordinator, "broadcast_bytes", lambda payload: payload)
     before = signal.getsignal(signal.SIGTERM)
-    yield Coordinator(config)
+    yield Coordinator(config, SharedDevices(config))
     signal.signal(signal.SIGTERM, before)
 
 
@@ -41,3 +44,28 @@ def test_a_wait_for_groups_ends_with_sigterm(alone: Coordinator) -> None:
     assert alone.resume(0).epoch == 1
     signal.raise_signal(signal.SIGTERM)
     assert alone.take(0) is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_devices_are_held_while_engines_sleep_and_memory_is_released_before_they_wake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "sum_over_ranks", lambda values: values)
+    launch = {"share_devices": "sleep", "ready_timeout_s": 0.05}
+    raw = {"name": "shared", "runs_dir": str(tmp_path), "model": {"random": {}}, "launch": launch}
+    config = validate(raw | {"weights": {"update_timeout_s": 0.05}}, "test")
+    released: list[bool] = []
+    devices = SharedDevices(config, lambda: released.append(engine_may_wake()))
+    engine = (config.run_dir / ".device-use").open()
+
+    def engine_may_wake() -> bool:
+        if free := try_lock(engine, shared=True):
+            fcntl.flock(engine, fcntl.LOCK_UN)
+        return free
+
+    with devices.held():
+        assert not engine_may_wake() and not released
+    assert released == [False] and engine_may_wake()
+    assert try_lock(engine, shared=True)  # and it does not sleep again
+    with pytest.raises(WaitTimeout, match=r"waited 0\.1 s for the engines on the trainer's devices"), devices.held():
+        pass

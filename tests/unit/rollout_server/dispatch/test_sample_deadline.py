@@ -6,6 +6,8 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -17,7 +19,7 @@ from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Sample, Task
 from rollout_server.evaluation.milestones import MilestoneEvaluator, longest_completion_s
 from rollout_server.workflows import SingleTurn
-from rollout_server.workflows.sample_rollout import SampleDeadline
+from rollout_server.workflows.sample_rollout import SampleDeadline, SampleMaker
 from rollout_server.workflows.session import SampleSession
 from tests.support.rollout_fakes import (
     Bytes,
@@ -117,6 +119,18 @@ async def test_a_workflow_that_hangs_in_an_evaluation_ends_it_and_is_named(tmp_p
     with pytest.raises(WaitTimeout, match=r"evaluation of version 0, in which sample 0 of task 2, .*ask_the_env"):
         await MilestoneEvaluator(context, watcher).first()
     assert longest_completion_s(config_of(eval={"timeout_s": 100})) == 90  # so that what hangs is named in time
+
+
+async def test_time_in_which_the_engine_sleeps_does_not_count() -> None:
+    clock_s = [0.0]
+    task, session = cast(Any, SimpleNamespace(index=3)), cast(Any, SimpleNamespace(index=0))
+    maker = SampleMaker(Hangs(), "my:Workflow", SampleDeadline(0.01), clock_s=lambda: clock_s[0])
+    making = asyncio.create_task(maker.make(task, session))
+    await asyncio.wait([making], timeout=0.12)
+    assert not making.done()
+    clock_s[0] = 1.0
+    with pytest.raises(WaitTimeout, match="sample 0 of task 3"):
+        await making
 
 
 def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> None:
