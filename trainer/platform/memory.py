@@ -8,16 +8,25 @@ TP, PP, CP, EP sizes, t = TP where sequence_parallel shares what lies between th
     gradients    4 * P                     summed in float32, as a whole on every rank
     optimizer    (8 [+ 4 copy]) * P / D    AdamW's two moments and, beside bfloat16 weights, a float32 copy; ZeRO-1
                                            (arXiv 1910.02054) cuts them over the D ranks that hold the same weights
-                                           (offloaded: those of one parameter, once activations and logits are gone)
+                                           (offloaded: those of one parameter, once activations and work space are
+                                           gone: the larger counts)
     activations  T * L/PP * in flight * a  a bytes a token and layer, after arXiv 2205.05198 (there for plain MLPs,
                                            dropout and stored attention scores, none of which is here)
-    logits       T * V/TP * (2b + 8)       and 8 more with an entropy bonus
+    work space   the larger of the logits, T * (V/TP * 8 + 2hb), and 12 more a logit with an entropy bonus, and of the
+                 gradients in the backward pass of one layer, T * (4h + 3f/TP) * b
 
-a without recomputation: 4hb/t (inputs of two norms and two matrices) + (2q + 4k)b/TP + 2qb/TP (keys, queries, values as
-they lie and as attention wants them; its result in both forms) + 4fb/TP (gate and up, the gate's activation, their
-product). `selective` keeps one form of each in attention; `full` keeps the layer's input, hb/t, and one layer at a time
-in full. Of the micro-batches of a pipeline (1F1B, arXiv 2104.04473), the first stage has PP in flight, the last has one
-and the logits: the larger counts.
+a without recomputation: 4hb/t (inputs of two norms and two matrices) + attention + 3fb/TP (gate and up; their product).
+
+    attention            fused kernels keep keys, queries, values as they lie, (q + 2k)b/TP, queries and keys rotated,
+                         (q + k)b/TP, and the result, qb/TP. On NPUs the rotation keeps its input, (q + k)b/TP more, and
+                         attention 64 bytes for each head. With CP the keys of all ranks are kept: (4q + (1 + 2CP)k)b/TP
+    selective            attention keeps (2q + 2k)b/TP: what it starts from, and its result
+    full                 a layer keeps its input, hb/t; one layer at a time is there as a whole
+    experts              each copy of a token keeps (2h + 4f)b: itself twice, gate and up, the gate's activation, the
+                         product
+
+Of the micro-batches of a pipeline (1F1B, arXiv 2104.04473), the first stage has PP in flight, the last has one and the
+logits: the larger counts. tests/integration/trainer/test_fake_scale.py compares all of it with models of full size.
 """
 
 from __future__ import annotations
@@ -33,6 +42,12 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 COPY_BYTES = 4
+
+UPDATE_BYTES = 8
+"""Of a parameter while torch's AdamW updates it: the root of its second moment, and the quotient. Fused: none."""
+
+NPU_SOFTMAX_BYTES = 64
+"""Of a head and token: the maximum and the sum of its softmax, eight times each in float32."""
 
 RESERVED_BYTES = 3 * GIB
 """Bytes for the device's context, workspaces of its libraries and buffers of the collectives."""
@@ -51,17 +66,16 @@ class TrainerMemory:
     gradients: int
     optimizer: int
     activations: int
-    logits: int
+    work_space: int
     reference: int
     fetched: int = 0
-    """What an update fetches from the host's memory of an offloaded optimizer, when activations and logits are gone."""
+    """What an update fetches from the host's memory of an offloaded optimizer, when activations are gone."""
 
     @property
     def total(self) -> int:
         """Bytes that the device must have."""
-        working = max(self.activations + self.logits, self.fetched)
-        tensors = self.weights + self.gradients + self.optimizer + working + self.reference
-        return int(SLACK * tensors) + RESERVED_BYTES
+        step = max(self.activations + self.work_space, self.fetched)
+        return int(SLACK * (self.weights + self.gradients + self.optimizer + self.reference + step)) + RESERVED_BYTES
 
     @property
     def resident(self) -> int:
@@ -69,15 +83,15 @@ class TrainerMemory:
         return int(SLACK * (self.weights + self.gradients + self.optimizer + self.reference)) + RESERVED_BYTES
 
     def __str__(self) -> str:
-        is_update = self.fetched > self.activations + self.logits
+        step = {"activations": self.activations, "work space": self.work_space}
+        if self.fetched > self.activations + self.work_space:
+            step = {"fetched from the optimizer": self.fetched}
         parts = {
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            "activations": 0 if is_update else self.activations,
-            "logits": 0 if is_update else self.logits,
-            "fetched from the optimizer": self.fetched if is_update else 0,
             "reference model": self.reference,
+            **step,
         }
         summands = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
         return f"{gib(self.total)} GiB = {SLACK:g} * ({summands}) + {gib(RESERVED_BYTES)} reserved"
@@ -92,22 +106,25 @@ def trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
 def _stage_memory(config: RunConfig, shape: ModelShape, stage: str) -> TrainerMemory:
     layout, element = config.trainer, ELEMENT_BYTES[config.model.precision]
     dense, experts = stage_parameters(shape, layout, stage)
-    kept = MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
+    offload, kept = layout.optimizer.offload, MOMENT_BYTES + (COPY_BYTES if element == 2 else 0)
+    shard = dense // same_weights(layout) + experts // same_experts(layout)
+    largest = max(shape.vocab, 2 * shape.ffn) * shape.hidden // layout.tensor_parallel
     tokens = layout.micro_batch_tokens // layout.context_parallel
     in_flight = layout.pipeline_parallel if stage == "first" else 1
     holds_reference = layout.objective.kl_beta > 0 and layout.reference.placement == "model"
-    shard = dense // same_weights(layout) + experts // same_experts(layout)
-    largest = max(shape.vocab, 2 * shape.ffn) * shape.hidden // layout.tensor_parallel
+    work = backward_bytes(shape, layout, element)
+    if stage != "first":
+        work = max(work, logit_bytes(shape, layout, element))
     return TrainerMemory(
         stage=stage,
         parameters=dense + experts,
         weights=element * (dense + experts),
         gradients=GRADIENT_BYTES * (dense + experts),
-        optimizer=0 if layout.optimizer.offload else kept * shard,
+        optimizer=0 if offload else kept * shard,
         activations=tokens * activation_bytes(shape, layout, element, in_flight),
-        logits=tokens * logit_bytes(shape, layout, element, config) if stage != "first" else 0,
+        work_space=tokens * work,
         reference=element * (dense + experts) if holds_reference else 0,
-        fetched=kept * min(shard, largest) if layout.optimizer.offload else 0,
+        fetched=(kept + UPDATE_BYTES) * min(shard, largest) if offload else 0,
     )
 
 
@@ -136,10 +153,7 @@ def stage_parameters(shape: ModelShape, layout: TrainerConfig, stage: str) -> tu
 def activation_bytes(shape: ModelShape, layout: TrainerConfig, element: int, in_flight: int) -> int:
     """Bytes of one token's activations, over the layers of a stage and the micro-batches in flight."""
     layers = shape.layers // layout.pipeline_parallel
-    whole = layer_bytes(shape, layout, element, recompute="none")
-    kept = layer_bytes(shape, layout, element, recompute=layout.recompute)
-    once = whole if layout.recompute == "full" else 0
-    return layers * in_flight * kept + once
+    return layers * in_flight * layer_bytes(shape, layout, element, recompute=layout.recompute)
 
 
 def layer_bytes(shape: ModelShape, layout: TrainerConfig, element: int, *, recompute: str) -> int:
@@ -148,20 +162,38 @@ def layer_bytes(shape: ModelShape, layout: TrainerConfig, element: int, *, recom
     if recompute == "full":
         return element * shape.hidden // between
     norms = 4 * element * shape.hidden // between
-    forms = 2 if recompute == "none" else 1
-    attention = forms * element * (2 * shape.query + 2 * shape.key) // layout.tensor_parallel
+    attention = _attention_bytes(shape, layout, element, recompute) // layout.tensor_parallel
     return norms + attention + _mlp_bytes(shape, layout, element, between)
+
+
+def _attention_bytes(shape: ModelShape, layout: TrainerConfig, element: int, recompute: str) -> int:
+    """Of all heads."""
+    if recompute == "selective":
+        return element * (2 * shape.query + 2 * shape.key)
+    if layout.context_parallel > 1:
+        return element * (4 * shape.query + (1 + 2 * layout.context_parallel) * shape.key)
+    if layout.platform == "npu":
+        return element * (4 * shape.query + 4 * shape.key) + NPU_SOFTMAX_BYTES * shape.heads
+    return element * (3 * shape.query + 3 * shape.key)
 
 
 def _mlp_bytes(shape: ModelShape, layout: TrainerConfig, element: int, between: int) -> int:
     """A token goes through the MLP, or copies of it through its experts, which are never cut."""
     if not shape.experts:
-        return 4 * element * shape.ffn // layout.tensor_parallel
+        return 3 * element * shape.ffn // layout.tensor_parallel
     return shape.experts_per_token * element * (4 * shape.ffn + 2 * shape.hidden) // between
 
 
-def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int, config: RunConfig) -> int:
-    """Bytes of one token: logits, two float32 tensors of them in either pass, the gradient in the weights'
-    precision."""
-    entropy = 8 if config.trainer.objective.entropy_coef > 0 else 0
-    return (2 * element + 8 + entropy) * shape.vocab // layout.tensor_parallel
+def logit_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
+    """Bytes of one token: two float32 tensors of logits and, of the output layer, its input and that one's gradient."""
+    each = 20 if layout.objective.entropy_coef > 0 else 8
+    return each * shape.vocab // layout.tensor_parallel + 2 * element * shape.hidden
+
+
+def backward_bytes(shape: ModelShape, layout: TrainerConfig, element: int) -> int:
+    """Bytes of one token in the backward pass of one layer: gradients, and what was not kept of the layer."""
+    between = layout.tensor_parallel if layout.sequence_parallel else 1
+    once = layer_bytes(shape, layout, element, recompute="none") if layout.recompute == "full" else 0
+    copies = shape.experts_per_token * (3 * shape.ffn + 2 * shape.hidden) // between
+    mlp = copies if shape.experts else 3 * shape.ffn // layout.tensor_parallel
+    return once + element * (4 * shape.hidden + mlp)

@@ -16,7 +16,16 @@ from async_grpo.utils.text import GIB
 from trainer.platform import base
 
 CONFIGS = Path(__file__).parents[4] / "configs"
-NODES = [f"qwen2.5_7b_{task}_{platform}" for task in ("gsm8k", "deepscaler") for platform in ("ascend", "cuda")]
+NODES = [
+    f"{model}_{task}_{platform}"
+    for model, tasks in {
+        "qwen2.5_7b": ("gsm8k", "deepscaler"),
+        "qwen2.5_32b": ("deepscaler",),
+        "qwen3_30b_a3b": ("deepscaler",),
+    }.items()
+    for task in tasks
+    for platform in ("ascend", "cuda")
+]
 ONE_DEVICE = [f"qwen2.5_{size}_gsm8k_one_{device}" for size in ("0.5b", "1.5b") for device in ("gpu", "npu")]
 QWEN_7B = {
     "model_type": "qwen2",
@@ -91,9 +100,11 @@ def test_an_engine_that_sleeps_in_a_step_cannot_feed_it() -> None:
     assert "engines generate nothing while a step is made" in result.output
 
 
-def test_a_node_of_sixteen_npus_is_used_up() -> None:
-    config = read("qwen2.5_7b_gsm8k_ascend")
-    assert config.trainer.processes + config.rollout.servers * config.rollout.vllm.tensor_parallel == 16
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_is_used_up(name: str) -> None:
+    config = read(name)
+    used = config.trainer.processes + config.rollout.servers * config.rollout.vllm.tensor_parallel
+    assert used == (16 if name.endswith("ascend") else 8)
 
 
 ON_DEVICES = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
