@@ -20,7 +20,9 @@ PIP = """
 import json, os, sys
 from pathlib import Path
 read = {name: Path(name).read_text() for name in sys.argv if name.endswith("requirements.txt")}
-environment = os.environ.get("VLLM_TARGET_DEVICE")
+told = ("VLLM_TARGET_DEVICE", "VLLM_VERSION_OVERRIDE")
+environment = " ".join(os.environ[name] for name in told if name in os.environ)
+assert not environment or os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0", "torch would load torch_npu"
 with open(os.environ["CALLS"], "a") as file:
     print(json.dumps([sys.argv[1:], "".join(read.values()), environment]), file=file)
 failing = os.environ.get("FAILING", "none")
@@ -28,8 +30,8 @@ sys.exit(any(failing in text for text in read.values()) and "--extra-index-url" 
 """
 
 
-class Calls(list[tuple[list[str], str, str | None]]):
-    """What pip was asked: its arguments, the requirements, VLLM_TARGET_DEVICE."""
+class Calls(list[tuple[list[str], str, str]]):
+    """What pip was asked: its arguments, the requirements, VLLM_TARGET_DEVICE and VLLM_VERSION_OVERRIDE."""
 
     def distributions(self) -> list[list[str]]:
         return [re.findall(r"^([a-z0-9][a-z0-9.-]*)", text, flags=re.MULTILINE) for _, text, _ in self]
@@ -63,7 +65,7 @@ def test_ascend_is_installed_in_stages_none_of_which_lets_pip_resolve(tmp_path: 
         calls.distributions()[1]
     )
     assert not {"torch", "vllm", "mindspeed", "numpy<=1.26"} & set(calls.distributions()[1])
-    assert (vllm[2], packages[2]) == ("empty", None)
+    assert (vllm[2], packages[2]) == (f"empty {requirements.VLLM_ASCEND}", "")
     assert {"--no-build-isolation", "--no-binary=vllm", "--require-hashes"} <= set(vllm[0])
     assert mindspeed[1] == f"mindspeed @ {requirements.MINDSPEED_SOURCE}\n"
     assert triton[1] == f"triton-ascend=={requirements.TRITON_ASCEND}\n"
