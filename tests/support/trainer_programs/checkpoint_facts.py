@@ -196,7 +196,9 @@ def replay(config: RunConfig) -> list[str]:
     parts = {"WeightExporter": lambda *_: world.exporter, "StepRunner": lambda *_: world.step_runner}
     with patch.multiple(loop, **parts, step_row=lambda *_, **__: {}):
         args = (world.policy, world.coordinator, world.checkpoints, world.logger, RESUMED_AT)
-        loop.TrainingLoop(config, Path(), *args).run()
+        training = loop.TrainingLoop(config, Path(), *args)
+        training.gap_watch = world.gap_watch  # no step has a gap here
+        training.run()
     return [name for name, *_ in world.mock_calls if name in TOLD]
 
 

@@ -100,6 +100,7 @@ def test_bench_weights_measures_every_figure(tmp_path: Path) -> None:
     assert done.by_name["AdamW, lr 1e-06: patches are smaller than dense"]["value"] > 30
 
 
+@pytest.mark.slow
 def test_bench_rollout_compares_the_same_work(tmp_path: Path) -> None:
     done = bench("rollout", tmp_path)
     assert done.code == 0, done.error
@@ -128,6 +129,7 @@ def test_bench_trainer_compares_steps_that_come_to_the_same_loss(tmp_path: Path)
     assert streamed["baseline"] > 0 and streamed["ratio"] > 0
 
 
+@pytest.mark.slow
 def test_bench_trainer_trains_on_the_prompts_of_a_file_and_names_a_missing_one(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     missing = bench("trainer", tmp_path, "--data", str(data))
