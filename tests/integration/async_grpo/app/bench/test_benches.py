@@ -88,6 +88,7 @@ def test_bench_buffer_names_a_server_that_is_not_there(tmp_path: Path) -> None:
     assert "ServerLost" in done.error and "Traceback" not in done.error
 
 
+@pytest.mark.slow
 def test_bench_weights_measures_every_figure(tmp_path: Path) -> None:
     done = bench("weights", tmp_path)
     assert done.code == 0, done.error
