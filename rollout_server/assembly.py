@@ -115,7 +115,8 @@ async def _assemble(
     source = make_source(config, tokenizer)
     if source.dropped:
         log.warning("rows of the data are not used", rows=str(source.dropped))
-    logger = RolloutLogger(config.run_dir, name, samples_every=config.telemetry.samples_every)
+    every = config.telemetry.samples_every
+    logger = RolloutLogger(config.run_dir, name, samples_every=every, tokenizer=tokenizer)
     stack.callback(logger.close)
     engine, proof = await start_engine(stack, config, model, name)
     workflow = make_workflow(config.rollout, tokenizer)

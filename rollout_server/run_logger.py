@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from async_grpo.data.tokenizer import Tokenizer, TokenPieces
 from async_grpo.telemetry.jsonl import JsonLines
+from async_grpo.telemetry.rows import is_sampled
 from async_grpo.telemetry.timeline import Timeline
-from async_grpo.wire import Group
+from async_grpo.wire import Group, Sample
+
+WAITING_ROWS = 64
+"""Most groups that wait to be written. Beyond it, on a disk that does not keep up, groups are left out."""
 
 
 class RolloutLogger:
-    """Writes samples/NAME.jsonl (every `samples_every`-th group) and timeline/NAME.jsonl in the run folder."""
+    """Writes samples/NAME.jsonl (the groups that `is_sampled` picks) and timeline/NAME.jsonl in the run folder.
 
-    def __init__(self, run_dir: Path, name: str, *, samples_every: int) -> None:
+    A thread makes and writes the rows of samples: thousands of tokens take milliseconds, which the server's event loop
+    does not have. `tokenizer` gives the text of each token; without it rows have none.
+    """
+
+    def __init__(self, run_dir: Path, name: str, *, samples_every: int, tokenizer: Tokenizer | None = None) -> None:
         self._samples = JsonLines(run_dir / "samples" / f"{name}.jsonl")
         self._timeline = Timeline(run_dir / "timeline" / f"{name}.jsonl", name)
         self._samples_every = samples_every
-        self._groups = 0
+        self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._waiting: deque[Future[None]] = deque()
 
     def group(self, group: Group, *, version: int) -> None:
-        """Log a finished group. Ages are counted from `version`, the engine's version now."""
+        """Log a finished group. Ages are counted from `version`, the engine's version now.
+
+        Raises what the thread met when it wrote an earlier one (OSError).
+        """
         self._timeline.span(
             "generation",
             f"group {group.seq}",
@@ -31,9 +49,10 @@ class RolloutLogger:
             version=group.admitted_version,
             tokens=sum(len(sample.token_ids()) for sample in group.samples),
         )
-        self._groups += 1
-        if (self._groups - 1) % self._samples_every == 0:
-            self._samples.write(_sample_row(group, version))
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft().result()
+        if is_sampled(group.seq, self._samples_every) and len(self._waiting) < WAITING_ROWS:
+            self._waiting.append(self._thread.submit(self._write, group, version))
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:
@@ -49,12 +68,16 @@ class RolloutLogger:
         self._timeline.span("wait", reason, started_s, ended_s)
 
     def close(self) -> None:
-        """Close both files."""
+        """Write what waits, and close both files."""
+        self._thread.shutdown(wait=True)
         self._samples.close()
         self._timeline.close()
 
+    def _write(self, group: Group, version: int) -> None:
+        self._samples.write(_sample_row(group, version, self._pieces))
 
-def _sample_row(group: Group, version: int) -> dict[str, object]:
+
+def _sample_row(group: Group, version: int, pieces: TokenPieces | None) -> dict[str, object]:
     """The row of the group (`telemetry.rows`), with versions, spans and the server that made it."""
     return {
         "seq": group.seq,
@@ -65,16 +88,23 @@ def _sample_row(group: Group, version: int) -> dict[str, object]:
         "attempt": group.attempt,
         "server": group.server,
         "time_s": group.finished_s,
-        "completions": [
-            {
-                "text": sample.text,
-                "reward": sample.reward,
-                "rewards": sample.rewards,
-                "unverifiable": sample.unverifiable,
-                "finish_reason": sample.finish_reason,
-                "spans": [[span.version, span.start, span.end] for span in sample.spans],
-                "age": version - sample.oldest_version,
-            }
-            for sample in group.samples
-        ],
+        "completions": [_completion(sample, version, pieces) for sample in group.samples],
     }
+
+
+def _completion(sample: Sample, version: int, pieces: TokenPieces | None) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "text": sample.text,
+        "reward": sample.reward,
+        "rewards": sample.rewards,
+        "unverifiable": sample.unverifiable,
+        "finish_reason": sample.finish_reason,
+        "spans": [[span.version, span.start, span.end] for span in sample.spans],
+        "age": version - sample.oldest_version,
+    }
+    if sample.turns:
+        facts["turns"] = [[turn.start, turn.end, turn.by_policy] for turn in sample.turns]
+    if pieces is not None:
+        facts["pieces"] = pieces.of(sample.token_ids().tolist())
+        facts["logprobs"] = np.round(sample.token_logprobs().astype(np.float64), 4).tolist()
+    return facts

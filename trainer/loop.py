@@ -27,7 +27,7 @@ from trainer.distributed import is_leader
 from trainer.model.policy import Policy
 from trainer.model.reference import Reference
 from trainer.run_logger import TrainerLogger
-from trainer.step.results import step_row
+from trainer.step.results import step_row, trained_row
 from trainer.step.statistics import GapWatch
 from trainer.step.step import measure_gap
 from trainer.step.step_runner import SkippedSteps, StepOutcome, StepRunner
@@ -136,6 +136,7 @@ class TrainingLoop:
     def _write(self, outcome: StepOutcome) -> None:
         seconds, peak_flops = self.logger.phases.seconds, self.peak_flops
         self.logger.step(step_row(outcome.batch, outcome.result, lr=outcome.lr, seconds=seconds, peak_flops=peak_flops))
+        self.logger.trained(lambda: trained_row(outcome.batch, self.config, skipped=outcome.result is None))
         self.logger.phases.reset()
         if outcome.result is not None:
             self.gap_watch.step(outcome.batch, outcome.result)

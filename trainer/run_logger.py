@@ -1,8 +1,9 @@
-"""Everything that the trainer reports: metrics.jsonl, TensorBoard scalars, log lines, timeline, /metrics."""
+"""Everything that the trainer reports: metrics.jsonl, trained.jsonl, scalars, log lines, timeline, /metrics."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from async_grpo.config import RunConfig
@@ -25,6 +26,7 @@ class TrainerLogger:
         if self._leads:
             self._log = configure_logging(ROLE)
             self._rows = JsonLines(config.run_dir / "metrics.jsonl")
+            self._trained = JsonLines(config.run_dir / "trained.jsonl")
             self._trackers = make_trackers(config)
             self._timeline = Timeline(config.run_dir / "timeline" / f"{ROLE}.jsonl", ROLE)
             self._metrics = MetricsServer(config)
@@ -40,6 +42,11 @@ class TrainerLogger:
             self._metrics.step(row)
             shown = ("step", "reward_mean", "loss", "grad_norm", "age_max", "trained_tokens", "wait_s", "step_s")
             self._log.info("step trained", **{key: row[key] for key in shown if key in row})
+
+    def trained(self, row: Callable[[], dict[str, Any]]) -> None:
+        """Record which groups a step trained, and how; other ranks do not make the row."""
+        if self._leads:
+            self._trained.write(row())
 
     def joined(self, epoch: int, version: int, head_version: int) -> None:
         """Record that this trainer has taken over the run at `version`; rollout servers have `head_version`."""
@@ -74,5 +81,6 @@ class TrainerLogger:
         if self._leads and self._timeline is not None:
             self._metrics.close()
             self._rows.close()
+            self._trained.close()
             self._trackers.close()
             self._timeline.close()

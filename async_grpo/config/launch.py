@@ -70,7 +70,7 @@ class TelemetryConfig(StrictModel):
     project: str = Field(default="async-grpo", min_length=1)
     """The project of wandb, SwanLab and Trackio, or the experiment of MLflow, that the run belongs to."""
     samples_every: PositiveInt = 8
-    """One of this many finished groups is written to samples/*.jsonl."""
+    """Finished groups whose sequence number this divides are written to samples/*.jsonl, with every token."""
     http: ListenConfig = ListenConfig()
     """The trainer's /metrics, /healthz and /readyz: read-only; it accepts no commands, so it needs no key."""
 

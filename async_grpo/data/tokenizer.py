@@ -11,6 +11,10 @@ from async_grpo.errors import ConfigError
 
 _MAX_CHARACTERS_PER_TOKEN = 256
 """The most characters that a token has on average. Longer tokens are white space."""
+_PART = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for bytes that are only a part of a character."""
+_MOST_BYTES = 4
+"""Bytes of the longest character in UTF-8: no more tokens than that make one."""
 
 
 class Tokenizer(Protocol):
@@ -72,6 +76,36 @@ class BatchTokenizer:
             return encode_one(self._tokenizer, text, special_tokens=self._special_tokens)
         except Exception as error:  # a tokenizer may raise anything for an unknown text
             return RejectedRow("refused by the tokenizer", f"{type(error).__name__}: {str(error)[:200]}")
+
+
+class TokenPieces:
+    """The text of each token, special tokens included. Texts are remembered by id: a vocabulary has 200,000 at most."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, ids: list[int]) -> list[str]:
+        """The text of each id. Where several tokens make one character, the last of them has it and the others ""."""
+        pieces = [self._piece(token) for token in ids]
+        start: int | None = None
+        for place, piece in enumerate(pieces):
+            if _PART not in piece:
+                start = None
+                continue
+            if start is None or place - start >= _MOST_BYTES:
+                start = place
+            whole = self._tokenizer.decode(ids[start : place + 1])
+            if _PART not in whole:
+                pieces[start : place + 1] = [*[""] * (place - start), whole]
+                start = None
+        return pieces
+
+    def _piece(self, token: int) -> str:
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._tokenizer.decode([token])
+        return piece
 
 
 def check_characters(prompt: str, max_prompt_tokens: int) -> None:

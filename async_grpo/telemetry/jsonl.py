@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 
 class JsonLines:
     """Appends rows to `path`, creating it and its folder.
@@ -26,7 +28,7 @@ class JsonLines:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
-        self._file.write(json.dumps(_plain(row), ensure_ascii=False).encode() + b"\n")
+        self._file.write(_line(row) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -77,6 +79,13 @@ def _parse(lines: Iterable[bytes]) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(row)  # fifty times faster: a row of samples has thousands of tokens
+    except (TypeError, ValueError):  # numpy scalars, lone surrogates
+        return json.dumps(_plain(row), ensure_ascii=False).encode()
 
 
 def _ends_torn(path: Path) -> bool:

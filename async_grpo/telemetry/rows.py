@@ -5,7 +5,9 @@
                                        every token comes from `version`
                       kind "warning"   step, message: something that a person should look at
     samples/*.jsonl   one finished group: prompt, answer, completions with text, reward and spans, which are
-                      [version, start, end) over the completion's tokens
+                      [version, start, end) over the completion's tokens; of each token its text (pieces) and its
+                      log-probability under the policy that sampled it (logprobs, 4 digits)
+    trained.jsonl     one step: the step, and of its groups that are in samples/*.jsonl the advantages of their samples
 
 Readers tolerate missing keys: a file may come from an older version or from a run cut short. A resumed run repeats
 steps; the last row of a step counts.
@@ -31,6 +33,14 @@ REWARD_FAILURES_PREFIX = "reward_failures."
 
 TIME_KEYS = tuple(f"{phase}_s" for phase in PHASES)
 """The parts of a step, in order; what they leave of `step_s` is "other"."""
+
+
+def is_sampled(seq: int, every: int) -> bool:
+    """Whether the group belongs to the `telemetry.samples_every`-th ones that are written for people to read.
+
+    Server and trainer go by the group's sequence number, so that both write about the same groups.
+    """
+    return seq % every == 0
 
 
 def last_of_each(rows: Iterable[Row], key: str) -> list[Row]:

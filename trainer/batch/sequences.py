@@ -115,7 +115,7 @@ def sequences_of(
     """
     groups = batch.groups
     samples = [sample for group in groups for sample in group.samples]
-    advantages = _advantages(groups, objective.advantage)
+    advantages = [value for values in group_advantages(groups, objective.advantage) for value in values]
     tokens = torch.tensor([_judged_tokens(sample) for sample in samples])
     weights = AGGREGATIONS[objective.aggregation](tokens, longest).tolist()
     places = [place for place, group in enumerate(groups) for _ in group.samples]
@@ -187,8 +187,8 @@ def _judged_tokens(sample: Sample) -> int:
     return 0 if sample.reward is None else int(sample.written_by_policy().sum())
 
 
-def _advantages(groups: Many[Group], rule: str) -> list[float]:
-    """The advantages of all samples, group after group.
+def group_advantages(groups: Many[Group], rule: str) -> list[list[float]]:
+    """The advantages of the samples of each group.
 
     Groups of unequal size are padded with samples that are not valid.
     """
@@ -202,7 +202,7 @@ def _advantages(groups: Many[Group], rule: str) -> list[float]:
             if sample.reward is not None:
                 rewards_BG[row, column], valid_BG[row, column] = sample.reward, True
     values = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
-    return [a for row, group in zip(values, groups, strict=True) for a in row[: len(group.samples)]]
+    return [row[: len(group.samples)] for row, group in zip(values, groups, strict=True)]
 
 
 def _sequence(

@@ -1,4 +1,4 @@
-"""The row of a training step, and the cost of a model in floating-point operations.
+"""The rows of a training step, and the cost of a model in floating-point operations.
 
 `ModelCost` counts operations from the Hugging Face configuration:
 
@@ -22,10 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.config import RunConfig
 from async_grpo.staleness import age
 from async_grpo.telemetry.metrics import COMPUTE, PHASES
+from async_grpo.telemetry.rows import is_sampled
 from async_grpo.telemetry.timeline import START
 from async_grpo.wire import Batch, Group
+from trainer.batch.sequences import group_advantages
 
 TRAINING = 3
 """Cost of a forward and a backward pass, in forward passes."""
@@ -87,6 +90,26 @@ def step_row(
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
         "start_s": seconds.get(START, 0.0),
         "step_s": sum(taken_s for name, taken_s in seconds.items() if name != START),
+    }
+
+
+def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, Any]:
+    """The row of trained.jsonl: by sequence number, the advantages of the groups that are in samples/*.jsonl.
+
+    With a penalty in the reward (`kl_in: reward`) they also depend on the passes of the step, and the row has none.
+    """
+    objective, every = config.trainer.objective, config.telemetry.samples_every
+    penalised = objective.kl_beta > 0 and objective.kl_in == "reward"
+    advantages = [None] * len(batch.groups) if penalised else group_advantages(batch.groups, objective.advantage)
+    return {
+        "step": batch.version + 1,
+        "skipped": skipped,
+        "mask_below": batch.mask_below,
+        "groups": {
+            group.seq: values and [round(value, 4) for value in values]
+            for group, values in zip(batch.groups, advantages, strict=True)
+            if is_sampled(group.seq, every)
+        },
     }
 
 

@@ -9,8 +9,9 @@ from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire import Batch, Group, Sample, Task, Turn, tokens_to_bytes
 from tests.support.buffer_cases import mixed_sample
+from tests.support.rollout_fakes import config_of
 from trainer.batch.sequences import MIXED, micro_batch, reweighed, sequences_of, targets_of
-from trainer.step.results import step_row
+from trainer.step.results import step_row, trained_row
 
 PROMPT = [7, 8, 9]
 
@@ -85,6 +86,20 @@ def test_groups_of_unequal_size_have_advantages_of_their_own() -> None:
     assert [member.advantage for member in sequences_of(both, ObjectiveConfig(), 64)] == pytest.approx(
         [member.advantage for members in alone for member in members]
     )
+
+
+def test_the_groups_that_people_read_have_their_advantages_in_the_row_of_their_step() -> None:
+    task = Task(index=0, prompt="", prompt_tokens=tokens_to_bytes(PROMPT), answer="")
+    pairs = [[scored(YOUNG, 1.0), scored(YOUNG, 0.0)], [scored(YOUNG, 3.0), scored(YOUNG, 1.0)]]
+    groups = [Group(seq=seq, attempt=1, task=task, samples=pair) for seq, pair in zip((8, 9), pairs, strict=True)]
+    batch = Batch(epoch=1, version=3, groups=groups, mask_below=2)
+    config = config_of(trainer={"objective": {"advantage": "dr_grpo"}}, telemetry={"samples_every": 4})
+    assert trained_row(batch, config, skipped=False) == {
+        "step": 4,
+        "skipped": False,
+        "mask_below": 2,
+        "groups": {8: [0.5, -0.5]},
+    }
 
 
 def scored(sample: Sample, reward: float) -> Sample:
