@@ -10,6 +10,7 @@ To add a metric, add a row here and put its statistic into trainer/step/statisti
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ class Metric:
     """One row of the table."""
 
     key: str
-    """Key in metrics.jsonl and summary.json."""
+    """Key in metrics.jsonl."""
     doc: str
     """One sentence, for docs/reference.md and the gauge's help."""
     tag: str = ""
@@ -85,6 +86,63 @@ class Metric:
     gauge: str = ""
     """Name of the Prometheus gauge, without `async_grpo_trainer_`; empty: not shown."""
 
+    @property
+    def label(self) -> str:
+        """Name for titles and legends, without the unit.
+
+        >>> [metric.label for metric in METRICS if metric.key in ("ess", "grad_norm", "step_s", "weight_max")]
+        ['gradient norm', 'weight, max', 'effective sample size', 'step']
+        """
+        words = _LABELS.get(self.key) or self.key.removesuffix("_s").replace("_", " ")
+        return re.sub(r" (mean|max|std)$", r", \1", words.replace("logprob", "log-probability"))
+
+    @property
+    def unit(self) -> str:
+        """`s`, `tokens`, `tokens/s`, `steps` (of the optimizer), `nats`, `FLOP`, `share` (0 to 1) or "".
+
+        >>> {metric.key: metric.unit for metric in METRICS if metric.key in ("loss", "step_s", "clip_fraction")}
+        {'loss': '', 'clip_fraction': 'share', 'step_s': 's'}
+        """
+        return next((unit for pattern, unit in _UNITS.items() if re.fullmatch(pattern, self.key)), "")
+
+    @property
+    def group(self) -> str:
+        """The first part of the tag, such as `reward`; "" without a tag."""
+        return self.tag.partition("/")[0]
+
+
+_LABELS = {
+    "step": "optimizer step",
+    "reward_error": "reward, standard error",
+    "informative_groups": "groups whose rewards differ",
+    "completion_tokens_mean": "completion length, mean",
+    "completion_tokens_max": "completion length, max",
+    "tokens_per_s": "tokens trained per second",
+    "read_tokens_per_s": "tokens read per second of computing",
+    "truncated_fraction": "truncated completions",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "lr_scale": "learning-rate factor",
+    "clip_fraction": "clipped tokens",
+    "clip_low_fraction": "clipped below",
+    "clip_high_fraction": "clipped above",
+    "rejected_fraction": "rejected tokens",
+    "ess": "effective sample size",
+    "kl": "KL from the reference",
+    "entropy_estimate": "entropy, estimated",
+    "mfu": "model FLOPs utilization",
+}
+_UNITS = {
+    r"(\w+_)?tokens_per_s": "tokens/s",
+    r"\w+_s": "s",
+    r"\w+_fraction|ess|mfu|informative_groups|packing_efficiency|rank_balance": "share",
+    r"\w+_tokens|completion_tokens_\w+": "tokens",
+    r"age_m\w+": "steps",
+    r"kl|entropy\w*|logprob_gap_m\w+": "nats",
+    r"model_flops": "FLOP",
+}
+"""Pattern of a whole key -> unit; the first that matches counts."""
+
 
 def _ess(totals: StepTotals) -> float:
     squared = totals.sums["weight_squared"]
@@ -92,9 +150,9 @@ def _ess(totals: StepTotals) -> float:
     return totals.sums["weight"] ** 2 / (tokens * squared) if squared else 0.0
 
 
-def _token_mean(key: str, doc: str, tag: str, statistic: str) -> Metric:
+def _token_mean(statistic: str, key: str, doc: str, group: str = "train") -> Metric:
     """The mean of a statistic over the trained tokens."""
-    return Metric(key, doc, tag, sums=(statistic,), value=lambda t: t.per_token(statistic))
+    return Metric(key, doc, f"{group}/{key}", sums=(statistic,), value=lambda t: t.per_token(statistic))
 
 
 def _of_gap(total: float, totals: StepTotals) -> float | None:
@@ -108,13 +166,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("time_s", "Unix time at the end of the step."),
     Metric("replayed", "Whether the step was made once more after a crash.", "run/replayed"),
     Metric("groups", "Groups in the batch.", "rollout/groups"),
-    Metric(
-        "reward_mean", "Mean reward of the samples that a verifier could judge.", "reward/mean", gauge="reward_mean"
-    ),
+    Metric("reward_mean", "Mean reward of the samples that were judged.", "reward/mean", gauge="reward_mean"),
     Metric("reward_std", "Standard deviation of those rewards.", "reward/std"),
+    Metric("reward_error", "Standard error of reward_mean over the groups of the batch.", "reward/error"),
+    Metric("reward_by_function", "Reward function -> mean of its scores, before weights."),
     Metric("unverifiable_samples", "Samples that no verifier could judge.", "other/unverifiable_samples"),
     Metric("informative_groups", "Share of the groups whose rewards differ.", "other/informative_groups"),
     Metric("completion_tokens_mean", "Mean length of a completion in tokens.", "rollout/completion_tokens_mean"),
+    Metric("completion_tokens_max", "Length of the longest completion.", "rollout/completion_tokens_max"),
+    Metric("truncated_fraction", "Share of the completions that ran into a limit.", "rollout/truncated_fraction"),
     Metric(
         "loss",
         "Mean loss over the updates of the step.",
@@ -138,32 +198,16 @@ METRICS: tuple[Metric, ...] = (
         sums=("sequence_weight", "sequence_weight_squared", "sequences"),
         value=lambda t: t.lr_scale,
     ),
+    _token_mean("clipped", "clip_fraction", "Share of the trained tokens that left the trust region."),
     _token_mean(
-        "clip_fraction", "Share of the trained tokens that left the trust region.", "train/clip_fraction", "clipped"
+        "clipped_low", "clip_low_fraction", "Share of the trained tokens that left it below: their ratio fell."
     ),
+    _token_mean("clipped_high", "clip_high_fraction", "Share of the trained tokens that left it above."),
+    _token_mean("rejected", "rejected_fraction", "Share of the trained tokens that a correction multiplies by 0."),
     _token_mean(
-        "clip_low_fraction",
-        "Share of the trained tokens that left it below: their ratio has fallen.",
-        "train/clip_low_fraction",
-        "clipped_low",
-    ),
-    _token_mean(
-        "clip_high_fraction",
-        "Share of the trained tokens that left it above.",
-        "train/clip_high_fraction",
-        "clipped_high",
-    ),
-    _token_mean(
-        "rejected_fraction",
-        "Share of the trained tokens that a correction multiplies by 0.",
-        "train/rejected_fraction",
-        "rejected",
-    ),
-    _token_mean(
-        "weight_mean",
+        *("weight", "weight_mean"),
         "Mean of rho = pi / pi_behaviour before any cap; pi is the policy before the update.",
-        "importance/weight_mean",
-        "weight",
+        "importance",
     ),
     Metric(
         "weight_max",
@@ -219,12 +263,8 @@ METRICS: tuple[Metric, ...] = (
         value=lambda t: int(t.sums["tokens"]),
     ),
     Metric("masked_tokens", "Tokens too old to get a gradient.", "other/masked_tokens"),
-    Metric(
-        "age_mean", "Mean age of the trained tokens, in optimizer steps.", "staleness/age_mean", gauge="age_mean_steps"
-    ),
-    Metric(
-        "age_max", "Age of the oldest trained token, in optimizer steps.", "staleness/age_max", gauge="age_max_steps"
-    ),
+    Metric("age_mean", "Mean age of the trained tokens in steps.", "staleness/age_mean", gauge="age_mean_steps"),
+    Metric("age_max", "Age of the oldest trained token in steps.", "staleness/age_max", gauge="age_max_steps"),
     Metric("age_histogram", "Age -> number of trained tokens."),
     Metric(
         "overlong_samples",
@@ -286,7 +326,8 @@ METRICS: tuple[Metric, ...] = (
         "speed/model_flops",
         value=lambda t: t.flops,
     ),
-    Metric("tokens_per_s", "read_tokens over the seconds in which the ranks compute.", "speed/tokens_per_s"),
+    Metric("tokens_per_s", "trained_tokens over step_s, waits included.", "speed/tokens_per_s", gauge="tokens_per_s"),
+    Metric("read_tokens_per_s", "read_tokens over the seconds in which the ranks compute.", "speed/read_tokens_per_s"),
     Metric("mfu", "model_flops over those seconds and the peak of all devices, where it is known.", "speed/mfu"),
     Metric("wait_s", "Seconds of waiting for groups.", "time/wait_s"),
     Metric("start_s", "Seconds until the first batch of this process; not part of step_s.", "time/start_s"),

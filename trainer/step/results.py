@@ -14,9 +14,10 @@ and an addition are two operations. The backward pass takes twice the forward on
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from async_grpo.staleness import age
 from async_grpo.telemetry.metrics import COMPUTE, PHASES
 from async_grpo.telemetry.rows import is_sampled
 from async_grpo.telemetry.timeline import START
-from async_grpo.wire import Batch, Group
+from async_grpo.wire import Batch, Group, Sample
 from trainer.batch.sequences import group_advantages
 
 TRAINING = 3
@@ -73,6 +74,7 @@ def step_row(
     `step_s` have the one before. `peak_flops`: floating-point operations a second, of all ranks together.
     """
     measured = {key: value for key, value in (found or {}).items() if value is not None}
+    step_s = sum(taken_s for name, taken_s in seconds.items() if name != START)
     return {
         "kind": "step",
         "step": batch.version + 1,
@@ -82,14 +84,14 @@ def step_row(
         "replayed": batch.replayed,
         "groups": len(batch.groups),
         "lr": lr,
-        **_rewards(batch.groups),
+        **batch_figures(batch.groups),
         **_ages(batch),
         **measured,
-        **_speed(measured, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops),
+        **_speed(measured, step_s, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops),
         "skipped_steps": int(found is None),
         **{f"{name}_s": seconds.get(name, 0.0) for name in PHASES},
         "start_s": seconds.get(START, 0.0),
-        "step_s": sum(taken_s for name, taken_s in seconds.items() if name != START),
+        "step_s": step_s,
     }
 
 
@@ -113,27 +115,48 @@ def trained_row(batch: Batch, config: RunConfig, *, skipped: bool) -> dict[str, 
     }
 
 
-def _speed(measured: Mapping[str, float], compute_s: float, peak_flops: float | None) -> dict[str, float]:
-    """Throughput while the ranks compute. MFU counts useful operations only: passes before the first update and
-    recomputation take time but add none."""
+def _speed(
+    measured: Mapping[str, float], step_s: float, compute_s: float, peak_flops: float | None
+) -> dict[str, float]:
+    """Throughput of the whole step, and while the ranks compute. MFU counts useful operations only: passes before the
+    first update and recomputation take time but add none."""
     if not measured or compute_s <= 0:
         return {}
     used = {} if peak_flops is None else {"mfu": measured["model_flops"] / (compute_s * peak_flops)}
-    return {"tokens_per_s": measured["read_tokens"] / compute_s, **used}
+    return {
+        "tokens_per_s": measured["trained_tokens"] / step_s,
+        "read_tokens_per_s": measured["read_tokens"] / compute_s,
+        **used,
+    }
 
 
-def _rewards(groups: list[Group]) -> dict[str, Any]:
-    """Figures over the verifiable samples; `informative_groups` is the share of groups whose rewards differ: the others
-    have no gradient."""
+def batch_figures(groups: Sequence[Group]) -> dict[str, Any]:
+    """Rewards over the verifiable samples, and lengths over all. `informative_groups` is the share of groups whose
+    rewards differ: the others have no gradient. `reward_error` needs two groups with rewards."""
     samples = [sample for group in groups for sample in group.samples]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    differing = [{sample.reward for sample in group.samples if sample.reward is not None} for group in groups]
+    by_group = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
+    rewards = [reward for each in by_group for reward in each]
+    means = [float(np.mean(each)) for each in by_group if each]
+    lengths = [len(sample.token_ids()) for sample in samples]
     return {
         **({"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if rewards else {}),
+        **({"reward_error": float(np.std(means, ddof=1)) / math.sqrt(len(means))} if len(means) > 1 else {}),
+        "reward_by_function": _by_function(samples),
         "unverifiable_samples": len(samples) - len(rewards),
-        "informative_groups": sum(len(each) > 1 for each in differing) / len(groups),
-        "completion_tokens_mean": float(np.mean([len(sample.token_ids()) for sample in samples])),
+        "informative_groups": sum(len(set(each)) > 1 for each in by_group) / len(groups),
+        "completion_tokens_mean": float(np.mean(lengths)),
+        "completion_tokens_max": max(lengths),
+        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
     }
+
+
+def _by_function(samples: Iterable[Sample]) -> dict[str, float]:
+    """Reward function -> mean of its scores, over the samples that have one."""
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, score in sample.rewards.items():
+            scores.setdefault(name, []).append(score)
+    return {name: float(np.mean(found)) for name, found in sorted(scores.items())}
 
 
 def _ages(batch: Batch) -> dict[str, Any]:

@@ -51,15 +51,16 @@ def configuration() -> Iterator[str]:
 
 
 def step_metrics() -> Iterator[str]:
-    """The table of METRICS: key, tag, gauge, meaning."""
+    """The table of METRICS: key, tag, gauge, unit, meaning."""
     yield "## Metrics of a training step\n"
     yield (
         "`key` stands in the rows of kind `step` in `metrics.jsonl`, `tag` in TensorBoard and other trackers, and "
         "`gauge` on the trainer's `/metrics`, after `async_grpo_trainer_`.\n"
     )
-    yield "| key | tag | gauge | meaning |\n|---|---|---|---|"
+    yield "| key | tag | gauge | unit | meaning |\n|---|---|---|---|---|"
     for metric in METRICS:
-        yield f"| `{metric.key}` | {_code(metric.tag)} | {_code(metric.gauge)} | {_cell(metric.doc)} |"
+        names = f"`{metric.key}` | {_code(metric.tag)} | {_code(metric.gauge)}"
+        yield f"| {names} | {metric.unit} | {_cell(metric.doc)} |"
     yield ""
 
 

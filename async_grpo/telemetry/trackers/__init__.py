@@ -119,12 +119,13 @@ class Trackers:
         self._close_timeout_s = close_timeout_s
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Log the numeric fields of a step's row (`metrics.METRICS`) at its step."""
+        """Log the numeric fields of a step's row (`metrics.METRICS`) and the reward of each function at its step."""
         scalars = {
             TAGS.get(key, f"other/{key}"): float(value)
             for key, value in row.items()
             if key not in _COORDINATES and isinstance(value, (bool, int, float))
         }
+        scalars |= {f"reward_by_function/{name}": mean for name, mean in row.get("reward_by_function", {}).items()}
         self._log(int(row["step"]), scalars, float(row.get("time_s", time.time())))
 
     def evaluation(self, evaluation: Evaluation) -> None:

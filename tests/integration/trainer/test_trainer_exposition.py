@@ -188,7 +188,7 @@ def test_the_documented_metrics_are_the_metrics(shown: tuple[MetricsServer, str]
     exposed, address = shown
     fill(config)
     exposed.joined(1, 0)
-    exposed.step(row(1, reward_mean=0.5, logprob_gap_mean=0.1, logprob_gap_max=0.2, grad_norm=1.0))
+    exposed.step(row(1, reward_mean=0.5, tokens_per_s=40.0, logprob_gap_mean=0.1, logprob_gap_max=0.2, grad_norm=1.0))
     served = set(re.findall(r"^# HELP (async_grpo_\w+)", get(f"{address}/metrics")[1], re.MULTILINE))
     _, chapter = DOCS.read_text().split("\n## The trainer\n")
     assert served == set(re.findall(r"^\| `(async_grpo_\w+)", chapter, re.MULTILINE))

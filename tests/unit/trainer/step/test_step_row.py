@@ -1,0 +1,65 @@
+"""What a step's row says about its batch, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from async_grpo.telemetry.metrics import METRICS
+from async_grpo.wire.records import Batch, Group
+from tests.support.buffer_cases import sample, tasks
+from trainer.step.results import batch_figures, step_row
+
+
+def group(*scored: tuple[float | None, int, str]) -> Group:
+    """A group of samples, each with its reward, length and finish reason."""
+    samples = [
+        structs.replace(
+            sample(version=3, length=length),
+            reward=reward,
+            rewards={} if reward is None else {"right": reward, "short": 1 / length},
+            finish_reason=reason,
+        )
+        for reward, length, reason in scored
+    ]
+    return Group(seq=0, attempt=1, task=tasks(0, 1)[0], samples=samples)
+
+
+GROUPS = [
+    group((1.0, 4, "stop"), (0.0, 8, "length")),  # mean 0.5
+    group((1.0, 2, "stop"), (1.0, 4, "stop")),  # mean 1
+    group((0.0, 8, "length"), (None, 10, "length")),  # mean 0
+]
+
+
+def test_the_reward_has_its_standard_error_over_groups_and_each_functions_mean() -> None:
+    found = batch_figures(GROUPS)
+    assert found["reward_mean"] == pytest.approx(3 / 5)
+    assert found["reward_error"] == pytest.approx(0.5 / 3**0.5)  # of 0.5, 1 and 0: deviation 0.5, three groups
+    assert found["reward_by_function"]["right"] == pytest.approx(3 / 5)
+    assert found["reward_by_function"]["short"] == pytest.approx((1 / 4 + 1 / 8 + 1 / 2 + 1 / 4 + 1 / 8) / 5)
+    assert "reward_error" not in batch_figures(GROUPS[:1])
+
+
+def test_lengths_have_their_mean_their_largest_and_the_truncated_share() -> None:
+    found = batch_figures(GROUPS)
+    assert (found["completion_tokens_mean"], found["completion_tokens_max"]) == (6.0, 10)
+    assert found["truncated_fraction"] == 3 / 6
+    assert found["informative_groups"] == pytest.approx(1 / 3)
+
+
+def test_tokens_per_second_are_those_trained_over_the_whole_step_with_its_wait() -> None:
+    batch = Batch(version=3, epoch=1, groups=GROUPS[:1])
+    seconds = {"start": 9.0, "wait": 2.0, "train": 1.0, "publish": 1.0}
+    row = step_row(batch, {"trained_tokens": 12, "read_tokens": 30, "model_flops": 1.0}, lr=0.1, seconds=seconds)
+    assert (row["step_s"], row["tokens_per_s"], row["read_tokens_per_s"]) == (4.0, 3.0, 30.0)
+
+
+def test_every_metric_has_a_name_without_its_unit_and_a_known_unit() -> None:
+    by_key = {metric.key: metric for metric in METRICS}
+    assert {metric.unit for metric in METRICS} == {"", "s", "tokens", "tokens/s", "steps", "nats", "FLOP", "share"}
+    assert (by_key["age_mean"].label, by_key["age_mean"].unit, by_key["age_mean"].group) == (
+        *("age, mean", "steps"),
+        "staleness",
+    )
+    assert len({metric.label for metric in METRICS}) == len(METRICS)
