@@ -72,6 +72,27 @@ def servers_of(run: WholeRun) -> list[psutil.Process]:
     return [process for process in run.family() if "rollout_server.main" in " ".join(process.cmdline())]
 
 
+def kill_one_amid_its_groups(run: WholeRun, config: RunConfig) -> dict[int, Partial]:
+    """Kill a server that has stored prefixes, and return all stored ones.
+
+    Leases do not name their holder. So the other server is suspended: what grows meanwhile is the victim's.
+    """
+    survivor, victim = servers_of(run)
+    survivor.suspend()
+    lengths: dict[int, int] = {}
+
+    def has_grown() -> bool:
+        for seq, partial in asyncio.run(stored_partials(config)).items():
+            if partial.longest > lengths.setdefault(seq, partial.longest):
+                return True
+        return False
+
+    until(has_grown, "growing prefix", timeout_s=30.0)
+    victim.kill()
+    survivor.resume()
+    return asyncio.run(stored_partials(config))
+
+
 def begins_with(group: Group, partial: Partial) -> bool:
     """Whether every stored token, with its log-probability, is where it was."""
     pairs = zip(group.samples, partial.samples, strict=True)
@@ -89,9 +110,7 @@ def test_half_finished_groups_of_a_killed_server_are_finished_from_their_stored_
     config = run.roles_config()
     until(lambda: sum(beat.running > 0 for beat in asyncio.run(beats(config))) == 2, "work on both servers")
     until(lambda: len(asyncio.run(stored_partials(config))) >= 4, "partials")
-    victim = servers_of(run)[-1]
-    victim.kill()
-    partials = asyncio.run(stored_partials(config))
+    partials = kill_one_amid_its_groups(run, config)
     groups = asyncio.run(finished_groups(config, set(partials)))
     assert all(begins_with(groups[seq], partial) for seq, partial in partials.items())
     resumed = {seq: partials[seq] for seq in partials if groups[seq].attempt > partials[seq].attempt}
