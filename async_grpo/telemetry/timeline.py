@@ -11,6 +11,7 @@ side) go to further lanes of that track, because a trace viewer would otherwise 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,7 @@ def merge_timelines(run_dir: Path) -> Path:
     for row in rows:
         by_role.setdefault(row["role"], []).append(row)
     events: list[Event] = []
-    for pid, role in enumerate(sorted(by_role, key=_role_order), start=1):
+    for pid, role in enumerate(sorted(by_role, key=role_order), start=1):
         events += [_metadata("process_name", pid, 0, name=role)]
         events += [_metadata("process_sort_index", pid, 0, sort_index=pid)]
         events += _role_events(pid, by_role[role], origin_s)
@@ -79,7 +80,8 @@ def _usable(path: Path) -> Iterator[Event]:
             yield row
 
 
-def _role_order(role: str) -> tuple[int, str]:
+def role_order(role: str) -> tuple[int, str]:
+    """What roles are sorted by: the trainer's side first, then by name."""
     rank = _FIRST_ROLES.index(role) if role in _FIRST_ROLES else len(_FIRST_ROLES)
     return rank, role
 
@@ -104,19 +106,28 @@ def _role_events(pid: int, rows: Iterable[Event], origin_s: float) -> list[Event
 
 def _lanes(events: list[Event]) -> list[list[Event]]:
     """Put the events on as few lanes as hold them without overlap; instants stay on the first."""
-    lanes: list[list[Event]] = [[]]
-    ends = [0]
-    for event in sorted(events, key=lambda event: int(event["ts"])):
-        if event["ph"] == "i":
-            lanes[0].append(event)
-            continue
-        lane = next((i for i, end in enumerate(ends) if end <= event["ts"]), len(lanes))
-        if lane == len(lanes):
-            lanes.append([])
-            ends.append(0)
-        lanes[lane].append(event)
-        ends[lane] = event["ts"] + event["dur"]
+    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: int(event["ts"]))
+    numbers = lane_numbers((event["ts"], event["ts"] + event["dur"]) for event in spans)
+    lanes: list[list[Event]] = [[] for _ in range(max(numbers, default=0) + 1)]
+    for number, event in zip(numbers, spans, strict=True):
+        lanes[number].append(event)
+    instants = [event for event in events if event["ph"] == "i"]
+    lanes[0] = sorted([*lanes[0], *instants], key=lambda event: int(event["ts"]))
     return lanes
+
+
+def lane_numbers(spans: Iterable[tuple[float, float]]) -> list[int]:
+    """The lowest lane that is free for each (start, end); spans come in order of their start."""
+    numbers: list[int] = []
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    for start, end in spans:
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        number = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (end, number))
+        numbers.append(number)
+    return numbers
 
 
 def _event(row: Event, origin_s: float) -> Event:

@@ -1,0 +1,1 @@
+"""`async-grpo view`: a local web page of runs."""

@@ -1,0 +1,311 @@
+"""Where every group of a run lies in its samples/*.jsonl, and what one filters and sorts by.
+
+    samples/NAME.jsonl --SampleIndex.update, a slice at a time--> columns --select--> places --read--> rows
+    trained.jsonl ------------------------------------------------^
+
+Texts stay on disk: columns take about 50 bytes a completion, so that a million of them fit. A page can be shown while
+the index is still being built.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from async_grpo.telemetry.jsonl import RowFollower
+
+SLICE_BYTES = 4 << 20
+"""Bytes that are read between two looks at the clock."""
+GROWTH_WINDOW, GROWTH = 32, 1.5
+"""Completions have grown where the mean length of this many groups is this multiple of the first ones' mean."""
+UNTRAINED = -1
+"""Step of a group that no step has trained (yet)."""
+
+
+class _Completion(msgspec.Struct):
+    """What is read of a completion; decoding skips its texts and tokens."""
+
+    spans: list[tuple[int, int, int]] = []
+    reward: float | None = None
+    finish_reason: str = ""
+    age: int = 0
+
+
+class _Row(msgspec.Struct):
+    seq: int
+    completions: list[_Completion]
+    server: str = ""
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which completions are wanted; None and "" mean any. Limits are inclusive."""
+
+    reward_min: float | None = None
+    reward_max: float | None = None
+    age_min: int | None = None
+    age_max: int | None = None
+    version_min: int | None = None
+    """Completions with a token of this policy version or a newer one."""
+    version_max: int | None = None
+    """Completions with a token of this policy version or an older one."""
+    step_min: int | None = None
+    step_max: int | None = None
+    finish: str = ""
+    server: str = ""
+    state: str = ""
+    """`trained`, `untrained`, or `unverifiable`: no verifier could judge it."""
+
+
+class Names:
+    """Short numbers for the few texts of a column."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        """The number of the name, a new one for a new name."""
+        if name not in self._numbers:
+            self._numbers[name] = len(self.all)
+            self.all.append(name)
+        return self._numbers[name]
+
+    def find(self, name: str) -> int:
+        """The number of the name, -1 if it has none."""
+        return self._numbers.get(name, -1)
+
+
+class SampleIndex:
+    """The groups of one run folder. Methods must not run at the same time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "samples"
+        self._decode = msgspec.json.Decoder(_Row).decode
+        self._read_to: dict[str, int] = {}
+        self._trained_rows = RowFollower(run_dir / "trained.jsonl")
+        self.trained: dict[int, dict[str, Any]] = {}
+        """Of each trained group, by sequence number: step, skipped, mask_below, advantages. The last step counts."""
+        self.unreadable = 0
+        self.files, self.servers, self.finishes = Names(), Names(), Names()
+        # one entry a group
+        self._file, self._offset, self._size = array("i"), array("q"), array("q")
+        self._seq, self._time, self._server = array("q"), array("d"), array("i")
+        self._first = array("q", [0])
+        # one entry a completion
+        self._group, self._tokens, self._age = array("i"), array("i"), array("i")
+        self._reward, self._oldest, self._newest, self._finish = array("d"), array("i"), array("i"), array("i")
+
+    def __len__(self) -> int:
+        return len(self._seq)
+
+    @property
+    def completions(self) -> int:
+        """Number of completions that are indexed."""
+        return len(self._group)
+
+    def update(self, budget_s: float) -> float:
+        """Read on for `budget_s` seconds at most. Returns the share of the bytes that is indexed, 1 at the end."""
+        for row in self._trained_rows.new_rows():
+            facts = {key: row.get(key) for key in ("step", "skipped", "mask_below")}
+            for seq, advantages in (row.get("groups") or {}).items():
+                self.trained[int(seq)] = {**facts, "advantages": advantages}
+        until = time.monotonic() + budget_s
+        paths = sorted(self._folder.glob("*.jsonl"))
+        for path in paths:
+            while self._read_slice(path) and time.monotonic() < until:
+                pass
+        sizes = sum(path.stat().st_size for path in paths)
+        return min(1.0, sum(self._read_to.values()) / sizes) if sizes else 1.0
+
+    def _read_slice(self, path: Path) -> bool:
+        """Index the next whole lines of the file; False if there are none."""
+        start = self._read_to.get(path.name, 0)
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(SLICE_BYTES)
+            if len(data) == SLICE_BYTES and b"\n" not in data:
+                data += file.readline()
+        end = data.rfind(b"\n") + 1
+        place = 0
+        while place < end:
+            after = data.index(b"\n", place) + 1
+            self._add(path.name, start + place, data[place:after])
+            place = after
+        self._read_to[path.name] = start + end
+        return end > 0
+
+    def _add(self, name: str, offset: int, line: bytes) -> None:
+        try:
+            row = self._decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self.unreadable += bool(line.strip())
+            return
+        group = len(self._seq)
+        self._file.append(self.files.number(name))
+        self._offset.append(offset)
+        self._size.append(len(line))
+        self._seq.append(row.seq)
+        self._time.append(row.time_s)
+        self._server.append(self.servers.number(row.server))
+        for one in row.completions:
+            self._group.append(group)
+            self._tokens.append(one.spans[-1][2] if one.spans else 0)
+            self._oldest.append(one.spans[0][0] if one.spans else 0)
+            self._newest.append(one.spans[-1][0] if one.spans else 0)
+            self._age.append(one.age)
+            self._reward.append(float("nan") if one.reward is None else one.reward)
+            self._finish.append(self.finishes.number(one.finish_reason))
+        self._first.append(len(self._group))
+
+    def select(self, wanted: Filter, sort: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Groups with a completion that passes the filter, sorted, int64 [groups], and which completions pass, bool
+        [completions]. `sort`: newest, oldest, reward, spread, length, age or step."""
+        passing = self._passing(wanted)
+        groups = np.unique(_column(self._group)[passing]).astype(np.int64)
+        keys = self._sort_keys(sort)[groups]
+        return groups[np.argsort(keys, kind="stable")], passing
+
+    def _passing(self, wanted: Filter) -> npt.NDArray[np.bool_]:
+        group, reward = _column(self._group), _column(self._reward)
+        passing = np.ones(len(group), np.bool_)
+        limits = (
+            (reward, wanted.reward_min, wanted.reward_max),
+            (_column(self._age), wanted.age_min, wanted.age_max),
+            (_column(self._newest), wanted.version_min, None),
+            (_column(self._oldest), None, wanted.version_max),
+        )
+        for values, low, high in limits:
+            if low is not None:
+                passing &= values >= low
+            if high is not None:
+                passing &= values <= high
+        if wanted.finish:
+            passing &= _column(self._finish) == self.finishes.find(wanted.finish)
+        if wanted.server:
+            passing &= _column(self._server)[group] == self.servers.find(wanted.server)
+        if wanted.state == "unverifiable":
+            passing &= np.isnan(reward)
+        if wanted.state in ("trained", "untrained") or wanted.step_min is not None or wanted.step_max is not None:
+            passing &= self._trained_within(wanted)[group]
+        return passing
+
+    def _trained_within(self, wanted: Filter) -> npt.NDArray[np.bool_]:
+        """Whether each group was trained, or was not, and by which steps."""
+        steps = self.steps()
+        if wanted.state == "untrained":
+            return steps == UNTRAINED
+        low = max(0, wanted.step_min or 0)
+        return (steps >= low) & (steps <= (np.inf if wanted.step_max is None else wanted.step_max))
+
+    def steps(self) -> npt.NDArray[np.int64]:
+        """Step that trained each group, or UNTRAINED."""
+        of = self.trained
+        return np.array([of[seq]["step"] if seq in of else UNTRAINED for seq in self._seq], np.int64)
+
+    def _sort_keys(self, sort: str) -> npt.NDArray[Any]:
+        """What groups are sorted by, ascending."""
+        if sort in ("newest", "oldest"):
+            return _column(self._time) * (1 if sort == "oldest" else -1)
+        if sort == "step":
+            steps = self.steps()
+            return np.where(steps == UNTRAINED, np.iinfo(np.int64).max, steps)
+        if sort == "age":
+            return -self._per_group(_column(self._age), np.maximum)
+        if sort == "length":
+            return -self._per_group(_column(self._tokens), np.maximum)
+        reward = _column(self._reward)
+        judged = ~np.isnan(reward)
+        if sort == "spread":
+            high = self._per_group(np.where(judged, reward, -np.inf), np.maximum)
+            low = self._per_group(np.where(judged, reward, np.inf), np.minimum)
+            return np.where(high >= low, low - high, 0.0)
+        count = self._per_group(judged.astype(np.float64), np.add)
+        return -self._per_group(np.where(judged, reward, 0.0), np.add) / np.maximum(count, 1)
+
+    def _per_group(self, values: npt.NDArray[Any], fold: np.ufunc) -> npt.NDArray[Any]:
+        """The values of each group's completions, folded; 0 for a group without any."""
+        first = _column(self._first)
+        filled = first[1:] > first[:-1]
+        folded = np.zeros(len(self), values.dtype)
+        if filled.any():
+            folded[filled] = fold.reduceat(values, first[:-1][filled])
+        return folded
+
+    def brief(self, group: int) -> dict[str, Any]:
+        """What a list shows of a group, apart from its texts."""
+        first, end = self._first[group], self._first[group + 1]
+        rewards = [None if value != value else value for value in self._reward[first:end]]
+        facts = self.trained.get(self._seq[group], {})
+        return {
+            "id": f"{self.files.all[self._file[group]]}@{self._offset[group]}",
+            "seq": self._seq[group],
+            "server": self.servers.all[self._server[group]],
+            "time_s": self._time[group],
+            "step": facts.get("step"),
+            "rewards": rewards,
+            "tokens": list(self._tokens[first:end]),
+            "age": max(self._age[first:end], default=0),
+            "versions": [min(self._oldest[first:end], default=0), max(self._newest[first:end], default=0)],
+        }
+
+    def span_of(self, group: int) -> slice:
+        """Places of the group's completions among those of the run."""
+        return slice(self._first[group], self._first[group + 1])
+
+    def line(self, group: int) -> bytes:
+        """The row of the group as it stands in its file."""
+        with (self._folder / self.files.all[self._file[group]]).open("rb") as file:
+            file.seek(self._offset[group])
+            return file.read(self._size[group])
+
+    def find(self, identity: str) -> int | None:
+        """The group of an `id` that `brief` gave; None if there is none."""
+        name, _, offset = identity.rpartition("@")
+        if not offset.isdecimal() or len(offset) > 18:
+            return None
+        here = (_column(self._file) == self.files.find(name)) & (_column(self._offset) == int(offset))
+        places = np.flatnonzero(here)
+        return int(places[0]) if len(places) else None
+
+    def facts(self) -> dict[str, Any]:
+        """What can be filtered by, and where completions have grown."""
+        reward, newest = _column(self._reward), _column(self._newest)
+        judged = reward[~np.isnan(reward)]
+        return {
+            "finishes": sorted(filter(None, self.finishes.all)),
+            "servers": sorted(filter(None, self.servers.all)),
+            "rewards": [float(judged.min()), float(judged.max())] if len(judged) else None,
+            "age": int(max(self._age, default=0)),
+            "versions": [int(min(self._oldest, default=0)), int(newest.max()) if len(newest) else 0],
+            "steps": int(max((facts["step"] for facts in self.trained.values()), default=0)),
+            "growth": self._growth(),
+        }
+
+    def _growth(self) -> dict[str, Any] | None:
+        """The first group in time at which the mean length of GROWTH_WINDOW groups has grown GROWTH-fold."""
+        if len(self) < 2 * GROWTH_WINDOW:
+            return None
+        counts = np.maximum(np.diff(_column(self._first)), 1)
+        order = np.argsort(_column(self._time), kind="stable")
+        lengths = (self._per_group(_column(self._tokens).astype(np.float64), np.add) / counts)[order]
+        means = np.convolve(lengths, np.full(GROWTH_WINDOW, 1 / GROWTH_WINDOW), "valid")
+        grown = np.flatnonzero(means >= GROWTH * means[0])
+        if not len(grown) or not means[0]:
+            return None
+        group = int(order[grown[0] + GROWTH_WINDOW - 1])
+        return {**self.brief(group), "from_tokens": float(means[0]), "to_tokens": float(means[grown[0]])}
+
+
+def _column(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """A copy as an array: a view would forbid the column to grow."""
+    return np.array(values)

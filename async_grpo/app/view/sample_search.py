@@ -1,0 +1,192 @@
+"""Pages of groups: filtered and sorted by the index, and searched in their texts as far as the time allows.
+
+A page ends after PAGE groups or SEARCH_S seconds. Its `next` is the place to go on from, so that a search over any
+number of samples answers at once and may be continued or given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import regex
+from fastapi import APIRouter, HTTPException, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from async_grpo.app.view.sample_index import Filter, SampleIndex
+
+PAGE, SEARCH_S, INDEX_S, MATCH_S = 25, 1.0, 0.25, 0.05
+"""Groups of a page; most seconds that a request searches and indexes; most seconds of a pattern on one text."""
+SNIPPET = 160
+"""Characters of a text that a list shows."""
+KEPT_RUNS = 8
+"""Runs whose index stays in memory."""
+R = TypeVar("R")
+
+Matches = Callable[[str], tuple[int, int] | None]
+"""text -> [start, end) of the first match."""
+
+
+class _Text(msgspec.Struct):
+    text: str = ""
+
+
+class _Texts(msgspec.Struct):
+    prompt: str = ""
+    answer: str = ""
+    completions: list[_Text] = []
+
+
+class SamplesQuery(BaseModel):
+    """Parameters of a page of samples."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    q: str = Field(default="", max_length=400)
+    regex: bool = False
+    within: Literal["any", "prompt", "completion"] = "any"
+    sort: Literal["newest", "oldest", "reward", "spread", "length", "age", "step"] = "newest"
+    start: int = Field(default=0, ge=0)
+    limit: int = Field(default=PAGE, ge=1, le=200)
+    reward_min: float | None = None
+    reward_max: float | None = None
+    age_min: int | None = None
+    age_max: int | None = None
+    version_min: int | None = None
+    version_max: int | None = None
+    step_min: int | None = None
+    step_max: int | None = None
+    finish: str = ""
+    server: str = ""
+    state: Literal["", "trained", "untrained", "unverifiable"] = ""
+
+    @property
+    def filter(self) -> Filter:
+        """The part that the index answers."""
+        return Filter(**self.model_dump(include=set(Filter.__dataclass_fields__)))
+
+
+class RunSamples:
+    """The samples of one run folder. Threads may share it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._lock = threading.Lock()
+        self._index = SampleIndex(run_dir)
+        self._decode = msgspec.json.Decoder(_Texts).decode
+
+    def page(self, query: SamplesQuery) -> dict[str, Any]:
+        """A page of groups. Raises ValueError for a pattern that is none."""
+        matches = matcher(query.q, query.regex)
+        with self._lock:
+            indexed = self._index.update(INDEX_S)
+            groups, passing = self._index.select(query.filter, query.sort)
+            until, at = time.monotonic() + SEARCH_S, query.start
+            items: list[dict[str, Any]] = []
+            while at < len(groups) and len(items) < query.limit and time.monotonic() < until:
+                group = int(groups[at])
+                at += 1
+                if (item := self._item(group, passing[self._index.span_of(group)], query.within, matches)) is not None:
+                    items.append(item)
+            return {
+                "indexed": indexed,
+                "groups": len(self._index),
+                "completions": self._index.completions,
+                "matching": len(groups),
+                "unreadable": self._index.unreadable,
+                "searched": at,
+                "next": at if at < len(groups) else None,
+                "items": items,
+                **({"facts": self._index.facts()} if query.start == 0 else {}),
+            }
+
+    def _item(self, group: int, passing: Any, within: str, matches: Matches | None) -> dict[str, Any] | None:
+        """The group as a list shows it, with the completions that pass the filter and match; None without any."""
+        texts = self._decode(self._index.line(group))
+        places = [place for place, passes in enumerate(passing) if passes]
+        snippet = {}
+        if matches is not None:
+            in_prompt = within != "completion" and matches(texts.prompt) is not None
+            hits = {} if within == "prompt" else {at: matches(texts.completions[at].text) for at in places}
+            found = {at: hit for at, hit in hits.items() if hit is not None}
+            if not in_prompt and not found:
+                return None
+            places = list(found) or places
+            if found:
+                snippet = {"snippet": _around(texts.completions[places[0]].text, *found[places[0]])}
+        shown = {"prompt": texts.prompt[:SNIPPET], "answer": texts.answer[:SNIPPET], "matches": places}
+        return {**self._index.brief(group), **shown, **snippet}
+
+    def group(self, identity: str) -> dict[str, Any] | None:
+        """Everything that is known of a group; None if there is none of this identity."""
+        with self._lock:
+            self._index.update(INDEX_S)
+            group = self._index.find(identity)
+            if group is None:
+                return None
+            row = msgspec.json.decode(self._index.line(group))
+            return {"id": identity, "row": row, "trained": self._index.trained.get(row["seq"])}
+
+
+def matcher(text: str, is_regex: bool) -> Matches | None:
+    """What finds the text: as a pattern, or anywhere in either case. None for an empty one. Raises ValueError."""
+    if not text:
+        return None
+    try:
+        pattern = regex.compile(text) if is_regex else regex.compile(regex.escape(text), regex.IGNORECASE)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+
+    def search(in_text: str) -> tuple[int, int] | None:
+        try:
+            found = pattern.search(in_text, timeout=MATCH_S)
+        except TimeoutError:
+            return None
+        return None if found is None else found.span()
+
+    return search
+
+
+def _around(text: str, start: int, end: int) -> list[str]:
+    """The text before, in and after a match, as long as a list shows."""
+    before = max(0, start - SNIPPET // 4)
+    matched = text[start : min(end, start + SNIPPET)]
+    return [text[before:start], matched, text[start + len(matched) : start + SNIPPET]]
+
+
+def recent(runs: dict[Path, R], path: Path, make: Callable[[Path], R]) -> R:
+    """The run of this folder, made if it is new; the one that was asked for longest ago makes room."""
+    runs[path] = runs.pop(path) if path in runs else make(path)
+    if len(runs) > KEPT_RUNS:
+        del runs[next(iter(runs))]
+    return runs[path]
+
+
+def sample_routes(find_run: Callable[[str], Path]) -> APIRouter:
+    """The routes of samples. `find_run` gives the folder of a run's name, or raises HTTPException."""
+    routes = APIRouter()
+    runs: dict[Path, RunSamples] = {}
+
+    def samples_of(name: str) -> RunSamples:
+        return recent(runs, find_run(name), RunSamples)
+
+    @routes.get("/api/runs/{name}/samples")
+    def samples(name: str, query: Annotated[SamplesQuery, Query()]) -> dict[str, Any]:
+        """A page of groups."""
+        try:
+            return samples_of(name).page(query)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+
+    @routes.get("/api/runs/{name}/samples/{identity}")
+    def group(name: str, identity: str) -> dict[str, Any]:
+        """One group with all its tokens."""
+        found = samples_of(name).group(identity)
+        if found is None:
+            raise HTTPException(404, f"run {name} has no group {identity}: its samples may have been removed")
+        return found
+
+    return routes

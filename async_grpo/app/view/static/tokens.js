@@ -1,0 +1,101 @@
+// One completion, token by token, coloured by the policy version that wrote it.
+
+import { el, figure, visible } from "./dom.js";
+
+const SHOWN_TOKENS = 2000;
+const TONES = 8;
+
+/** Version of each token: spans are [version, start, end). */
+export function versionsOf(spans, length) {
+  const versions = new Array(length).fill(null);
+  for (const [version, start, end] of spans ?? []) versions.fill(version, start, Math.min(end, length));
+  return versions;
+}
+
+/** Versions of a whole group, oldest first: a version's place in it is its colour and its underline. */
+export function versionsOfGroup(completions) {
+  const found = new Set(completions.flatMap((one) => (one.spans ?? []).map((span) => span[0])));
+  return [...found].sort((a, b) => a - b);
+}
+
+/** The classes of a version: the same in the legend and on tokens. */
+export function tone(versions, version) {
+  return `tone-${versions.indexOf(version) % TONES}`;
+}
+
+/** What is known of a token, as [name, value] pairs. `facts`: versions, the version it is trained at, what trained says. */
+export function tokenFacts(completion, place, facts) {
+  const version = facts.versionOf[place];
+  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= place && place < end);
+  const masked = !tool && version !== null && version < (facts.maskBelow ?? 0);
+  return [
+    ["token", `${place + 1} of ${completion.pieces.length}`],
+    ["text", JSON.stringify(completion.pieces[place])],
+    ["log-probability", tool ? "none: the environment wrote it" : figure(completion.logprobs?.[place], 4)],
+    ["probability", tool ? "–" : figure(100 * Math.exp(completion.logprobs?.[place] ?? NaN), 1) + " %"],
+    ["policy version", version === null ? "–" : `v${version}`],
+    ["age", version === null ? "–" : `${facts.atVersion - version} ${facts.trained ? "when trained" : "when finished"}`],
+    ["advantage", facts.advantage === null ? facts.whyNoAdvantage : figure(facts.advantage, 4)],
+    ["gradient", tool ? "no: written by the environment" : masked ? "no: older than the bound, context only" : null],
+  ].filter((pair) => pair[1] !== null);
+}
+
+/** The element of a completion's tokens. `show(place, facts)` is told which token is pointed at or has the cursor. */
+export function tokenText(completion, label, versions, facts, show) {
+  const pieces = completion.pieces;
+  if (!pieces) return el("div", { class: "tokens plain" }, visible(completion.text ?? ""));
+  const box = el("div", {
+    class: "tokens",
+    tabindex: "0",
+    role: "group",
+    "aria-label": `${label}: ${pieces.length} tokens; arrow keys move over them`,
+  });
+  const spans = [];
+  const append = (until) => {
+    for (let place = spans.length; place < Math.min(until, pieces.length); place += 1) {
+      const version = facts.versionOf[place];
+      const starts = version !== null && version !== facts.versionOf[place - 1];
+      if (starts && versions.length > 1) more.before(el("sup", { class: `mark ${tone(versions, version)}` }, `v${version}`));
+      const span = el("span", { class: classesOf(completion, place, version, versions) }, visible(pieces[place] || "·"));
+      span.dataset.place = place;
+      more.before(span);
+      spans.push(span);
+    }
+    more.hidden = spans.length >= pieces.length;
+    more.textContent = `Show more of ${pieces.length} tokens`;
+  };
+  const more = el("button", { type: "button", class: "more", onclick: () => append(spans.length + SHOWN_TOKENS) });
+  box.append(more);
+  append(SHOWN_TOKENS);
+  let cursor = -1;
+  const moveTo = (place) => {
+    if (spans.length === 0) return;
+    spans[cursor]?.classList.remove("cursor");
+    cursor = Math.max(0, Math.min(spans.length - 1, place));
+    spans[cursor].classList.add("cursor");
+    spans[cursor].scrollIntoView({ block: "nearest", inline: "nearest" });
+    show(cursor);
+  };
+  box.addEventListener("focus", () => box.matches(":focus-visible") && moveTo(Math.max(0, cursor)));
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    if (step === undefined || event.target !== box || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    moveTo(cursor + step);
+  });
+  box.addEventListener("mouseover", (event) => {
+    const place = event.target.closest("[data-place]")?.dataset.place;
+    if (place !== undefined) show(Number(place));
+  });
+  box.addEventListener("click", (event) => {
+    const place = event.target.closest("[data-place]")?.dataset.place;
+    if (place !== undefined) moveTo(Number(place));
+  });
+  return box;
+}
+
+function classesOf(completion, place, version, versions) {
+  const tool = (completion.turns ?? []).some(([start, end, byPolicy]) => !byPolicy && start <= place && place < end);
+  const unlikely = (completion.logprobs?.[place] ?? 0) < Math.log(0.1);
+  return ["token", tool ? "tool" : tone(versions, version), unlikely && !tool ? "unlikely" : ""].join(" ");
+}

@@ -1,0 +1,266 @@
+"""What of a run's timeline a screen can show: spans merged below a pixel, busy tracks as a density, shares of a range.
+
+    timeline/ROLE.jsonl --RunTimeline--> Track (sorted, on lanes) --picture(start, end, pixels)--> one span a pixel
+
+Queries and answers have seconds since the run's first event.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from async_grpo.app.view.sample_index import Names
+from async_grpo.app.view.sample_search import recent
+from async_grpo.telemetry.timeline import START, WAIT, lane_numbers, role_order
+
+MANY_LANES = 6
+"""A track with more lanes is shown as a density unless it is asked for."""
+REBUILD_S = 1.0
+"""Least seconds between two sortings of a track that grows."""
+GENERATION, WEIGHTS = "generation", "weights"
+MOST_LANES = 16
+"""Tracks with more are merged into as many times longer pieces, so that an answer stays small."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class _Event(msgspec.Struct):
+    role: str
+    track: str
+    name: str
+    start_s: float
+    end_s: float | None = None
+    args: msgspec.Raw = msgspec.Raw(b"")
+
+
+class TimelineQuery(BaseModel):
+    """The part of a timeline that a screen shows; without `start` and `end` the whole of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    start: float | None = None
+    end: float | None = None
+    pixels: int = Field(default=1000, ge=50, le=5000)
+    expand: list[str] = Field(default=[], max_length=100)
+    """ROLE/TRACK of the tracks whose lanes are shown however many there are."""
+
+
+class Track:
+    """The spans of one track of a role."""
+
+    def __init__(self) -> None:
+        self._start, self._end = array("d"), array("d")
+        self._names: list[str] = []
+        self._kinds = Names()
+        self._kind = array("i")
+        self._args: list[bytes] = []
+        self._built = (0, 0.0)
+        self.order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.start: Floats = np.zeros(0)
+        self.end: Floats = np.zeros(0)
+        self.lane: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.kind: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.lanes = 0
+
+    def add(self, event: _Event) -> None:
+        """Take in one row."""
+        self._start.append(event.start_s)
+        self._end.append(event.start_s if event.end_s is None else max(event.start_s, event.end_s))
+        self._names.append(event.name)
+        self._kind.append(self._kinds.number(kind_of(event.name)))
+        self._args.append(bytes(event.args))
+
+    def build(self) -> None:
+        """Sort what has come by lane and start, unless that was done a moment ago."""
+        count, at = self._built
+        if count == len(self._start) or (count and time.monotonic() - at < REBUILD_S):
+            return
+        start, end = np.array(self._start), np.array(self._end)
+        by_start = np.argsort(start, kind="stable")
+        lane = np.array(lane_numbers(zip(start[by_start].tolist(), end[by_start].tolist(), strict=True)), np.int64)
+        by_lane = np.argsort(lane, kind="stable")
+        self.order, self.lane = by_start[by_lane], lane[by_lane]
+        self.start, self.end, self.kind = start[self.order], end[self.order], np.array(self._kind)[self.order]
+        self.lanes = int(lane.max()) + 1
+        self._built = (len(start), time.monotonic())
+
+    def spans(self, from_s: float, to_s: float, pixel_s: float) -> list[list[Any]]:
+        """[lane, start, end, name, count, kind, args] of what is visible.
+
+        Spans below a pixel that begin in the same one are merged: `count` says how many, the kind is that which took
+        the most time, and they have no args.
+        """
+        seen = np.flatnonzero((self.end >= from_s) & (self.start <= to_s))
+        if not len(seen):
+            return []
+        start, end, lane, kind = self.start[seen], self.end[seen], self.lane[seen], self.kind[seen]
+        pixel = np.floor((start - from_s) / pixel_s)
+        small = end - start < pixel_s
+        alone = ~(small[1:] & small[:-1]) | (pixel[1:] != pixel[:-1]) | (lane[1:] != lane[:-1])
+        first = np.flatnonzero(np.concatenate([[True], alone]))
+        took = [np.add.reduceat(np.where(kind == number, end - start, 0.0), first) for number in range(kind.max() + 1)]
+        columns = zip(first, np.maximum.reduceat(end, first), np.diff(np.append(first, len(seen))), strict=True)
+        main = np.argmax(took, axis=0)
+        return [
+            [int(lane[at]), float(start[at]), float(last), *self._named(int(seen[at]), int(count), int(main[place]))]
+            for place, (at, last, count) in enumerate(columns)
+        ]
+
+    def _named(self, place: int, count: int, kind: int) -> list[Any]:
+        event, shown = int(self.order[place]), self._kinds.all[kind]
+        if count > 1:
+            return [shown, count, shown, None]
+        args = self._args[event]
+        return [self._names[event], count, shown, msgspec.json.decode(args) if args else None]
+
+    def density(self, edges: Floats) -> list[float]:
+        """The mean number of open spans between one edge and the next."""
+        starts, ends = np.sort(self.start), np.sort(self.end)
+        opened = _integral(starts, edges) - _integral(ends, edges)
+        return [round(float(value), 3) for value in np.diff(opened) / np.diff(edges)]
+
+    def busy(self, from_s: float, to_s: float) -> dict[str, float]:
+        """By kind of span, the share of the range in which at least one was open."""
+        seen = (self.end > from_s) & (self.start < to_s)
+        found = {}
+        for number, kind in enumerate(self._kinds.all):
+            open_in = seen & (self.kind == number)
+            if open_in.any():
+                start, end = np.clip(self.start[open_in], from_s, to_s), np.clip(self.end[open_in], from_s, to_s)
+                found[kind] = _union(start, end) / (to_s - from_s)
+        return found
+
+
+def kind_of(name: str) -> str:
+    """A span's name without its number: `group 17` is a `group`."""
+    return re.sub(r"\s*\d+$", "", name)
+
+
+def _integral(moments: Floats, at: Floats) -> Floats:
+    """For sorted moments, the seconds since each of them, summed, at the times `at`."""
+    before = np.searchsorted(moments, at)
+    return before * at - np.concatenate([[0.0], np.cumsum(moments)])[before]
+
+
+def _union(start: Floats, end: Floats) -> float:
+    """Seconds in which at least one of the spans is open."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
+    return float(np.maximum(0.0, end - np.maximum(start, reached)).sum())
+
+
+class RunTimeline:
+    """The timeline of one run folder. Threads may share it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "timeline"
+        self._lock = threading.Lock()
+        self._decode = msgspec.json.Decoder(_Event).decode
+        self._read_to: dict[str, int] = {}
+        self._tracks: dict[str, dict[str, Track]] = {}
+        self._origin_s: float | None = None
+        self._end_s = 0.0
+
+    def picture(self, query: TimelineQuery) -> dict[str, Any]:
+        """What a screen of `pixels` shows of the range."""
+        with self._lock:
+            self._update()
+            origin_s = self._origin_s or 0.0
+            whole_s = max(0.0, self._end_s - origin_s)
+            from_s = origin_s + (0.0 if query.start is None else query.start)
+            to_s = max(from_s + 1e-6, origin_s + (whole_s if query.end is None else query.end))
+            rows = [self._row(role, name, track, from_s, to_s, query) for role, name, track in self._all()]
+            return {
+                "origin_s": origin_s,
+                "whole": whole_s,
+                "start": from_s - origin_s,
+                "end": to_s - origin_s,
+                "rows": rows,
+                "shares": self._shares(from_s, to_s),
+            }
+
+    def _row(self, role: str, name: str, track: Track, from_s: float, to_s: float, query: TimelineQuery) -> Any:
+        pixel_s = (to_s - from_s) / query.pixels
+        row = {"role": role, "track": name, "lanes": track.lanes, "weights": name == WEIGHTS, "waits": name == WAIT}
+        if track.lanes > MANY_LANES and f"{role}/{name}" not in query.expand:
+            return {**row, "density": track.density(np.linspace(from_s, to_s, query.pixels + 1))}
+        origin_s = self._origin_s or 0.0
+        spans = track.spans(from_s, to_s, pixel_s * max(1.0, track.lanes / MOST_LANES))
+        return {
+            **row,
+            "spans": [[lane, round(a - origin_s, 6), round(b - origin_s, 6), *rest] for lane, a, b, *rest in spans],
+        }
+
+    def _shares(self, from_s: float, to_s: float) -> list[dict[str, Any]]:
+        """Of each role: the share of the range that each kind of span took, and the share that it was idle."""
+        found = []
+        for role in sorted(self._tracks, key=role_order):
+            tracks = self._tracks[role]
+            parts = [
+                {"track": name, "kind": kind, "share": share}
+                for name, track in tracks.items()
+                for kind, share in track.busy(from_s, to_s).items()
+            ]
+            found.append({"role": role, "parts": parts, "idle": _idle(set(tracks), parts)})
+        return found
+
+    def _all(self) -> Iterator[tuple[str, str, Track]]:
+        for role in sorted(self._tracks, key=role_order):
+            for name, track in self._tracks[role].items():
+                track.build()
+                yield role, name, track
+
+    def _update(self) -> None:
+        """Read the whole lines that have come since the last call."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read_to.get(path.name, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to[path.name] = self._read_to.get(path.name, 0) + len(whole)
+            for line in whole.splitlines():
+                self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            event = self._decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        self._tracks.setdefault(event.role, {}).setdefault(event.track, Track()).add(event)
+        self._origin_s = event.start_s if self._origin_s is None else min(self._origin_s, event.start_s)
+        self._end_s = max(self._end_s, event.start_s, event.end_s or 0.0)
+
+
+def _idle(tracks: set[str], parts: list[dict[str, Any]]) -> float | None:
+    """The trainer is idle while it waits for a batch, a server while it generates nothing; None for other roles."""
+    if GENERATION in tracks:
+        return 1.0 - sum(part["share"] for part in parts if part["track"] == GENERATION)
+    if "trainer" in tracks:
+        return float(sum(part["share"] for part in parts if part["kind"] in (START, WAIT)))
+    return None
+
+
+def timeline_routes(find_run: Callable[[str], Path]) -> APIRouter:
+    """The route of timelines. `find_run` gives the folder of a run's name, or raises HTTPException."""
+    routes = APIRouter()
+    runs: dict[Path, RunTimeline] = {}
+
+    @routes.get("/api/runs/{name}/timeline")
+    def timeline(name: str, query: Annotated[TimelineQuery, Query()]) -> dict[str, Any]:
+        """What a screen shows of a range."""
+        return recent(runs, find_run(name), RunTimeline).picture(query)
+
+    return routes

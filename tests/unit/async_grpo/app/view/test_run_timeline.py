@@ -1,0 +1,81 @@
+"""What of a timeline a screen shows: merged spans, densities, and the shares of a range."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.app.view.timeline import RunTimeline, TimelineQuery
+
+
+def write(folder: Path, role: str, *spans: tuple[str, str, float, float]) -> None:
+    (folder / "timeline").mkdir(exist_ok=True)
+    with (folder / "timeline" / f"{role}.jsonl").open("a") as file:
+        for track, name, start, end in spans:
+            row = {"role": role, "track": track, "name": name, "start_s": 100 + start, "end_s": 100 + end}
+            file.write(json.dumps(row) + "\n")
+
+
+def row_of(picture: dict[str, Any], track: str) -> dict[str, Any]:
+    (row,) = [row for row in picture["rows"] if row["track"] == track]
+    return row
+
+
+def test_spans_below_a_pixel_are_merged_under_the_kind_that_took_longest(tmp_path: Path) -> None:
+    steps = [
+        ("trainer", "wait" if n % 2 else f"train {n}", n / 100, n / 100 + (0.002 if n % 2 else 0.006))
+        for n in range(100)
+    ]
+    write(tmp_path, "trainer", *steps, ("trainer", "wait", 1.0, 100.0))
+    (*merged, last) = row_of(RunTimeline(tmp_path).picture(TimelineQuery(pixels=100)), "trainer")["spans"]
+    assert [(span[0], span[3], span[4], span[5]) for span in merged] == [(0, "train", 100, "train")]
+    assert last[3:] == ["wait", 1, "wait", None]
+    near = row_of(RunTimeline(tmp_path).picture(TimelineQuery(start=0.0, end=0.1, pixels=100)), "trainer")["spans"]
+    assert len(near) == 11 and near[0][1:5] == [0.0, 0.006, "train 0", 1]
+
+
+def test_a_track_of_many_lanes_is_a_density_until_it_is_expanded(tmp_path: Path) -> None:
+    write(tmp_path, "rollout-0", *[("generation", f"group {n}", 0.0, 5.0) for n in range(8)], ("wait", "ticket", 5, 10))
+    timeline = RunTimeline(tmp_path)
+    row = row_of(timeline.picture(TimelineQuery(pixels=50)), "generation")
+    assert row["lanes"] == 8 and row["density"] == pytest.approx([8.0] * 25 + [0.0] * 25)
+    spans = row_of(timeline.picture(TimelineQuery(expand=["rollout-0/generation"])), "generation")["spans"]
+    assert sorted(span[0] for span in spans) == list(range(8))
+
+
+def test_the_shares_of_a_range_count_overlaps_once(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "rollout-0",
+        ("generation", "group 0", 0, 4),
+        ("generation", "group 1", 2, 6),
+        ("wait", "ticket", 6, 10),
+    )
+    write(tmp_path, "trainer", ("trainer", "wait", 0, 3), ("trainer", "train", 3, 10))
+    timeline = RunTimeline(tmp_path)
+    whole = timeline.picture(TimelineQuery())["shares"]
+    assert [(each["role"], each["idle"]) for each in whole] == [
+        ("trainer", pytest.approx(0.3)),
+        ("rollout-0", pytest.approx(0.4)),
+    ]
+    part = timeline.picture(TimelineQuery(start=2.0, end=4.0))["shares"]
+    assert [each["idle"] for each in part] == [pytest.approx(0.5), pytest.approx(0.0)]
+
+
+def test_spans_that_come_later_and_broken_rows(tmp_path: Path) -> None:
+    write(tmp_path, "trainer", ("trainer", "train", 0, 1))
+    with (tmp_path / "timeline" / "x.jsonl").open("w") as file:
+        file.write('{"role": 1}\nnothing\n{"role": "x", "track": "t", "name": "instant", "start_s": 101}\n{"role"')
+    timeline = RunTimeline(tmp_path)
+    assert [len(row["spans"]) for row in timeline.picture(TimelineQuery())["rows"]] == [1, 1]
+    write(tmp_path, "publisher", ("publisher", "encode", 1, 5))
+    later = timeline.picture(TimelineQuery())
+    assert later["whole"] == 5.0 and [row["role"] for row in later["rows"]] == ["trainer", "publisher", "x"]
+
+
+def test_a_run_without_a_timeline_is_empty(tmp_path: Path) -> None:
+    picture = RunTimeline(tmp_path).picture(TimelineQuery())
+    assert (picture["rows"], picture["whole"], picture["shares"]) == ([], 0.0, [])
