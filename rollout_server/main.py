@@ -28,6 +28,7 @@ from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, Engine
 from async_grpo.telemetry.logging import configure_logging, redact_secrets
 from async_grpo.utils.aio import root_cause, watched_loop
 from async_grpo.utils.processes import exit_with_owner
+from rollout_server.engines import import_engine
 
 EXIT_FAULT, EXIT_ENGINE = 1, 3
 STOP_SHARE = 0.8
@@ -54,7 +55,9 @@ def main() -> None:
 def run(config_file: Path, model: Path, name: str) -> int:
     """Serve the run of the configuration file; returns the exit code."""
     try:
-        uvloop.run(_serve_until_stopped(load(config_file), model, name))
+        config = load(config_file)
+        import_engine(config)
+        uvloop.run(_serve_until_stopped(config, model, name))
     except Exception as error:
         return _explain(root_cause(error))
     return 0

@@ -78,6 +78,7 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
             *_of("vllm.distributed.weight_transfer.base:", "WeightTransferInitRequest", "WeightTransferUpdateRequest"),
         ),
         optional=(
+            "vllm.v1.engine.utils:get_mp_context",
             "vllm.v1.engine.async_llm:AsyncLLM.vllm_config",
             "vllm.v1.engine.output_processor:RequestState.external_req_id",
             *_of("vllm.config.cache:CacheConfig.", "num_gpu_blocks", "block_size"),

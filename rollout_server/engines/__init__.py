@@ -37,6 +37,14 @@ def make_engine(config: RunConfig, model: Path, *, name: str) -> Engine:
             )
 
 
+def import_engine(config: RunConfig) -> None:
+    """Import the framework of the engine, in a process that has no thread yet; engines may need that to start fast."""
+    if config.rollout.engine == "vllm":
+        from rollout_server.engines.vllm.fork_server import import_and_fork
+
+        import_and_fork(config.rollout.vllm)
+
+
 def engine_probes(engine: str, platform: str) -> Sequence[Check]:
     """Checks of an engine's installation on a platform of the trainer for `async-grpo doctor`; () if none."""
     match engine:

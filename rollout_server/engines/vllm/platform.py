@@ -106,9 +106,11 @@ def environment(config: VllmConfig) -> dict[str, str]:
     }
     if config.platform == "cpu":
         values |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
-        # vLLM's sampler has torch compile a function at the first token. Without a compiler, as in a lean container,
-        # the engine dies of that; the function does as well uncompiled.
-        values |= {} if _can_compile() else {"TORCHDYNAMO_DISABLE": "1"}
+        # vLLM sets these for its engine process, which may be forked from one that has already imported torch.
+        values |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+        # vLLM's sampler has torch compile a small function at the first token, even in an eager engine. That takes 2 s
+        # at each start and saves nothing after it; and without a compiler, as in a lean container, the engine dies.
+        values |= {"TORCHDYNAMO_DISABLE": "1"} if config.is_eager or not _can_compile() else {}
     if config.platform == "ascend":
         # Weights in the NZ layout cannot be replaced. torch_npu captures no graph at TASK_QUEUE_ENABLE=2.
         values |= {"VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}

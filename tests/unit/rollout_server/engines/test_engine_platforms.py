@@ -79,19 +79,23 @@ def test_workers_of_an_engine_find_each_other_on_the_loopback_unless_the_user_sa
     assert environment(VllmConfig(environment={"VLLM_HOST_IP": "10.0.0.5"}))["VLLM_HOST_IP"] == "10.0.0.5"
 
 
-def test_a_cpu_engine_compiles_only_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cpu_engine_compiles_only_if_it_is_told_to_and_there_is_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compiler = tmp_path / "my-compiler"
     compiler.touch(mode=0o755)
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
-    assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig())
-    (tmp_path / "Python.h").unlink()
+    compiled = VllmConfig(enforce_eager=False)
+    assert "TORCHDYNAMO_DISABLE" not in environment(compiled)
     assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
+    (tmp_path / "Python.h").unlink()
+    assert environment(compiled)["TORCHDYNAMO_DISABLE"] == "1"
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX")
-    assert environment(VllmConfig())["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment(compiled)["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in environment(VllmConfig(platform="cuda"))
 
 

@@ -1,0 +1,47 @@
+"""The engine process is forked from a process that has done nothing but import, and has its parent's environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.rollout import VllmConfig
+from rollout_server.engines.vllm import fork_server
+
+PROGRAM = """
+import fcntl, importlib, os
+from async_grpo.config.rollout import VllmConfig
+from rollout_server.engines.vllm import fork_server
+
+def report(queue):
+    queue.put((os.getppid(), os.environ["SET_LATER"], os.path.exists("/proc/self/fd/200")))
+
+if __name__ == "__main__":
+    fork_server._MODULES, fork_server._STARTS_ENGINES = ("colorsys",), "cmd"  # vLLM takes seconds
+    fcntl.fcntl(1, fcntl.F_DUPFD, 200)
+    fork_server.import_and_fork(VllmConfig())
+    os.environ["SET_LATER"] = "seen"
+    context = importlib.import_module("cmd").get_mp_context()
+    queue = context.SimpleQueue()
+    process = context.Process(target=report, args=(queue,))
+    process.start()
+    parent, value, is_open = queue.get()
+    process.join(10)
+    print(parent != os.getpid(), value, is_open, process.exitcode)
+"""
+
+
+def test_a_forked_process_has_the_environment_of_its_start_and_no_file_of_its_parent(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == ("True seen False 0\n", "")
+
+
+@pytest.mark.parametrize("other", [{"platform": "cuda"}, {"tensor_parallel": 2}, {"multiprocessing": False}])
+def test_other_engines_are_left_to_vllm(other: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server.forkserver, "ensure_running", lambda: pytest.fail("forked"))
+    fork_server.import_and_fork(VllmConfig.model_validate(other))
