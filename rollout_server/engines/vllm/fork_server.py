@@ -55,6 +55,10 @@ def _fork_server(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> in
     if pid := os.fork():
         return pid
     try:
+        with contextlib.suppress(ImportError):
+            import setproctitle  # comes with vLLM
+
+            setproctitle.setproctitle("VLLM::ForkServer")
         for descriptor in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
             if descriptor > 2 and descriptor not in passfds:
                 with contextlib.suppress(OSError):  # the listing's own
