@@ -69,6 +69,7 @@ class Heartbeat:
             time_s=time.time(),
             http=self._http,
             logprob_gap=None if self._context.proof is None else self._context.proof.gap_max,
+            evaluation=self._evaluator.progress,
         )
         await self._context.board.beat(beat, ttl_s=TTL_S)
         await self.count_tokens()

@@ -15,6 +15,16 @@ class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
     requests: str
 
 
+class EvalProgress(msgspec.Struct, frozen=True):
+    """An evaluation under way: how many of its completions are done, and the seconds left at that pace."""
+
+    version: int
+    done: int
+    total: int
+    left_s: float | None = None
+    """None: no completion is done."""
+
+
 class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     """State of a rollout server. `waiting_for` is "" while it generates at full concurrency."""
 
@@ -32,6 +42,8 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     """URL of its HTTP server (`http://127.0.0.1:40123`); "" if it has none."""
     logprob_gap: float | None = None
     """Largest |reported - recomputed| log-probability in the proof at its start; None: its engine does not sample."""
+    evaluation: EvalProgress | None = None
+    """None: it evaluates nothing now."""
 
 
 class Estimate(msgspec.Struct, frozen=True):

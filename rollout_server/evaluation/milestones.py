@@ -24,7 +24,7 @@ import structlog
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import SampleOverdue, WaitTimeout
-from async_grpo.wire.board import Evaluation, Probe
+from async_grpo.wire.board import EvalProgress, Evaluation, Probe
 from rollout_server.context import ServerContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.weight_watcher import WeightWatcher
@@ -63,12 +63,14 @@ class MilestoneEvaluator:
     def __init__(self, context: ServerContext, watcher: WeightWatcher) -> None:
         self._context = context
         self._watcher = watcher
-        self._runner = EvalRunner(context, deadline_s=longest_completion_s(context.config))
+        self._runner = EvalRunner(context, self._count_one, deadline_s=longest_completion_s(context.config))
         self._plan = EvalPlan.of(context.config)
         self._final = context.config.steps
         self._handled = -1
         self.busy = False
         """True while an evaluation generates."""
+        self.progress: EvalProgress | None = None
+        self._began_s = 0.0
 
     @property
     def tokens(self) -> int:
@@ -109,6 +111,7 @@ class MilestoneEvaluator:
         started_s, tokens_before = time.time(), self._runner.tokens
         claim = asyncio.create_task(self._keep_claim(milestone))
         self.busy = True
+        self._began_s, self.progress = started_s, EvalProgress(version, 0, self._plan.prompts * self._plan.completions)
         try:
             with self._context.logger.span("evaluation", f"version {version}"):
                 async with asyncio.timeout(self._context.config.eval.timeout_s):
@@ -119,9 +122,16 @@ class MilestoneEvaluator:
                 found = f"{found[0]}, in which {error.waited_for}", error.timeout_s
             raise WaitTimeout(*found, "Lower eval.prompts or eval.samples, or raise eval.timeout_s") from error
         finally:
-            self.busy = False
+            self.busy, self.progress = False, None
             claim.cancel()
             await self._context.board.count("eval_tokens", self._runner.tokens - tokens_before)
+
+    def _count_one(self) -> None:
+        """A completion of the evaluation is done; those of the probe before it count too, and are few."""
+        if (now := self.progress) is not None:
+            done = min(now.done + 1, now.total)
+            left_s = (time.time() - self._began_s) / done * (now.total - done)
+            self.progress = EvalProgress(now.version, done, now.total, left_s)
 
     async def _probe_and_grade(self, version: int, started_s: float) -> None:
         """Put the probe on the board, which the trainer waits for, then the evaluation."""

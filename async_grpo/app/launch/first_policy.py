@@ -68,7 +68,8 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     say(f"making the first policy ({source}); it is cached afterwards")
     options = ("--config", recipe, "--out", str(target), "--seed", str(config.seed))
-    await _make([sys.executable, "-m", module, *options], say)
+    steps = config.model.warmup.steps if config.model.warmup is not None else None
+    await _make([sys.executable, "-m", module, *options], lambda line: say(_progress(line, steps)))
     return check_model(target)
 
 
@@ -112,7 +113,7 @@ async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
     errors = asyncio.create_task(process.stderr.read())
     try:
         async for line in process.stdout:
-            say(_progress(line.decode("utf-8", "replace")))
+            say(line.decode("utf-8", "replace"))
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -124,11 +125,16 @@ async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
     await errors
 
 
-def _progress(line: str) -> str:
+def _progress(line: str, steps: int | None) -> str:
+    """A line of the program's progress in words, with the time left where it says how far it is."""
     try:
         fields = json.loads(line)
     except ValueError:
         return line.rstrip()
     if not isinstance(fields, dict):
         return line.rstrip()
-    return "first policy: " + ", ".join(f"{key} {value}" for key, value in fields.items())
+    said = "first policy: " + ", ".join(f"{key} {value}" for key, value in fields.items())
+    step, elapsed_s = fields.get("step"), fields.get("elapsed_s")
+    if steps is None or not step or elapsed_s is None:
+        return said
+    return f"{said} (step {step} of at most {steps}: {elapsed_s / step * (steps - step):.0f} s left)"

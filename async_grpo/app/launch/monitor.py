@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from async_grpo.app.launch.first_policy import cache_dir
+from async_grpo.app.launch.role_process import StartTimes
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_state import LiveState
@@ -40,6 +42,7 @@ class Monitor:
         self._supervisor = supervisor
         self._show = show
         self._say = say
+        self._starts = StartTimes(plane.config, cache_dir() / "starts.json")
         self._metrics = RowFollower(plane.config.run_dir / "metrics.jsonl")
         self._step: dict[str, Any] | None = None
         self._started_s = time.monotonic()
@@ -87,7 +90,7 @@ class Monitor:
                 capacity=self._config.capacity_groups,
                 servers=beats,
                 counters=await self._plane.board.counters(),
-                roles=list(self._supervisor.states.values()),
+                roles=self._supervisor.shown(self._starts.usual_s),
                 elapsed_s=time.monotonic() - self._started_s,
             )
         )
@@ -96,8 +99,8 @@ class Monitor:
         """Raise RoleFailed for a role that runs and has not become ready for launch.ready_timeout_s."""
         limit = self._config.launch.ready_timeout_s
         for name, role in list(self._supervisor.states.items()):
-            if name in ready:
-                self._supervisor.heard_of(name)
+            if name in ready and (took_s := self._supervisor.heard_of(name)) is not None:
+                self._starts.note(name, took_s)
             if name in ready or role.state == "finished":
                 self._unready_since.pop(name, None)
                 continue

@@ -9,9 +9,12 @@ The supervisor, the server of the buffer and roles without a list of cores may u
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import re
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +24,8 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils import processes
 from async_grpo.utils.child_process import child_argv
+from async_grpo.utils.files import write_atomic
+from async_grpo.utils.text import clean_text
 
 _LOG_TAIL_BYTES = 64 << 10
 _OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
@@ -31,6 +36,21 @@ _ERROR_LINE = re.compile(
 )
 _CONSEQUENCE = re.compile(r"rank \d+ ended with exit code|Connection (?:closed|reset) by peer|Broken pipe")
 """Errors of other processes about a rank that has ended; they do not say why it ended."""
+_STAGES = {
+    "trainer": (
+        ("importing Megatron-core", ""),
+        ("building the model", r"http\W+address\W"),
+        ("joining the run", "model built"),
+        ("publishing the first weights", "run joined"),
+    ),
+    "rollout": (
+        ("importing the engine", ""),
+        ("loading the model", r"http\W+address\W"),
+        ("checking its log-probabilities", "the engine runs"),
+        ("waiting for the first weights", "log-probabilities are those"),
+    ),
+}
+"""Kind of role -> what it does while it starts, and what its log says once that has begun."""
 
 
 def cores_here() -> list[int]:
@@ -73,6 +93,7 @@ class RoleProcess:
         self._process = process
         self._mark = mark
         self._log_start = log_start
+        self._started_s = time.monotonic()
 
     @classmethod
     async def start(cls, spec: RoleSpec, run: str) -> RoleProcess:
@@ -96,6 +117,16 @@ class RoleProcess:
         """PID of the process itself, without its children."""
         return self._process.pid
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started_s
+
+    def stage(self) -> str:
+        """What it does while it starts, by its log."""
+        stages, log = _STAGES[kind_of(self.spec.name)], _tail(self.spec.log, self._log_start)
+        return [stage for stage, sign in stages if re.search(sign, log)][-1]
+
     async def wait(self) -> int:
         """Wait until it has ended, then end the processes that it left; returns its exit code (-N: signal N)."""
         code = await self._process.wait()
@@ -116,8 +147,15 @@ class RoleProcess:
     def explain(self, code: int) -> str:
         """`rollout-0 was killed by SIGKILL` or `trainer ended with exit code 1: TrainingError: ...`."""
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        reason = last_error(self.spec.log, self._log_start) if code > 0 else ""
+        reason = last_error(self.spec.log, self._log_start) if code not in _FROM_OUTSIDE else _FROM_OUTSIDE[code]
         return f"{self.spec.name} {how}{': ' + reason if reason else ''} (log: {self.spec.log})"
+
+
+_FROM_OUTSIDE = {
+    -signal.SIGKILL: "the kernel does that where memory runs out (`dmesg`, or memory.events of the container)",
+    -signal.SIGTERM: "",
+}
+"""Exit code of a role that something else has ended -> what to say of it; its log has no reason."""
 
 
 def _signal_name(number: int) -> str:
@@ -128,14 +166,53 @@ def _signal_name(number: int) -> str:
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """The last line from `start` that names an error, shortened. Errors about the end of another rank count only if
-    there is nothing else."""
+    """The last line from `start` that names an error, shortened; without one the last line. Errors about the end of
+    another rank count only if there is nothing else."""
+    tail = _tail(log, start)
+    lines = _ERROR_LINE.findall(tail)
+    causes = [line for line in lines if not _CONSEQUENCE.search(line)] or lines or tail.strip().splitlines()
+    return clean_text(causes[-1])[:500] if causes else ""
+
+
+def _tail(log: Path, start: int) -> str:
+    """The end of the log from `start`; "" if it cannot be read."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))
-            tail = stream.read().decode("utf-8", "replace")
+            return stream.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    lines = _ERROR_LINE.findall(tail)
-    causes = [line for line in lines if not _CONSEQUENCE.search(line)] or lines
-    return causes[-1][:500] if causes else ""
+
+
+def kind_of(role: str) -> str:
+    """`trainer`, or `rollout` for every rollout server."""
+    return "trainer" if role == "trainer" else "rollout"
+
+
+class StartTimes:
+    """How long the roles of such a run took to start on this machine, from one run to the next."""
+
+    def __init__(self, config: RunConfig, file: Path) -> None:
+        """`file` is shared by all runs; one that cannot be read is as good as none."""
+        model = str(config.model.path or ("random" if config.model.random else "warmup"))
+        self._keys = {"trainer": f"trainer {config.trainer.platform} {model}"}
+        self._keys["rollout"] = f"rollout {config.rollout.limits.platform} {model}"
+        self._file = file
+
+    def usual_s(self, role: str) -> float | None:
+        """Seconds of the last start of such a role; None if that is not known."""
+        return self._read().get(self._keys[kind_of(role)])
+
+    def note(self, role: str, seconds: float) -> None:
+        """Remember how long a start took. A file that cannot be written is not worth an error."""
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            times = self._read() | {self._keys[kind_of(role)]: round(seconds, 1)}
+            write_atomic(self._file, json.dumps(times, indent=2))
+
+    def _read(self) -> dict[str, float]:
+        try:
+            found = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}

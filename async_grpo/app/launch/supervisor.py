@@ -111,11 +111,24 @@ class RoleSupervisor:
         role = self._running.get(name)
         return role.pid if role else None
 
-    def heard_of(self, name: str) -> None:
-        """Record that the role has shown that it is ready."""
-        role = self.states[name]
-        if role.state == "starting":
-            self.states[name] = replace(role, state="running")
+    def heard_of(self, name: str) -> float | None:
+        """Record that the role has shown that it is ready. Returns the seconds that it took if this is the first time
+        since its start."""
+        role, process = self.states[name], self._running.get(name)
+        if role.state != "starting" or process is None:
+            return None
+        self.states[name] = replace(role, state="running")
+        return process.age_s
+
+    def shown(self, usual_s: Callable[[str], float | None]) -> list[RoleState]:
+        """The states of all roles; of those that start, also what they do and since when."""
+        return [self._shown(role, usual_s) for role in self.states.values()]
+
+    def _shown(self, role: RoleState, usual_s: Callable[[str], float | None]) -> RoleState:
+        process = self._running.get(role.name)
+        if role.state != "starting" or process is None:
+            return role
+        return replace(role, stage=process.stage(), since_s=process.age_s, usual_s=usual_s(role.name))
 
     @property
     def restarts(self) -> dict[str, int]:

@@ -16,6 +16,12 @@ class RoleState:
     name: str
     state: str
     restarts: int = 0
+    stage: str = ""
+    """What it does while it starts; "" if that is not known."""
+    since_s: float = 0.0
+    """Seconds since its process was started."""
+    usual_s: float | None = None
+    """Seconds that its last start on this machine took; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +47,60 @@ class LiveState:
 
 def who_waits(state: LiveState, groups_per_step: int) -> str:
     """A sentence about the wait that matters now. A trainer that has taken a batch is training; otherwise it waits."""
-    if starting := [role.name for role in state.roles if role.state in ("starting", "restarting")]:
-        return f"waiting for {_names(starting)} to start"
+    if starting := [role for role in state.roles if role.state in ("starting", "restarting")]:
+        return "starting " + ", ".join(map(_start, starting[:3])) + _more(starting)
     if state.roles and all(role.state in ("finished", "stopped") for role in state.roles):
         return "nobody: every role has left"
     if not state.servers:
-        return "trainer waits for a rollout server: none has reported"
+        return "the trainer waits for a rollout server; none has reported"
     if state.taken:
         return _while_training(state)
     return _while_trainer_is_idle(state, groups_per_step)
 
 
+def evaluating(server: ServerBeat) -> str:
+    """`evaluates version 0: 512 of 1,280 completions, 3 s left`; "" if the server evaluates nothing."""
+    if (now := server.evaluation) is None:
+        return ""
+    left = "" if now.left_s is None else f", {now.left_s:.0f} s left"
+    return f"evaluates version {now.version}: {now.done:,} of {now.total:,} completions{left}"
+
+
+def _start(role: RoleState) -> str:
+    """`rollout-0 (loading the engine, 8 s, last time 14 s)`."""
+    known = [role.stage, f"{role.since_s:.0f} s"] if role.stage else []
+    known += [f"last time {role.usual_s:.0f} s"] if role.usual_s is not None else []
+    return f"{role.name} ({', '.join(known)})" if known else role.name
+
+
 def _while_training(state: LiveState) -> str:
     """The wait while the trainer is training: only rollout servers can be waiting."""
-    idle = [server for server in state.servers if server.waiting_for]
+    idle = [server for server in state.servers if server.waiting_for and server.evaluation is None]
     if not idle:
         return "nobody: training and generation overlap"
     if state.active >= state.capacity:
-        return f"{_waits(idle)} for the staleness window (trainer is the bottleneck)"
+        return f"{_waits(idle)} for the trainer: the staleness window is full"
     return f"{_waits(idle)} for {idle[0].waiting_for}"
 
 
 def _while_trainer_is_idle(state: LiveState, groups_per_step: int) -> str:
     """The wait while no batch is taken: groups are missing, not in ticket order, or about to be taken."""
     busy = [server.name for server in state.servers if server.running]
+    graded = [server for server in state.servers if server.evaluation is not None]
+    if graded and not state.ready:
+        return f"the trainer waits: {graded[0].name} {evaluating(graded[0])}"
     if state.ready >= groups_per_step and not state.inflight:
-        return f"rollouts wait for the trainer: {state.ready} groups ready, none taken"
+        return f"the rollout servers wait for the trainer: {state.ready} groups are ready, none is taken"
     if state.ready >= groups_per_step:
-        return f"trainer waits for the oldest groups: {state.ready} ready, taken in ticket order"
+        return f"the trainer waits for the oldest groups; {state.ready} newer ones are ready"
     if busy:
-        return f"trainer waits for {_names(busy)}: {state.ready} of {groups_per_step} groups ready"
+        return f"the trainer waits for {_names(busy)}: {state.ready} of {groups_per_step} groups are ready"
     stuck = [server for server in state.servers if server.waiting_for]
     if stuck:
-        return f"{_waits(stuck)} for {stuck[0].waiting_for}, and trainer for them"
-    return f"trainer waits: {state.inflight} groups in flight, but no server generates (leases will expire)"
+        return f"{_waits(stuck)} for {stuck[0].waiting_for}, and the trainer for its groups"
+    return (
+        f"the trainer waits for groups: {state.ready} of {groups_per_step} are ready, {state.inflight} are being made"
+    )
 
 
 def _waits(servers: Sequence[ServerBeat]) -> str:
@@ -84,5 +110,8 @@ def _waits(servers: Sequence[ServerBeat]) -> str:
 
 def _names(names: Sequence[str]) -> str:
     """The names, at most three of them."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return ", ".join(names[:3]) + _more(names)
+
+
+def _more(items: Sequence[object]) -> str:
+    return "" if len(items) <= 3 else f" and {len(items) - 3} more"

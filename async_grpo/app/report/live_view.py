@@ -1,4 +1,8 @@
-"""LiveView: the progress of a run, as a live panel in a terminal and as an occasional line anywhere else.
+"""LiveView: the progress of a run, as a live panel in a terminal and as lines anywhere else.
+
+    terminal    a panel as wide as the terminal
+    a file      a line for every step, but at most one a second; another when a role begins the next part of its start
+                and when an evaluation begins or ends; and one every ten seconds in any case
 
     with LiveView(config, console) as view:
         view.phase("preparing the model")
@@ -12,6 +16,7 @@ with that of a sweep, and `panel` and `line` turn a `LiveState` into what is sho
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -25,12 +30,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
+from async_grpo.app.report.live_state import LiveState, RoleState, evaluating, who_waits
 from async_grpo.config.schema import RunConfig
 from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part
 from async_grpo.utils.text import figure, sparkline
 
 _RECENT_STEPS = 20
+_LEAST_LINE_S = 1.0
 _BAR_CELLS = 24
 _GOOD, _BAD, _DIM, _KEY = "green", "red", "bright_black", "cyan"
 _STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting": "yellow", "restarting": "yellow"}
@@ -77,7 +83,9 @@ class LiveView(LiveFrame):
         super().__init__(console, every_s)
         self._config = config
         self._lock = threading.Lock()
-        self._phase: RenderableType = ""
+        self._phase = ""
+        self._phase_began_s = 0.0
+        self._spinner = Spinner("dots")
         self._phase_step: float | None = None
         self._last_step: float | None = None
         self._state: LiveState | None = None
@@ -97,26 +105,44 @@ class LiveView(LiveFrame):
     def phase(self, text: str) -> None:
         """Show what happens outside the steps (preparing, starting, stopping), until "" or the next step ends it."""
         with self._lock:
-            self._phase = Spinner("dots", text=Text(text, style="bold")) if text else ""
+            self._phase, self._phase_began_s = text, time.monotonic()
             self._phase_step = self._last_step
         if text and not self._console.is_terminal:
             self.say(text)
 
     def update(self, state: LiveState) -> None:
-        """Show `state`; without a terminal, print a line if the last one is `every_s` old."""
+        """Show `state`; without a terminal, print a line if there is news or the last one is `every_s` old."""
         with self._lock:
             self._remember(state)
             self._state = state
-        if self._is_line_due(state.elapsed_s):
+        if self._is_line_due(state.elapsed_s) or self._is_news(state):
             self._print_line(state)
 
     def render(self) -> RenderableType:
         """The panel of the newest state, or the phase before the first one."""
         with self._lock:
+            phase = self._shown_phase()
             if self._state is None:
-                return self._phase
+                return phase
             rewards = [self._rewards[step] for step in sorted(self._rewards)]
-            return panel(self._config, self._state, rewards, self._eta_s(self._state), self._phase)
+            eta_s, cells = self._eta_s(self._state), min(max((self._console.width - 56) // 2, 12), 72)
+            return panel(self._config, self._state, rewards, eta_s, phase, cells)
+
+    def _shown_phase(self) -> RenderableType:
+        """The phase with its seconds so far, so that something moves while a model is loaded."""
+        if not self._phase:
+            return ""
+        spent_s = time.monotonic() - self._phase_began_s
+        self._spinner.update(text=Text(f"{self._phase}   {clock(spent_s)}", style="bold"))
+        return self._spinner
+
+    def _is_news(self, state: LiveState) -> bool:
+        """Whether a step was trained, a role came further in its start, or an evaluation began or ended, since the last
+        line."""
+        last = self._printed
+        if last is None or self._console.is_terminal or state.elapsed_s - last.elapsed_s < _LEAST_LINE_S:
+            return False
+        return (last.step or {}).get("step") != (state.step or {}).get("step") or _stages(last) != _stages(state)
 
     def _remember(self, state: LiveState) -> None:
         """Rewards and durations by step, so that a state shown twice counts once; a new step ends the phase."""
@@ -140,42 +166,60 @@ class LiveView(LiveFrame):
         self.say(line(self._config, state, self._eta_s(state)))
 
 
+def _stages(state: LiveState) -> tuple[list[tuple[str, str]], list[bool]]:
+    starts = [(role.state, role.stage) for role in state.roles]
+    return starts, [server.evaluation is not None for server in state.servers]
+
+
 def panel(
-    config: RunConfig, state: LiveState, rewards: Sequence[float], eta_s: float | None, phase: RenderableType
+    config: RunConfig,
+    state: LiveState,
+    rewards: Sequence[float],
+    eta_s: float | None,
+    phase: RenderableType,
+    cells: int = _BAR_CELLS,
 ) -> Panel:
-    """The state as a panel. `rewards` is the history so far; `phase` stands above everything ("" for none)."""
+    """The state as a panel. `rewards` is the history so far; `phase` stands above everything ("" for none); `cells` is
+    the width of the bars and of the rewards' history."""
     row = state.step or {}
     left = "" if eta_s is None else f"   {clock(eta_s)} left"
     groups = f"{state.inflight} in flight, {state.ready} ready, {state.taken} taken, {state.waiting} tasks left"
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_KEY, no_wrap=True)
-    table.add_column()
-    table.add_row("steps", _bar(state.steps_done, config.steps, f"{state.steps_done} of {config.steps}{left}", _GOOD))
-    table.add_row("reward", _reward(row, rewards))
+    table.add_column(overflow="fold")
+    steps = progress_bar(state.steps_done, config.steps, _GOOD, cells)
+    table.add_row("steps", _beside(steps, f"{state.steps_done} of {config.steps}{left}"))
+    table.add_row("reward", _reward(row, rewards, cells))
     table.add_row("accuracy", Text(_accuracy(state)))
+    for server in state.servers:
+        if doing := evaluating(server):
+            table.add_row("", Text(f"{server.name} {doing}", style="yellow"))
     table.add_row("staleness", _staleness(row, config.max_staleness))
-    table.add_row("buffer", _bar(state.active, state.capacity, f"{state.active}/{state.capacity}   {groups}", "blue"))
+    held = progress_bar(state.active, state.capacity, "blue", cells)
+    table.add_row("buffer", _beside(held, f"{state.active}/{state.capacity}   {groups}"))
     table.add_row("speed", Text(_speed(state)))
     table.add_row("log-prob gap", Text(_gap(row)))
     table.add_row("last step", Text(_time(row)))
     table.add_row("who waits", Text(who_waits(state, config.groups_per_step), style="bold"))
     table.add_row("roles", _roles(state))
-    title = f"{config.name}  S={config.max_staleness}  P={config.groups_per_step}  G={config.group_size}"
+    settings = f"S={config.max_staleness}  P={config.groups_per_step}  G={config.group_size}"
     return Panel(
         Group(phase, table) if phase else table,
-        title=Text(title, style="bold"),
+        title=Text(config.name, style="bold"),
         title_align="left",
-        subtitle=Text(clock(state.elapsed_s), style=_DIM),
+        subtitle=Text(f"{settings}   {clock(state.elapsed_s)}", style=_DIM),
         subtitle_align="right",
         border_style=_DIM,
         padding=(0, 1),
-        width=104,
     )
 
 
 def line(config: RunConfig, state: LiveState, eta_s: float | None) -> str:
-    """The state in one line, for a log."""
-    row = state.step or {}
+    """The state in one line, for a log; before the first step, what the run waits for."""
+    if state.step is None:
+        step = f"[{clock(state.elapsed_s)}] step {state.steps_done}/{config.steps}"
+        return f"{step} | {who_waits(state, config.groups_per_step)}"
+    row = state.step
     parts = [
         f"[{clock(state.elapsed_s)}] step {state.steps_done}/{config.steps}",
         f"reward {_figure(row, 'reward_mean', '.3f')}",
@@ -196,20 +240,20 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def progress_bar(value: int, total: int, style: str = _GOOD) -> ProgressBar:
-    """A bar of the share `value` / `total`."""
-    return ProgressBar(max(1, total), value, width=_BAR_CELLS, complete_style=style, finished_style=style)
+def progress_bar(value: int, total: int, style: str = _GOOD, cells: int = _BAR_CELLS) -> ProgressBar:
+    """A bar of the share `value` / `total`, `cells` characters wide."""
+    return ProgressBar(max(1, total), value, width=cells, complete_style=style, finished_style=style)
 
 
-def _bar(value: int, total: int, text: str, style: str) -> Table:
+def _beside(bar: ProgressBar, text: str) -> Table:
     row = Table.grid(padding=(0, 2))
-    row.add_row(progress_bar(value, total, style), Text(text))
+    row.add_row(bar, Text(text))
     return row
 
 
-def _reward(row: Row, rewards: Sequence[float]) -> Text:
+def _reward(row: Row, rewards: Sequence[float], cells: int) -> Text:
     text = Text(f"{_figure(row, 'reward_mean', '.3f')} ± {_figure(row, 'reward_std', '.2f')}   ")
-    return text.append(sparkline(rewards, _BAR_CELLS), style=_GOOD)
+    return text.append(sparkline(rewards, cells), style=_GOOD)
 
 
 def _accuracy(state: LiveState) -> str:
@@ -275,6 +319,8 @@ def _role(role: RoleState, state: LiveState) -> str:
     text = f"{role.name} {role.state}"
     for beat in (server for server in state.servers if server.name == role.name):
         text += f" v{beat.version}, {beat.running} running"
+    if role.stage:
+        text += f" ({role.stage})"
     if role.restarts:
         text += f", {role.restarts} restart{'s' if role.restarts > 1 else ''}"
     return text

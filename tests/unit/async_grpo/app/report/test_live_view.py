@@ -13,7 +13,7 @@ from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
 from async_grpo.utils.text import smooth, sparkline
-from async_grpo.wire.board import Evaluation, ServerBeat
+from async_grpo.wire.board import EvalProgress, Evaluation, ServerBeat
 
 CONFIG = RunConfig.model_validate({"name": "demo", "model": {"random": {}}, "steps": 120})
 
@@ -61,6 +61,8 @@ def state(**changes: Any) -> LiveState:
 IDLE = {"running": 0, "waiting_for": "the staleness window"}
 
 
+GRADING = {"evaluation": EvalProgress(version=0, done=512, total=1280, left_s=3.2)}
+LOADING = RoleState("rollout-0", "starting", stage="loading the model", since_s=8.2, usual_s=14.0)
 ROLLOUT_1 = server("rollout-1")
 FULL = {"taken": 16, "active": 48}
 
@@ -68,27 +70,36 @@ FULL = {"taken": 16, "active": 48}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "trainer waits for rollout-0: 3 of 16 groups ready"),
-        ({"servers": [server(), ROLLOUT_1]}, "trainer waits for rollout-0, rollout-1: 3 of 16 groups ready"),
-        (
-            {**FULL, "servers": [server(**IDLE)]},
-            "rollout-0 waits for the staleness window (trainer is the bottleneck)",
-        ),
+        ({}, "the trainer waits for rollout-0: 3 of 16 groups are ready"),
+        ({"servers": [server(), ROLLOUT_1]}, "the trainer waits for rollout-0, rollout-1: 3 of 16 groups are ready"),
+        ({**FULL, "servers": [server(**IDLE)]}, "rollout-0 waits for the trainer: the staleness window is full"),
         (
             {**FULL, "servers": [server(**IDLE), server("rollout-1", **IDLE)]},
-            "rollout-0, rollout-1 wait for the staleness window (trainer is the bottleneck)",
+            "rollout-0, rollout-1 wait for the trainer: the staleness window is full",
         ),
         ({"taken": 16, "servers": [server(waiting_for="tasks")]}, "rollout-0 waits for tasks"),
         ({"taken": 16}, "nobody: training and generation overlap"),
-        ({"ready": 20}, "trainer waits for the oldest groups: 20 ready, taken in ticket order"),
-        ({"ready": 20, "inflight": 0}, "rollouts wait for the trainer: 20 groups ready, none taken"),
-        ({"servers": []}, "trainer waits for a rollout server: none has reported"),
         (
-            {"servers": [server(running=0)]},
-            "trainer waits: 28 groups in flight, but no server generates (leases will expire)",
+            {"taken": 16, "servers": [server(waiting_for="weights", **GRADING)]},
+            "nobody: training and generation overlap",
         ),
-        ({"servers": [server(running=0, waiting_for="weights")]}, "rollout-0 waits for weights, and trainer for them"),
-        ({"roles": [RoleState("trainer", "restarting")]}, "waiting for trainer to start"),
+        ({"ready": 20}, "the trainer waits for the oldest groups; 20 newer ones are ready"),
+        ({"ready": 20, "inflight": 0}, "the rollout servers wait for the trainer: 20 groups are ready, none is taken"),
+        ({"servers": []}, "the trainer waits for a rollout server; none has reported"),
+        ({"servers": [server(running=0)]}, "the trainer waits for groups: 3 of 16 are ready, 28 are being made"),
+        (
+            {"ready": 0, "servers": [server(running=0, **GRADING)]},
+            "the trainer waits: rollout-0 evaluates version 0: 512 of 1,280 completions, 3 s left",
+        ),
+        (
+            {"servers": [server(running=0, waiting_for="weights")]},
+            "rollout-0 waits for weights, and the trainer for its groups",
+        ),
+        ({"roles": [RoleState("trainer", "restarting")]}, "starting trainer"),
+        (
+            {"roles": [RoleState("trainer", "running"), LOADING]},
+            "starting rollout-0 (loading the model, 8 s, last time 14 s)",
+        ),
     ],
 )
 def test_who_waits_says_what_holds_the_run_up(changes: dict[str, Any], said: str) -> None:
@@ -114,10 +125,23 @@ def test_a_terminal_shows_every_fact_of_the_run() -> None:
         "generate 1,520 tok/s, train 1,300 tok/s",
         "mean 2.0e-06, max 1.0e-05 over 1,300 tokens",
         "train 60%",
-        "trainer waits for rollout-0: 3 of 16",
+        "the trainer waits for rollout-0: 3 of 16",
+        "S=2  P=16  G=8   2:10",
         "rollout-0 running v48, 64 running, 1 restart",
     ):
         assert fact in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_panel_takes_the_width_of_the_terminal_and_cuts_nothing(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, record=True)
+    servers = [server(f"rollout-{index}", **GRADING) for index in range(4)]
+    with LiveView(CONFIG, console) as view:
+        view.update(state(servers=servers, roles=[RoleState(name, "running") for name in ("trainer", "rollout-3")]))
+    lines = console.export_text().splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert "…" not in "".join(lines)
+    assert "3 ready, 0 taken, 120 tasks left" in " ".join(" ".join(lines).replace("│", " ").split())
 
 
 def drawn(view: LiveView) -> str:
@@ -167,9 +191,27 @@ def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
     assert [line.split()[0] for line in lines[1:]] == ["[1:40]", "[1:50]", "[2:00]", "[2:05]"]
     assert lines[1] == (
         "[1:40] step 48/120 | reward 0.512 | accuracy 12.5% -> 47.0% (v40), greedy 51.0% | age 2/2 | buffer 31/48 | "
-        "generate 1,520 tok/s, train 1,300 tok/s | gap 2.0e-06 | trainer waits for rollout-0: 3 of 16 groups ready | "
-        "2:24 left"
+        "generate 1,520 tok/s, train 1,300 tok/s | gap 2.0e-06 | the trainer waits for rollout-0: 3 of 16 groups are "
+        "ready | 2:24 left"
     )
+
+
+def test_a_pipe_gets_a_line_a_step_but_at_most_one_a_second_and_one_for_each_part_of_a_start() -> None:
+    file = io.StringIO()
+    with LiveView(CONFIG, Console(file=file, width=80)) as view:
+        view.update(state(step=None, steps_done=0, elapsed_s=1.0, roles=[replace(LOADING, stage="importing")]))
+        view.update(state(step=None, steps_done=0, elapsed_s=3.0, roles=[replace(LOADING, since_s=10.0)]))
+        for tenth in range(25):  # ten steps a second
+            view.update(state(step={"step": 1 + tenth}, steps_done=1 + tenth, elapsed_s=4.0 + tenth / 10))
+    assert [line.partition(" | ")[0] for line in file.getvalue().splitlines()] == [
+        "[0:01] step 0/120",
+        "[0:03] step 0/120",
+        "[0:04] step 1/120",
+        "[0:05] step 11/120",
+        "[0:06] step 21/120",
+        "[0:06] step 25/120",  # the last state
+    ]
+    assert file.getvalue().splitlines()[1].endswith("starting rollout-0 (loading the model, 10 s, last time 14 s)")
 
 
 def test_the_remaining_time_follows_the_recent_steps() -> None:
