@@ -1,4 +1,4 @@
-"""Files that a rollout server writes about itself: samples for people to read, and its timeline."""
+"""Files that a rollout server writes about itself: samples for people to read, evaluations, and its timeline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from async_grpo.data.tokenizer import Tokenizer, TokenPieces
@@ -16,6 +17,7 @@ from async_grpo.telemetry.jsonl import JsonLines
 from async_grpo.telemetry.rows import is_sampled
 from async_grpo.telemetry.timeline import Timeline
 from async_grpo.wire import Group, Sample
+from async_grpo.wire.board import Evaluation
 
 WAITING_ROWS = 64
 """Most groups that wait to be written. Beyond it, on a disk that does not keep up, groups are left out."""
@@ -31,6 +33,7 @@ class RolloutLogger:
     def __init__(self, run_dir: Path, name: str, *, samples_every: int, tokenizer: Tokenizer | None = None) -> None:
         self._samples = JsonLines(run_dir / "samples" / f"{name}.jsonl")
         self._timeline = Timeline(run_dir / "timeline" / f"{name}.jsonl", name)
+        self._evaluations = run_dir / "evaluations" / f"{name}.jsonl"
         self._samples_every = samples_every
         self._pieces = TokenPieces(tokenizer) if tokenizer is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -53,6 +56,11 @@ class RolloutLogger:
             self._waiting.popleft().result()
         if is_sampled(group.seq, self._samples_every) and len(self._waiting) < WAITING_ROWS:
             self._waiting.append(self._thread.submit(self._write, group, version))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Append to evaluations/NAME.jsonl: the fields of `Evaluation` and `time_s`, Unix seconds at its end."""
+        with JsonLines(self._evaluations) as lines:
+            lines.write({**msgspec.to_builtins(evaluation), "time_s": time.time()})
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:

@@ -32,6 +32,9 @@ from async_grpo.errors import DataError, WaitTimeout
 LOOK_EVERY_S = 0.02
 """Seconds between two looks at a lock: the kernel tells nobody when it falls free."""
 
+LOOK_TAKES_S = 0.2
+"""Seconds after which a lock is held by a process at work, and not by one that only looks at it."""
+
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, synced: bool = False) -> Iterator[BinaryIO]:
@@ -82,9 +85,21 @@ def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:
 def locked(path: Path, busy: Exception) -> Iterator[None]:
     """Hold the lock file `path` for the length of the block. Raises `busy` if another process holds it."""
     with path.open("w") as lock:
-        if not try_lock(lock):
-            raise busy
+        until_s = time.monotonic() + LOOK_TAKES_S
+        while not try_lock(lock):
+            if time.monotonic() > until_s:
+                raise busy
+            time.sleep(LOOK_EVERY_S)
         yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock file. The look itself shares the lock for a moment, which `locked` waits for."""
+    try:
+        with path.open() as lock:
+            return not try_lock(lock, shared=True)
+    except FileNotFoundError:
+        return False
 
 
 class DeviceTurn:

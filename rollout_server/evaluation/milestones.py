@@ -152,6 +152,7 @@ class MilestoneEvaluator:
             no_majority=result.no_majority,
         )
         await self._context.board.put_evaluation(evaluation)
+        self._context.logger.evaluation(evaluation)
         log.info(
             "evaluated",
             version=version,

@@ -31,7 +31,7 @@ from async_grpo.app.report.live_view import LiveView
 from async_grpo.app.report.run_report import write_report
 from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
-from async_grpo.errors import BufferFault, ConfigError, RoleFailed, ServerLost
+from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
 from async_grpo.telemetry.timeline import merge_timelines
@@ -152,7 +152,7 @@ class LocalRun:
         self._plane, self._folder, self._view, self._state = plane, folder, view, state
         self._started_s = time.monotonic()
         self._wall_before_s = state.wall_s
-        self._state.command = command
+        self._state.command, self._state.failure = command, ""
         self._supervisor = RoleSupervisor(
             plane.config.name,
             specs,
@@ -174,6 +174,9 @@ class LocalRun:
         try:
             await race(self._watch(), interrupted.wait())
             self._state.finished_steps = self._plane.config.steps
+        except AsyncGrpoError as error:
+            self._state.failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
             interrupted.clear()
             self._view.phase("stopping")
@@ -216,10 +219,10 @@ class LocalRun:
         """Write run.json and the report, and print its headline. After a failed run, a report that cannot be written
         does not hide the run's own error."""
         try:
-            stats = await self._plane.buffer.stats()
             self._state.wall_s = self._wall_before_s + time.monotonic() - self._started_s
             self._state.restarts |= self._supervisor.restarts
             self._folder.write_state(self._state)
+            stats = await self._plane.buffer.stats()
             self._view.phase("writing the report")
             summary = await write_results(self._plane, self._folder, self._state, stats)
             self._view.say(headline(summary, self._folder))

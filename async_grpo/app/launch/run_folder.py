@@ -28,7 +28,7 @@ import yaml
 from async_grpo.config import RunConfig, dump, load, validate
 from async_grpo.config.load import MACHINE_SECTIONS, differing_keys, is_at_or_below
 from async_grpo.errors import ConfigError
-from async_grpo.utils.files import locked, write_atomic
+from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from buffer import PASSWORD_VARIABLE
 
 _FREE_KEYS = (
@@ -62,6 +62,8 @@ class RunState:
     finished_steps: int = 0
     """The step to which the run was trained, evaluated and reported; 0 if it has not come to its end."""
     command: str = ""
+    failure: str = ""
+    """The message of the error that ended the last invocation; "" if none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,17 @@ class RunFolder:
             "(-o name=...)"
         )
         return locked(self.path / _LOCK, busy)
+
+    def is_at_work(self) -> bool:
+        """Whether a process of this machine is at work here: `async-grpo run`, or a role started on its own."""
+        return any(is_locked(lock) for lock in (self.path / _LOCK, *(self.path / "roles").glob("*.lock")))
+
+    def hold(self, role: str) -> None:
+        """Lock a file for a role that was started on its own, until this process and the program that replaces it have
+        ended. Of two processes that have the role, the first holds the lock."""
+        file = os.open(self.path / "roles" / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try_lock(file)
+        os.set_inheritable(file, True)
 
     def log(self, role: str) -> Path:
         """The file for standard output and errors of a role."""

@@ -27,7 +27,9 @@ def join_run(run_dir: Path, name: str) -> int:
     """Become one more rollout server of a live run. Raises ConfigError if it is not live or has a server `name`."""
     model = asyncio.run(_prepare_to_join(find_run(None, [], run_dir), name))
     folder = RunFolder(run_dir)
-    return _become(rollout_argv(write_role(folder, name, load(folder.roles_file)), model, name))
+    file = write_role(folder, name, load(folder.roles_file))
+    folder.hold(name)
+    return _become(rollout_argv(file, model, name))
 
 
 async def _prepare_to_join(config: RunConfig, name: str) -> Path:
@@ -80,7 +82,9 @@ def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
     model = asyncio.run(prepare_model(config, print))
     folder = open_run(config)
     write_config(folder, config, for_roles=config)
-    return write_role(folder, role, config), model
+    file = write_role(folder, role, config)
+    folder.hold(role)
+    return file, model
 
 
 def _become(argv: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> int:

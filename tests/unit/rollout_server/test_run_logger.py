@@ -10,7 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from async_grpo.data.tokenizer import TokenPieces
+from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.wire import Group, Sample, Task, Turn, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire.board import Evaluation
 from rollout_server.run_logger import RolloutLogger
 
 
@@ -87,3 +89,11 @@ def test_a_row_that_could_not_be_written_is_not_passed_over(tmp_path: Path) -> N
     logger._thread.submit(int).result(timeout=5)
     with pytest.raises(ValueError, match="closed"):
         logger.group(group_of(1, [0, 1]), version=5)
+
+
+def test_an_evaluation_is_in_the_folder_when_it_is_done(tmp_path: Path) -> None:
+    logger = RolloutLogger(tmp_path, "rollout-0", samples_every=1)
+    logger.evaluation(Evaluation(version=4, prompts=8, samples=2, sampled_accuracy=0.75))
+    (row,) = read_rows(tmp_path / "evaluations" / "rollout-0.jsonl")
+    assert (row["version"], row["sampled_accuracy"]) == (4, 0.75)
+    assert row["time_s"] > 1e9
