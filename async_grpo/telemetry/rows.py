@@ -75,6 +75,26 @@ def rate(amount: float | None, spent_s: float) -> float | None:
     return amount / spent_s if amount is not None and spent_s > 0 else None
 
 
+def behind_head_start(rows: Sequence[Row], max_staleness: int) -> Sequence[Row]:
+    """The step rows without the first S + 1, or without the first half if that is less.
+
+    Those steps train what was generated while the trainer waited for its first batch, and no step counts that wait.
+    With them, a run would look faster than it is, and the more so the larger its window.
+    """
+    return rows[min(max_staleness + 1, len(rows) // 2) :]
+
+
+def tokens_per_s(rows: Sequence[Row]) -> float | None:
+    """Throughput of a run: tokens trained, per second of the trainer's steps, waits included. None if unknown.
+
+    Every display shows this: the terminal for the last step, plots for each step, and reports and sweeps over the steps
+    behind the head start. A token counts as often as it was trained; prompts do not count. `bench pipeline` also
+    leaves out tokens that were generated before the steps that it times.
+    """
+    timed = [row for row in rows if number(row, "trained_tokens") is not None]
+    return rate(sum(numbers(timed, "trained_tokens")), sum(numbers(timed, "step_s")))
+
+
 def seconds_by_part(row: Row) -> dict[str, float]:
     """Seconds of each part of the step, "other" included."""
     parts = {key.removesuffix("_s"): number(row, key) or 0.0 for key in TIME_KEYS}

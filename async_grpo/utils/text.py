@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 GIB = 1 << 30
 _BARS = "▁▂▃▄▅▆▇█"
@@ -63,12 +63,15 @@ def fenced(text: str, limit: int = 600) -> str:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to `window` - 1 values before it."""
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(sum(recent) / len(recent))
-    return means
+    """The mean of each value and its neighbours, `window` // 2 on either side as far as there are so many: unlike a
+    trailing mean it does not lag.
+
+    >>> smooth([1, 3, 8, 4, 5], 3)
+    [2.0, 4.0, 5.0, 5.666666666666667, 4.5]
+    """
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, at - window // 2), min(len(values), at + window // 2 + 1)) for at in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -71,6 +71,7 @@ def _step(step: int, step_s: float, accuracy: float) -> dict[str, Any]:
         "kind": "step",
         "step": step,
         "reward_mean": accuracy * step / STEPS,
+        "time_s": 100.0 + step * step_s,
         "step_s": step_s,
         "wait_s": step_s / 4,
         "train_s": step_s * 3 / 4,

@@ -29,7 +29,7 @@ from async_grpo.app.launch.state_plane import StatePlane, check_fresh, open_stat
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.app.report.run_report import write_report
-from async_grpo.app.report.summary import summarize
+from async_grpo.app.report.summary import learned, summarize
 from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
@@ -57,6 +57,8 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
         {**asdict(stats), "active": stats.active},
         {**await plane.board.counters(), **restarts},
         state.wall_s,
+        prepare_s=state.prepare_s,
+        servers=[read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))],
     )
     trackers = make_trackers(plane.config)
     for evaluation in evaluations:
@@ -74,16 +76,13 @@ def headline(summary: dict[str, Any], folder: RunFolder) -> str:
     groups = ", ".join(f"{reason} {count}" for reason, count in summary["groups"].items() if count)
     lines = [
         f"steps {summary['steps']}, tokens: {summary['generated_tokens']} made, {summary['trained_tokens']} trained",
-        f"held-out accuracy (sampled) {_percent(summary['accuracy_before'])} -> {_percent(summary['accuracy_after'])}",
+        learned(summary),
+        summary["bottleneck"],
         f"age of trained tokens: max {summary['max_age']} (bound {summary['age_bound']})",
         f"groups: {groups}; balanced: {'yes' if summary['balanced'] else 'NO'}",
         f"report: {folder.path / 'report.md'}",
     ]
-    return "\n".join(lines)
-
-
-def _percent(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.1%}"
+    return "\n".join(line for line in lines if line)
 
 
 class LocalLauncher:
@@ -112,7 +111,9 @@ class LocalLauncher:
                 view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
                 return 0
             try:
+                began_s = time.monotonic()
                 model = await race(prepare_model(config, view.phase), interrupted.wait())
+                state.prepare_s += time.monotonic() - began_s
                 view.phase("starting the server")
                 async with open_state_plane(config, folder, fresh=fresh) as plane:
                     write_config(folder, config, for_roles=plane.config)

@@ -32,7 +32,7 @@ from rich.text import Text
 
 from async_grpo.app.report.live_state import LiveState, RoleState, evaluating, who_waits
 from async_grpo.config.schema import RunConfig
-from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part
+from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import figure, sparkline
 
 _RECENT_STEPS = 20
@@ -281,9 +281,7 @@ def _staleness(row: Row, bound: int) -> Text:
 def _speed(state: LiveState) -> str:
     """Tokens per second on both sides: servers now, trainer over its last step."""
     generated = sum(server.tokens_per_s for server in state.servers)
-    row = state.step or {}
-    tokens, step_s = number(row, "trained_tokens"), number(row, "step_s")
-    trained = tokens / step_s if tokens is not None and step_s else None
+    trained = tokens_per_s([state.step or {}])
     return f"generate {generated:,.0f} tok/s, train {figure(trained, ',.0f')} tok/s"
 
 

@@ -1,208 +1,312 @@
-"""The plots of a run: PNG files in run_dir/plots. Drawing needs no display and does not use pyplot."""
+"""The plots of a run: PNG files in run_dir/plots, drawn from its rows and its summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.telemetry.rows import Facts, Row, last_of_each, number, seconds_by_part
+from async_grpo.app.report.drawing import (
+    BLUE,
+    DASHES,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    draw_series,
+    legend_above,
+    mark_events,
+    panels_over_steps,
+    percent,
+    save_figures,
+    smoothing_window,
+)
+from async_grpo.app.report.summary import score_format
+from async_grpo.telemetry.idle import rollout_idle_s
+from async_grpo.telemetry.metrics import METRICS
+from async_grpo.telemetry.rows import Facts, Row, last_of_each, number, numbers, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED, GREY = "#2f6db5", "#e08a1e", "#3a9a5b", "#c4443c", "#8a8f98"
-_PART_COLORS = {
-    "wait": "#d9dce1",
-    "pack": "#8fb8de",
-    "prox": "#6f8f86",
-    "reference": "#a3b86c",
-    "train": BLUE,
-    "optimizer": "#1d3f6e",
-    "publish": ORANGE,
-    "checkpoint": GREEN,
-    "other": "#b6a7c9",
+_PARTS = {
+    "wait": ("#e3e5e9", ""),
+    "pack": ("#9ecae1", ""),
+    "prox": ("#6f8f86", "//"),
+    "reference": ("#a3b86c", "\\\\"),
+    "train": (BLUE, ""),
+    "optimizer": ("#08306b", ""),
+    "publish": (ORANGE, "xx"),
+    "checkpoint": (GREEN, ".."),
+    "other": (PURPLE, "--"),
 }
-Point = tuple[float, float]
+"""Part of the trainer's step -> its colour and hatching, from the bottom up."""
+_OPTIMIZATION = ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ess", "logprob_gap_mean", "lr")
+_MOST_LABELS = 9
+"""Bars of an age histogram that have room for their figures."""
+_METRICS = {metric.key: metric for metric in METRICS}
+Events = Mapping[str, Sequence[float]]
 
 
-def write_plots(run_dir: Path, rows: Sequence[Row], summary: Facts) -> list[Path]:
-    """Draw every plot for which there are data; returns the files in the order of the report."""
+def write_plots(
+    run_dir: Path, rows: Sequence[Row], summary: Facts, servers: Sequence[Sequence[Row]] = ()
+) -> list[Path]:
+    """Draw every plot for which there are data; returns the files in the order of the report.
+
+    `rows` are those of the steps, `servers` those of each timeline/rollout-*.jsonl.
+    """
     steps = last_of_each(rows, "step")
+    evaluated = [float(row["version"]) for row in summary.get("evaluations") or []]
+    events = {"evaluation": evaluated, "trainer restarted": restarts(steps)} if steps else {}
     figures = {
-        "accuracy": _accuracy(summary),
-        "reward": _reward(steps),
-        "loss": _loss(steps),
-        "staleness": _staleness(summary),
-        "time_split": _time_split(steps),
-        "throughput": _throughput(steps),
+        "held_out": _held_out(summary),
+        "reward": _reward(steps, summary, events),
+        "lengths": _lengths(steps, summary, events),
+        "optimization": _optimization(steps, events),
+        "staleness": _staleness(steps, summary, events),
+        "time_split": _time_split(steps, servers, events),
+        "throughput": _throughput(steps, summary, events),
     }
     return save_figures(run_dir / "plots", figures)
 
 
-def save_figures(folder: Path, figures: Mapping[str, Figure | None]) -> list[Path]:
-    """Write the figures that are not None to `folder`/NAME.png; returns the files in order."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in figures.items():
-        if figure is not None:
-            paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=144)
-    return paths
+def restarts(steps: Sequence[Row]) -> list[float]:
+    """The steps before which another trainer took over: their epoch is higher than that of the step before."""
+    return [
+        step["step"]
+        for before, step in pairwise(steps)
+        if (number(step, "epoch") or 0) > (number(before, "epoch") or 0)
+    ]
 
 
-def smoothing_window(points: int) -> int:
-    """The number of points to average in a curve of `points` points: a tenth, at most 25; 1 for short curves."""
-    return max(1, min(25, points // 10))
+def title_of(key: str) -> str:
+    """A metric's label with its unit, as the title of a panel."""
+    metric = _METRICS[key]
+    unit = "" if metric.unit in ("", "share") else f" ({metric.unit})"
+    return f"{metric.label[0].upper()}{metric.label[1:]}{unit}"
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A figure of `rows` * `columns` panels with a quiet grid, `size` inches wide and high, and its panels by row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = [figure.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    return figure, panels
-
-
-def _reward(steps: Sequence[Row]) -> Figure | None:
-    figure, (axes,) = _figure("Training reward", "optimizer step")
-    if not _draw_series(axes, steps, "reward_mean", BLUE, "mean reward of a step"):
-        return None
-    axes.legend(loc="lower right")
-    return figure
-
-
-def _accuracy(summary: Facts) -> Figure | None:
-    """Held-out accuracy by policy version, with labels at the first and last points."""
+def _held_out(summary: Facts) -> Figure | None:
+    """The score of held-out prompts by policy version with its 95% interval, and labels at the ends."""
     evaluations = summary.get("evaluations") or []
     if not evaluations:
         return None
-    figure, (axes,) = _figure("Accuracy on held-out prompts", "policy version")
-    sampled = f"sampled, mean@{evaluations[0].get('samples', 'k')}"
-    lines = (("sampled_accuracy", BLUE, sampled), ("greedy_accuracy", ORANGE, "greedy"))
-    drawn = [_draw_accuracy(axes, evaluations, key, color, label) for key, color, label in lines]
-    _label_points(axes, [(points[0], color) for points, color in drawn if points])
-    _label_points(axes, [(points[-1], color) for points, color in drawn if len(points) > 1])
-    axes.set_ylim(-0.09, 1.11)  # room for the labels of 0% and 100%
-    axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    axes.margins(x=0.1)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.legend(loc="best")
+    score = summary.get("held_out_score", "accuracy")
+    figure, (axes,) = panels_over_steps([f"{score.capitalize()} on held-out prompts, with 95% intervals"])
+    axes.set_xlabel("policy version (optimizer steps)")
+    for name, kind, label, color, marker, dash in (
+        ("sampled", "mean", f"sampled, mean@{evaluations[0].get('samples', 'k')}", BLUE, "o", "-"),
+        ("greedy", "greedy", "greedy", ORANGE, "s", "--"),
+    ):
+        _draw_scores(axes, evaluations, name, kind, label=label, color=color, marker=marker, linestyle=dash)
+    _label_ends(axes, evaluations, score_format(score))
+    axes.margins(x=0.08, y=0.16)
+    if score == "accuracy":
+        percent(axes)
+    legend_above(axes)
     return figure
 
 
-def _draw_accuracy(axes: Axes, evaluations: Sequence[Row], key: str, color: str, label: str) -> tuple[list[Point], str]:
-    """Draw a line through the measured versions; returns its points and its colour."""
-    points = [(float(e["version"]), value) for e in evaluations if (value := number(e, key)) is not None]
+def _draw_scores(axes: Axes, evaluations: Sequence[Row], name: str, kind: str, **style: Any) -> None:
+    """Draw a line through the measured versions, and its interval as an area with whiskers where it was computed."""
+    points = [(row["version"], value) for row in evaluations if (value := number(row, f"{name}_accuracy")) is not None]
     if points:
-        xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, color=color, marker="o", markersize=5, label=label)
-    return points, color
+        axes.plot(*zip(*points, strict=True), markersize=5, **style)
+    known = [(row["version"], (row.get("figures") or {}).get(kind)) for row in evaluations]
+    bands = [(version, found["low"], found["high"]) for version, found in known if found]
+    if bands:
+        xs, lows, highs = zip(*bands, strict=True)
+        axes.vlines(xs, lows, highs, color=style["color"], linewidth=2)
+        if style["linestyle"]:
+            axes.fill_between(xs, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
 
 
-def _label_points(axes: Axes, points: Sequence[tuple[Point, str]]) -> None:
-    """Label the points of one version: above the highest, below the others."""
-    for rank, ((x, y), color) in enumerate(sorted(points, key=lambda point: -point[0][1])):
-        offset = (0, 9) if rank == 0 else (0, -17)
-        style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
-        axes.annotate(f"{y:.1%}", (x, y), offset, textcoords="offset points", **style)
+def _label_ends(axes: Axes, evaluations: Sequence[Row], form: str) -> None:
+    """Label the first and the last version: the higher point above, the lower one below."""
+    for row in evaluations[:: max(1, len(evaluations) - 1)][:2]:
+        keys = (("sampled_accuracy", BLUE), ("greedy_accuracy", "#9a6a00"))
+        found = [(value, color) for key, color in keys if (value := number(row, key)) is not None]
+        for rank, (value, color) in enumerate(sorted(found, reverse=True)):
+            style: dict[str, Any] = {"ha": "center", "color": color, "fontweight": "bold"}
+            place = (0, 11) if rank == 0 else (0, -20)
+            axes.annotate(format(value, form), (row["version"], value), place, textcoords="offset points", **style)
 
 
-def _loss(steps: Sequence[Row]) -> Figure | None:
-    figure, (loss, norm) = _figure("Loss and gradient norm", "optimizer step", rows=2)
-    drawn = _draw_series(loss, steps, "loss", BLUE, "loss")
-    drawn = _draw_series(norm, steps, "grad_norm", RED, "gradient norm") or drawn
-    loss.set_ylabel("loss")
-    norm.set_ylabel("gradient norm")
-    return figure if drawn else None
+def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """The training reward with the 95% interval over groups, beside the held-out scores; and that of each function."""
+    names = sorted({name for row in steps for name in row.get("reward_by_function") or {}})
+    titles = ["Training reward", *(["Reward by function, before weights"] if len(names) > 1 else [])]
+    figure, panels = panels_over_steps(titles)
+    has_band = any("reward_error" in row for row in steps)
+    label = "mean reward" + (", 95% interval over groups" if has_band else "")
+    if not draw_series(panels[0], steps, "reward_mean", band="reward_error", color=BLUE, label=label):
+        return None
+    evaluations = summary.get("evaluations") or []
+    held_out = f"held-out {summary.get('held_out_score')}, sampled"
+    _draw_scores(panels[0], evaluations, "sampled", "mean", color=RED, marker="D", linestyle="", label=held_out)
+    for axes in panels[1:]:
+        for place, name in enumerate(names):
+            rows = [{"step": row["step"], "value": (row.get("reward_by_function") or {}).get(name)} for row in steps]
+            color = (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)[place % 6]
+            draw_series(axes, rows, "value", color=color, linestyle=DASHES[place % 4], label=name)
+    mark_events(panels, events)
+    for axes in panels:
+        legend_above(axes, columns=2)
+    return figure
 
 
-def _staleness(summary: Facts) -> Figure | None:
-    """Shares of the trained tokens by age, with the age bound."""
+def _lengths(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Lengths of the completions, with the limit where it is near, and the truncated share."""
+    has_share = any(number(row, "truncated_fraction") is not None for row in steps)
+    figure, panels = panels_over_steps(
+        ["Completion length (tokens)", *(["Truncated completions"] if has_share else [])]
+    )
+    drawn = draw_series(panels[0], steps, "completion_tokens_mean", color=BLUE, label="mean")
+    if not drawn:
+        return None
+    draw_series(panels[0], steps, "completion_tokens_max", color=RED, linestyle="--", label="longest")
+    limit = summary.get("max_tokens")
+    if limit and panels[0].get_ylim()[1] > limit / 2:
+        panels[0].axhline(limit, color=GREY, linestyle="-.", linewidth=1.2, label=f"limit: {limit:,}")
+    panels[0].set_ylim(0)
+    if has_share:
+        draw_series(panels[1], steps, "truncated_fraction", color=RED)
+        _share_axis(panels[1], steps, "truncated_fraction")
+    mark_events(panels, events)
+    legend_above(panels[0])
+    return figure
+
+
+def _share_axis(axes: Axes, steps: Sequence[Row], key: str) -> None:
+    """Percent from 0 to the largest share, and to 1% at least: shares of 0 lie on the axis."""
+    axes.set_ylim(0, max(0.01, 1.05 * max(numbers(steps, key))))
+    percent(axes)
+
+
+def _optimization(steps: Sequence[Row], events: Events) -> Figure | None:
+    """Small panels of what the optimizer sees; the entropy is the estimate if only that was measured."""
+    measured = {key for row in steps for key in row if number(row, key) is not None}
+    keys = ["entropy_estimate" if key == "entropy" and key not in measured else key for key in _OPTIMIZATION]
+    keys = [key for key in keys if key in measured]
+    if not keys:
+        return None
+    figure, panels = panels_over_steps([title_of(key) for key in keys], columns=2)
+    for axes, key in zip(panels, keys, strict=True):
+        draw_series(axes, steps, key, color=BLUE, exact=key == "lr")
+        if key == "clip_fraction":
+            _share_axis(axes, steps, key)
+    mark_events(panels, events)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
+    return figure
+
+
+def _staleness(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Shares of the trained tokens by age, and ages by step, both with the age bound."""
     tokens = {int(age): count for age, count in (summary.get("tokens_by_age") or {}).items()}
-    total = sum(tokens.values())
-    if not total:
+    if not sum(tokens.values()):
         return None
     bound = summary.get("age_bound", max(tokens))
-    figure, (axes,) = _figure("Age of the trained tokens", "age in optimizer steps")
-    ages = range(max(bound, *tokens, 0) + 2)
-    colors = [GREEN if age <= bound else RED for age in ages]
-    bars = axes.bar(ages, [tokens.get(age, 0) / total for age in ages], width=0.7, color=colors)
-    axes.bar_label(bars, [f"{tokens[age] / total:.1%}" if tokens.get(age) else "" for age in ages], padding=2)
-    axes.axvline(bound + 0.5, color=GREY, linestyle="--", linewidth=1.2)
-    axes.annotate(f" bound: {bound}", (bound + 0.5, 0.92), xycoords=("data", "axes fraction"), color="#555")
-    axes.set_xticks(list(ages))
-    axes.margins(y=0.15)
-    axes.set_ylabel("share of trained tokens")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    figure, (shares, ages) = panels_over_steps(
+        ["Age of the trained tokens", "Age by step (optimizer steps)"], shared=False
+    )
+    _draw_ages(shares, tokens, bound)
+    draw_series(ages, steps, "age_mean", color=BLUE, label="mean")
+    oldest = [(row["step"], value) for row in steps if (value := number(row, "age_max")) is not None]
+    if oldest:
+        style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":", "where": "mid", "label": "oldest"}
+        ages.step(*zip(*oldest, strict=True), **style)
+    ages.axhline(bound, color=GREY, linestyle="--", linewidth=1.2, label=f"bound: {bound}")
+    ages.set_ylim(-0.05 * (bound + 1), (bound + 1) * 1.05)
+    mark_events([ages], events)
+    legend_above(ages)
     return figure
 
 
-def _time_split(steps: Sequence[Row]) -> Figure | None:
-    """The parts of each step's wall time, as stacked areas."""
-    parts = [seconds_by_part(row) for row in steps]
-    names = [name for name in _PART_COLORS if any(part.get(name) for part in parts)]
-    if not names:
-        return None
-    figure, (axes,) = _figure("Time of the trainer's step", "optimizer step")
-    window = smoothing_window(len(steps))
-    series = [smooth([part[name] for part in parts], window) for name in names]
-    xs = [row["step"] for row in steps]
-    axes.stackplot(xs, series, labels=names, colors=[_PART_COLORS[name] for name in names])
-    axes.set_ylabel(f"seconds (mean of {window} steps)" if window > 1 else "seconds")
-    axes.set_ylim(0)
-    axes.margins(x=0)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
-def _throughput(steps: Sequence[Row]) -> Figure | None:
-    timed = [row for row in steps if number(row, "step_s") and number(row, "trained_tokens") is not None]
-    if not timed:
-        return None
-    rates = [{"step": row["step"], "rate": row["trained_tokens"] / row["step_s"]} for row in timed]
-    figure, (axes,) = _figure("Trained tokens per second", "optimizer step")
-    _draw_series(axes, rates, "rate", GREEN, "tokens per second of wall time")
-    axes.set_ylim(0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(loc="lower right")
-    return figure
-
-
-def _draw_series(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> bool:
-    """Draw raw values thin and their trailing mean thick; False if no row has the key."""
-    points = [(row["step"], value) for row in rows if (value := number(row, key)) is not None]
-    if not points:
-        return False
-    xs, ys = zip(*points, strict=True)
-    window = smoothing_window(len(points))
-    if window > 1:
-        axes.plot(xs, ys, color=color, alpha=0.3, linewidth=1)
-        label = f"{label} (thick: mean of {window})"
-    marker = "o" if len(xs) == 1 else None
-    axes.plot(xs, smooth(ys, window), color=color, linewidth=2, marker=marker, markersize=3, label=label)
-    return True
-
-
-def _figure(title: str, xlabel: str, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """Panels one above the other, over the same integers."""
+def _draw_ages(axes: Axes, tokens: Mapping[int, int], bound: int) -> None:
+    """Bars: the share of the tokens of each age. Those beyond the bound are red and hatched."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, panels = new_figure(rows, 1, (8, 3.8 if rows == 1 else 5.2))
-    panels[0].set_title(title, loc="left", fontweight="bold")
-    panels[-1].set_xlabel(xlabel)
-    for axes in panels[1:]:
-        axes.sharex(panels[0])
-    for axes in panels:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, panels
+    total, ages = sum(tokens.values()), range(max(bound, *tokens, 0) + 2)
+    bars = axes.bar(
+        ages,
+        [tokens.get(age, 0) / total for age in ages],
+        width=0.7,
+        color=[GREEN if age <= bound else RED for age in ages],
+        hatch=["" if age <= bound else "//" for age in ages],
+    )
+    if len(ages) <= _MOST_LABELS:
+        axes.bar_label(bars, [f"{tokens[age] / total:.1%}" if tokens.get(age) else "" for age in ages], padding=2)
+    axes.axvline(bound + 0.5, color=GREY, linestyle="--", linewidth=1.2)
+    axes.annotate(f" bound: {bound}", (bound + 0.5, 0.92), xycoords=("data", "axes fraction"), color="#555")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(y=0.15)
+    axes.set_xlabel("age in optimizer steps")
+    axes.set_ylabel("share of the tokens")
+    percent(axes)
+
+
+def _time_split(steps: Sequence[Row], servers: Sequence[Sequence[Row]], events: Events) -> Figure | None:
+    """The parts of each step's wall time as stacked areas, and the idle shares of both sides."""
+    parts = [seconds_by_part(row) for row in steps]
+    names = [name for name in _PARTS if any(part.get(name) for part in parts)]
+    if not names:
+        return None
+    figure, (split, idle) = panels_over_steps(["Time of the trainer's step", "Idle share of each side"])
+    window = smoothing_window(len(steps))
+    series = [smooth([part[name] for part in parts], window) for name in names]
+    style: dict[str, Any] = {"labels": names, "colors": [_PARTS[name][0] for name in names], "linewidth": 0}
+    split.stackplot([row["step"] for row in steps], series, hatch=[_PARTS[name][1] for name in names], **style)
+    split.set_ylabel(f"seconds (mean of {window})" if window > 1 else "seconds")
+    split.margins(x=0.02)
+    split.set_ylim(0)
+    _draw_idle(idle, steps, servers, window)
+    mark_events([split, idle], events)
+    legend_above(split, columns=5)
+    legend_above(idle)
+    return figure
+
+
+def _draw_idle(axes: Axes, steps: Sequence[Row], servers: Sequence[Sequence[Row]], window: int) -> None:
+    timed = [row for row in steps if number(row, "time_s") is not None and number(row, "step_s")]
+    rollout = rollout_idle_s(timed, servers)
+    for name, seconds, color, dash in (
+        ("trainer waits for a batch", [number(row, "wait_s") or 0.0 for row in timed], BLUE, "-"),
+        ("rollout servers generate nothing", rollout, RED, "--"),
+    ):
+        if seconds:
+            shares = _ratio(seconds, [row["step_s"] for row in timed], window)
+            axes.plot([row["step"] for row in timed], shares, color=color, linestyle=dash, linewidth=2, label=name)
+    axes.set_ylim(-0.02, 1.02)
+    percent(axes)
+
+
+def _ratio(above: Sequence[float], below: Sequence[float], window: int) -> list[float]:
+    """Sums of one over sums of the other, over the window: a rate of all its time, not a mean of rates."""
+    return [a / b for a, b in zip(smooth(above, window), smooth(below, window), strict=True)]
+
+
+def _throughput(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Tokens trained per second of each step, and that of the run as in the report."""
+    timed = [row for row in steps if tokens_per_s([row]) is not None]
+    if not timed:
+        return None
+    figure, (axes,) = panels_over_steps(["Tokens trained per second of the trainer's steps"])
+    window, xs = smoothing_window(len(timed)), [row["step"] for row in timed]
+    if window > 1:
+        axes.plot(xs, [tokens_per_s([row]) or 0.0 for row in timed], color=GREEN, alpha=0.3, linewidth=0.8)
+    rates = _ratio([row["trained_tokens"] for row in timed], [row["step_s"] for row in timed], window)
+    marker = "o" if len(xs) <= 20 else None
+    axes.plot(
+        xs, rates, color=GREEN, linewidth=2, marker=marker, label=f"over {window} steps" if window > 1 else "step"
+    )
+    if (whole := summary.get("tokens_per_s")) is not None:
+        axes.axhline(whole, color=GREY, linestyle="--", linewidth=1.2, label=f"run: {whole:,.0f}/s")
+    axes.set_ylim(0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    mark_events([axes], events)
+    legend_above(axes, columns=4)
+    return figure

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from async_grpo.app.report.plots import write_plots
+from async_grpo.app.report.summary import score_format
 from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import Facts, Row, of_kind
@@ -26,12 +27,23 @@ _GROUPS = 2
 _PART_MEANINGS = {
     "wait": "the trainer waited for a batch from the rollout servers",
     "pack": "packing sequences into micro-batches",
+    "prox": "evaluating the proximal policy",
+    "reference": "evaluating the reference model",
     "train": "forward and backward",
     "optimizer": "optimizer step",
     "publish": "snapshot and announcement of the new weights",
     "checkpoint": "writing checkpoints",
     "other": "everything else in a step",
 }
+_HEAD_START = (
+    ": the first S + 1, or half of a short run, are left out of all rates and shares, because they train what was "
+    "generated while the trainer waited for its first batch"
+)
+_NOT_IN_STEPS = (
+    "The wall time begins when the processes start and ends before this report. Until the first batch, engines start "
+    "and the first policy is evaluated; the rest is the last evaluation, the stop, and steps repeated after a restart. "
+    "It contains neither the making of the first policy nor `async-grpo prepare`."
+)
 _HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
 
 
@@ -140,7 +152,8 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
     `summary` is what `summary.summarize` returns. A section whose files are missing is left out.
     """
     rows = read_rows(run_dir / "metrics.jsonl")
-    plots = write_plots(run_dir, of_kind(rows, "step"), summary)
+    servers = [read_rows(path) for path in sorted((run_dir / "timeline").glob("rollout-*.jsonl"))]
+    plots = write_plots(run_dir, of_kind(rows, "step"), summary, servers)
     write_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     sections = [
         f"# {summary.get('name', run_dir.name)}",
@@ -160,25 +173,43 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
 
 
 def _headline(summary: Facts) -> str:
-    accuracy = _change(summary, "accuracy_before", "accuracy_after", ".1%")
-    greedy = _change(summary, "greedy_accuracy_before", "greedy_accuracy_after", ".1%")
-    restarts, failures = _counts(summary, "restarts"), _counts(summary, "reward_failures")
-    generated = f"{_figure(summary, 'generated_tokens', ',')} ({_figure(summary, 'tokens_per_s', ',.0f')}/s)"
-    trained = f"{_figure(summary, 'trained_tokens', ',')} ({_figure(summary, 'trained_tokens_per_s', ',.0f')}/s)"
+    """The table at the top: what was learned, at what cost, and whether it can be trusted."""
+    score = summary.get("held_out_score", "accuracy")
+    form, learned = score_format(score), {}
+    for kind, key in (("sampled", "accuracy"), ("greedy", "greedy_accuracy")):
+        if summary.get(f"{key}_before") is not None:
+            learned[f"held-out {score}, {kind}"] = _change(summary, f"{key}_before", f"{key}_after", form)
+    learned["training reward, first and last tenth"] = _change(summary, "reward_first", "reward_last", ".3f")
+    first = next(iter(learned))
     lines = {
-        "**held-out accuracy, sampled**": f"**{accuracy}**",
-        "held-out accuracy, greedy": greedy,
-        "training reward, first and last tenth": _change(summary, "reward_first", "reward_last", ".3f"),
+        f"**{first}**": f"**{learned.pop(first)}**",
+        **learned,
         "optimizer steps": _figure(summary, "steps", ","),
-        "wall time": f"{_figure(summary, 'wall_s', ',.0f')} s",
-        "tokens generated": generated,
-        "tokens trained": trained,
+        "tokens trained per second of the steps": _figure(summary, "tokens_per_s", ",.0f"),
+        "tokens trained, and generated": f"{_figure(summary, 'trained_tokens', ',')}, {_generated(summary)}",
+        "wall time": _wall(summary),
+        "idle: trainer, and rollout servers": f"{_figure(summary, 'trainer_idle', '.0%')}, "
+        f"{_figure(summary, 'rollout_idle', '.0%')}",
         "age of trained tokens": f"max {_figure(summary, 'max_age', '')}, bound {_figure(summary, 'age_bound', '')}",
         "log-probability gap, mean": _figure(summary, "logprob_gap_mean", ".2e"),
-        "completions that could not be judged": failures,
-        "restarts": restarts,
+        "completions that could not be judged": _counts(summary, "reward_failures"),
+        "restarts": _counts(summary, "restarts"),
     }
     return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in lines.items()]])
+
+
+def _generated(summary: Facts) -> str:
+    return f"{_figure(summary, 'generated_tokens', ',')} ({_figure(summary, 'generated_tokens_per_s', ',.0f')}/s)"
+
+
+def _wall(summary: Facts) -> str:
+    """Wall time and its parts. What was prepared before is named, because it is not in it."""
+    wall_s, start_s, steps_s = (summary.get(key) or 0.0 for key in ("wall_s", "start_s", "steps_s"))
+    rest_s = max(0.0, wall_s - start_s - steps_s)
+    parts = f"{start_s:,.0f} s until the first batch, {steps_s:,.0f} s of steps, {rest_s:,.0f} s of the rest"
+    prepared_s = summary.get("prepare_s")
+    before = "" if prepared_s is None else f"; first policy: {prepared_s:,.0f} s before that"
+    return f"{wall_s:,.0f} s ({parts}){before}"
 
 
 def _counts(summary: Facts, key: str) -> str:
@@ -238,18 +269,10 @@ def _time(summary: Facts) -> str:
         if spent_s > 0
     ]
     header = "| part of the step | seconds | share | |\n|---|---:|---:|---|"
-    return "\n".join([f"## Where the time went\n\n{_who_waited(split.get('wait', 0.0) / total)}\n", header, *lines])
-
-
-def _who_waited(share: float) -> str:
-    """A sentence about the bottleneck; `share` is the part of its time that the trainer waited, 0 to 1."""
-    if share >= 0.2:
-        reading = "generation was the bottleneck: more rollout servers would make the run faster"
-    elif share >= 0.05:
-        reading = "generation and training were about balanced"
-    else:
-        reading = "training was the bottleneck: rollout servers waited for the staleness window"
-    return f"The trainer waited for rollouts {share:.0%} of its time; {reading}."
+    note = _HEAD_START if (summary.get("first_timed_step") or 1) > 1 else ""
+    from_to = f"Steps {summary.get('first_timed_step') or 1} to {summary.get('steps')}{note}."
+    said = f"## Where the time went\n\n{summary.get('bottleneck') or ''}\n\n{from_to}\n"
+    return "\n".join([said, header, *lines, "", _NOT_IN_STEPS])
 
 
 def _warnings(warnings: list[Row]) -> str:

@@ -8,19 +8,23 @@ from typing import Any
 import msgspec
 
 from async_grpo.config.schema import RunConfig
+from async_grpo.telemetry.idle import bottleneck, evaluating_share, rollout_idle_share, trainer_idle_share
 from async_grpo.telemetry.rows import (
     GENERATED_TOKENS,
     RESTARTS_PREFIX,
     REWARD_FAILURES_PREFIX,
     Facts,
     Row,
+    behind_head_start,
     last_of_each,
     mean,
     number,
     numbers,
     rate,
     seconds_by_part,
+    tokens_per_s,
 )
+from async_grpo.utils.text import figure
 from async_grpo.wire.board import Evaluation
 from async_grpo.wire.records import ReleaseReason
 
@@ -33,14 +37,17 @@ def summarize(
     stats: Mapping[str, Any],
     counters: Mapping[str, int],
     wall_s: float,
+    *,
+    prepare_s: float | None = None,
+    servers: Sequence[Sequence[Row]] = (),
 ) -> Facts:
     """The figures of a run; None where something is not known.
 
     `steps` and `probes` are rows of metrics.jsonl, `stats` the fields of the buffer's BufferStats, `counters` those of
-    the run board, `wall_s` the seconds of all invocations.
+    the run board, `wall_s` the seconds of all invocations from the start of their processes to the report, `prepare_s`
+    those before, and `servers` the rows of each timeline/rollout-*.jsonl.
     """
     steps = last_of_each(steps, "step")
-    trained_tokens = int(sum(numbers(steps, "trained_tokens")))
     generated_tokens = counters.get(GENERATED_TOKENS, 0)
     return {
         **_settings(config),
@@ -48,16 +55,18 @@ def summarize(
         "steps": len(steps),
         **_reward(steps),
         "generated_tokens": generated_tokens,
-        "trained_tokens": trained_tokens,
+        "trained_tokens": int(sum(numbers(steps, "trained_tokens"))),
         "wall_s": wall_s,
-        "tokens_per_s": rate(generated_tokens, wall_s),
-        "trained_tokens_per_s": rate(trained_tokens, wall_s),
+        "prepare_s": prepare_s,
+        "start_s": sum(numbers(steps, "start_s")),
+        "steps_s": sum(numbers(steps, "step_s")),
+        "generated_tokens_per_s": rate(generated_tokens, sum(numbers(steps, "step_s"))),
+        **_steady(behind_head_start(steps, config.max_staleness), servers),
         **_ages(steps),
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
         **_groups(stats),
         "restarts": _counters_of(counters, RESTARTS_PREFIX),
         "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
-        "time_split_s": _time_split(steps),
         "evaluations": [
             {key: value for key, value in msgspec.to_builtins(evaluation).items() if key not in ("kind", "server")}
             for evaluation in _by_version(evaluations)
@@ -74,7 +83,50 @@ def _settings(config: RunConfig) -> Facts:
         "groups_per_step": config.groups_per_step,
         "group_size": config.group_size,
         "capacity_groups": config.capacity_groups,
+        "max_tokens": config.sampling.max_tokens,
     }
+
+
+def _steady(steps: Sequence[Row], servers: Sequence[Sequence[Row]]) -> Facts:
+    """Throughput and where the time went, over the steps behind the head start."""
+    trainer, rollout = trainer_idle_share(steps), rollout_idle_share(steps, servers)
+    evaluating = evaluating_share(steps, servers) if servers else None
+    return {
+        "first_timed_step": steps[0]["step"] if steps else None,
+        "tokens_per_s": tokens_per_s(steps),
+        "trainer_idle": trainer,
+        "rollout_idle": rollout,
+        "evaluating": evaluating,
+        "bottleneck": bottleneck(trainer, rollout, evaluating),
+        "time_split_s": _time_split(steps),
+    }
+
+
+def held_out_score(evaluations: Sequence[Row]) -> str:
+    """What the mean score of held-out prompts is: "accuracy" if every answer was right (1) or wrong (0), "reward" if
+    answers are graded. The mean of such scores is pass@1."""
+    for row in evaluations:
+        figures = row.get("figures") or {}
+        mean, once = figures.get("mean"), (figures.get("pass_at") or {}).get("1")
+        if mean and once and abs(mean["value"] - once["value"]) > 1e-9:
+            return "reward"
+    return "accuracy"
+
+
+def learned(summary: Facts) -> str:
+    """A line: the held-out score (sampled) of the first and the last policy measured, or the training reward."""
+    if summary["accuracy_before"] is None:
+        first, last = (figure(summary[key], ".3f") for key in ("reward_first", "reward_last"))
+        return f"training reward {first} -> {last} (means of the first and the last tenth of the steps)"
+    form = score_format(summary["held_out_score"])
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    change = "" if after is None else f" -> {format(after, form)}"
+    return f"held-out {summary['held_out_score']} (sampled) {format(before, form)}{change}"
+
+
+def score_format(score: str) -> str:
+    """How a held-out score is written: an accuracy in percent, a reward as a number."""
+    return ".1%" if score == "accuracy" else ".3f"
 
 
 def _by_version(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -87,6 +139,7 @@ def _accuracy(evaluations: Sequence[Evaluation]) -> Facts:
     before = ordered[0] if ordered else None
     after = ordered[-1] if len(ordered) > 1 else None
     return {
+        "held_out_score": held_out_score(msgspec.to_builtins(ordered)),
         "accuracy_before": before and before.sampled_accuracy,
         "accuracy_after": after and after.sampled_accuracy,
         "greedy_accuracy_before": before and before.greedy_accuracy,
@@ -147,7 +200,7 @@ def _counters_of(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 
 def _time_split(steps: Sequence[Row]) -> dict[str, float]:
-    """Part of the trainer's step -> seconds over the whole run."""
+    """Part of the trainer's step -> seconds over these steps."""
     total: dict[str, float] = {}
     for row in steps:
         for part, spent_s in seconds_by_part(row).items():

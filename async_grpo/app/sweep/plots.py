@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.plots import GREY, RED, new_figure, save_figures
+from async_grpo.app.report.drawing import GREY, RED, new_figure, save_figures
 from async_grpo.app.sweep.recommend import Candidate, Recommendation
 from async_grpo.app.sweep.settings import Band, GridSetting, band
 

@@ -2,12 +2,8 @@
 
     summary.json, metrics.jsonl, timeline/*.jsonl  -->  PointMetrics
 
-Any file may be missing: a run that was killed has no summary yet. The idle share of rollout servers is the time in
-which they generated nothing while the trainer was at work:
-
-    trainer      |--wait--|----train----|--wait--|          the run in progress
-    rollout-0      |-group 0-|        |--group 1-|          it generates
-    idle         |-|         |--------|
+Any file may be missing: a run that was killed has no summary yet. Throughput and idle shares come from the functions
+that the run's own report uses (`telemetry.rows`, `telemetry.idle`), so that both show the same figures.
 """
 
 from __future__ import annotations
@@ -19,15 +15,22 @@ import msgspec
 
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.app.sweep.plan import Point
+from async_grpo.telemetry.idle import rollout_idle_share, trainer_idle_share
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Facts, Row, last_of_each, mean, number, numbers, of_kind, rate
-
-Span = tuple[float, float]
-"""Start and end, in seconds."""
+from async_grpo.telemetry.rows import (
+    Facts,
+    Row,
+    behind_head_start,
+    last_of_each,
+    mean,
+    number,
+    numbers,
+    of_kind,
+    rate,
+    tokens_per_s,
+)
 
 FINISHED, FAILED, UNFINISHED, NEW = "finished", "failed", "unfinished", "not begun"
-_STARTING = "start"
-_GENERATING = ("generation", "evaluation")
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +69,8 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     steps_s: float | None = None
     """Seconds of the trainer's steps, their waits included."""
     tokens_per_s: float | None = None
-    """Trained tokens per second of the steps after the head start (see `behind_head_start`). samples_per_s and
-    trainer_idle are of the same steps."""
+    """Trained tokens per second of the steps after the head start (see `behind_head_start`). samples_per_s and both
+    idle shares are of the same steps."""
     samples_per_s: float | None = None
     generated_tokens: int | None = None
     trained_tokens: int | None = None
@@ -89,11 +92,7 @@ def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_on
     """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
     folder = RunFolder(point.config.run_dir)
     rows = last_of_each(of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
-    timelines = folder.path / "timeline"
-    idle = rollout_idle_share(
-        read_rows(timelines / "trainer.jsonl"),
-        [read_rows(path) for path in sorted(timelines.glob("rollout-*.jsonl"))],
-    )
+    servers = [read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))]
     summary = folder.path / "summary.json"
     finished = point.is_finished
     return PointMetrics(
@@ -105,9 +104,8 @@ def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_on
         at_once=at_once,
         steps_done=len(rows),
         steps=point.config.steps,
-        rollout_idle=idle,
         **from_summary(json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}),
-        **from_rows(rows, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
+        **from_rows(rows, servers, group_size=point.config.group_size, max_staleness=point.config.max_staleness),
     )
 
 
@@ -127,83 +125,24 @@ def from_summary(summary: Facts) -> Facts:
     }
 
 
-def from_rows(rows: Sequence[Row], *, group_size: int, max_staleness: int) -> Facts:
-    """The fields of PointMetrics that follow from the step rows, one for each step, in order."""
+def from_rows(
+    rows: Sequence[Row], servers: Sequence[Iterable[Row]] = (), *, group_size: int, max_staleness: int
+) -> Facts:
+    """The fields of PointMetrics that follow from the step rows, one for each step, in order, and the timelines of the
+    rollout servers."""
     steady = behind_head_start(rows, max_staleness)
-    spent_s = sum(numbers(steady, "step_s"))
     rewards = numbers(rows, "reward_mean")
     return {
         "reward_mean": mean(rewards),
         "steps_s": sum(numbers(rows, "step_s")) if rows else None,
-        "tokens_per_s": rate(sum(numbers(steady, "trained_tokens")) or None, spent_s),
-        "samples_per_s": rate(sum(numbers(steady, "groups")) * group_size or None, spent_s),
-        "trainer_idle": rate(sum(numbers(steady, "wait_s")), spent_s),
+        "tokens_per_s": tokens_per_s(steady),
+        "samples_per_s": rate(sum(numbers(steady, "groups")) * group_size or None, sum(numbers(steady, "step_s"))),
+        "trainer_idle": trainer_idle_share(steady),
+        "rollout_idle": rollout_idle_share(steady, servers),
         "ess": mean(numbers(rows, "ess")),
         "clip_fraction": mean(numbers(rows, "clip_fraction")),
         "curve": _curve(rows),
     }
-
-
-def behind_head_start(rows: Sequence[Row], max_staleness: int) -> Sequence[Row]:
-    """The rows without the first S + 1 steps, or without the first half if that is less.
-
-    Those steps train what was generated while the trainer waited for its first batch, and no step counts that wait.
-    With them, a large window would look faster than it is.
-    """
-    return rows[min(max_staleness + 1, len(rows) // 2) :]
-
-
-def rollout_idle_share(trainer: Iterable[Row], servers: Sequence[Iterable[Row]]) -> float | None:
-    """Share of the trainer's time in which a server generated nothing, mean over the servers; None if unknown.
-
-    The rows are those of `timeline/<role>.jsonl`. The wait for the first batch, while engines load, does not count, nor
-    does the time between an invocation and the one that resumes it.
-    """
-    at_work = merged(_spans(row for row in trainer if row.get("name") != _STARTING))
-    total = length(at_work)
-    if not total or not servers:
-        return None
-    busy = [merged(_spans(row for row in rows if row.get("track") in _GENERATING)) for rows in servers]
-    return sum(1.0 - length(overlap(at_work, spans)) / total for spans in busy) / len(busy)
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The time that the spans cover, as spans in order that neither touch nor overlap.
-
-    >>> merged([(3, 4), (0, 1), (1, 2)])
-    [(0, 2), (3, 4)]
-    """
-    whole: list[Span] = []
-    for start, end in sorted(spans):
-        if whole and start <= whole[-1][1]:
-            whole[-1] = (whole[-1][0], max(whole[-1][1], end))
-        elif end > start:
-            whole.append((start, end))
-    return whole
-
-
-def overlap(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """The time that two merged sequences have in common, as merged spans."""
-    common, i, j = [], 0, 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            common.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def length(spans: Iterable[Span]) -> float:
-    """Total length of the spans in seconds."""
-    return sum(end - start for start, end in spans)
-
-
-def _spans(rows: Iterable[Row]) -> list[Span]:
-    found = [(number(row, "start_s"), number(row, "end_s")) for row in rows]
-    return [(start, end) for start, end in found if start is not None and end is not None]
 
 
 def _curve(rows: Sequence[Row]) -> Curve:

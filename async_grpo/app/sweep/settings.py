@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.app.report.plots import smoothing_window
+from async_grpo.app.report.drawing import smoothing_window
 from async_grpo.app.sweep.results import FINISHED, Curve, PointMetrics
 from async_grpo.telemetry.rows import mean
 from async_grpo.utils.text import smooth

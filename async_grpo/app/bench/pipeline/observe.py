@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.app.bench.pipeline.workload import FixedWork, StepPlan
-from async_grpo.app.sweep.results import Span, length, merged, overlap
 from async_grpo.errors import EngineError
+from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kind
 

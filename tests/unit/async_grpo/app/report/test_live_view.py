@@ -12,7 +12,7 @@ from rich.console import Console
 from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
-from async_grpo.utils.text import smooth, sparkline
+from async_grpo.utils.text import sparkline
 from async_grpo.wire.board import EvalProgress, Evaluation, ServerBeat
 
 CONFIG = RunConfig.model_validate({"name": "demo", "model": {"random": {}}, "steps": 120})
@@ -228,7 +228,3 @@ def test_a_sparkline_spans_lowest_to_highest() -> None:
     assert sparkline([1.0] * 3, 8) == "▁▁▁"
     assert sparkline([], 8) == ""
     assert len(sparkline(list(range(1000)), 24)) == 24
-
-
-def test_smoothing_looks_only_back() -> None:
-    assert smooth([1, 3, 5, 7], 2) == [1, 2, 4, 6]

@@ -21,7 +21,7 @@ from async_grpo.telemetry.timeline import Timeline, merge_timelines
 from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation
 
 STEPS = 120
-PLOTS = ("accuracy", "reward", "loss", "staleness", "time_split", "throughput")
+PLOTS = ("held_out", "reward", "optimization", "staleness", "time_split", "throughput")
 SOURCE = "a|`b`\x1b[31m\u202e\n| c"
 HOSTILE = "</details><script>alert(1)</script>\n```\n# Not a heading\x1b[31m\u202e\n````\n![x](http://evil/x.png)"
 
@@ -206,8 +206,50 @@ def test_the_report_has_every_section_and_every_plot(run_dir: Path, summary: dic
     for name in PLOTS:
         assert f"plots/{name}.png" in text
         picture = (run_dir / "plots" / f"{name}.png").read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+        assert picture.startswith(b"\x89PNG") and 5_000 < len(picture) < 100_000
     assert json.loads((run_dir / "summary.json").read_text()) == summary
+
+
+def test_the_report_divides_the_wall_time_and_gives_one_throughput_and_its_verdict(tmp_path: Path) -> None:
+    spent = {"step_s": 10.0, "wait_s": 6.0, "train_s": 4.0, "trained_tokens": 500, "start_s": 0.0}
+    rows = [{"kind": "step", "step": n, "time_s": 100.0 + 10 * n, **spent} for n in range(1, 9)]
+    rows[0] |= {"start_s": 15.0, "trained_tokens": 9000}  # a head start of three steps does not count
+    servers = [[{"track": "generation", "start_s": 0.0, "end_s": 500.0}]]
+    summary = summarize(config(), rows, [], [], {}, {}, 120.0, prepare_s=46.0, servers=servers)
+    assert (summary["tokens_per_s"], summary["first_timed_step"]) == (50.0, 4)
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(rows[0])
+    text = write_report(tmp_path, summary).read_text()
+    assert (
+        "| 120 s (15 s until the first batch, 80 s of steps, 25 s of the rest); first policy: 46 s before that |"
+        in text
+    )
+    assert (
+        "| tokens trained per second of the steps | 50 |" in text
+        and "| idle: trainer, and rollout servers | 60%, 0%" in text
+    )
+    assert "waited for rollouts 60% of its time" in text and "generation was the bottleneck" in text
+    assert "| wait | 30.0 | 60% |" in text and "Steps 4 to 8: the first S + 1" in text
+
+
+def graded(version: int, mean: float, once: float) -> Evaluation:
+    figures = EvalMetrics(
+        prompts=9, completions=9, mean=Estimate(mean, 0.0, 1.0), pass_at={"1": Estimate(once, 0.0, 1.0)}
+    )
+    return Evaluation(version=version, prompts=9, samples=1, sampled_accuracy=mean, figures=figures)
+
+
+def test_the_first_line_is_the_reward_where_answers_are_graded_or_nothing_was_held_out(tmp_path: Path) -> None:
+    rows = [{"step": 1, "reward_mean": 0.25}, {"step": 2, "reward_mean": 1.5}]
+    found = summarize(config(), rows, [], [graded(0, 0.4, 0.1), graded(2, 1.25, 0.5)], {}, {}, 1.0)
+    assert "| **held-out reward, sampled** | **0.400 → 1.250** |" in write_report(tmp_path, found).read_text()
+    assert "held-out reward (sampled) 0.400 -> 1.250" in headline(found, RunFolder(tmp_path))
+    found = summarize(config(), rows, [], [graded(0, 0.4, 0.4)], {}, {}, 1.0)
+    assert "held-out accuracy (sampled) 40.0%\n" in headline(found, RunFolder(tmp_path))
+    found = summarize(config(), rows, [], [], {}, {}, 1.0)
+    text = write_report(tmp_path, found).read_text()
+    assert "| **training reward, first and last tenth** | **0.250 → 1.500** |" in text and "held-out" not in text
+    assert "training reward 0.250 -> 1.500" in headline(found, RunFolder(tmp_path))
 
 
 def test_model_output_stays_inside_its_block(run_dir: Path, summary: dict[str, Any]) -> None:

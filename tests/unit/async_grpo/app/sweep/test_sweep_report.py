@@ -19,12 +19,8 @@ from async_grpo.app.sweep.results import (
     FINISHED,
     NEW,
     UNFINISHED,
-    behind_head_start,
     from_rows,
-    merged,
-    overlap,
     read_metrics,
-    rollout_idle_share,
 )
 from async_grpo.app.sweep.settings import settings_of
 from tests.support.sweep_fakes import STEPS, figures, leave_run, point
@@ -85,8 +81,6 @@ def test_what_was_generated_before_the_first_step_makes_no_window_look_faster() 
     found = from_rows(rows, group_size=8, max_staleness=2)
     assert (found["samples_per_s"], found["trainer_idle"]) == (16.0, 0.5)
     assert found["steps_s"] == pytest.approx(14.3)
-    assert behind_head_start(rows[:4], max_staleness=8) == rows[2:4]
-    assert behind_head_start([], max_staleness=0) == []
 
 
 def test_a_run_that_left_nothing_or_only_a_part_is_no_error_and_a_finished_one_has_none(tmp_path: Path) -> None:
@@ -198,23 +192,6 @@ def test_a_mistake_is_explained_before_anything_is_started(tmp_path: Path, argum
     assert result.exit_code == 1
     assert words in result.output
     assert not (tmp_path / "s").exists()
-
-
-def test_a_server_is_idle_when_it_generates_nothing_while_the_trainer_is_at_work() -> None:
-    trainer = [
-        {"name": "start", "start_s": 0, "end_s": 10},
-        {"name": "wait", "start_s": 10, "end_s": 12},
-        {"name": "train", "start_s": 12, "end_s": 20},
-        {"name": "train", "start_s": 1000, "end_s": 1010},
-    ]
-    groups = {"track": "generation"}
-    first = [{**groups, "start_s": 0, "end_s": 13}, {**groups, "start_s": 12, "end_s": 15}]
-    second = [{"track": "wait", "start_s": 10, "end_s": 20}, {"track": "evaluation", "start_s": 1000, "end_s": 1010}]
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (9, 9)]) == [(0, 4), (5, 6)]
-    assert overlap([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == [(1, 2), (3, 4), (5, 5.5)]
-    assert rollout_idle_share(trainer, [first]) == 0.75
-    assert rollout_idle_share(trainer, [first, second]) == pytest.approx((0.75 + 0.5) / 2)
-    assert rollout_idle_share([], [first]) is None and rollout_idle_share(trainer, []) is None
 
 
 def test_a_legend_names_what_any_panel_shows_though_none_shows_all() -> None:

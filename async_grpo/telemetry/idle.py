@@ -1,0 +1,141 @@
+"""How long each side of a run waited, and which of them was the bottleneck.
+
+    metrics.jsonl           wait_s, step_s, time_s   -->  trainer_idle_share --+
+                                    |                                          +-->  bottleneck: a sentence
+    timeline/rollout-*.jsonl      spans              -->  rollout_idle_share --+
+
+A rollout server is idle while it generates nothing; the time that counts is that of the trainer's steps:
+
+    trainer      |--wait--|----train----|--wait--|          the run in progress
+    rollout-0      |-group 0-|        |--group 1-|          it generates
+    idle         |-|         |--------|
+
+Reports, sweeps and the page of runs use these functions, so that their shares and verdicts agree.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from async_grpo.telemetry.rows import Row, number, numbers, rate
+
+Span = tuple[float, float]
+"""Start and end, in seconds."""
+
+EVALUATION = "evaluation"
+_GENERATING = ("generation", EVALUATION)
+_NOTICEABLE = 0.1
+"""Smallest difference between the two idle shares that names a bottleneck."""
+_TURNS = 0.15
+"""Where both sides wait longer than this share of the time, they do not overlap."""
+
+
+def bottleneck(trainer_idle: float | None, rollout_idle: float | None, evaluating: float | None = None) -> str:
+    """A sentence with the idle shares and what follows from them; "" if the trainer's is not known.
+
+    All shares are of the trainer's time, 0 to 1. `evaluating`: the share in which servers evaluated.
+    """
+    if trainer_idle is None:
+        return ""
+    waited = f"The trainer waited for rollouts {trainer_idle:.0%} of its time"
+    if rollout_idle is None:
+        return f"{waited}; how long the rollout servers waited is not known."
+    tested = f" Evaluations kept the servers busy for {evaluating:.0%} of it." if (evaluating or 0) >= 0.05 else ""
+    reading = _reading(trainer_idle, rollout_idle)
+    return f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {reading}.{tested}"
+
+
+def _reading(trainer_idle: float, rollout_idle: float) -> str:
+    ahead = trainer_idle - rollout_idle
+    if min(trainer_idle, rollout_idle) >= _TURNS:
+        return "the two sides took turns, and a larger max_staleness would let them work at the same time"
+    if ahead >= _NOTICEABLE:
+        return "generation was the bottleneck, and more rollout servers would make the run faster"
+    if ahead <= -_NOTICEABLE:
+        return "training was the bottleneck, and a faster trainer would make the run faster"
+    return "generation and training were balanced"
+
+
+def trainer_idle_share(rows: Sequence[Row]) -> float | None:
+    """Share of the steps' time in which the trainer waited for a batch; None without steps."""
+    return rate(sum(numbers(rows, "wait_s")), sum(numbers(rows, "step_s")))
+
+
+def rollout_idle_share(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) -> float | None:
+    """Share of the steps' time in which a server generated nothing, mean over the servers; None if unknown.
+
+    `servers` are the rows of each timeline/rollout-*.jsonl. The wait for the first batch, while engines load, does not
+    count, nor does the time between an invocation and the one that resumes it.
+    """
+    return rate(sum(found), length(_windows(rows))) if (found := rollout_idle_s(rows, servers)) else None
+
+
+def rollout_idle_s(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) -> list[float]:
+    """Seconds of each step in which a server generated nothing, mean over the servers; [] if unknown."""
+    windows = _windows(rows)
+    busy = [_covered(row for row in server if row.get("track") in _GENERATING) for server in servers]
+    return [
+        sum(max(0.0, end - start - (by(end) - by(start))) for by in busy) / len(busy) for start, end in windows if busy
+    ]
+
+
+def evaluating_share(rows: Sequence[Row], servers: Iterable[Iterable[Row]]) -> float | None:
+    """Share of the steps' time in which any server evaluated held-out prompts; None without steps."""
+    by = _covered(row for server in servers for row in server if row.get("track") == EVALUATION)
+    windows = _windows(rows)
+    return rate(sum(by(end) - by(start) for start, end in windows), length(windows))
+
+
+def _windows(rows: Sequence[Row]) -> list[Span]:
+    """When each step began and ended; rows without times are left out."""
+    found = [(number(row, "time_s"), number(row, "step_s")) for row in rows]
+    return [(end - spent_s, end) for end, spent_s in found if end is not None and spent_s is not None]
+
+
+def _covered(rows: Iterable[Row]) -> Callable[[float], float]:
+    """Time -> seconds before it that the spans of the rows cover."""
+    found = [(number(row, "start_s"), number(row, "end_s")) for row in rows]
+    spans = merged((start, end) for start, end in found if start is not None and end is not None)
+    starts, before = [start for start, _ in spans], [0.0, *accumulate(end - start for start, end in spans)]
+
+    def covered(at: float) -> float:
+        place = bisect_right(starts, at)
+        return before[place] - max(0.0, spans[place - 1][1] - at) if place else 0.0
+
+    return covered
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The time that the spans cover, as spans in order that neither touch nor overlap.
+
+    >>> merged([(3, 4), (0, 1), (1, 2)])
+    [(0, 2), (3, 4)]
+    """
+    whole: list[Span] = []
+    for start, end in sorted(spans):
+        if whole and start <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(whole[-1][1], end))
+        elif end > start:
+            whole.append((start, end))
+    return whole
+
+
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """The time that two merged sequences have in common, as merged spans."""
+    common, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            common.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Total length of the spans in seconds."""
+    return sum(end - start for start, end in spans)

@@ -1,0 +1,82 @@
+"""Throughput, idle shares and what they say about the bottleneck, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_grpo.telemetry.idle import (
+    bottleneck,
+    evaluating_share,
+    merged,
+    overlap,
+    rollout_idle_s,
+    rollout_idle_share,
+    trainer_idle_share,
+)
+from async_grpo.telemetry.rows import Row, behind_head_start, tokens_per_s
+
+STEPS: list[Row] = [  # the trainer was away from 20 to 1000
+    {"step": 1, "time_s": 20.0, "step_s": 10.0, "wait_s": 2.0, "trained_tokens": 300},
+    {"step": 2, "time_s": 1010.0, "step_s": 10.0, "wait_s": 3.0, "trained_tokens": 100},
+]
+
+
+def span(start_s: float, end_s: float, track: str = "generation") -> Row:
+    return {"track": track, "start_s": start_s, "end_s": end_s}
+
+
+FIRST = [span(0, 13), span(12, 15), span(500, 600)]
+SECOND = [span(10, 20, "wait"), span(1000, 1010, "evaluation")]
+
+
+def test_tokens_per_second_are_all_tokens_over_all_time_and_not_a_mean_of_rates() -> None:
+    assert tokens_per_s(STEPS) == 400 / 20
+    assert tokens_per_s([*STEPS, {"step": 3, "step_s": 5.0}]) == 400 / 20, "a step that was skipped"
+    assert tokens_per_s([]) is None
+
+
+def test_the_first_window_or_half_of_a_short_run_is_its_head_start() -> None:
+    rows: list[Row] = [{"step": step} for step in range(1, 11)]
+    assert behind_head_start(rows, max_staleness=2) == rows[3:]
+    assert behind_head_start(rows[:4], max_staleness=8) == rows[2:4]
+    assert behind_head_start([], max_staleness=0) == []
+
+
+def test_a_server_is_idle_when_it_generates_nothing_while_the_trainer_is_at_work() -> None:
+    assert rollout_idle_s(STEPS, [FIRST]) == [5.0, 10.0]
+    assert rollout_idle_share(STEPS, [FIRST]) == 0.75
+    assert rollout_idle_share(STEPS, [FIRST, SECOND]) == pytest.approx((0.75 + 0.5) / 2)
+    assert rollout_idle_share([], [FIRST]) is None and rollout_idle_share(STEPS, []) is None
+    assert evaluating_share(STEPS, [FIRST, SECOND]) == 0.5
+    assert trainer_idle_share(STEPS) == 5 / 20 and trainer_idle_share([]) is None
+
+
+def test_spans_are_merged_and_overlapped() -> None:
+    assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (9, 9)]) == [(0, 4), (5, 6)]
+    assert overlap([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == [(1, 2), (3, 4), (5, 5.5)]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "verdict"),
+    [
+        (0.55, 0.02, "generation was the bottleneck"),
+        (0.11, 0.0, "generation was the bottleneck"),
+        (0.0, 0.4, "training was the bottleneck"),
+        (0.14, 0.6, "training was the bottleneck"),
+        (0.04, 0.06, "were balanced"),
+        (0.14, 0.10, "were balanced"),
+        (0.6, 0.4, "took turns"),
+        (0.2, 0.2, "took turns"),
+        (0.3, None, "is not known"),
+    ],
+)
+def test_the_verdict_agrees_with_the_shares_that_it_names(trainer: float, rollout: float | None, verdict: str) -> None:
+    said = bottleneck(trainer, rollout)
+    assert verdict in said and f"rollouts {trainer:.0%} of its time" in said
+    assert rollout is None or f"generated nothing for {rollout:.0%}" in said
+
+
+def test_evaluations_that_kept_servers_busy_are_named_and_nothing_is_said_of_a_run_without_steps() -> None:
+    assert "Evaluations kept the servers busy for 16% of it." in bottleneck(0.55, 0.02, 0.16)
+    assert "Evaluations" not in bottleneck(0.55, 0.02, 0.01)
+    assert bottleneck(None, 0.5) == ""
