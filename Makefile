@@ -63,7 +63,7 @@ bench-trl: $(VENV)/.installed $(TRL_VENV)/.installed  ## Samples/s and reward ov
 locks: $(VENV)/.installed  ## Write deploy/locks from what the code needs and the index has today
 	$(BIN)/python deploy/lock.py
 
-reference: $(VENV)/.installed  ## Write docs/reference.md from the code
+reference: $(VENV)/.installed  ## Write docs/reference.md and docs/coming-from.md from the code
 	$(BIN)/python -m async_grpo.app.cli.reference docs/reference.md
 
 check: $(VENV)/.installed  ## Lint, types, import rules

@@ -20,6 +20,7 @@ from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
 from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, exit_with
 from async_grpo.app.cli.evaluate import evaluate
+from async_grpo.app.cli.import_config import import_config
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.doctor import checks_of
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(buffer.app, name="buffer")
 app.command()(prepare)
+app.command()(import_config)
 app.command()(sweep)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.export)

@@ -1,8 +1,9 @@
-"""docs/reference.md: every configuration key, step metric and command, written from the code.
+"""docs/reference.md: every configuration key, step metric and command; docs/coming-from.md beside it: the tables of
+other systems' keys. Both are written from the code.
 
     python -m async_grpo.app.cli.reference docs/reference.md
 
-A test compares that file with what this module would write.
+A test compares these files with what this module would write.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from async_grpo.app.cli.main import app
+from async_grpo.app.importers import with_tables
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.metrics import METRICS, SERVER_METRICS
 
@@ -159,3 +161,5 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
+    page = Path(sys.argv[1]).with_name("coming-from.md")
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

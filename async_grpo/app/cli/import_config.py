@@ -1,0 +1,88 @@
+"""`async-grpo import-config`: read the configuration of another system and write one of this project."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.app.cli.common import exit_with, say
+from async_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from async_grpo.app.importers.translation import Imported
+
+
+class SourceName(StrEnum):
+    """The names of `async_grpo.app.importers.SOURCES`."""
+
+    MINDSPEED_RL = "mindspeed-rl"
+    MINDRLHF = "mindrlhf"
+    VERL = "verl"
+    TRL = "trl"
+
+
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file, or a launch script, which is only read.")],
+    source: Annotated[SourceName, typer.Option("--from", help="The system that the file is for.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="File to write (default: standard output).")
+    ] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A variable of the script or a key; may be repeated."),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the training data: turns epochs into steps.")] = None,
+) -> None:
+    """Turn a configuration of MindSpeed-RL, MindRLHF, verl or TRL into one of this project.
+
+    Lists every key that has no counterpart, with the reason and the nearest key here. Launch scripts are never
+    executed. docs/coming-from.md has the tables of keys.
+    """
+
+    def work() -> int:
+        from async_grpo.app.importers import SOURCES
+        from async_grpo.app.importers.translation import import_file
+
+        if out is not None and out.exists():
+            raise ConfigError(f"{out} exists and would be overwritten. Name another file with -o, or remove it")
+        imported = import_file(SOURCES[source], file, _pairs(given or []), rows)
+        text = imported.text(f"From {file.name} of {SOURCES[source].title}, by async-grpo import-config.")
+        if out is None:
+            typer.echo(text, nl=False)
+        else:
+            out.write_text(text, encoding="utf-8")
+        Console(stderr=True).print(_left_out_table(imported))
+        say(_closing(imported, out))
+        return 0
+
+    exit_with(work)
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    if strange := [pair for pair in given if "=" not in pair]:
+        raise ConfigError(f"--set {strange[0]} is not of the form NAME=VALUE")
+    return dict(pair.split("=", 1) for pair in given)
+
+
+def _left_out_table(imported: Imported) -> Table:
+    table = Table(
+        "not imported", "why", "nearest key here", title=f"{len(imported.left_out)} keys without a counterpart"
+    )
+    for items in imported.reasons().values():
+        keys = "\n".join(f"{item.key}: {item.shown}" for item in items[:6])
+        more = f"\n... {len(items) - 6} more" if len(items) > 6 else ""
+        table.add_row(Text(keys + more), Text(items[0].reason), Text(items[0].near))
+    return table
+
+
+def _closing(imported: Imported, out: Path | None) -> str:
+    marked = [setting.key for setting in imported.settings if "CHANGE" in f"{setting.value} {setting.comment}"]
+    missing = f" Fill in {', '.join(marked)}." if marked else ""
+    shown = out or "FILE"
+    return f"{len(imported.settings)} keys written.{missing} Next: async-grpo run {shown} --dry-run"

@@ -1,0 +1,187 @@
+"""What several sources translate alike: model, lengths, objective, devices, rewards, trackers, the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, get_args
+
+from async_grpo.app.importers.translation import Translation
+from async_grpo.config.launch import TelemetryConfig
+from async_grpo.models.shapes import SHAPES
+
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
+"""Names of verl and MindSpeed-RL; `low_var_kl+` is `k3+`."""
+_ENGINES = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
+_TRACKERS = get_args(get_args(TelemetryConfig.model_fields["trackers"].annotation)[0])
+NO_TRUNCATION = "here the log-probabilities are of the whole distribution; a truncated one would make the weights wrong"
+
+
+def set_name(t: Translation, key: str, fallback: str) -> None:
+    """The run's name from a name or a folder of the other system."""
+    raw = PurePosixPath(str(t.get(key) or fallback)).name
+    kept = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in raw).strip("-._")[:64]
+    t.set("name", kept if kept.isascii() and kept else fallback)
+
+
+def set_model(t: Translation, path: Any) -> None:
+    """The policy, and its architecture where the name tells it."""
+    t.set("model.path", str(path) if path else "models/CHANGE-ME", "a Hugging Face folder with tokenizer")
+    name = str(path or "").rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace("qwen25", "qwen2.5")
+    for suffix in ("-instruct", "-chat", "-base"):
+        name = name.removesuffix(suffix)
+    if name in SHAPES:
+        t.set("model.architecture", name, "so that --dry-run can plan before the folder is there")
+
+
+def set_data(t: Translation, described: Any, command: str, prompt_tokens: int) -> None:
+    """Data in another form than ours: a folder that `async-grpo prepare` has to make."""
+    t.set("data.kind", "jsonl")
+    t.set("data.path", "data/prepared", f"make it of {described}: async-grpo prepare {command} --out data/prepared")
+    t.set("data.max_prompt_tokens", prompt_tokens)
+
+
+def set_lengths(t: Translation, prompt: int, completion: int, *, longest: int = 0, micro_tokens: int = 0) -> None:
+    """Completion, sequence and micro-batch in tokens; 0: not given. A micro-batch holds the longest sequence."""
+    t.set("sampling.max_tokens", completion)
+    length = max(longest, completion + 1) if longest else prompt + completion
+    t.set("rollout.vllm.max_model_len", length, "" if longest else f"prompt {prompt} + completion {completion}")
+    tokens = micro_tokens or length
+    raised = "raised to the longest sequence" if tokens < length else "tokens of one packed micro-batch"
+    t.set("trainer.micro_batch_tokens", max(tokens, length), raised)
+
+
+def set_sampling(t: Translation, top_p: str, top_k: str, temperature: str) -> None:
+    """Temperature; truncations of the distribution are listed, because they cannot be had."""
+    if t.number(temperature) <= 0:
+        t.drop(temperature, "completions for training are sampled, and greedy ones have no log-probability", "sampling")
+    else:
+        t.set("sampling.temperature", t.number(temperature))
+    if t.has(top_p) and t.number(top_p) != 1:
+        t.drop(top_p, NO_TRUNCATION, "sampling.top_p")
+    if t.has(top_k) and t.integer(top_k) > 0:
+        t.drop(top_k, NO_TRUNCATION, "sampling.top_k")
+
+
+def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = False) -> None:
+    """The KL term and the reference model that it needs; nothing for a weight of 0."""
+    if beta <= 0:
+        return
+    t.set("trainer.objective.kl_beta", beta)
+    t.set("trainer.objective.kl_estimator", estimator)
+    t.set("trainer.objective.kl_in", "reward" if in_reward else "loss")
+    if "trainer.reference.source" not in t.settings:
+        t.set("trainer.reference.source", "frozen", "the first policy")
+
+
+def set_schedule(t: Translation, style: str, warmup: float, *, key: str, min_lr: float = 0.0) -> None:
+    """Course of the learning rate. `warmup`: steps, or a share of all steps below 1."""
+    if style in ("constant", "linear", "cosine"):
+        t.set("trainer.optimizer.schedule", style)
+    else:
+        t.drop(key, "the schedules are constant, linear and cosine", "trainer.optimizer.schedule")
+    if min_lr and style in ("linear", "cosine"):
+        t.set("trainer.optimizer.min_lr", float(f"{min_lr:.10g}"))
+    if warmup > 0:
+        steps = round(warmup * t.settings["steps"].value) if warmup < 1 else int(warmup)
+        t.set("trainer.optimizer.warmup_steps", steps, "a share of the steps" if warmup < 1 else "")
+
+
+def set_steps(t: Translation, epochs: str, groups: int) -> None:
+    """Steps from epochs, if the number of rows is known; else 100, with a note."""
+    number = t.number(epochs)
+    if t.rows:
+        t.set("steps", max(1, int(number * t.rows // groups)), f"{number:g} epochs of {t.rows} rows / {groups}")
+        return
+    t.set(
+        "steps", 100, f"CHANGE ME: {number:g} epochs are {number:g} * rows / {groups} steps; --rows tells the importer"
+    )
+    t.drop(epochs, "a run is counted in steps; pass --rows N, the rows of the data, to have them computed", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCount:
+    """The devices of the other system and how it shares them out."""
+
+    platform: str
+    nodes: int
+    per_node: int
+    block: int
+    """Ranks of one copy of the trained model: tensor * pipeline * context parallel."""
+    engine: int
+    """Devices of one engine."""
+    rollout_devices: int = 0
+    """Devices that only generate; 0: trainer and engines take turns on the same ones."""
+
+
+def set_devices(t: Translation, count: DeviceCount) -> None:
+    """Platform, ranks and servers. Devices that both sides shared are dealt out: half train, half generate."""
+    t.set("trainer.platform", count.platform)
+    t.set("rollout.vllm.platform", _ENGINES[count.platform])
+    if count.engine > 1:
+        t.set("rollout.vllm.tensor_parallel", count.engine)
+    total = count.nodes * count.per_node
+    if count.rollout_devices:
+        nodes, ranks, generating, why = count.nodes, total, count.rollout_devices, ""
+    else:
+        nodes = max(1, count.nodes // 2)
+        half = nodes * count.per_node if count.nodes > 1 else total // 2
+        ranks = max(half // count.block, 1) * count.block
+        generating = max(total - ranks, count.engine)
+        why = f"there all {total} devices did both in turn; here half train and half generate"
+    if ranks % nodes:
+        nodes = 1
+    t.set("trainer.processes", ranks, why)
+    servers = max(1, generating // count.engine)
+    if nodes > 1:
+        t.set("trainer.nodes", nodes, "async-grpo trainer --node-rank R on each of them")
+        t.set("trainer.rendezvous.address", "node0", "CHANGE ME: how the others reach the first node")
+        t.set(
+            "rollout.servers", 1, f"{servers} in all: async-grpo rollout on the machines that generate, with redis.url"
+        )
+    else:
+        t.set("rollout.servers", servers)
+
+
+def set_rewards(
+    t: Translation, key: str, names: Sequence[str], weights: Sequence[float], known: Mapping[str, str]
+) -> None:
+    """Reward functions by name; unknown ones are listed. There is always at least one."""
+    chosen = {}
+    for name, weight in zip(names, [*weights, *[1.0] * len(names)], strict=False):
+        if name in known:
+            chosen[known[name]] = {"name": known[name], "weight": float(weight)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        shown = f"there is no verifier {', '.join(unknown)} here; give your own as module:attribute"
+        t.drop(key, shown, "rewards.functions")
+    comment = (
+        "docs/verifiers.md has the exact rules" if chosen else "CHANGE ME: none of the file's functions is known here"
+    )
+    t.set("rewards.functions", list(chosen.values()) or [{"name": "math_verify", "weight": 1.0}], comment)
+
+
+def set_trackers(t: Translation, key: str, names: Any) -> None:
+    """Trackers by name; `console` and the like are what every run does anyway."""
+    given = [str(name) for name in (names if isinstance(names, list) else [names]) if name]
+    t.set("telemetry.trackers", [name for name in _TRACKERS if name in given])
+    strange = [name for name in given if name not in (*_TRACKERS, "console", "none")]
+    if strange:
+        t.drop(key, f"there is no tracker {', '.join(strange)}; known: {', '.join(_TRACKERS)}", "telemetry.trackers")
+
+
+def set_precision(t: Translation, key: str, name: Any) -> None:
+    """The data type of the weights in both roles."""
+    if str(name) in ("bfloat16", "float32"):
+        t.set("model.precision", str(name), "weights of both sides; the optimizer keeps fp32 masters")
+    else:
+        t.set("model.precision", "bfloat16")
+        if str(name) != "auto":
+            t.drop(key, "weights are bfloat16 or float32", "model.precision")
+
+
+def set_recompute(t: Translation, kind: str) -> None:
+    """Recomputation of activations: none, selective or full."""
+    if kind != "none":
+        t.set("trainer.recompute", kind)
