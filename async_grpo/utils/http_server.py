@@ -14,6 +14,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.responses import PlainTextResponse
@@ -83,6 +84,31 @@ class RequestLimit:
             await self._app(scope, receive, send)
         finally:
             self._under_way -= 1
+
+
+class LocalNamesOnly:
+    """Refuses requests for host names that are not this machine's: a web page whose name resolves to the loopback would
+    otherwise be of the same origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "http" and not is_local_name(dict(scope["headers"]).get(b"host", b"").decode("latin-1")):
+            refusal = PlainTextResponse("this server answers to localhost only\n", 403)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a Host header names the loopback."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class DeadlineProtocol(H11Protocol):

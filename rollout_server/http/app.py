@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.exceptions import HTTPException
@@ -19,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from async_grpo.utils.http_server import is_local_name
 from rollout_server.dispatch.admission import AdmissionGate
 from rollout_server.http.completions import completion_routes
 from rollout_server.http.context import HttpContext
@@ -121,15 +120,6 @@ class HostCheck:
             await refusal.response()(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
-
-
-def is_local_name(host: str) -> bool:
-    """Whether a Host header names the loopback."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 async def _explain(_request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.import_config import import_config
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.sweep import sweep
+from async_grpo.app.cli.view import view
 from async_grpo.app.doctor import checks_of
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
@@ -46,6 +47,7 @@ app.command()(checkpoints.export)
 app.command("eval")(evaluate)
 app.command()(chat)
 app.command()(accept)
+app.command()(view)
 
 
 @app.command()

@@ -107,16 +107,17 @@ export function timelineView(root, run) {
       for (const span of row.spans ?? []) {
         const name = row.waits ? `wait: ${span[5]}` : row.track === row.role ? span[5] : row.track;
         span.kind = state.kinds.findIndex((kind) => kind.name === name);
-        if (span.kind < 0) span.kind = state.kinds.push({ name, waits: waits(row, span[5]) }) - 1;
+        if (span.kind < 0) span.kind = state.kinds.push({ name, ...look(waits(row, span[5])) }) - 1;
       }
     }
     kindsList.replaceChildren(
-      ...state.kinds.map((kind, number) => el("li", {}, el("span", { class: `swatch ${classOf(kind, number)}` }), " ", visible(kind.name))),
+      ...state.kinds.map((kind) => el("li", {}, el("span", { class: `swatch ${kind.color}` }), " ", visible(kind.name))),
     );
   }
 
-  function classOf(kind, number) {
-    return kind.waits ? "kind-wait" : `kind-${number % KINDS}`;
+  function look(waits) {
+    const others = state.kinds.filter((kind) => !kind.waits).length;
+    return { waits, color: waits ? "kind-wait" : `kind-${others % KINDS}` };
   }
 
   function showExpanders(picture) {
@@ -161,7 +162,7 @@ export function timelineView(root, run) {
     const pen = canvas.getContext("2d");
     pen.scale(scale, scale);
     pen.font = "12px system-ui, sans-serif";
-    const fills = state.kinds.map((kind, number) => (kind.waits ? hatch(pen, color("--kind-wait")) : color(`--kind-${number % KINDS}`)));
+    const fills = state.kinds.map((kind) => (kind.waits ? hatch(pen, color("--kind-wait")) : color(`--${kind.color}`)));
     state.boxes = [];
     for (const row of state.picture.rows) drawRow(pen, row, colors, fills);
     drawUpdates(pen, height, colors);
@@ -260,7 +261,8 @@ export function timelineView(root, run) {
     const [, start, end, name, count, , args] = span;
     const facts = Object.entries(args ?? {}).map(([key, value]) => `${key} ${value}`);
     const title = count > 1 ? `${count} spans, mostly ${name}` : name;
-    tip.replaceChildren(el("b", {}, visible(title)), el("div", {}, visible(`${row.role} · ${figure(start, 3)} s, ${figure(1000 * (end - start), 1)} ms`)), facts.length > 0 && el("div", {}, visible(facts.join(", "))));
+    const lines = [`${row.role} · ${figure(start, 3)} s, ${figure(1000 * (end - start), 1)} ms`, facts.join(", ")];
+    tip.replaceChildren(el("b", {}, visible(title)), ...lines.filter(Boolean).map((line) => el("div", {}, visible(line))));
     tip.style.left = `${Math.min(x + 12, width() - 180)}px`;
     tip.style.top = `${y + 14}px`;
   }
@@ -296,6 +298,7 @@ export function timelineView(root, run) {
   canvas.addEventListener("pointerleave", () => (tip.hidden = true));
   const resized = new ResizeObserver(() => draw());
   resized.observe(canvas);
+  window.addEventListener("themechange", draw);
   load();
   return {
     refresh: () => {
@@ -307,6 +310,7 @@ export function timelineView(root, run) {
       state.fetching?.abort();
       clearTimeout(state.timer);
       resized.disconnect();
+      window.removeEventListener("themechange", draw);
     },
   };
 }

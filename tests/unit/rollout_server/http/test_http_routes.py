@@ -13,8 +13,8 @@ import structlog
 from async_grpo.config.http import HttpConfig
 from async_grpo.errors import BufferFault, ConfigError, EngineError
 from async_grpo.telemetry.metrics import SERVER_METRICS
+from async_grpo.utils.http_server import is_local_name
 from buffer.base import BufferStats
-from rollout_server.http.app import is_local_name
 from rollout_server.http.context import ApiKeys
 from rollout_server.http.streaming import read_json
 from tests.support.http_fakes import ADMIN, CONTEXT, STOP, House, Letters, house_of, http_config, says, scripted

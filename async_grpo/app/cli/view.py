@@ -1,0 +1,62 @@
+"""`async-grpo view`: a local web page of runs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from async_grpo.app.cli.common import exit_with
+from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.utils.aio import stop_signals
+
+if TYPE_CHECKING:
+    from async_grpo.utils.http_server import HttpServer
+
+MOST_REQUESTS = 64
+
+
+def view(
+    runs: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of runs, or of one run.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8765,
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond the loopback, everybody may read.")] = (
+        "127.0.0.1"
+    ),
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+) -> None:
+    """Look at runs in a browser: curves, staleness, timeline and samples, live while a run goes on.
+
+    The page only reads, loads nothing from elsewhere, and needs no network. Ctrl-C ends it.
+    """
+
+    def work() -> int:
+        try:
+            from async_grpo.app.view.server import RunsRoot, make_app
+            from async_grpo.utils.http_server import HttpServer, address_of, is_local_name, listen
+        except ImportError as error:
+            raise DependencyError(
+                f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]"
+            ) from error
+        app = make_app(RunsRoot(runs), local_only=is_local_name(host))
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            raise ConfigError(f"no page at {host}, port {port} ({error}). Name another --port") from error
+        address = address_of(*listener.getsockname()[:2])
+        typer.echo(f"{runs} at {address} (Ctrl-C ends it)")
+        if open_page:
+            webbrowser.open(address)
+        asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener))
+        return 0
+
+    exit_with(work)
+
+
+async def serve(server: HttpServer, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    with stop_signals(server.stop):
+        await server.serve(listener)
