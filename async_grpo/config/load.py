@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def _differences(before: Any, after: Any, prefix: str = "") -> set[str]:
 _MAX_LAYERS = 8
 _MAX_BYTES = 1 << 20
 _MAX_SHOWN = 20
+_MOST_LINES = 10_000
 _repr = reprlib.Repr()
 """A value in a message: aliases of YAML can make a short file a value of gigabytes."""
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 200, 200
@@ -70,18 +72,22 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     Raises ConfigError with every problem found: key, value, rule and fix.
     """
+    overrides = [*overrides]
     raw = _read_layers(path)
     for override in overrides:
         _apply_override(raw, override)
-    return validate(raw, source=str(path))
+    return validate(
+        raw, str(path), lambda: _places(path) | {override.partition("=")[0]: "-o" for override in overrides}
+    )
 
 
-def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
-    """Plain data -> RunConfig. Raises ConfigError."""
+def validate(raw: Mapping[str, Any], source: str, places: Callable[[], Mapping[str, str]] = lambda: {}) -> RunConfig:
+    """Plain data -> RunConfig. Raises ConfigError; `places` tells where a dotted key was given, for its message."""
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()[:_MAX_SHOWN]]
+        given = places()
+        lines = [_explain(detail, given) for detail in error.errors()[:_MAX_SHOWN]]
         if (more := error.error_count() - _MAX_SHOWN) > 0:
             lines.append(f"and {more} more")
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  - {line}" for line in lines)) from None
@@ -104,6 +110,26 @@ def _read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
     return _merge(below, raw)
 
 
+def _places(path: Path) -> dict[str, str]:
+    """Dotted key -> where it is given: `line 7`, or `base.yaml, line 7` for a layer below."""
+    raw, text = _read_yaml(path), path.read_text()
+    base = raw.get("base")
+    found: dict[str, str] = {}
+    for file in base if isinstance(base, list) else [base] if base is not None else []:
+        below = path.parent / str(file)
+        places = _places(below).items()
+        found |= {key: place if place.startswith("-") or "," in place else f"{below}, {place}" for key, place in places}
+    return found | dict(islice(_lines(yaml.compose(text, Loader=yaml.SafeLoader)), _MOST_LINES))
+
+
+def _lines(node: yaml.Node | None, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Every dotted key of a mapping, with its line."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) and depth < _MAX_LAYERS else []:
+        dotted = f"{prefix}{key.value}"
+        yield dotted, f"line {key.start_mark.line + 1}"
+        yield from _lines(value, f"{dotted}.", depth + 1)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
@@ -119,7 +145,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold keys and values (a YAML mapping), but holds {type(raw).__name__}")
+        holds = "nothing" if raw is None else f"a {'list' if isinstance(raw, list) else type(raw).__name__}"
+        raise ConfigError(
+            f"{path} holds {holds}, but a configuration is keys and values (a YAML mapping), such as `steps: 100`. "
+            "Start from one of configs/"
+        )
     return raw
 
 
@@ -145,7 +175,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     """`a.b.c=value` with a YAML value; sections that are missing are made."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        raise ConfigError(f"override {override!r} is not of the form KEY=VALUE, such as -o trainer.optimizer.lr=1e-5")
     *sections, leaf = key.split(".")
     target = raw
     for section in sections:
@@ -161,31 +191,90 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {_repr.repr(override)}: the value is not valid YAML: {error}") from None
 
 
-def _explain(detail: ErrorDetails) -> str:
-    """One problem in one line: key, value, rule, fix."""
+def _explain(detail: ErrorDetails, places: Mapping[str, str]) -> str:
+    """One problem in one line: key, where it is given, value, rule, fix."""
     key = ".".join(str(part) for part in detail["loc"]) or "(whole file)"
+    where = f"{key} ({places[key]})" if key in places else key
     if detail["type"] == "extra_forbidden":
-        return f"{key}: there is no such key. {_suggest(detail['loc'])}"
+        return f"{where}: there is no such key. {_suggest(detail['loc'], detail['input'])}"
     if detail["type"] == "missing":
-        return f"{key}: this key is required and missing. Add it, or pass -o {key}=VALUE"
+        return f"{where}: this key is required and missing. {_example(detail['loc'])}"
     rule = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
-        return f"{key}: {rule}"
-    return f"{key}: {_repr.repr(detail['input'])} does not fit: {rule}. Change it in the file or pass -o {key}=VALUE"
+        return f"{where}: {rule}"
+    if section := _section(detail["loc"]) if detail["type"] in ("model_type", "model_attributes_type") else None:
+        rule = f"it is a section with the keys {', '.join(section.model_fields)}"
+        return f"{where}: {_repr.repr(detail['input'])} does not fit: {rule}. Set one of these, as {key}.KEY"
+    return f"{where}: {_repr.repr(detail['input'])} does not fit: {rule}. Change it in the file or pass -o {key}=VALUE"
 
 
-def _suggest(loc: tuple[int | str, ...]) -> str:
-    """The nearest known keys of the section."""
-    model: type[BaseModel] = RunConfig
-    for part in loc[:-1]:
-        field = model.model_fields.get(str(part))
-        nested = [kind for kind in _models_in(field.annotation if field else None)]
-        if not nested:
-            break
-        model = nested[0]
-    known = list(model.model_fields)
-    near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else f"Known here: {', '.join(known)}"
+def _example(loc: tuple[int | str, ...]) -> str:
+    key, section = ".".join(map(str, loc)), _section(loc)
+    if section is None:
+        return f"Add it, or pass -o {key}=VALUE"
+    return f"Add this section; its keys are {', '.join(section.model_fields)}"
+
+
+_ALIASES = {
+    "learning_rate": "trainer.optimizer.lr",
+    "batch_size": "groups_per_step",
+    "num_generations": "group_size",
+    "max_steps": "steps",
+    "max_new_tokens": "sampling.max_tokens",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "dataset": "data.path",
+    "reward": "rewards.functions",
+    "gpus": "trainer.processes",
+}
+"""Words that other trainers use, and the key for each. `async-grpo import-config` reads whole files."""
+
+
+def _suggest(loc: tuple[int | str, ...], value: Any) -> str:
+    """The keys that may be meant: with this ending, of this meaning elsewhere, or spelt alike, here or anywhere."""
+    asked = [str(part) for part in loc]
+    while isinstance(value, dict) and len(value) == 1:  # `optimizer.lr`: the section is unknown, not only the key
+        (part, value), *_ = value.items()
+        asked.append(str(part))
+    dotted, last = ".".join(asked), asked[-1]
+    section, prefix = _section(loc[:-1]) or RunConfig, "".join(f"{part}." for part in loc[:-1])
+    here, every = {key: f"{prefix}{key}" for key in section.model_fields}, [*_dotted_keys(RunConfig)]
+    ending = [key for key in every if key.endswith(f".{dotted}")] or [key for key in every if key.endswith(f".{last}")]
+    ending.sort(key=lambda key: key.startswith("model."))  # the first policy is seldom meant
+    meant = ([_ALIASES[last]] if last in _ALIASES else []) + ending
+    anywhere = {key.rpartition(".")[2]: key for key in reversed(every)}
+    found = (
+        _spelt(last, here, 0.8)
+        or meant[:3]
+        or _spelt(last, anywhere, 0.75)
+        or _spelt(last, here, 0.6)
+        or [f"one of these here: {', '.join(here)}"]
+    )
+    return f"Did you mean {' or '.join(found)}?"
+
+
+def _spelt(word: str, keys: Mapping[str, str], alike: float) -> list[str]:
+    """The key whose name is most like the word; [] if none is `alike` (0 to 1)."""
+    return [keys[name] for name in difflib.get_close_matches(word, keys, n=1, cutoff=alike)]
+
+
+def _section(loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The section at `loc`; None if there is a value."""
+    model: type[BaseModel] | None = RunConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part) if model is not None else None
+        model = next(iter(_models_in(field.annotation if field else None)), None)
+    return model
+
+
+def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key, sections included."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for nested in _models_in(field.annotation):
+            yield from _dotted_keys(nested, f"{prefix}{name}.")
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -15,7 +15,7 @@ class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
     requests: str
 
 
-class EvalProgress(msgspec.Struct, frozen=True):
+class EvaluationState(msgspec.Struct, frozen=True):
     """An evaluation under way: how many of its completions are done, and the seconds left at that pace."""
 
     version: int
@@ -42,7 +42,7 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     """URL of its HTTP server (`http://127.0.0.1:40123`); "" if it has none."""
     logprob_gap: float | None = None
     """Largest |reported - recomputed| log-probability in the proof at its start; None: its engine does not sample."""
-    evaluation: EvalProgress | None = None
+    evaluation: EvaluationState | None = None
     """None: it evaluates nothing now."""
 
 

@@ -24,7 +24,7 @@ import structlog
 
 from async_grpo.config import RunConfig
 from async_grpo.errors import SampleOverdue, WaitTimeout
-from async_grpo.wire.board import EvalProgress, Evaluation, Probe
+from async_grpo.wire.board import Evaluation, EvaluationState, Probe
 from rollout_server.context import ServerContext
 from rollout_server.evaluation.eval_runner import EvalPlan, EvalRunner
 from rollout_server.weight_watcher import WeightWatcher
@@ -69,7 +69,7 @@ class MilestoneEvaluator:
         self._handled = -1
         self.busy = False
         """True while an evaluation generates."""
-        self.progress: EvalProgress | None = None
+        self.progress: EvaluationState | None = None
         self._began_s = 0.0
 
     @property
@@ -111,7 +111,10 @@ class MilestoneEvaluator:
         started_s, tokens_before = time.time(), self._runner.tokens
         claim = asyncio.create_task(self._keep_claim(milestone))
         self.busy = True
-        self._began_s, self.progress = started_s, EvalProgress(version, 0, self._plan.prompts * self._plan.completions)
+        self._began_s, self.progress = (
+            started_s,
+            EvaluationState(version, 0, self._plan.prompts * self._plan.completions),
+        )
         try:
             with self._context.logger.span("evaluation", f"version {version}"):
                 async with asyncio.timeout(self._context.config.eval.timeout_s):
@@ -131,7 +134,7 @@ class MilestoneEvaluator:
         if (now := self.progress) is not None:
             done = min(now.done + 1, now.total)
             left_s = (time.time() - self._began_s) / done * (now.total - done)
-            self.progress = EvalProgress(now.version, done, now.total, left_s)
+            self.progress = EvaluationState(now.version, done, now.total, left_s)
 
     async def _probe_and_grade(self, version: int, started_s: float) -> None:
         """Put the probe on the board, which the trainer waits for, then the evaluation."""

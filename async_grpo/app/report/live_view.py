@@ -183,7 +183,7 @@ def panel(
     the width of the bars and of the rewards' history."""
     row = state.step or {}
     left = "" if eta_s is None else f"   {clock(eta_s)} left"
-    groups = f"{state.inflight} in flight, {state.ready} ready, {state.taken} taken, {state.waiting} tasks left"
+    groups = f"{state.active}/{state.capacity}   {state.inflight} in flight, {state.ready} ready, {state.taken} taken"
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_KEY, no_wrap=True)
     table.add_column(overflow="fold")
@@ -195,8 +195,10 @@ def panel(
         if doing := evaluating(server):
             table.add_row("", Text(f"{server.name} {doing}", style="yellow"))
     table.add_row("staleness", _staleness(row, config.max_staleness))
-    held = progress_bar(state.active, state.capacity, "blue", cells)
-    table.add_row("buffer", _beside(held, f"{state.active}/{state.capacity}   {groups}"))
+    table.add_row(
+        "buffer",
+        _beside(progress_bar(state.active, state.capacity, "blue", cells), f"{groups}, {state.waiting} tasks left"),
+    )
     table.add_row("speed", Text(_speed(state)))
     table.add_row("log-prob gap", Text(_gap(row)))
     table.add_row("last step", Text(_time(row)))

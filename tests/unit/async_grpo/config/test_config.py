@@ -54,11 +54,22 @@ def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
     ("text", "overrides", "words"),
     [
         ("base: run.yaml\n", (), ["more than 8 layers of `base:`"]),
-        (MINIMAL, ("rollout.max_concurency=3",), ["rollout.max_concurency", "'max_concurrency'"]),
-        (MINIMAL, ("max_staleness=-1",), ["max_staleness: -1", "greater than or equal to 0"]),
+        (MINIMAL, ("rollout.max_concurency=3",), ["rollout.max_concurency (-o)", "mean rollout.max_concurrency?"]),
+        (MINIMAL, ("max_staleness=-1",), ["max_staleness (-o): -1", "greater than or equal to 0"]),
         (MINIMAL, ("max_staleness=-1", "group_size=1"), ["max_staleness", "group_size"]),
         (MINIMAL + "seed: 1\nseed: 2\n", (), ["twice"]),
-        (MINIMAL, ("seed",), ["section.key=value"]),
+        (MINIMAL, ("seed",), ["KEY=VALUE, such as -o"]),
+        (MINIMAL, ("lr=1",), ["lr (-o)", "Did you mean trainer.optimizer.lr or model.warmup.lr?"]),
+        (MINIMAL, ("optimizer.lr=1",), ["optimizer: there is no such key. Did you mean trainer.optimizer.lr?"]),
+        (MINIMAL, ("batch_size=1",), ["Did you mean groups_per_step or"]),
+        (MINIMAL, ("sampling.maxtokens=1",), ["Did you mean sampling.max_tokens?"]),
+        (MINIMAL, ("max_tokes=1",), ["Did you mean sampling.max_tokens?"]),
+        (MINIMAL, ("xyzzy=1",), ["mean one of these here: name, runs_dir"]),
+        (MINIMAL, ("trainer.optimizer=3",), ["3 does not fit: it is a section with the keys lr, min_lr"]),
+        (MINIMAL + "trainer:\n  optimizer:\n    lrr: 1\n", (), ["trainer.optimizer.lrr (line 5): there is no"]),
+        ("base: below.yaml\nsteps: 3\n", (), ["below.yaml, line 2): there is no", "model: this key is required"]),
+        ("", (), ["holds nothing, but a configuration is keys and values"]),
+        ("- a\n", (), ["holds a list, but"]),
         (MINIMAL, ("rewards.functions=[]",), ["rewards.functions"]),
         (MINIMAL, ("trainer.optimizer.beta1=1.0",), ["trainer.optimizer.beta1"]),
         (MINIMAL, ("weights.bind=here",), ["weights.bind"]),
@@ -68,6 +79,7 @@ def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
 def test_every_problem_is_named_with_its_key_and_rule(
     tmp_path: Path, text: str, overrides: tuple[str, ...], words: list[str]
 ) -> None:
+    write(tmp_path, "name: test\nlr: 1\n", "below.yaml")
     message = refusal(tmp_path, text, overrides)
     assert all(word in message for word in words), message
 
@@ -106,6 +118,9 @@ def test_a_password_in_the_url_is_not_repeated_in_the_refusal(tmp_path: Path) ->
 
 
 ALIASES = b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b"*a%d," % (i - 1) * 10) for i in range(1, 6))
+MAPPINGS = b"a0: &a0 {x: 1}\n" + b"".join(
+    b"a%d: &a%d {%s}\n" % (i, i, b"".join(b"k%d: *a%d, " % (k, i - 1) for k in range(10))) for i in range(1, 8)
+)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +132,8 @@ ALIASES = b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b"*a%d," %
         (b"name: \xff", "is not valid YAML: 'utf-8' codec"),
         (b"name: " + b"x" * (1 << 20), "is above 1048576 bytes"),
         (b"base: .\n", r"cannot be read as a configuration \(Is a directory\)"),
-        (ALIASES + b"steps: *a5", r"steps: \[\[\["),
+        (ALIASES + b"steps: *a5", r"steps \(line 7\): \[\[\["),
+        (MAPPINGS + b"steps: *a7", r"steps: \{"),
         (b"".join(b"k%d: 1\n" % i for i in range(500)), "and 482 more"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

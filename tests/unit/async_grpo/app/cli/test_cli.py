@@ -28,7 +28,7 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["max_stalenes=0"], "Did you mean 'max_staleness'?"),
+        (["max_stalenes=0"], "Did you mean max_staleness?"),
         (["rewards.functions=[{name: no_such}]"], "no_such"),
         (["rewards.functions=[{name: 'no.such.module:score'}]"], "no.such.module"),
         (["model.warmup=null", "model.path=/nowhere"], "config.json"),

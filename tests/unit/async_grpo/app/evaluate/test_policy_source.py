@@ -141,7 +141,7 @@ def type_in(*words: object) -> Result:
         ([CONFIG, "--live", "--checkpoint", "x"], "two policies"),
         ([CONFIG, "--run-dir", "x"], "--run-dir names the run already"),
         (["--run-dir", "/nowhere"], "not the folder of a run"),
-        ([CONFIG, "-o", "max_stalenes=1"], "Did you mean 'max_staleness'?"),
+        ([CONFIG, "-o", "max_stalenes=1"], "Did you mean max_staleness?"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(

@@ -13,7 +13,7 @@ from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
 from async_grpo.utils.text import sparkline
-from async_grpo.wire.board import EvalProgress, Evaluation, ServerBeat
+from async_grpo.wire.board import Evaluation, EvaluationState, ServerBeat
 
 CONFIG = RunConfig.model_validate({"name": "demo", "model": {"random": {}}, "steps": 120})
 
@@ -61,7 +61,7 @@ def state(**changes: Any) -> LiveState:
 IDLE = {"running": 0, "waiting_for": "the staleness window"}
 
 
-GRADING = {"evaluation": EvalProgress(version=0, done=512, total=1280, left_s=3.2)}
+GRADING = {"evaluation": EvaluationState(version=0, done=512, total=1280, left_s=3.2)}
 LOADING = RoleState("rollout-0", "starting", stage="loading the model", since_s=8.2, usual_s=14.0)
 ROLLOUT_1 = server("rollout-1")
 FULL = {"taken": 16, "active": 48}
