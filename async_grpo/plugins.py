@@ -35,5 +35,5 @@ def load_plugin(name: str, *, key: str, expected: str = "a function or class") -
             "folder or on PYTHONPATH, and the name right?"
         ) from error
     if not callable(found):
-        raise ConfigError(f"{key}: {name!r} is a {type(found).__name__}, not {expected}. Name a callable")
+        raise ConfigError(f"{key}: {name!r} is a value of type {type(found).__name__}, not {expected}. Name a callable")
     return found

@@ -9,6 +9,7 @@ position, and by keyword `prompt`, `metadata` and `tool_calls`, if it has parame
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,8 @@ def load_verifier(name: str) -> tuple[Judge, Extract | None]:
     found = _find(name)
     if not callable(found):
         raise ConfigError(
-            f"rewards.functions: {name!r} is a {type(found).__name__}, not a function {SIGNATURE}. Name a callable"
+            f"rewards.functions: {name!r} is a value of type {type(found).__name__}, not a function {SIGNATURE}. "
+            "Name a callable"
         )
     function: Callable[..., Any] = found
     extras = _extras(name, function)
@@ -81,8 +83,10 @@ def check_name(name: str) -> None:
     """Raise ConfigError if the name cannot be that of a reward function. Imports nothing."""
     module_name, _, attribute = name.partition(":")
     if name not in BUILTIN and not (module_name and attribute):
+        near = difflib.get_close_matches(name, BUILTIN, n=1)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"rewards.functions: there is no verifier {name!r}. "
+            f"rewards.functions: there is no verifier {name!r}. {meant}"
             f"Use one of {', '.join(BUILTIN)}, or module:attribute for your own"
         )
 

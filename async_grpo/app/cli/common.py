@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +76,31 @@ def exit_with(work: Callable[[], int], *, config_code: int = 1) -> None:
     try:
         code = work()
     except (AsyncGrpoError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None and error.errno not in _FULL:
             raise  # it names no file, so it is a defect of this program
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
+        said = _of_file(error) if isinstance(error, OSError) else str(error)
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(said)}", highlight=False)
         code = config_code if isinstance(error, CONFIG_FAULTS) else 1
     raise typer.Exit(code)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FIXES = {
+    errno.ENOENT: "Check the name",
+    errno.EISDIR: "Name a file in it",
+    errno.ENOTDIR: "A part of this path is a file: name a folder",
+    errno.EACCES: "This user may not do that: choose another place, or change its permissions",
+    errno.EROFS: "Choose a place that can be written to",
+    errno.ENOSPC: "Free some space, or choose another disk; the same command goes on from what is whole",
+    errno.EDQUOT: "Free some space, or choose another disk; the same command goes on from what is whole",
+}
+
+
+def _of_file(error: OSError) -> str:
+    """What is wrong with which file, and what to do."""
+    place = f"{error.filename}: " if error.filename is not None else ""
+    fix = _FIXES.get(error.errno or 0, "")
+    return f"{place}{(error.strerror or str(error)).lower()}. {fix}".rstrip(". ")
 
 
 @dataclass(frozen=True, slots=True)

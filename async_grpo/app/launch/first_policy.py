@@ -34,6 +34,12 @@ def missing_files(path: Path) -> list[str]:
 
 def check_model(path: Path) -> Path:
     """Return `path` if it is a Hugging Face checkpoint folder. Raises ConfigError naming what is missing or broken."""
+    if not path.is_dir():
+        found = "a file" if path.exists() else "not there"
+        raise ConfigError(
+            f"model.path: {path} is {found}, but a checkpoint is a folder. Point model.path at the folder that holds "
+            "config.json, the tokenizer and the weights as safetensors"
+        )
     if missing := missing_files(path):
         raise ConfigError(
             f"model.path: {path} has no {' and no '.join(missing)}, so it is not a Hugging Face checkpoint with its "

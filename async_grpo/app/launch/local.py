@@ -14,6 +14,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from async_grpo.app.report.summary import learned, summarize
 from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.logging import redact_secrets
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
 from async_grpo.telemetry.timeline import merge_timelines
 from async_grpo.telemetry.trackers import make_trackers
@@ -114,8 +116,11 @@ class LocalLauncher:
                 began_s = time.monotonic()
                 model = await race(prepare_model(config, view.phase), interrupted.wait())
                 state.prepare_s += time.monotonic() - began_s
-                view.phase("starting the server")
-                async with open_state_plane(config, folder, fresh=fresh) as plane:
+                url = config.redis.url
+                view.phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")
+                async with AsyncExitStack() as stack:
+                    opening = stack.enter_async_context(open_state_plane(config, folder, fresh=fresh))
+                    plane = await race(opening, interrupted.wait())
                     write_config(folder, config, for_roles=plane.config)
                     over = await is_over(plane.config, plane.buffer, plane.board)
                     specs = [

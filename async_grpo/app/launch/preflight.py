@@ -7,6 +7,7 @@ servers would read, except token ids) and the memory of server and devices.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Container, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from async_grpo.telemetry.trackers import check_trackers
 from buffer import memory_plan
+from buffer.redis.url import parse
 
 _NEED_NO_TRIAL = BUILTIN.keys() - NEED_PACKAGES
 """Reward functions that work wherever this package does."""
@@ -63,6 +65,21 @@ async def _try_verifiers(pool: RewardPool) -> None:
         pass
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless the folder is there, or can be made, and can be written to."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(
+            f"runs_dir and name make the run's folder {folder}, but {there} is a file. Set runs_dir to a folder (-o "
+            "runs_dir=...), or move that file away"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"runs_dir and name make the run's folder {folder}, but {there} cannot be written to by this user. Set "
+            "runs_dir to a folder that can (-o runs_dir=...)"
+        )
+
+
 def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
     """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError,
     and DependencyError for a tracker that is not installed.
@@ -71,6 +88,9 @@ def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> 
     """
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
+    check_folder(config.run_dir)
+    if config.redis.url is not None:
+        parse(config.redis.url)
     check_rewards(config.rewards)
     if not planning:
         check_trackers(config)

@@ -47,7 +47,7 @@ def test_an_own_correction_may_ask_for_the_whole_batch() -> None:
     [
         ({"loss": "no.such.module:loss"}, "cannot be imported .*ModuleNotFoundError"),
         ({"loss": f"{HERE}:missing"}, "cannot be imported .*AttributeError"),
-        ({"loss": f"{HERE}:not_a_function"}, "is a int"),
+        ({"loss": f"{HERE}:not_a_function"}, "is a value of type int"),
         ({"loss": f"{HERE}:takes_nothing"}, "failed on a trial of five tokens .*TypeError"),
         ({"loss": f"{HERE}:gives_a_bare_tensor"}, "returned a Tensor"),
         ({"loss": f"{HERE}:forgets_the_gradient"}, "lost the gradient"),

@@ -105,7 +105,7 @@ def test_a_function_is_called_with_what_it_names(name: str, called_with: object)
         ("module:", "no verifier 'module:'"),
         ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError"),
         ("async_grpo.rewards.verifiers.answers:scores", r"cannot be imported \(AttributeError"),
-        (f"{__name__}:NOT_A_FUNCTION", "is a int, not a function"),
+        (f"{__name__}:NOT_A_FUNCTION", "is a value of type int, not a function"),
         (f"{__name__}:one", r"has the signature \(completion: 'str'\).*too many positional"),
         (f"{__name__}:prompt_first", r"cannot be called.*multiple values for argument 'prompt'"),
         (f"{__name__}:badly_extracting", "`extract` that is a int"),
