@@ -155,7 +155,7 @@ def test_devices_of_unknown_size_are_said_to_be_unknown() -> None:
 def test_a_run_wants_its_files_whatever_the_architecture() -> None:
     result = CliRunner().invoke(app, ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml")], env={"COLUMNS": "400"})
     assert result.exit_code == 1
-    assert "models/Qwen2.5-7B has no config.json" in result.output
+    assert "models/Qwen2.5-7B is not there, but a checkpoint is a folder" in result.output
 
 
 def test_the_shape_comes_from_config_json_where_it_is() -> None:
