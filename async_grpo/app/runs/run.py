@@ -1,0 +1,183 @@
+"""Run: the folder of a run, read. `list_runs` finds the runs below a folder.
+
+    config.yaml  run.json  run.lock     -->  config, state
+    metrics.jsonl                       -->  steps, probes, warnings
+    evaluations/*.jsonl, summary.json   -->  evaluations, summary
+    samples/  timeline/  logs/          -->  their files
+
+Nothing here writes, and nothing asks the run's server: what a person may look at is in the files. Files may be torn,
+missing or of an older release; what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_grpo.app.launch.run_folder import RunFolder, RunState
+from async_grpo.app.report.summary import summarize
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, last_of_each, number, of_kind
+from async_grpo.wire.board import Evaluation
+
+SUMMARY = "summary.json"
+
+
+class RunStatus(StrEnum):
+    """What a run is doing."""
+
+    LIVE = "live"
+    """A process is at work in its folder."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    """It stopped with an error; `Run.reason` is the message."""
+    INTERRUPTED = "interrupted"
+    """It was stopped or killed before its last step. The command that started it resumes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The folder of a run, for reading. Every method reads the files again, so that a live run may be followed."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """Raises ConfigError if `path` is not the folder of a run."""
+        if not _is_run(path):
+            raise ConfigError(
+                f"{path} is not the folder of a run: it has no config.yaml. Runs lie in runs/ unless runs_dir says "
+                "otherwise; `async-grpo runs list` shows them"
+            )
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """The run's name, of its configuration or else of its folder."""
+        name = self.settings().get("name")
+        return name if isinstance(name, str) else self.path.name
+
+    @property
+    def folder(self) -> RunFolder:
+        """The same folder as the launcher sees it."""
+        return RunFolder(self.path)
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration. Raises ConfigError if this release refuses it; see `settings`."""
+        return self.folder.read_config()
+
+    def settings(self) -> dict[str, Any]:
+        """config.yaml as plain data, also that of another release; {} if it cannot be read."""
+        try:
+            found = yaml.safe_load(self.folder.config_file.read_text())
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def state(self) -> RunState:
+        """run.json, or a new state if there is none that can be read."""
+        try:
+            return self.folder.read_state()
+        except (OSError, ValueError, TypeError):
+            return RunState()
+
+    def status(self) -> RunStatus:
+        """What the run is doing now. A lock tells a live run, so that the answer is right however it ended."""
+        if self.folder.is_at_work():
+            return RunStatus.LIVE
+        state = self.state()
+        if state.finished_steps and state.finished_steps >= int(self.settings().get("steps") or 0):
+            return RunStatus.FINISHED
+        return RunStatus.FAILED if state.failure else RunStatus.INTERRUPTED
+
+    @property
+    def reason(self) -> str:
+        """Why the run failed; "" if it did not."""
+        return self.state().failure
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl (`telemetry.rows`), in the order in which they were written."""
+        return read_rows(self.path / "metrics.jsonl")
+
+    def steps(self) -> list[Row]:
+        """One row for each optimizer step; of a step that was repeated after a restart, the last."""
+        return last_of_each(of_kind(self.rows(), "step"), "step")
+
+    def warnings(self) -> list[Row]:
+        """The warnings, oldest first."""
+        return of_kind(self.rows(), "warning")
+
+    def evaluations(self) -> list[Facts]:
+        """The evaluations by version: fields of `wire.board.Evaluation`, and `time_s` where it is known."""
+        files = sorted((self.path / "evaluations").glob("*.jsonl"))
+        rows: Iterable[Row] = [row for file in files for row in read_rows(file)]
+        known: dict[int, Facts] = {
+            row["version"]: dict(row)
+            for row in [*(self._written_summary().get("evaluations") or []), *rows]
+            if isinstance(row.get("version"), int)
+        }
+        return [known[version] for version in sorted(known)]
+
+    def summary(self) -> Facts:
+        """summary.json, or the same figures from the other files if there is none yet, without the groups' account."""
+        return self._written_summary() or self._computed_summary()
+
+    def _written_summary(self) -> Facts:
+        try:
+            found = json.loads((self.path / SUMMARY).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _computed_summary(self) -> Facts:
+        rows, state = self.rows(), self.state()
+        steps = of_kind(rows, "step")
+        times = [time_s for row in steps if (time_s := number(row, "time_s")) is not None]
+        restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
+        evaluations = [_evaluation(row) for row in self.evaluations()]
+        wall_s = state.wall_s or (max(times) - min(times) if times else 0.0)
+        try:
+            config = self.config
+        except (ConfigError, OSError):
+            return {"name": self.name, "steps": len(last_of_each(steps, "step")), "wall_s": wall_s}
+        return summarize(config, steps, of_kind(rows, "probe"), evaluations, {}, restarts, wall_s)
+
+    def files(self, kind: str) -> list[Path]:
+        """The files in one of the folders `samples`, `timeline`, `evaluations`, `logs` and `plots`, by name."""
+        return sorted(path for path in (self.path / kind).glob("*") if path.is_file())
+
+
+def _evaluation(row: Row) -> Evaluation:
+    fields = ("version", "prompts", "samples", "sampled_accuracy", "greedy_accuracy")
+    return Evaluation(**{key: row[key] for key in fields if key in row})
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def list_runs(root: Path) -> list[Run]:
+    """The runs in `root` and, of sweeps, in its folders; the one that was at work last comes first.
+
+    `root` may also be the folder of a run. Raises ConfigError if `root` is not a folder.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{root} is not a folder. Name the folder that holds the runs, such as runs/")
+    if _is_run(root):
+        return [Run(root)]
+    found = {path for pattern in ("*", "*/*", "*/*/*") for path in root.glob(pattern) if _is_run(path)}
+    return [Run(path) for path in sorted(found, key=_last_write, reverse=True)]
+
+
+def _last_write(path: Path) -> float:
+    files = [path / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
+    return max(file.stat().st_mtime for file in files if file.exists())
