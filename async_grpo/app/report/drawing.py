@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#6b7079"
 DASHES = ("-", "--", ":", "-.")
-_Z = 1.96
+Z_95 = 1.96
 """Standard errors on either side of a mean that make a 95% interval."""
 _COLORS = 128
 """Colours of a PNG file, which has a palette: a third of the bytes, and no difference to be seen."""
@@ -128,7 +128,7 @@ def draw_series(
         axes.plot(xs, ys, color=style.get("color"), alpha=0.3, linewidth=0.8)
         label = label and f"{label} (thick: mean of {window} steps)"
     if None not in errors:
-        half = [_Z * wide for wide in error_of_means(errors, window)]
+        half = [Z_95 * wide for wide in error_of_means(errors, window)]
         low, high = ([y + sign * wide for y, wide in zip(thick, half, strict=True)] for sign in (-1, 1))
         axes.fill_between(xs, low, high, color=style.get("color"), alpha=0.2, linewidth=0)
     marker = {"marker": "o", "markersize": 4} if len(xs) <= 20 else {}

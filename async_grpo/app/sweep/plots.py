@@ -5,12 +5,14 @@ The colour shows the value of the first axis; line and marker show those of the 
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.drawing import GREY, RED, new_figure, save_figures
+from async_grpo.app.report.drawing import DASHES, GREY, RED, legend_above, new_figure, save_figures
 from async_grpo.app.sweep.recommend import Candidate, Recommendation
 from async_grpo.app.sweep.settings import Band, GridSetting, band
 
@@ -18,9 +20,21 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
-_LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _COLUMNS = 3
+_MOST_NAMED, _LONGEST_NAME = 8, 28
+"""Points that are labelled with their values, and the characters of such a label; more or longer ones get a number."""
+_LONGEST_LINE = 60
+_NEAR = 25
+"""Pixels between a point and its label from which a line joins them."""
+_AROUND = [(radius, angle) for radius in range(15, 240, 6) for angle in range(30, 390, 30)]
+"""Places of a label around its point, the nearest first: pixels and degrees."""
+_TICK_ROOM = 26
+"""Characters of tick labels that have room side by side below a small panel."""
+_LOG_FROM = 10
+"""Ratio of the fastest to the slowest setting from which the axis of the throughput is logarithmic."""
 
 _PANELS = {
     "samples_per_s": "trained samples per second",
@@ -69,8 +83,9 @@ def styles_of(settings: Sequence[GridSetting]) -> dict[str, LineStyle]:
     styles = {}
     for setting in settings:
         place = firsts.index(_first(setting)) / max(1, len(firsts) - 1)
-        style = rests.index(_rest(setting)) % len(_LINES)
-        styles[setting.label] = LineStyle(colormaps["viridis"](0.9 * place), _LINES[style], _MARKERS[style])
+        rest = rests.index(_rest(setting))
+        marker = _MARKERS[(rest + rest // len(DASHES)) % len(_MARKERS)]
+        styles[setting.label] = LineStyle(colormaps["viridis"](0.9 * place), DASHES[rest % len(DASHES)], marker)
     return styles
 
 
@@ -93,28 +108,83 @@ def _tradeoff(
     styles: dict[str, LineStyle],
     choice: Recommendation,
 ) -> Figure | None:
-    """Learning against speed; up and to the right is better. Points show their values, the title the keys."""
+    """Learning against speed; up and to the right is better. The title shows the keys, the labels of the points their
+    values; many or long ones have a number that the key below explains."""
     if not candidates:
         return None
-    figure, [axes] = new_figure(1, 1, (8, 4.4))
-    keys = [key.split(".")[-1] for key in settings[candidates[0].label].values]
-    axes.set_title(f"Learning against throughput, by {', '.join(keys)}", loc="left", fontweight="bold")
+    values = [_short(", ".join(settings[one.label].values.values()), _LONGEST_LINE) for one in candidates]
+    numbered = len(values) > _MOST_NAMED or max(map(len, values)) > _LONGEST_NAME
+    columns = max(1, 80 // (max(map(len, values)) + 8))
+    below = -(-len(values) // columns) if numbered else 0
+    figure, [axes] = new_figure(1, 1, (8, 4.4 + 0.22 * below))
+    keys = _short(", ".join(key.split(".")[-1] for key in settings[candidates[0].label].values), 50)
+    axes.set_title(f"Learning against throughput, by {keys}", loc="left", fontweight="bold")
     front = pareto([(one.samples_per_s, one.learning) for one in candidates])
     axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=1, label="not beaten in both")
-    for one in candidates:
-        style = styles[one.label]
-        at = (one.samples_per_s, one.learning)
-        axes.errorbar(*at, yerr=one.error, color=style.color, marker=style.marker, markersize=7, capsize=3)
-        values = ", ".join(settings[one.label].values.values())
-        axes.annotate(values, at, (8, 6), textcoords="offset points", fontsize=8)
-        if one.label == choice.label:
-            ring: dict[str, Any] = {"facecolors": "none", "edgecolors": RED, "linewidths": 2, "label": "recommended"}
-            axes.scatter(*at, s=220, zorder=3, **ring)
+    drawn = [_draw_candidate(axes, one, styles[one.label], chosen=one.label == choice.label) for one in candidates]
+    if max(one.samples_per_s for one in candidates) > _LOG_FROM * min(one.samples_per_s for one in candidates):
+        _log_axis(axes)
     axes.set_xlabel("trained samples per second")
     axes.set_ylabel(f"{choice.measure}\n(bars: one standard error)")
-    axes.margins(x=0.2, y=0.15)
-    axes.legend(loc="best")
+    axes.margins(x=0.15, y=0.15)
+    legend_above(axes)
+    texts = [str(place + 1) for place in range(len(values))] if numbered else values
+    if numbered:
+        key = [f"{text}: {value}" for text, value in zip(texts, values, strict=True)]
+        style: dict[str, Any] = {"ncols": columns, "fontsize": 9, "frameon": False}
+        figure.legend(drawn, key, loc="outside lower left", **style)
+    place_labels(figure, axes, [(one.samples_per_s, one.learning) for one in candidates], texts)
     return figure
+
+
+def _draw_candidate(axes: Axes, one: Candidate, style: LineStyle, *, chosen: bool) -> Artist:
+    """Draw a point with its standard error, and a ring if it is recommended."""
+    at = (one.samples_per_s, one.learning)
+    bars: dict[str, Any] = {"color": style.color, "marker": style.marker, "markersize": 7, "capsize": 3}
+    drawn = axes.errorbar(*at, yerr=one.error, linestyle="", **bars)
+    if chosen:
+        ring: dict[str, Any] = {"facecolors": "none", "edgecolors": RED, "linewidths": 2, "label": "recommended"}
+        axes.scatter(*at, s=220, zorder=3, **ring)
+    return drawn.lines[0]
+
+
+def place_labels(
+    figure: Figure, axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str]
+) -> list[Annotation]:
+    """Write a text beside each point, where it covers neither a point nor another text; the nearest free place counts,
+    and a line leads to a far one. Call it last: it needs the final layout."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    frame, scale = axes.get_window_extent(), figure.dpi / 72
+    pixels = [axes.transData.transform(point) for point in points]
+    taken = [Bbox.from_bounds(x - 9, y - 9, 18, 18) for x, y in pixels]
+    labels = []
+    for point, (x, y), text in zip(points, pixels, texts, strict=True):
+        measured = figure.text(0, 0, text, fontsize=9)
+        size = measured.get_window_extent()
+        measured.remove()
+        for radius, angle in _AROUND:
+            dx, dy = (radius * turn(math.radians(angle)) for turn in (math.cos, math.sin))
+            dx += math.copysign(size.width / 2, dx) if abs(dx) > 3 else 0
+            box = Bbox.from_bounds(x + dx - size.width / 2, y + dy - size.height / 2, size.width, size.height)
+            if frame.count_contains(box.corners()) == 4 and not box.count_overlaps(taken):
+                break
+        taken.append(box.padded(2))
+        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.7, "shrinkB": 4} if radius > _NEAR else None
+        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "ha": "center", "va": "center"}
+        labels.append(axes.annotate(text, point, (dx / scale, dy / scale), arrowprops=line, **style))
+        labels[-1].set_in_layout(False)
+    return labels
+
+
+def _log_axis(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _rewards(settings: Sequence[GridSetting], styles: dict[str, LineStyle], *, over_seconds: bool) -> Figure | None:
@@ -125,23 +195,33 @@ def _rewards(settings: Sequence[GridSetting], styles: dict[str, LineStyle], *, o
     rests = list(dict.fromkeys(_rest(setting) for setting in drawn))
     if not rests:
         return None
+    firsts = list(dict.fromkeys(_first(setting) for setting in drawn))
     figure, panels = _panels(len(rests), min(_COLUMNS, len(rests)))
     for axes, rest in zip(panels, rests, strict=True):
-        axes.set_title(", ".join(rest) or "Training reward", loc="left", fontsize=9, fontweight="bold")
+        title = textwrap.fill(_short(", ".join(rest), 120), 80 if len(rests) == 1 else 38)
+        axes.set_title(title or "Training reward", loc="left", fontsize=9, fontweight="bold")
         for setting in (each for each in drawn if _rest(each) == rest):
-            _draw_band(axes, bands[setting.label], styles[setting.label].color, _first(setting))
+            dash = DASHES[firsts.index(_first(setting)) % len(DASHES)]
+            _draw_band(axes, bands[setting.label], styles[setting.label].color, dash, _first(setting))
     _to_one_scale(panels)
-    named, firsts = _named(panels), list(dict.fromkeys(_first(setting) for setting in drawn))
-    handles = [named[first] for first in firsts]
-    panels[0].legend(handles, firsts, title=next(iter(drawn[0].values)), loc="lower right", fontsize=8)
+    named = _named(panels)
+    _legend(figure, [named[first] for first in firsts], firsts, title=next(iter(drawn[0].values)))
     figure.supxlabel("seconds of training (steps and their waits)" if over_seconds else "optimizer step", fontsize=9)
-    figure.supylabel("mean reward of a step", fontsize=9)
+    seeds = max(len(setting.finished) for setting in drawn) > 1
+    figure.supylabel("mean reward of a step" + ("\n(band: lowest to highest seed)" if seeds else ""), fontsize=9)
     return figure
 
 
-def _draw_band(axes: Axes, found: Band | None, color: Any, label: str) -> None:
+def _legend(figure: Figure, handles: Sequence[Artist], names: Sequence[str], title: str = "") -> None:
+    """The legend of a figure, above its panels, in as many columns as there is room for."""
+    shown = [_short(name, _LONGEST_LINE) for name in names]
+    columns = max(1, min(len(shown), int(95 // (max(map(len, shown)) + 7))))
+    figure.legend(handles, shown, title=title or None, loc="outside upper left", ncols=columns, fontsize=9)
+
+
+def _draw_band(axes: Axes, found: Band | None, color: Any, dash: str, label: str) -> None:
     if found is not None:
-        axes.plot(found.xs, found.mean, color=color, label=label)
+        axes.plot(found.xs, found.mean, color=color, linestyle=dash, label=label)
         axes.fill_between(found.xs, found.low, found.high, color=color, alpha=0.15, linewidth=0)
 
 
@@ -166,13 +246,13 @@ def _figures(settings: Sequence[GridSetting], styles: dict[str, LineStyle]) -> F
         axes.set_title(title, loc="left", fontsize=9)
         for rest in dict.fromkeys(_rest(setting) for setting in settings):
             _draw_panel(axes, [setting for setting in settings if _rest(setting) == rest], firsts, key, styles)
-        axes.set_xticks(range(len(firsts)), firsts)
+        axes.set_xticks(range(len(firsts)), [_short(first, 16) for first in firsts], rotation=_turn(firsts))
         highest = max(value for setting in settings for value in setting.values_of(key))
         axes.set_ylim(0, 1.15 * highest or 1.0)
         axes.margins(x=0.15)
     figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
     if named := _named(panels):
-        figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4, fontsize=8)
+        _legend(figure, list(named.values()), list(named))
     return figure
 
 
@@ -204,6 +284,21 @@ def _panels(count: int, columns: int) -> tuple[Figure, list[Axes]]:
     for axes in panels[count:]:
         axes.set_axis_off()
     return figure, panels[:count]
+
+
+def _turn(ticks: Sequence[str]) -> float:
+    """Degrees by which tick labels of a small panel are turned so that they do not run into each other."""
+    return 90 if max(map(len, ticks)) * len(ticks) > _TICK_ROOM else 0
+
+
+def _short(text: str, longest: int) -> str:
+    """The text, its middle left out if it is longer.
+
+    >>> _short("advantage=leave_one_out", 13)
+    'advant…ne_out'
+    """
+    keep = (longest - 1) // 2
+    return text if len(text) <= longest else f"{text[:keep]}…{text[-keep:]}"
 
 
 def _first(setting: GridSetting) -> str:

@@ -1,8 +1,8 @@
 """The rule that recommends a setting, and its reason in words. Pure.
 
     1. A setting counts if every seed has finished, its group counts balance and its age bound was kept.
-    2. `learning` is the held-out accuracy at the end (sampled), mean over seeds; where it was not measured for all of
-       them, the mean training reward.
+    2. `learning` is the held-out accuracy (or mean reward, where answers are graded) at the end, sampled, mean over
+       seeds; where it was not measured for all of them, the mean training reward.
     3. `margin` is the caller's tolerance; without one it is one standard error of the best setting, the larger of the
        spread over its seeds and the sampling error of the evaluation; without either it is DEFAULT_TOLERANCE.
     4. Among the settings whose learning is within the margin of the best, the one that trains most samples per second.
@@ -23,7 +23,8 @@ DEFAULT_TOLERANCE = 0.02
 """Margin of the learning measure if neither seeds nor an evaluation give an error."""
 
 ACCURACY, REWARD = "held-out accuracy at the end (sampled)", "mean training reward"
-_LEARNING = {ACCURACY: "accuracy_after", REWARD: "reward_mean"}
+GRADED = "held-out reward at the end (sampled)"
+_LEARNING = {ACCURACY: "accuracy_after", GRADED: "accuracy_after", REWARD: "reward_mean"}
 """Learning measure -> field of PointMetrics."""
 
 
@@ -82,9 +83,11 @@ def choose(
 
 
 def learning_measure(settings: Sequence[GridSetting]) -> str:
-    """ACCURACY if every finished point has it, otherwise REWARD."""
+    """ACCURACY if every finished point has it (GRADED if answers are not just right or wrong), otherwise REWARD."""
     points = [point for setting in settings for point in setting.finished]
-    return ACCURACY if points and all(point.accuracy_after is not None for point in points) else REWARD
+    if not points or any(point.accuracy_after is None for point in points):
+        return REWARD
+    return GRADED if any(point.held_out_score == "reward" for point in points) else ACCURACY
 
 
 def candidate(setting: GridSetting, measure: str) -> Candidate | None:
@@ -93,21 +96,26 @@ def candidate(setting: GridSetting, measure: str) -> Candidate | None:
     learning, speed = setting.mean(key), setting.mean("samples_per_s")
     if learning is None or speed is None:
         return None
-    errors = [setting.standard_error(key), _evaluation_error(setting) if measure == ACCURACY else None]
+    errors = [setting.standard_error(key), _evaluation_error(setting) if measure != REWARD else None]
     return Candidate(
         label=setting.label,
         learning=learning,
         error=max((error for error in errors if error is not None), default=None),
         samples_per_s=speed,
-        before=setting.mean("accuracy_before") if measure == ACCURACY else None,
+        before=setting.mean("accuracy_before") if measure != REWARD else None,
     )
 
 
 def _evaluation_error(setting: GridSetting) -> float | None:
     """Standard error of a share of `eval.prompts` prompts, over all seeds: samples of one prompt count as one.
 
-    One right and one wrong answer are added (Laplace), so that all right or all wrong is not taken for certain.
+    One right and one wrong answer are added (Laplace), so that all right or all wrong is not taken for certain. That of
+    graded answers comes from their interval; None if a seed has none.
     """
+    if any(point.held_out_score == "reward" for point in setting.finished):
+        errors = [point.eval_error for point in setting.finished]
+        known = [error for error in errors if error is not None]
+        return math.sqrt(sum(error**2 for error in known)) / len(known) if len(known) == len(errors) else None
     measured = [(point.accuracy_after, point.eval_prompts) for point in setting.finished]
     added = [((share * n + 1) / (n + 2), n) for share, n in measured if share is not None and n]
     variances = [share * (1 - share) / n for share, n in added]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from async_grpo.app.report.summary import score_format
 from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import write_plots
 from async_grpo.app.sweep.recommend import REWARD, Candidate, Recommendation, candidate, recommend
@@ -30,8 +31,8 @@ _READING = """\
   seeds and the sampling error of the evaluation (samples of one prompt count as one).
 - **Throughput** is what the trainer consumed (samples and tokens) per second of its steps, waits included. The first
   S + 1 steps (at most half of all) are left out, because their data were generated before the clock started.
-- **Idle**: for the trainer, the share of those steps spent waiting for a batch; for rollout, the share of the trainer's
-  time in which a server generated nothing.
+- **Idle**, as a share of the time of those steps: the trainer waited for a batch; a rollout server generated nothing.
+  The report of each run has the same figures.
 - **Age** is the number of optimizer steps between generation and training of a token, mean / max (bound). **ESS** is
   the effective sample size of the importance weights, as a share of the tokens. **Clipped** is the share of the tokens
   that the loss clipped. **Gap** is the mean difference between engine and trainer in the log-probability of the same
@@ -123,11 +124,13 @@ def _recommendation(choice: Recommendation) -> str:
 
 def _settings_table(settings: Sequence[GridSetting], comparison: SweepComparison) -> str:
     learned, chosen = {one.label: one for one in comparison.settings}, comparison.choice.label
+    score = "reward" if any(point.held_out_score == "reward" for point in comparison.points) else "accuracy"
+    form = score_format(score)
     columns: dict[str, Callable[[GridSetting], str]] = {
         "setting": lambda setting: _name(setting.label, bold=setting.label == chosen),
         "seeds": lambda setting: f"{len(setting.finished)} of {len(setting.points)}",
-        "accuracy before": _mean("accuracy_before", ".1%"),
-        "after": _mean("accuracy_after", ".1%"),
+        f"{score} before": _mean("accuracy_before", form),
+        "after": _mean("accuracy_after", form),
         "learning": lambda setting: _learned(learned.get(setting.label)),
         "reward, mean": _mean("reward_mean", ".3f"),
         "samples/s": _mean("samples_per_s", ",.3g"),
@@ -178,7 +181,7 @@ def _points_table(points: Sequence[PointMetrics]) -> str:
         "seed": lambda one: str(one.seed),
         "state": lambda one: one.state,
         "steps": lambda one: f"{one.steps_done} of {one.steps}",
-        "accuracy after": lambda one: figure(one.accuracy_after, ".1%"),
+        "held-out, after": lambda one: figure(one.accuracy_after, score_format(one.held_out_score)),
         "reward, last tenth": lambda one: figure(one.reward_last, ".3f"),
         "samples/s": lambda one: figure(one.samples_per_s, ",.3g"),
         "wall s": lambda one: figure(one.wall_s, ",.0f"),

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.app.report.drawing import Z_95
 from async_grpo.app.sweep.plan import Point
 from async_grpo.telemetry.idle import rollout_idle_share, trainer_idle_share
 from async_grpo.telemetry.jsonl import read_rows
@@ -60,6 +61,10 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     greedy_accuracy_before: float | None = None
     greedy_accuracy_after: float | None = None
     eval_prompts: int | None = None
+    held_out_score: str = "accuracy"
+    """"reward" where held-out answers are graded; the accuracies are then mean rewards."""
+    eval_error: float | None = None
+    """Standard error of such a mean reward, from its interval."""
     reward_first: float | None = None
     reward_last: float | None = None
     reward_mean: float | None = None
@@ -117,8 +122,12 @@ def from_summary(summary: Facts) -> Facts:
         *("age_bound", "logprob_gap_mean", "logprob_gap_max", "balanced"),
     )
     evaluations = summary.get("evaluations") or []
+    score = summary.get("held_out_score") or "accuracy"
+    interval = (evaluations[-1].get("figures") or {}).get("mean") if evaluations and score == "reward" else None
     return {
         **{key: summary.get(key) for key in as_they_are},
+        "held_out_score": score,
+        "eval_error": interval and (interval["high"] - interval["low"]) / (2 * Z_95),
         "age_mean": summary.get("mean_age"),
         "age_max": summary.get("max_age"),
         "eval_prompts": evaluations[-1].get("prompts") if evaluations else None,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from async_grpo.app.sweep.recommend import ACCURACY, DEFAULT_TOLERANCE, REWARD, Candidate, choose, recommend
+from async_grpo.app.sweep.recommend import ACCURACY, DEFAULT_TOLERANCE, GRADED, REWARD, Candidate, choose, recommend
 from async_grpo.app.sweep.results import FAILED, Curve
 from async_grpo.app.sweep.settings import band, in_order, settings_of, shown_values
 from tests.support.sweep_fakes import figures
@@ -139,3 +139,13 @@ def test_curves_that_do_not_meet_or_are_empty_give_no_band() -> None:
     apart = [Curve(steps=[1], seconds=[1.0], reward=[0.0]), Curve(steps=[5], seconds=[9.0], reward=[0.0])]
     assert band(apart, over_seconds=False) is None
     assert band([Curve()], over_seconds=True) is None
+
+
+def test_graded_answers_are_compared_by_their_mean_reward_and_its_interval() -> None:
+    graded = {"held_out_score": "reward", "eval_error": 0.3}
+    settings = settings_of(
+        [figures(0, accuracy_after=1.5, **graded), figures(2, accuracy_after=1.25, samples_per_s=20.0, **graded)]
+    )
+    found = recommend(settings)
+    assert (found.measure, found.margin, found.label) == (GRADED, 0.3, "max_staleness=2")
+    assert "held-out reward at the end (sampled) is 1.250" in found.reason
