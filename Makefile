@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRL_VENV := benchmarks/trl/.venv
 TRACKERS_VENV := .venv-trackers
+VIEW_VENV := .venv-view
 
-.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers bench-trl check locks reference format clean
+.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers test-view bench-trl check locks reference format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +52,16 @@ $(TRACKERS_VENV)/.installed: pyproject.toml
 test-trackers: $(TRACKERS_VENV)/.installed  ## What every tracker promises, with its real package, offline: four minutes
 	TRACKIO_DIR=$(TRACKERS_VENV)/trackio $(TRACKERS_VENV)/bin/pytest -rs tests/contract/test_trackers.py
 
+# Playwright drives the Chromium of the system (apt-get install chromium); it downloads none.
+$(VIEW_VENV)/.installed: pyproject.toml tests/view/requirements.txt
+	$(PYTHON) -m venv $(VIEW_VENV)
+	$(VIEW_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off -e '.[server,http,dev]' \
+		-r tests/view/requirements.txt
+	touch $@
+
+test-view: $(VIEW_VENV)/.installed  ## The page of `async-grpo view` in Chromium: two minutes; UPDATE_SCREENSHOTS=runs/NAME
+	$(VIEW_VENV)/bin/pytest -s -rs tests/view
+
 # TRL's dependencies are not the project's, so it has an environment of its own.
 $(TRL_VENV)/.installed: benchmarks/trl/requirements.txt
 	$(PYTHON) -m venv $(TRL_VENV)
@@ -77,4 +88,4 @@ format: $(VENV)/.installed  ## Format the code
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment and the runs
-	rm -rf $(VENV) $(TRL_VENV) $(TRACKERS_VENV) benchmarks/trl/.cache runs
+	rm -rf $(VENV) $(TRL_VENV) $(TRACKERS_VENV) $(VIEW_VENV) benchmarks/trl/.cache runs

@@ -114,5 +114,5 @@ def _completion(sample: Sample, version: int, pieces: TokenPieces | None) -> dic
         facts["turns"] = [[turn.start, turn.end, turn.by_policy] for turn in sample.turns]
     if pieces is not None:
         facts["pieces"] = pieces.of(sample.token_ids().tolist())
-        facts["logprobs"] = np.round(sample.token_logprobs().astype(np.float64), 4).tolist()
+        facts["logprobs"] = (np.round(sample.token_logprobs().astype(np.float64), 4) + 0.0).tolist()  # no -0.0
     return facts

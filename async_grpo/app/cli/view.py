@@ -41,7 +41,8 @@ def view(
             raise DependencyError(
                 f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]"
             ) from error
-        app = make_app(RunsRoot(runs), local_only=is_local_name(host))
+        ending = asyncio.Event()
+        app = make_app(RunsRoot(runs), ending, local_only=is_local_name(host))
         try:
             listener = listen(host, port)
         except OSError as error:
@@ -50,13 +51,18 @@ def view(
         typer.echo(f"{runs} at {address} (Ctrl-C ends it)")
         if open_page:
             webbrowser.open(address)
-        asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener))
+        asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener, ending))
         return 0
 
     exit_with(work)
 
 
-async def serve(server: HttpServer, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    with stop_signals(server.stop):
+async def serve(server: HttpServer, listener: socket.socket, ending: asyncio.Event) -> None:
+    """Serve until SIGINT or SIGTERM; pages that follow a run are let go first."""
+
+    def stop() -> None:
+        ending.set()
+        server.stop()
+
+    with stop_signals(stop):
         await server.serve(listener)

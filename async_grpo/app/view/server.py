@@ -9,6 +9,7 @@ It only reads. The page may load nothing from elsewhere, and no script but its o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -73,8 +74,9 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
 
 
-def make_app(root: RunsRoot, *, local_only: bool = True) -> ASGIApp:
-    """The application without its socket. `local_only`: answer requests for this machine's own names alone."""
+def make_app(root: RunsRoot, ending: asyncio.Event, *, local_only: bool = True) -> ASGIApp:
+    """The application without its socket. `ending` ends the news that pages follow. `local_only`: answer requests for
+    this machine's own names alone."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/")
@@ -90,7 +92,7 @@ def make_app(root: RunsRoot, *, local_only: bool = True) -> ASGIApp:
     @app.get("/api/runs/{name}/events")
     async def events(name: str) -> StreamingResponse:
         """Server-sent: an event `rows` with the names of the files that have grown."""
-        return StreamingResponse(news_of(root.find(name)), media_type="text/event-stream")
+        return StreamingResponse(news_of(root.find(name), ending), media_type="text/event-stream")
 
     app.include_router(sample_routes(root.find))
     app.include_router(timeline_routes(root.find))
@@ -116,12 +118,13 @@ class PageHeaders:
         await self._app(scope, receive, with_headers)
 
 
-async def news_of(run_dir: Path) -> AsyncIterator[str]:
-    """Server-sent events about the files of a run, without an end."""
+async def news_of(run_dir: Path, ending: asyncio.Event) -> AsyncIterator[str]:
+    """Server-sent events about the files of a run, until `ending` is set."""
     known, quiet = await asyncio.to_thread(sizes_of, run_dir), 0
     yield "retry: 2000\n\n"
-    while True:
-        await asyncio.sleep(LOOK_S)
+    while not ending.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ending.wait(), LOOK_S)
         now = await asyncio.to_thread(sizes_of, run_dir)
         changed = sorted(name for name in now if now[name] != known.get(name))
         known, quiet = now, 0 if changed else quiet + 1

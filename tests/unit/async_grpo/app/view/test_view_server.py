@@ -27,7 +27,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 async def ask(root: Path, path: str, host: str = "127.0.0.1:1") -> httpx.Response:
-    transport = httpx.ASGITransport(make_app(RunsRoot(root)))
+    transport = httpx.ASGITransport(make_app(RunsRoot(root), asyncio.Event()))
     async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=5) as client:
         return await client.get(path, headers={"host": host})
 
@@ -72,11 +72,14 @@ async def test_wrong_parameters_are_named(runs: Path) -> None:
 
 async def test_a_row_that_is_written_is_news(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LOOK_S", 0.01)
-    news = news_of(runs / "one")
+    ending = asyncio.Event()
+    news = news_of(runs / "one", ending)
     assert await anext(news) == "retry: 2000\n\n"
     waiting = asyncio.ensure_future(anext(news))
     (runs / "one" / "metrics.jsonl").write_text("{}\n")
     assert await asyncio.wait_for(waiting, 5) == 'event: rows\ndata: ["metrics.jsonl"]\n\n'
+    ending.set()
+    assert [event async for event in news] == []
 
 
 def test_what_is_no_folder_of_runs_says_what_to_name(tmp_path: Path) -> None:
