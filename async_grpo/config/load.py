@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,27 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def shipped_configs() -> Path:
+    """The folder of the configurations that come with this package."""
+    return Path(str(resources.files("async_grpo") / "configs"))
+
+
+def find_config(path: Path) -> Path:
+    """The file itself, or else the shipped one of that name: `quickstart`, with .yaml, or behind `configs/`."""
+    inside = path.relative_to("configs") if path.is_relative_to("configs") else path
+    named = inside if inside.suffix in (".yaml", ".yml") else inside.with_name(f"{inside.name}.yaml")
+    shipped = shipped_configs() / named
+    return shipped if not path.exists() and not path.is_absolute() and shipped.is_file() else path
+
+
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read `path` (and what its `base:` names), apply the overrides, check everything.
+    """Read `path`, or the shipped configuration of that name (and what its `base:` names), apply the overrides, check
+    everything.
 
     Raises ConfigError with every problem found: key, value, rule and fix.
     """
     overrides = [*overrides]
+    path = find_config(path)
     raw = _read_layers(path)
     for override in overrides:
         _apply_override(raw, override)
@@ -135,7 +151,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"no configuration file {path}. The shipped ones are in configs/") from None
+        raise ConfigError(f"no configuration file {path}. `async-grpo configs` lists the shipped ones") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read as a configuration ({error.strerror}). Name a YAML file") from None
     if len(data) > _MAX_BYTES:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
 
-EXAMPLE = "Configuration file, such as configs/quickstart.yaml."
+EXAMPLE = "Configuration file, or the name of a shipped one, such as quickstart."
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=EXAMPLE)]
 OptionalConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=EXAMPLE)]
 Override = Annotated[

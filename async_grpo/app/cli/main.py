@@ -19,6 +19,7 @@ from async_grpo.app.cli import bench, buffer, checkpoints
 from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
 from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, exit_with
+from async_grpo.app.cli.configs import configs
 from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.import_config import import_config
 from async_grpo.app.cli.prepare import prepare
@@ -41,6 +42,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(buffer.app, name="buffer")
 app.command()(prepare)
 app.command()(import_config)
+app.command()(configs)
 app.command()(sweep)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.export)

@@ -1,0 +1,95 @@
+"""The wheel as a user installs it: built through the sdist, in an environment of its own, from an empty folder.
+
+The new environment sees the packages of this one through a .pth file, but not this project, which is linked here by a
+.pth file of its own that is not read there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    words = [sys.executable, "-m", "uv", "build", "--no-build-isolation", "--python", sys.executable]
+    done = subprocess.run([*words, "--out-dir", str(out), str(ROOT)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(list(out.glob("*.tar.gz"))) == 1
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of an environment that has the wheel."""
+    home = tmp_path_factory.mktemp("user") / "venv"
+    venv.create(home, with_pip=True)
+    pip = [home / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(pip, check=True, timeout=300, env=without_the_checkout())
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    (site / "packages-of-this-environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return home / "bin"
+
+
+def without_the_checkout() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+def type_in(installed: Path, folder: Path, *words: str) -> str:
+    """What the command prints; it must end well."""
+    environment = without_the_checkout()
+    environment |= {"COLUMNS": "160", "PATH": f"{installed}{os.pathsep}{environment['PATH']}"}
+    done = subprocess.run(
+        [installed / words[0], *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_the_wheel_has_every_file_that_is_no_python(wheel: Path) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "async_grpo", "buffer", "rollout_server", "trainer", "configs"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.split()  # fmt: skip
+    wanted = {f"async_grpo/{name}" if name.startswith("configs/") else name for name in tracked}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert wanted - names == {"async_grpo/configs"}, "package-data in pyproject.toml lacks a pattern"
+
+
+def test_the_package_is_that_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    code = "import async_grpo, buffer, rollout_server, trainer; print(async_grpo.__file__, trainer.__file__)"
+    for file in type_in(installed, tmp_path, "python", "-c", code).split():
+        assert Path(file).is_relative_to(installed.parent)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--help", "import-config"),
+        ("configs", "quickstart"),
+        ("configs qwen2.5_7b_gsm8k_ascend --to mine", "mine/layers/ascend.yaml"),
+        ("run quickstart --dry-run", "quickstart"),
+        ("run configs/qwen2.5_7b_gsm8k_cuda.yaml --dry-run", "Qwen2.5-7B"),
+        ("view --help", "runs"),
+        ("sweep quickstart --grid max_staleness=0,2 --dry-run", "max_staleness"),
+        ("doctor", "async-grpo doctor"),
+    ],
+)
+def test_a_command_works_from_an_empty_folder(installed: Path, tmp_path: Path, words: str, shown: str) -> None:
+    assert shown in type_in(installed, tmp_path, "async-grpo", *words.split())
+
+
+def test_the_buffer_finds_its_scripts_and_its_server(installed: Path, tmp_path: Path) -> None:
+    output = type_in(installed, tmp_path, "async-grpo", "bench", "buffer", "--quick", "--json", "figures.json")
+    assert output and (tmp_path / "figures.json").is_file()
