@@ -79,6 +79,12 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     return check_model(target)
 
 
+def made_in_s(model: Path) -> float:
+    """Seconds that the warm-up of a policy took, also of one that was made long ago; 0 for any other model."""
+    report = model / "warmup.json"
+    return float(json.loads(report.read_text(encoding="utf-8"))["elapsed_s"]) if report.exists() else 0.0
+
+
 def check_first_policy(path: Path, config: RunConfig) -> Path:
     """Check a folder as the trainer's ranks and the rollout servers would, before anything is started; returns it.
 

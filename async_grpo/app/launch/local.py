@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from async_grpo.app.launch.first_policy import prepare_model
+from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
@@ -115,7 +115,7 @@ class LocalLauncher:
             try:
                 began_s = time.monotonic()
                 model = await race(prepare_model(config, view.phase), interrupted.wait())
-                state.prepare_s += time.monotonic() - began_s
+                state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, made_in_s(model))
                 url = config.redis.url
                 view.phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")
                 async with AsyncExitStack() as stack:

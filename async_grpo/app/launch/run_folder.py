@@ -60,7 +60,7 @@ class RunState:
     wall_s: float = 0.0
     """Seconds of all invocations, from the start of their processes to their report."""
     prepare_s: float = 0.0
-    """Seconds in which they made or fetched the first policy before that."""
+    """Seconds before that in which the first policy was made or fetched; of a cached one, those of its warm-up."""
     restarts: dict[str, int] = field(default_factory=dict)
     finished_steps: int = 0
     """The step to which the run was trained, evaluated and reported; 0 if it has not come to its end."""

@@ -145,11 +145,12 @@ def error_of_means(errors: Sequence[float], window: int) -> list[float]:
 
 def mark_events(panels: Sequence[Axes], events: Mapping[str, Sequence[float]]) -> None:
     """Mark steps in every panel, each kind of event with its own line; many events get ticks at the bottom alone."""
-    for (name, steps), color, dash in zip(events.items(), (GREY, PURPLE), (":", "-."), strict=False):
+    for (name, steps), color, marker, dash in zip(events.items(), (GREY, PURPLE), "^x", (":", "-."), strict=False):
         for axes in panels:
             if not steps:
                 continue
             bottom = axes.get_xaxis_transform()
-            axes.plot(steps, [0] * len(steps), "^", color=color, transform=bottom, label=name, markersize=5, zorder=4)
+            style: dict[str, Any] = {"color": color, "transform": bottom, "markersize": 5, "zorder": 4}
+            axes.plot(steps, [0] * len(steps), marker, label=name, **style)
             for step in steps if len(steps) <= _MANY_MARKS else ():
                 axes.axvline(step, color=color, linestyle=dash, linewidth=1, zorder=1)

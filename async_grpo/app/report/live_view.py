@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from msgspec import to_builtins
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -31,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.app.report.live_state import LiveState, RoleState, evaluating, who_waits
+from async_grpo.app.report.summary import held_out_score, score_format
 from async_grpo.config.schema import RunConfig
 from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import figure, sparkline
@@ -259,16 +261,18 @@ def _reward(row: Row, rewards: Sequence[float], cells: int) -> Text:
 
 
 def _accuracy(state: LiveState) -> str:
-    """Held-out accuracy of the first policy and of the latest one measured."""
+    """Held-out accuracy, or mean reward of graded answers, of the first policy and of the latest one measured."""
     if not state.evaluations:
         return "not measured yet"
     ordered = sorted(state.evaluations, key=lambda evaluation: evaluation.version)
     first, last = ordered[0], ordered[-1]
-    text = f"{first.sampled_accuracy:.1%}"
+    score = held_out_score(to_builtins([first, last]))
+    form = score_format(score)
+    text = ("" if score == "accuracy" else f"{score} ") + format(first.sampled_accuracy, form)
     if last is not first:
-        text += f" -> {last.sampled_accuracy:.1%} (v{last.version})"
+        text += f" -> {format(last.sampled_accuracy, form)} (v{last.version})"
     if last.greedy_accuracy is not None:
-        text += f", greedy {last.greedy_accuracy:.1%}"
+        text += f", greedy {format(last.greedy_accuracy, form)}"
     return text
 
 

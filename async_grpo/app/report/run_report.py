@@ -42,7 +42,8 @@ _HEAD_START = (
 _NOT_IN_STEPS = (
     "The wall time begins when the processes start and ends before this report. Until the first batch, engines start "
     "and the first policy is evaluated; the rest is the last evaluation, the stop, and steps repeated after a restart. "
-    "It contains neither the making of the first policy nor `async-grpo prepare`."
+    "It contains neither the making of the first policy nor `async-grpo prepare`. A cached policy took what is "
+    "stated when it was made."
 )
 _HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
 
@@ -208,7 +209,7 @@ def _wall(summary: Facts) -> str:
     rest_s = max(0.0, wall_s - start_s - steps_s)
     parts = f"{start_s:,.0f} s until the first batch, {steps_s:,.0f} s of steps, {rest_s:,.0f} s of the rest"
     prepared_s = summary.get("prepare_s")
-    before = "" if prepared_s is None else f"; first policy: {prepared_s:,.0f} s before that"
+    before = "" if prepared_s is None else f"; before that, the first policy took {prepared_s:,.0f} s"
     return f"{wall_s:,.0f} s ({parts}){before}"
 
 

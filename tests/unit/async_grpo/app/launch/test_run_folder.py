@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from async_grpo.app.launch.first_policy import made_in_s
 from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, run_name, write_config
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
@@ -125,3 +126,9 @@ def test_a_run_of_an_earlier_release_is_resumed_although_keys_and_defaults_have_
     values["rollout"]["lease_s"] = 15.0
     folder.config_file.write_text(yaml.safe_dump(values))
     assert open_run(made).read_config() == made
+
+
+def test_a_cached_policy_took_what_its_warm_up_says(tmp_path: Path) -> None:
+    assert made_in_s(tmp_path) == 0.0
+    (tmp_path / "warmup.json").write_text('{"seed": 1, "elapsed_s": 76.5}')
+    assert made_in_s(tmp_path) == 76.5

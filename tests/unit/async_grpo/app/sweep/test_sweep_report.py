@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
+from async_grpo.app.report.summary import summarize
 from async_grpo.app.sweep import plots
 from async_grpo.app.sweep.folder import PointRecord, SweepFolder, SweepRecord
 from async_grpo.app.sweep.plots import pareto
@@ -23,6 +24,7 @@ from async_grpo.app.sweep.results import (
     read_metrics,
 )
 from async_grpo.app.sweep.settings import settings_of
+from async_grpo.telemetry.jsonl import read_rows
 from tests.support.sweep_fakes import STEPS, figures, leave_run, point
 
 PLOTS = ("tradeoff", "reward_by_step", "reward_by_time", "figures")
@@ -81,6 +83,15 @@ def test_what_was_generated_before_the_first_step_makes_no_window_look_faster() 
     found = from_rows(rows, group_size=8, max_staleness=2)
     assert (found["samples_per_s"], found["trainer_idle"]) == (16.0, 0.5)
     assert found["steps_s"] == pytest.approx(14.3)
+
+
+def test_a_sweep_shows_the_throughput_and_idle_shares_of_the_runs_own_report(tmp_path: Path) -> None:
+    made = point(tmp_path, max_staleness=2)
+    leave_run(made, accuracy=0.9, step_s=2.0)
+    rows, servers = (read_rows(made.config.run_dir / name) for name in ("metrics.jsonl", "timeline/rollout-0.jsonl"))
+    own, found = summarize(made.config, rows, [], [], {}, {}, 1.0, servers=[servers]), read_metrics(made, {})
+    for key in ("tokens_per_s", "trainer_idle", "rollout_idle"):
+        assert own[key] == getattr(found, key) is not None
 
 
 def test_a_run_that_left_nothing_or_only_a_part_is_no_error_and_a_finished_one_has_none(tmp_path: Path) -> None:
