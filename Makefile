@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRL_VENV := benchmarks/trl/.venv
 TRACKERS_VENV := .venv-trackers
+DOCS_VENV := .venv-docs
 VIEW_VENV := .venv-view
 
-.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers test-view bench-trl check locks reference format clean
+.PHONY: help quickstart test test-all upstream test-gpu test-deploy test-trackers test-view bench-trl check locks reference docs format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,9 +84,18 @@ check: $(VENV)/.installed  ## Lint, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# MkDocs' dependencies are none of the project's own.
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5,<10'
+	touch $@
+
+docs: $(DOCS_VENV)/.installed  ## The documentation as a site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
 format: $(VENV)/.installed  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment and the runs
-	rm -rf $(VENV) $(TRL_VENV) $(TRACKERS_VENV) $(VIEW_VENV) benchmarks/trl/.cache runs
+	rm -rf $(VENV) $(TRL_VENV) $(TRACKERS_VENV) $(DOCS_VENV) build/site $(VIEW_VENV) benchmarks/trl/.cache runs
