@@ -1,27 +1,46 @@
 """`async-grpo doctor`: checks of the machine, then those of the trainer's platform and of the rollout servers' engine.
 
 The checks of a platform are `Platform.probes`, those of an engine `engine_probes`. None of them imports torch in this
-process, so that the doctor works where nothing is installed.
+process, so that the doctor works where nothing is installed. `checks_of_run` adds those of one configuration: what
+`async-grpo run` refuses before it starts (`preflight.checks`), and what it would only find out later.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
+from pydantic import BaseModel
 
+from async_grpo.app.launch import preflight
+from async_grpo.app.launch.memory_plan import model_bytes
+from async_grpo.app.launch.run_folder import PATIENCE_S
+from async_grpo.config import RunConfig
+from async_grpo.data.arithmetic import STREAM, ProblemSet
+from async_grpo.data.jsonl import usable_rows
+from async_grpo.data.prepare.formats import Rejections
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.rewards.base import RewardInput, RewardResult
+from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.requirements import Check, Finding, installed
+from async_grpo.utils.text import GIB, escape_controls, gib
+from buffer import knows_run
 from rollout_server.engines import engine_probes
 from trainer.platform import select_platform
+from trainer.platform.memory import ELEMENT_BYTES
 
 MIN_MEMORY_BYTES = 6 << 30
 MIN_SHM_BYTES = 256 << 20
 MIN_DESCRIPTORS = 1024
+MIN_DISK_BYTES = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
 PORTS = (6379, 29500)
 """Redis, and where trainer nodes meet. `async-grpo run` takes free ones; only roles on several machines need them."""
@@ -77,11 +96,11 @@ def check_server() -> Finding:
     return Finding("Embedded server", path is not None, path or "none", fix)
 
 
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
+def _can_bind(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
@@ -100,3 +119,150 @@ MACHINE: tuple[Check, ...] = (
 def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
     """The checks of machine, platform and engine, in the order in which to mend what they find. Raises ConfigError."""
     return (*MACHINE, *select_platform(platform).probes(), *engine_probes(engine, platform))
+
+
+def checks_of_run(config: RunConfig) -> Iterator[Check]:
+    """The checks of a configuration on this machine."""
+    for name, check in preflight.checks(config):
+        yield partial(_as_finding, name, check)
+    yield partial(_check_first_row, config)
+    yield partial(_as_finding, "Placement", lambda: _placed(config))
+    yield partial(_check_plan_of_memory, config)
+    yield partial(_check_memory_of, config)
+    yield partial(_check_disk, config)
+    yield partial(_check_ports_of, config)
+    yield partial(_as_finding, "Redis", lambda: _reach_redis(config))
+    yield partial(_check_idle_keys, config)
+
+
+def _as_finding(name: str, check: Callable[[], object]) -> Finding:
+    """A check that raises, as a finding; one that returns text says it."""
+    try:
+        found = check()
+    except AsyncGrpoError as error:
+        said, _, fix = str(error).rpartition(". ")
+        return Finding(name, False, said or fix, fix if said else "see the left")
+    return Finding(name, True, found if isinstance(found, str) else "in order")
+
+
+def _placed(config: RunConfig) -> str:
+    rows = preflight.placement(config)
+    return "; ".join(f"{what}: {found}" for what, found in rows) or "every role may use all cores of this machine"
+
+
+def _reach_redis(config: RunConfig) -> str:
+    """Connect to the configured server and check that it may hold a run. Raises BufferFault."""
+    if config.redis.url is None:
+        return "embedded: started with the run, on an append-only file in its folder"
+    redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, PATIENCE_S)})
+    known = asyncio.run(knows_run(redis, config.name))
+    return f"reached and durable enough; {'holds' if known else 'does not hold'} a run named {config.name}"
+
+
+def _check_plan_of_memory(config: RunConfig) -> Finding:
+    """/dev/shm: two copies of the weights for the publisher and two for the receiver of a machine."""
+    copy, free = model_bytes(config), shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    if copy is None:
+        return Finding("Shared memory", True, f"{gib(free)} GiB free; the model is made here and small, or not known")
+    found = f"{gib(free)} GiB free in /dev/shm, 4 * {gib(copy)} = {gib(4 * copy)} GiB are needed for the weights"
+    size = -(-4 * copy // GIB) + 1
+    fix = f"mount -o remount,size={size}G /dev/shm, or docker run --shm-size={size}g"
+    return Finding("Shared memory", free >= 4 * copy, found, fix)
+
+
+def _check_memory_of(config: RunConfig) -> Finding:
+    """The memory of roles that compute on the CPU: 16 bytes a parameter to train, weights and cache to generate, and
+    about 1 GiB of programs for each process."""
+    copy, limits, there = model_bytes(config) or 0, config.rollout.limits, psutil.virtual_memory().available
+    ranks = config.trainer.processes_per_node if config.trainer.platform == "cpu" else 0
+    servers = config.rollout.servers if limits.platform == "cpu" else 0
+    trained = 16 * copy // ELEMENT_BYTES[config.model.precision] if ranks else 0
+    needed = (ranks + servers) * GIB + trained + servers * (copy + (limits.cache_bytes or 0))
+    found = f"{gib(there)} GiB available; {ranks} ranks and {servers} engines on the CPU need about {gib(needed)}"
+    return Finding("Memory of the run", there >= needed, found, "end other programs, or lower rollout.servers")
+
+
+def _check_disk(config: RunConfig) -> Finding:
+    """Room for the checkpoints: weights, master weights and two moments, `keep` and one that is being written."""
+    folder = next(place for place in (config.run_dir.absolute(), *config.run_dir.absolute().parents) if place.is_dir())
+    free, kept = shutil.disk_usage(folder).free, config.trainer.checkpoint.keep + config.trainer.checkpoint.keep_best
+    copy = model_bytes(config)
+    one = MIN_DISK_BYTES // (kept + 2) if copy is None else copy + 3 * 4 * copy // ELEMENT_BYTES[config.model.precision]
+    needed = one * (kept + 1) + (copy or one)
+    found = (
+        f"{gib(free)} GiB free at {folder}; {kept + 1} checkpoints of {gib(one)} GiB and an export need {gib(needed)}"
+    )
+    return Finding("Disk", free >= needed, found, "free some space, set runs_dir, or lower trainer.checkpoint.keep")
+
+
+def _check_ports_of(config: RunConfig) -> Finding:
+    """The ports that the configuration fixes, on the addresses where roles of this machine listen."""
+    fixed = {"rollout.http.port": config.rollout.http, "telemetry.http.port": config.telemetry.http}
+    taken = [key for key, at in fixed.items() if at.is_on and at.port and not _can_bind(at.port, at.host)]
+    if config.rollout.http.is_on and config.rollout.http.port and config.rollout.servers > 1:
+        taken.append(f"rollout.http.port, which {config.rollout.servers} servers share,")
+    found = f"{' and '.join(taken)} cannot be bound" if taken else "free, or chosen by the system"
+    return Finding("Ports of the run", not taken, found, "choose other ports, or 0 for any free one")
+
+
+def _check_first_row(config: RunConfig) -> Finding:
+    """The first row of the data through the template and the reward functions, with its own answer as completion."""
+    name, data = "First row", config.data
+    try:
+        if data.kind == "arithmetic":
+            problem = ProblemSet(data.arithmetic, config.seed).problem(STREAM, 0)
+            prompt, answer = data.template.replace("{prompt}", problem.prompt), problem.answer
+        elif data.path is not None and data.path.is_file():
+            first = next(usable_rows(data.path, data, Rejections()))
+            prompt, answer = first.prompt, first.answer
+        else:
+            return Finding(name, None, "not read: the data are a prepared folder", "async-grpo eval CONFIG reads it")
+        result = asyncio.run(_judge(config, RewardInput(answer, answer, prompt)))
+    except (AsyncGrpoError, StopIteration) as error:
+        return Finding(name, False, f"not read: {error}", "mend the data and the reward functions (above)")
+    row = f"prompt {escape_controls(prompt, 200)!r}, answer {escape_controls(answer, 80)!r}"
+    if result.reward is None:
+        fix = "mend the reward function, or the answers of the data"
+        return Finding(name, False, f"{row}; this answer as a completion cannot be judged: {result.reason}", fix)
+    scores = ", ".join(f"{score:g} from {function}" for function, score in result.scores.items())
+    return Finding(name, True, f"{row}; this answer as a completion earns {scores}")
+
+
+async def _judge(config: RunConfig, item: RewardInput) -> RewardResult:
+    async with RewardPool(config.rewards.model_copy(update={"workers": 1})) as pool:
+        return (await pool.judge([item]))[0]
+
+
+def _check_idle_keys(config: RunConfig) -> Finding:
+    """The keys that are written and do nothing, because of the value of another."""
+    rules = (
+        ("data.arithmetic", config.data.kind != "arithmetic", f"data.kind is {config.data.kind}"),
+        ("data.path", config.data.kind != "jsonl", f"data.kind is {config.data.kind}"),
+        ("data.eval_path", config.data.kind != "jsonl", f"data.kind is {config.data.kind}"),
+        ("redis.max_memory_bytes", config.redis.url is not None, "redis.url names a server with its own limit"),
+        ("redis.fsync", config.redis.url is not None, "redis.url names a server with its own setting"),
+        ("redis.tls_ca", config.redis.url is None, "redis.url is not set"),
+        ("redis.replicas_to_wait_for", config.redis.url is None, "redis.url is not set"),
+        ("rollout.vllm.threads", config.rollout.vllm.platform != "cpu", "the engine does not compute on a CPU"),
+        ("rollout.vllm.gpu_memory_utilization", config.rollout.vllm.platform == "cpu", "the engine computes on a CPU"),
+        ("rewards.soft_overlong_tokens", config.rewards.overlong != "soft", "rewards.overlong is not soft"),
+        ("buffer.selector.window", config.buffer.selector.kind != "windowed_fifo", "the selector has no window"),
+        ("trainer.rendezvous", config.trainer.nodes == 1, "trainer.nodes is 1"),
+        ("trainer.threads", config.trainer.platform != "cpu", "trainer.platform is not cpu"),
+        ("trainer.optimizer.min_lr", config.trainer.optimizer.schedule == "constant", "the schedule is constant"),
+        ("trainer.device_memory_gib", config.trainer.platform == "cpu", "trainer.platform is cpu"),
+        ("eval.every_steps", config.eval.every_steps >= config.steps, f"steps is {config.steps}"),
+        ("trainer.checkpoint.keep_best", config.eval.every_steps == 0, "eval.every_steps is 0"),
+    )
+    idle = [f"{key} ({why})" for key, is_idle, why in rules if is_idle and _is_given(key, config)]
+    found = f"without effect: {'; '.join(idle)}" if idle else "every key that is set has an effect, as far as is known"
+    return Finding("Keys", None if idle else True, found, "remove these keys, or set what they depend on")
+
+
+def _is_given(key: str, section: BaseModel) -> bool:
+    """Whether a dotted key was written, with another value than it has by itself."""
+    name, _, rest = key.partition(".")
+    value, default = getattr(section, name), type(section).model_fields[name].get_default()
+    if name not in section.model_fields_set or value == default:
+        return False
+    return _is_given(rest, value) if rest else True

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -25,11 +26,13 @@ from async_grpo.app.cli.import_config import import_config
 from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.cli.view import view
-from async_grpo.app.doctor import checks_of
+from async_grpo.app.doctor import checks_of, checks_of_run
+from async_grpo.app.launch.preflight import load_named
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
+from async_grpo.utils.requirements import Finding
 
-MARKS = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]optional[/]"}
+MARKS = {True: "[green]ok[/]", False: "[red]fails[/]", None: "[yellow]note[/]"}
 
 app = typer.Typer(
     help="Asynchronous GRPO: rollout servers generate without pause, and the trainer takes what is ready.",
@@ -135,22 +138,48 @@ def trainer(
 
 @app.command()
 def doctor(
-    platform: Annotated[PlatformName, typer.Option(help="Platform of the trainer and the engine.")] = "cpu",
+    config: OptionalConfigFile = None,
+    override: Override = None,
+    platform: Annotated[
+        PlatformName | None,
+        typer.Option(help="Platform of the trainer and the engine (default: that of CONFIG, else cpu)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Report what is installed, what is missing and how to install it. Exits with 1 if a requirement is missing."""
-    findings = [check() for check in checks_of(platform)]
+    """Report what is installed, what is missing and how to install it. Exits with 1 if a requirement is missing.
+
+    With CONFIG also whether that run can start here: model, data and its first row, reward functions, memory, disk,
+    ports, devices, Redis, and keys without effect.
+    """
+    checked, findings = None, []
+    if config is not None:
+        try:
+            checked = load_named(config, override or [])
+        except ConfigError as error:
+            findings.append(Finding("Configuration", False, str(error), f"correct {config}, or the overrides"))
+    chosen: PlatformName = platform or (checked.trainer.platform if checked is not None else "cpu")
+    findings += [check() for check in checks_of(chosen)]
+    findings += [check() for check in checks_of_run(checked)] if checked is not None else []
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
-        document = {"platform": platform, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
+        document = {"platform": chosen, "ok": healthy, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(document, indent=2))
     else:
-        table = Table("", "what", "found", "what to type", title=f"async-grpo doctor (platform: {platform})")
-        for finding in findings:
-            fix = "" if finding.ok else finding.fix
-            table.add_row(MARKS[finding.ok], finding.name, escape(finding.found), escape(fix))
-        Console().print(table)
+        _print_findings(findings, f"async-grpo doctor (platform: {chosen})")
     raise typer.Exit(0 if healthy else 1)
+
+
+def _print_findings(findings: Sequence[Finding], title: str) -> None:
+    """The findings as a table; below it, whole and on lines of their own, what to do about each."""
+    table = Table("", "what", "found", title=title)
+    for finding in findings:
+        table.add_row(MARKS[finding.ok], finding.name, escape(finding.found))
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if not finding.ok and finding.fix:
+            console.print(f"{MARKS[finding.ok]} {escape(finding.name)}:", soft_wrap=True)
+            console.print(f"  {finding.fix}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _ask(question: str) -> bool:

@@ -199,6 +199,14 @@ class DevicePlan:
         )
 
 
+def model_bytes(config: RunConfig) -> int | None:
+    """The bytes of one copy of the weights; None for a model that is made, and for one whose shape is not known."""
+    if config.model.path is None:
+        return None
+    shape = _shape(config.model.path / "config.json", config.model.architecture)
+    return None if shape is None else ELEMENT_BYTES[config.model.precision] * shape.parameters
+
+
 def device_plan(config: RunConfig) -> DevicePlan | None:
     """The plan for the sides that compute on an accelerator; None if there is none, or if the model's shape is not
     known. Raises ConfigError if the checkpoint is not of `model.architecture`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -86,24 +86,57 @@ def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> 
 
     With `planning` and model.architecture set, missing files are no error; `describe` names them.
     """
-    config = load(path, overrides)
-    config = config.model_copy(update={"name": run_name(config.name, overrides)})
-    check_folder(config.run_dir)
-    if config.redis.url is not None:
-        parse(config.redis.url)
-    check_rewards(config.rewards)
-    if not planning:
-        check_trackers(config)
-    if config.trainer.objective.own_functions:  # the built-in ones need no torch in this process
-        from async_grpo.algorithms import check_objective
+    config = load_named(path, overrides)
+    for _, check in checks(config, planning=planning):
+        check()
+    return config
 
-        check_objective(config.trainer.objective)
-    _check_inputs(config, _absent(config) if planning and config.model.architecture else {})
+
+def load_named(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration, with the name that its overrides give the run. Raises ConfigError."""
+    config = load(path, overrides)
+    return config.model_copy(update={"name": run_name(config.name, overrides)})
+
+
+def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What has to hold before a run starts: its name, and a check that raises ConfigError or DependencyError."""
+    excused = _absent(config) if planning and config.model.architecture else {}
+    yield "Run folder", lambda: check_folder(config.run_dir)
+    if (url := config.redis.url) is not None:
+        yield "redis.url", lambda: parse(url)
+    yield "Reward functions", lambda: check_rewards(config.rewards)
+    if not planning:
+        yield "Trackers", lambda: check_trackers(config)
+    if config.trainer.objective.own_functions:  # the built-in ones need no torch in this process
+        yield "Objective", lambda: _check_objective(config)
+    if (model := config.model.path) is not None and "model.path" not in excused:
+        yield "Model", lambda: check_first_policy(model, config)
+    if not any(key in excused for key in data_files(config.data)):
+        yield "Data", lambda: _check_data(config)
+    yield "Device memory", lambda: _check_devices(config)
+    if url is None:
+        yield (
+            "Server memory",
+            lambda: memory_plan(config).check(config.redis.max_memory_bytes, "redis.max_memory_bytes"),
+        )
+
+
+def _check_devices(config: RunConfig) -> None:
     if plan := device_plan(config):
         plan.check()
-    if config.redis.url is None:
-        memory_plan(config).check(config.redis.max_memory_bytes, "redis.max_memory_bytes")
-    return config
+
+
+def _check_objective(config: RunConfig) -> None:
+    from async_grpo.algorithms import check_objective
+
+    check_objective(config.trainer.objective)
+
+
+def _check_data(config: RunConfig) -> None:
+    try:
+        check_data(config)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def describe(config: RunConfig) -> Table:
@@ -126,7 +159,7 @@ def describe(config: RunConfig) -> Table:
     table.add_row("selector", f"{policy.selector}, on_stale {policy.on_stale}: age <= {policy.age_bound} steps")
     table.add_row("server memory", f"at worst {memory}")
     table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
-    for what, found in [*_core_rows(config), *_device_rows(config)]:
+    for what, found in placement(config):
         table.add_row(what, found)
     if absent := _absent(config):
         table.add_row("not here yet", Text("; ".join(f"{key} ({path})" for key, path in absent.items())))
@@ -149,16 +182,9 @@ def _absent(config: RunConfig) -> dict[str, Path]:
     return absent if model is None or not missing_files(model) else {"model.path": model, **absent}
 
 
-def _check_inputs(config: RunConfig, excused: Container[str]) -> None:
-    """Check the model and the data of the run, except the keys in `excused`. Raises ConfigError."""
-    if config.model.path is not None and "model.path" not in excused:
-        check_first_policy(config.model.path, config)
-    if any(key in excused for key in data_files(config.data)):
-        return
-    try:
-        check_data(config)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
+def placement(config: RunConfig) -> list[tuple[str, str]]:
+    """Rows with the cores, devices and device memory of each role. Raises ConfigError for what this machine has not."""
+    return [*_core_rows(config), *_device_rows(config)]
 
 
 def _core_rows(config: RunConfig) -> list[tuple[str, str]]:

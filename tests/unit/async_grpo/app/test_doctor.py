@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from async_grpo.app import doctor
 from async_grpo.app.cli.main import app
+from async_grpo.config import RunConfig, dump, load
 from async_grpo.utils.requirements import MINDSPEED_COMMIT, Finding, optional, release
 from rollout_server.engines.vllm import platform as vllm_platform
 from tests.support.imitated_devices import NPU, NVIDIA, says
@@ -98,7 +99,9 @@ def test_an_optional_package_that_is_missing_is_no_failure(monkeypatch: pytest.M
     monkeypatch.setattr("async_grpo.app.cli.main.checks_of", lambda platform: (lambda: found,))
     result = type_in("doctor")
     assert result.exit_code == 0
-    assert "optional" in result.output and "pip install tensorboard" in result.output
+    assert (
+        "note TensorBoard:\n  pip install tensorboard\n" in result.output and "pip install tensorboard" in result.output
+    )
 
 
 def test_the_doctor_looks_at_every_platform_without_importing_torch() -> None:
@@ -284,3 +287,67 @@ def test_the_embedded_server_may_be_valkey_or_redis_of_the_machine(
     assert doctor.check_server().found == "/usr/bin/redis-server"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert doctor.check_server().ok is False
+
+
+def run_config(tmp_path: Path, *overrides: str, text: str = "name: demo\nmodel: {random: {}}\n") -> RunConfig:
+    (tmp_path / "run.yaml").write_text(text)
+    return load(tmp_path / "run.yaml", [f"runs_dir={tmp_path}", *overrides])
+
+
+def of_run(config: RunConfig) -> dict[str, Finding]:
+    """The findings about a configuration, by name."""
+    return {finding.name: finding for finding in (check() for check in doctor.checks_of_run(config))}
+
+
+def test_a_configuration_that_can_run_here_is_in_order(tmp_path: Path) -> None:
+    findings = of_run(run_config(tmp_path))
+    assert [finding for finding in findings.values() if not finding.ok] == []
+    assert "earns 0 from answer_tag" in findings["First row"].found
+
+
+def test_the_first_row_goes_through_the_template_and_the_reward_functions(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1?", "answer": "so #### 2"}\n' * 300)
+    words = ["data.kind=jsonl", f"data.path={rows}", "data.template='Q: {prompt}'", "rewards.functions=[{name: gsm8k}]"]
+    found = doctor._check_first_row(run_config(tmp_path, *words))
+    assert found.ok and found.found.startswith("prompt 'Q: 1+1?', answer '2'; this answer as a completion earns ")
+    rows.write_text('{"question": "1+1?", "answer": "two"}\n' * 300)
+    found = doctor._check_first_row(run_config(tmp_path, *words))
+    assert found.ok is False and "cannot be judged: gsm8k: " in found.found
+
+
+def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "model_bytes", lambda _config: 15 << 30)
+    monkeypatch.setattr(doctor, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(doctor, "_check_first_row", lambda _config: Finding("First row", True, ""))
+    monkeypatch.setattr("shutil.disk_usage", lambda _place: type("Usage", (), {"free": 1 << 30}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [f"rollout.http.port={port}", "rollout.servers=2", "redis.url=redis://127.0.0.1:1"]
+        findings = of_run(run_config(tmp_path, *words))
+    wrong = {name: finding for name, finding in findings.items() if finding.ok is False}
+    assert wrong.keys() == {"Shared memory", "Memory of the run", "Disk", "Ports of the run", "Redis"}
+    assert "4 * 15.0 = 60.0 GiB are needed" in wrong["Shared memory"].found
+    assert wrong["Shared memory"].fix == "mount -o remount,size=61G /dev/shm, or docker run --shm-size=61g"
+    assert "rollout.http.port and rollout.http.port, which 2 servers share" in wrong["Ports of the run"].found
+    assert "the server at 127.0.0.1:1 has not answered" in wrong["Redis"].found
+
+
+def test_keys_without_effect_are_named_with_what_makes_them_so_and_defaults_are_not(tmp_path: Path) -> None:
+    words = ["trainer.optimizer.min_lr=1e-7", "eval.every_steps=500", "trainer.threads=2"]
+    found = doctor._check_idle_keys(run_config(tmp_path, *words))
+    assert (found.ok, found.found) == (
+        None,
+        "without effect: trainer.optimizer.min_lr (the schedule is constant); eval.every_steps (steps is 100)",
+    )
+    assert doctor._check_idle_keys(run_config(tmp_path, text=dump(run_config(tmp_path)))).ok is True
+
+
+def test_what_to_type_stands_below_the_table_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.app.cli.main.checks_of", lambda platform: ())
+    (tmp_path / "run.yaml").write_text("name: demo\nmodel: {random: {}}\nlr: 1\n")
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run.yaml")], env={"COLUMNS": "60"})
+    assert result.exit_code == 1
+    below = result.output.partition("└")[2]
+    assert "fails Configuration:\n" in below
+    assert f"\n  correct {tmp_path / 'run.yaml'}, or the overrides\n" in below
