@@ -24,6 +24,12 @@ MACHINE_SECTIONS = ("runs_dir", "redis", "launch", "telemetry", "weights")
 """How a machine reaches the others, and where it reads and writes: nothing that is learned depends on them."""
 
 
+RESOLVED = "config.yaml"
+"""The resolved configuration in the folder of a run."""
+_FORMER_LEASE_S = 15.0
+"""Former default of rollout.lease_s, which stands in the config.yaml of older runs. It is below redis.timeout_s."""
+
+
 def differing_keys(before: Any, after: Any, *, free: Iterable[str] = MACHINE_SECTIONS) -> list[str]:
     """Dotted keys whose values differ, sorted, between two configurations as plain data; `free` ones do not count.
 
@@ -85,16 +91,29 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read `path`, or the shipped configuration of that name (and what its `base:` names), apply the overrides, check
     everything.
 
+    `path` may be the folder of a run, which an earlier release may have made; its runs_dir is then where it lies now.
     Raises ConfigError with every problem found: key, value, rule and fix.
     """
     overrides = [*overrides]
-    path = find_config(path)
-    raw = _read_layers(path)
+    if (path / RESOLVED).is_file():
+        folder, path = path, path / RESOLVED
+        raw = _read_layers(path) | {"runs_dir": str(folder.absolute().parent)}
+        _renew(raw)
+    else:
+        path = find_config(path)
+        raw = _read_layers(path)
     for override in overrides:
         _apply_override(raw, override)
     return validate(
         raw, str(path), lambda: _places(path) | {override.partition("=")[0]: "-o" for override in overrides}
     )
+
+
+def _renew(raw: dict[str, Any]) -> None:
+    """Remove what an earlier release wrote and this one refuses."""
+    rollout = raw.get("rollout")
+    if isinstance(rollout, dict) and rollout.get("lease_s") == _FORMER_LEASE_S:
+        del rollout["lease_s"]
 
 
 def validate(raw: Mapping[str, Any], source: str, places: Callable[[], Mapping[str, str]] = lambda: {}) -> RunConfig:
@@ -153,7 +172,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}. `async-grpo configs` lists the shipped ones") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read as a configuration ({error.strerror}). Name a YAML file") from None
+        raise ConfigError(
+            f"{path} cannot be read as a configuration ({error.strerror}). Name a YAML file, or the folder of a run"
+        ) from None
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path} is above {_MAX_BYTES} bytes, and no configuration is. Name a YAML file of a run")
     try:
@@ -254,7 +275,7 @@ def _suggest(loc: tuple[int | str, ...], value: Any) -> str:
         asked.append(str(part))
     dotted, last = ".".join(asked), asked[-1]
     section, prefix = _section(loc[:-1]) or RunConfig, "".join(f"{part}." for part in loc[:-1])
-    here, every = {key: f"{prefix}{key}" for key in section.model_fields}, [*_dotted_keys(RunConfig)]
+    here, every = {key: f"{prefix}{key}" for key in section.model_fields}, [*dotted_keys(RunConfig)]
     ending = [key for key in every if key.endswith(f".{dotted}")] or [key for key in every if key.endswith(f".{last}")]
     ending.sort(key=lambda key: key.startswith("model."))  # the first policy is seldom meant
     meant = ([_ALIASES[last]] if last in _ALIASES else []) + ending
@@ -285,12 +306,12 @@ def _section(loc: tuple[int | str, ...]) -> type[BaseModel] | None:
     return model
 
 
-def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key, sections included."""
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a configuration, sections included."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for nested in _models_in(field.annotation):
-            yield from _dotted_keys(nested, f"{prefix}{name}.")
+            yield from dotted_keys(nested, f"{prefix}{name}.")
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

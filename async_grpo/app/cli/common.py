@@ -21,22 +21,65 @@ if TYPE_CHECKING:
     from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun
     from async_grpo.config import RunConfig
 
-EXAMPLE = "Configuration file, or the name of a shipped one, such as quickstart."
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=EXAMPLE)]
-OptionalConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=EXAMPLE)]
-Override = Annotated[
-    list[str] | None,
-    typer.Option(
-        "-o", "--override", metavar="KEY=VALUE", help="Override a key, such as max_staleness=0; may be repeated."
-    ),
+EXAMPLE = "Configuration file, name of a shipped one (quickstart), or folder of a run (runs/quickstart)."
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Names of shipped configurations, configuration files, and folders of runs, that begin with what is typed."""
+    from async_grpo.config.load import shipped_configs
+
+    typed, shipped = Path(incomplete), sorted(path.stem for path in shipped_configs().glob("*.yaml"))
+    folder = typed if incomplete.endswith("/") or not incomplete else typed.parent
+    places = [folder] if incomplete else [Path("runs")]
+    found = [path for place in places if place.is_dir() for path in sorted(place.iterdir())]
+    fitting = [path for path in found if str(path).startswith(incomplete) and not path.name.startswith(".")]
+    files = [str(path) for path in fitting if path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()]
+    folders = [f"{path}/" for path in fitting if path.is_dir() and str(path) not in files]
+    return [*(name for name in shipped if name.startswith(incomplete)), *files, *folders]
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Configuration keys, with =, that begin with what is typed."""
+    from async_grpo.config import RunConfig
+    from async_grpo.config.load import dotted_keys
+
+    return [f"{key}=" for key in dotted_keys(RunConfig) if key.startswith(incomplete)]
+
+
+_KEY_VALUE = typer.Option(
+    *("-o", "--override"),
+    metavar="KEY=VALUE",
+    help="Override a key, such as max_staleness=0; may be repeated.",
+    autocompletion=complete_key,
+)
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=EXAMPLE, autocompletion=complete_config)]
+OptionalConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help=EXAMPLE, autocompletion=complete_config)
+]
+Override = Annotated[list[str] | None, _KEY_VALUE]
+RunFolderArgument = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Folder of the run, such as runs/quickstart.", autocompletion=complete_config),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, metavar="N", help="Train up to N optimizer steps in all; extends a finished run."),
 ]
 RunConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="Configuration file that the run was started with.")
+    Path | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="Folder of the run, or the configuration file that it was started with.",
+        autocompletion=complete_config,
+    ),
 ]
 RunOverride = Annotated[
     list[str] | None,
     typer.Option(
-        "-o", "--override", metavar="KEY=VALUE", help="Override that the run was started with; may be repeated."
+        *("-o", "--override"),
+        metavar="KEY=VALUE",
+        help="Override that the run was started with; may be repeated.",
+        autocompletion=complete_key,
     ),
 ]
 RunDir = Annotated[

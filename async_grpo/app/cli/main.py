@@ -1,10 +1,12 @@
-"""The `async-grpo` command: run, rollout, trainer and doctor, and the commands of the other modules here."""
+"""The `async-grpo` command: run, resume, rollout, trainer and doctor, and the commands of the other modules here."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +21,7 @@ from rich.table import Table
 from async_grpo.app.cli import bench, buffer, checkpoints
 from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
-from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, exit_with
+from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, RunFolderArgument, Steps, exit_with
 from async_grpo.app.cli.configs import configs
 from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.import_config import import_config
@@ -28,6 +30,7 @@ from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.cli.view import view
 from async_grpo.app.doctor import checks_of, checks_of_run
 from async_grpo.app.launch.preflight import load_named
+from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import Finding
@@ -37,7 +40,6 @@ MARKS = {True: "[green]ok[/]", False: "[red]fails[/]", None: "[yellow]note[/]"}
 app = typer.Typer(
     help="Asynchronous GRPO: rollout servers generate without pause, and the trainer takes what is ready.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs of a docstring flow
 )
@@ -55,10 +57,23 @@ app.command()(accept)
 app.command()(view)
 
 
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=lambda wanted: _show_version(wanted), help="Show the version."
+        ),
+    ] = False,
+) -> None:
+    """Options before any command."""
+
+
 @app.command()
 def run(
     config: ConfigFile,
     override: Override = None,
+    steps: Steps = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and show the plan; start nothing.")
     ] = False,
@@ -70,13 +85,13 @@ def run(
     """Run everything on this machine: server, trainer, rollout servers, report.
 
     Ctrl-C stops cleanly; the same command again resumes. Overrides become part of the run's name, so every experiment
-    has its own folder under runs/.
+    has its own folder under runs/. --steps does not: it trains the run of that name further.
     """
     from async_grpo.app.launch.base import make_launcher
     from async_grpo.app.launch.preflight import describe, resolve
 
     def work() -> int:
-        resolved = resolve(config, override or [], planning=dry_run)
+        resolved = resolve(config, override or [], steps=steps, planning=dry_run)
         launcher = make_launcher((lambda question: True) if yes else _ask)
         if dry_run:
             console = Console()
@@ -84,8 +99,30 @@ def run(
             for file, text in launcher.render(resolved).items():
                 console.print(f"{file}:\n{text}", markup=False)
             return 0
-        command = shlex.join(["async-grpo", *sys.argv[1:]])
-        return asyncio.run(launcher.launch(resolved, fresh=fresh, command=command))
+        return asyncio.run(launcher.launch(resolved, fresh=fresh, command=command_of(config, override, steps)))
+
+    exit_with(work)
+
+
+@app.command()
+def resume(run: RunFolderArgument, steps: Steps = None) -> None:
+    """Resume a run that was stopped, killed or failed, with the settings in its folder.
+
+    --steps N sets the total and so extends a finished run: it goes on from its last checkpoint, and its report covers
+    all steps. A linear or cosine learning rate then falls towards the new end, so that it rises when it resumes.
+    """
+    from async_grpo.app.launch.base import make_launcher
+    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.runs.run import Run
+
+    def work() -> int:
+        trained = len(Run.open(run).steps())
+        if steps is not None and steps < trained:
+            raise ConfigError(
+                f"--steps is {steps}, but {run} has trained {trained} steps already. N is the total: name a larger one"
+            )
+        resolved = resolve(run, [], steps=steps)
+        return asyncio.run(make_launcher().launch(resolved, fresh=False, command=command_of(run, None, steps)))
 
     exit_with(work)
 
@@ -180,6 +217,28 @@ def _print_findings(findings: Sequence[Finding], title: str) -> None:
         if not finding.ok and finding.fix:
             console.print(f"{MARKS[finding.ok]} {escape(finding.name)}:", soft_wrap=True)
             console.print(f"  {finding.fix}", markup=False, highlight=False, soft_wrap=True)
+
+
+def command_of(config: Path, override: list[str] | None, steps: int | None) -> str:
+    """What makes the run from nothing, for its report: what was typed, or, in place of a run's folder, what made it."""
+    first = RunFolder(config).read_state().command if config.is_dir() and not override else ""
+    if not first:
+        return shlex.join(["async-grpo", *sys.argv[1:]])
+    return f"{first.partition(' --steps ')[0]} --steps {steps}" if steps else first
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from async_grpo import __version__
+
+    root, found = Path(__file__).parents[3], ""
+    if (root / ".git").exists():
+        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            found = subprocess.run(words, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    typer.echo(f"async-grpo {__version__}" + (f" (commit {found} in {root})" if found else ""))
+    raise typer.Exit
 
 
 def _ask(question: str) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.app.launch.first_policy import check_model, prepare_model
-from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_run, run_name
+from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_run, named_folder, run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.data import make_source
 from async_grpo.data.tokenizer import Tokenizer
@@ -66,16 +66,12 @@ def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None
 
     Raises ConfigError if no run or two runs are named, or if `run_dir` is not the folder of a run.
     """
-    if run_dir is not None:
-        if path is not None or overrides:
-            raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
-        folder = RunFolder(run_dir)
+    if (folder := named_folder(path, overrides, run_dir)) is not None:
         if not folder.config_file.is_file():
-            raise ConfigError(f"{run_dir} is not the folder of a run (it has no {folder.config_file.name})")
-        here = {"name": run_dir.absolute().name, "runs_dir": run_dir.absolute().parent}
-        return folder.read_config().model_copy(update=here), folder
+            raise ConfigError(f"{folder.path} is not the folder of a run (it has no {folder.config_file.name})")
+        return folder.read_config().model_copy(update={"name": folder.path.absolute().name}), folder
     if path is None:
-        raise ConfigError("which run? Give the CONFIG (and -o) that it was started with, or --run-dir runs/NAME")
+        raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
     config = load(path, overrides)
     config = config.model_copy(update={"name": run_name(config.name, overrides)})
     return config, RunFolder(config.run_dir)

@@ -110,7 +110,10 @@ class LocalLauncher:
         interrupted = asyncio.Event()
         with folder.locked(), LiveView(config, Console()) as view, stop_signals(interrupted.set):
             if state.finished_steps >= config.steps:
-                view.say(f"this run is finished: see {folder.path / 'report.md'}, or start over with --fresh")
+                view.say(
+                    f"this run is finished: see {folder.path / 'report.md'}. --steps N (above {state.finished_steps}) "
+                    "trains it further; --fresh starts over"
+                )
                 return 0
             try:
                 began_s = time.monotonic()

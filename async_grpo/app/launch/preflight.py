@@ -80,22 +80,29 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def resolve(path: Path, overrides: Sequence[str], *, planning: bool = False) -> RunConfig:
+def resolve(path: Path, overrides: Sequence[str], *, steps: int | None = None, planning: bool = False) -> RunConfig:
     """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError,
     and DependencyError for a tracker that is not installed.
 
-    With `planning` and model.architecture set, missing files are no error; `describe` names them.
+    `path` may be the folder of a run. `steps` replaces the configured ones without a change of the run's name. With
+    `planning` and model.architecture set, missing files are no error; `describe` names them.
     """
-    config = load_named(path, overrides)
+    config = load_named(path, overrides, steps)
     for _, check in checks(config, planning=planning):
         check()
     return config
 
 
-def load_named(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration, with the name that its overrides give the run. Raises ConfigError."""
-    config = load(path, overrides)
-    return config.model_copy(update={"name": run_name(config.name, overrides)})
+def load_named(path: Path, overrides: Sequence[str], steps: int | None = None) -> RunConfig:
+    """The configuration, with the name that its overrides, but not `steps`, give the run. Raises ConfigError."""
+    config = load(path, overrides if steps is None else [*overrides, f"steps={steps}"])
+    config = config.model_copy(update={"name": run_name(config.name, overrides)})
+    if path.is_dir() and not overrides and path.resolve() != config.run_dir.resolve():
+        raise ConfigError(
+            f"the folder {path} holds the run {config.name}, whose server and checkpoints go by that name. Call the "
+            f"folder {config.name} again, or start a copy of the run by `-o name=...`"
+        )
+    return config
 
 
 def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:

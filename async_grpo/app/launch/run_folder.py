@@ -25,8 +25,8 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from async_grpo.config import RunConfig, dump, load, validate
-from async_grpo.config.load import MACHINE_SECTIONS, differing_keys, is_at_or_below
+from async_grpo.config import RunConfig, dump, load
+from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED, differing_keys, is_at_or_below
 from async_grpo.errors import ConfigError
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from buffer import PASSWORD_VARIABLE
@@ -42,8 +42,6 @@ _FREE_KEYS = (
 """Keys that may change between a run and its resumption, since they do not change what is learned: the sections of a
 machine, how the trainer's work is laid out over ranks and memory, and when it saves. Any layout reads a checkpoint, so
 that a run begun on eight devices goes on with two."""
-_FORMER_LEASE_S = 15.0
-"""Former default of rollout.lease_s, which stands in the config.yaml of older runs. It is below redis.timeout_s."""
 PATIENCE_S = 5.0
 """Seconds to wait for the server in `find_run`, at most: a person at a terminal waits for the answer."""
 _STATE = "run.json"
@@ -78,7 +76,7 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         """The resolved configuration: `async-grpo run` with it makes the same run."""
-        return self.path / "config.yaml"
+        return self.path / RESOLVED
 
     @property
     def roles_file(self) -> Path:
@@ -138,10 +136,7 @@ class RunFolder:
 
     def read_config(self) -> RunConfig:
         """Read config.yaml, which an earlier release may have written. Raises ConfigError if this one refuses it."""
-        raw = yaml.safe_load(self.config_file.read_text())
-        if raw.get("rollout", {}).get("lease_s") == _FORMER_LEASE_S:
-            del raw["rollout"]["lease_s"]
-        return validate(raw, str(self.config_file))
+        return load(self.path)
 
     def read_state(self) -> RunState:
         """The state so far, or a new one."""
@@ -265,18 +260,33 @@ def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None
 
     Raises ConfigError if no run or two runs are named, or if the named run was not started or does not run any more.
     """
-    if run_dir is not None:
-        if config is not None or overrides:
-            raise ConfigError("--run-dir names the run already. Leave out CONFIG and -o, or leave out --run-dir")
-        found = _of_folder(RunFolder(run_dir))
+    if (folder := named_folder(config, overrides, run_dir)) is not None:
+        found = _of_folder(folder)
     elif config is None:
-        raise ConfigError("which run? Give the CONFIG (and -o) that it was started with, or --run-dir runs/NAME")
+        raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
     else:
         asked = load(config, overrides)
         asked = asked.model_copy(update={"name": run_name(asked.name, overrides)})
         found = asked if asked.redis.url is not None else _of_folder(RunFolder(asked.run_dir))
     redis = found.redis.model_copy(update={"timeout_s": min(found.redis.timeout_s, PATIENCE_S)})
     return found.model_copy(update={"redis": redis})
+
+
+def named_folder(config: Path | None, overrides: Sequence[str], run_dir: Path | None) -> RunFolder | None:
+    """The folder of a run, given in place of CONFIG or as --run-dir; None if a configuration file is given, or nothing.
+
+    Raises ConfigError if the run is named twice.
+    """
+    if run_dir is None and config is not None and config.is_dir():
+        config, run_dir = None, config
+    if run_dir is None:
+        return None
+    if config is not None or overrides:
+        raise ConfigError(
+            "--run-dir names the run already, and so does a folder in place of CONFIG. Leave out CONFIG and -o, or the "
+            "folder"
+        )
+    return RunFolder(run_dir)
 
 
 def _of_folder(folder: RunFolder) -> RunConfig:

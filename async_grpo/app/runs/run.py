@@ -128,8 +128,11 @@ class Run:
         return [known[version] for version in sorted(known)]
 
     def summary(self) -> Facts:
-        """summary.json, or the same figures from the other files if there is none yet, without the groups' account."""
-        return self._written_summary() or self._computed_summary()
+        """summary.json, or the same figures from the other files if there is none of all steps yet, without the groups'
+        account."""
+        written = self._written_summary()
+        is_whole = written and int(written.get("steps") or 0) >= len(self.steps())
+        return written if is_whole else self._computed_summary()
 
     def _written_summary(self) -> Facts:
         try:

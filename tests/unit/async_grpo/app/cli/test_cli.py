@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from async_grpo.app.cli.common import exit_with
-from async_grpo.app.cli.main import app
+from async_grpo.app.cli.common import complete_config, complete_key, exit_with
+from async_grpo.app.cli.main import app, command_of
+from async_grpo.config import dump, load
 
 CONFIGS = Path(__file__).parents[5] / "configs"
 
@@ -100,3 +103,59 @@ def test_a_role_on_its_own_asks_for_a_server(role: str) -> None:
     result = type_in(role, str(CONFIGS / "quickstart.yaml"))
     assert result.exit_code == 1
     assert "redis.url" in result.output
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run of the quickstart with a seed of its own, moved to another place since."""
+    folder = tmp_path / "elsewhere" / "quickstart-seed.7"
+    folder.mkdir(parents=True)
+    config = load(CONFIGS / "quickstart.yaml", ["seed=7", "name=quickstart-seed.7", "runs_dir=/where/it/was"])
+    (folder / "config.yaml").write_text(dump(config))
+    (folder / "run.json").write_text('{"command": "async-grpo run quickstart.yaml -o seed=7"}')
+    return folder
+
+
+def test_a_run_folder_stands_for_its_configuration(run_folder: Path) -> None:
+    result = type_in("run", str(run_folder), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert f"writes          │ {run_folder} " in result.output
+    assert "100 steps" in result.output
+    longer = type_in("run", str(run_folder), "--dry-run", "--steps", "120", "-o", "seed=8")
+    assert f"writes          │ {run_folder.parent}/quickstart-seed.7-seed.8 " in longer.output
+    assert "120 steps" in longer.output
+
+
+def test_a_run_folder_that_was_renamed_is_refused(run_folder: Path) -> None:
+    renamed = run_folder.rename(run_folder.parent / "better")
+    result = type_in("run", str(renamed), "--dry-run")
+    assert result.exit_code == 1
+    assert "Call the folder quickstart-seed.7 again" in " ".join(result.output.split())
+
+
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has(run_folder: Path) -> None:
+    rows = [{"kind": "step", "step": step} for step in (1, 2, 3)]
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = type_in("resume", str(run_folder), "--steps", "2")
+    assert result.exit_code == 1
+    assert "has trained 3 steps already" in " ".join(result.output.split())
+
+
+def test_the_report_of_a_resumed_run_names_the_command_that_made_it(run_folder: Path) -> None:
+    assert command_of(run_folder, None, None) == "async-grpo run quickstart.yaml -o seed=7"
+    assert command_of(run_folder, None, 120) == "async-grpo run quickstart.yaml -o seed=7 --steps 120"
+
+
+def test_version_names_the_release_and_the_commit_of_a_checkout() -> None:
+    result = type_in("--version")
+    assert result.output.startswith(f"async-grpo {version('async-grpo')}")
+    assert ("commit" in result.output) == (CONFIGS.parent / ".git").exists()
+
+
+def test_completion_knows_configurations_runs_and_keys(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_folder.parent)
+    (run_folder.parent / "a.yaml").touch()
+    assert complete_config("quick") == ["quickstart", "quickstart-seed.7"]
+    assert complete_config("a") == ["a.yaml"]
+    assert complete_config(f"{run_folder.parent.parent}/e") == [f"{run_folder.parent}/"]
+    assert complete_key("trainer.optimizer.l") == ["trainer.optimizer.lr="]
