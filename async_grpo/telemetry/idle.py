@@ -25,7 +25,8 @@ Span = tuple[float, float]
 """Start and end, in seconds."""
 
 EVALUATION = "evaluation"
-_GENERATING = ("generation", EVALUATION)
+GENERATING = ("generation", EVALUATION)
+"""Tracks in whose spans a server generates."""
 _NOTICEABLE = 0.1
 """Smallest difference between the two idle shares that names a bottleneck."""
 _TURNS = 0.15
@@ -75,7 +76,7 @@ def rollout_idle_share(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) ->
 def rollout_idle_s(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) -> list[float]:
     """Seconds of each step in which a server generated nothing, mean over the servers; [] if unknown."""
     windows = _windows(rows)
-    busy = [_covered(row for row in server if row.get("track") in _GENERATING) for server in servers]
+    busy = [_covered(row for row in server if row.get("track") in GENERATING) for server in servers]
     return [
         sum(max(0.0, end - start - (by(end) - by(start))) for by in busy) / len(busy) for start, end in windows if busy
     ]

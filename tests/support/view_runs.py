@@ -93,3 +93,16 @@ def write_timeline(run_dir: Path) -> None:
                 if owner == role:
                     times = {"start_s": STARTED_S + start, "end_s": STARTED_S + end}
                     file.write({"role": role, "track": track, "name": name, **times})
+
+
+def write_long_timeline(run_dir: Path, events: int) -> None:
+    """A server that generates some forty groups at a time, and a trainer beside it."""
+    rng = random.Random(0)
+    with JsonLines(run_dir / "timeline" / "rollout-0.jsonl") as file:
+        for group in range(events * 3 // 4):
+            times = {"start_s": STARTED_S + group / 100, "end_s": STARTED_S + group / 100 + rng.uniform(0.05, 0.8)}
+            file.write({"role": "rollout-0", "track": "generation", "name": f"group {group}", **times})
+    with JsonLines(run_dir / "timeline" / "trainer.jsonl") as file:
+        for span in range(events // 4):
+            times = {"start_s": STARTED_S + span * 0.03, "end_s": STARTED_S + span * 0.03 + 0.02}
+            file.write({"role": "trainer", "track": "trainer", "name": ("wait", "train")[span % 2], **times})

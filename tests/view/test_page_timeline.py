@@ -21,7 +21,7 @@ def page(address: str, open_page: Callable[..., Any]) -> Any:
 def test_the_range_that_is_seen_has_its_shares(page: Any) -> None:
     shown = page.locator(".readout").inner_text()
     assert "From 0 s to 10 s" in shown
-    assert "trainer: idle 30 %; train 60 %, wait 30 %, publish 10 %" in shown
+    assert "trainer: waits for a batch 30 %; train 60 %, wait 30 %, publish 10 %" in shown
     assert "rollout-0: generates nothing 10 %; generation 90 %, weights 5 %" in shown
 
 

@@ -7,7 +7,6 @@ Queries and answers have seconds since the run's first event.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from array import array
@@ -23,13 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from async_grpo.app.view.sample_index import Names
 from async_grpo.app.view.sample_search import recent
-from async_grpo.telemetry.timeline import START, WAIT, lane_numbers, role_order
+from async_grpo.telemetry.idle import GENERATING
+from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
 
 MANY_LANES = 6
 """A track with more lanes is shown as a density unless it is asked for."""
 REBUILD_S = 1.0
 """Least seconds between two sortings of a track that grows."""
-GENERATION, WEIGHTS = "generation", "weights"
+WEIGHTS = "weights"
 MOST_LANES = 16
 """Tracks with more are merged into as many times longer pieces, so that an answer stays small."""
 
@@ -133,19 +133,20 @@ class Track:
 
     def busy(self, from_s: float, to_s: float) -> dict[str, float]:
         """By kind of span, the share of the range in which at least one was open."""
+        kinds = ((kind, self.within(from_s, to_s, number)) for number, kind in enumerate(self._kinds.all))
+        return {kind: union(*spans) / (to_s - from_s) for kind, spans in kinds if len(spans[0])}
+
+    def within(self, from_s: float, to_s: float, kind: int | None = None) -> tuple[Floats, Floats]:
+        """Starts and ends of the spans (of a kind) that are open in the range, cut to it."""
         seen = (self.end > from_s) & (self.start < to_s)
-        found = {}
-        for number, kind in enumerate(self._kinds.all):
-            open_in = seen & (self.kind == number)
-            if open_in.any():
-                start, end = np.clip(self.start[open_in], from_s, to_s), np.clip(self.end[open_in], from_s, to_s)
-                found[kind] = _union(start, end) / (to_s - from_s)
-        return found
+        if kind is not None:
+            seen &= self.kind == kind
+        return np.clip(self.start[seen], from_s, to_s), np.clip(self.end[seen], from_s, to_s)
 
 
 def kind_of(name: str) -> str:
     """A span's name without its number: `group 17` is a `group`."""
-    return re.sub(r"\s*\d+$", "", name)
+    return name.rstrip("0123456789").rstrip()
 
 
 def _integral(moments: Floats, at: Floats) -> Floats:
@@ -154,7 +155,7 @@ def _integral(moments: Floats, at: Floats) -> Floats:
     return before * at - np.concatenate([[0.0], np.cumsum(moments)])[before]
 
 
-def _union(start: Floats, end: Floats) -> float:
+def union(start: Floats, end: Floats) -> float:
     """Seconds in which at least one of the spans is open."""
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
@@ -214,7 +215,7 @@ class RunTimeline:
                 for name, track in tracks.items()
                 for kind, share in track.busy(from_s, to_s).items()
             ]
-            found.append({"role": role, "parts": parts, "idle": _idle(set(tracks), parts)})
+            found.append({"role": role, "parts": parts, "idle": _idle(tracks, from_s, to_s)})
         return found
 
     def _all(self) -> Iterator[tuple[str, str, Track]]:
@@ -244,12 +245,15 @@ class RunTimeline:
         self._end_s = max(self._end_s, event.start_s, event.end_s or 0.0)
 
 
-def _idle(tracks: set[str], parts: list[dict[str, Any]]) -> float | None:
-    """The trainer is idle while it waits for a batch, a server while it generates nothing; None for other roles."""
-    if GENERATION in tracks:
-        return 1.0 - sum(part["share"] for part in parts if part["track"] == GENERATION)
-    if "trainer" in tracks:
-        return float(sum(part["share"] for part in parts if part["kind"] in (START, WAIT)))
+def _idle(tracks: dict[str, Track], from_s: float, to_s: float) -> float | None:
+    """As `telemetry.idle` has it: the trainer is idle while it waits for a batch (not for the first one), a server
+    while it generates nothing. None for other roles."""
+    generating = [tracks[name].within(from_s, to_s) for name in GENERATING if name in tracks]
+    if generating:
+        starts, ends = zip(*generating, strict=True)
+        return 1.0 - union(np.concatenate(starts), np.concatenate(ends)) / (to_s - from_s)
+    if TRACK in tracks:
+        return tracks[TRACK].busy(from_s, to_s).get(WAIT, 0.0)
     return None
 
 

@@ -4,6 +4,9 @@ import { el, fetchJson, figure, visible } from "./dom.js";
 import { tokenFacts, tokenText, tone, versionsOf, versionsOfGroup } from "./tokens.js";
 
 export const REASONING = "(?i)<think>|\\bwait\\b|\\blet me (check|verify|re)|\\bdouble[- ]check|\\bon second thought";
+const PAGE = 25;
+const REFRESH_MS = 700;
+const NEWS = " New groups have come: search again to see them.";
 const SORTS = {
   newest: "newest first",
   oldest: "oldest first",
@@ -19,7 +22,7 @@ const RANGES = { reward: "Reward", age: "Age", version: "Policy version", step: 
 /** The view. `parameters`: a URLSearchParams that the address keeps; `changed(parameters)` writes it back. Returns
  * functions: `refresh`, when the run has new rows, and `close`. */
 export function samplesView(root, run, parameters, changed) {
-  const state = { next: null, page: null, live: true, request: 0, shown: new Set() };
+  const state = { next: null, waiting: 0, request: 0, shown: new Set() };
   const list = el("ol", { class: "groups", "aria-label": "Groups" });
   const status = el("p", { class: "status", role: "status" });
   const growth = el("p", { class: "growth" });
@@ -52,7 +55,7 @@ export function samplesView(root, run, parameters, changed) {
       const page = await fetchJson(`/api/runs/${encodeURIComponent(run)}/samples?${query}`);
       if (request !== state.request) return;
       show(page, further);
-      if (page.indexed < 1) setTimeout(() => request === state.request && refresh(), 300);
+      if (page.indexed < 1) setTimeout(() => request === state.request && load(false), REFRESH_MS);
       else if (page.items.length === 0 && page.next !== null) load(true);
     } catch (error) {
       if (request === state.request) status.textContent = error.message;
@@ -96,7 +99,7 @@ export function samplesView(root, run, parameters, changed) {
     try {
       const group = await fetchJson(`/api/runs/${encodeURIComponent(run)}/samples/${encodeURIComponent(id)}`);
       if (detail.dataset.id !== id) return;
-      detail.replaceChildren(...groupDetail(group));
+      detail.replaceChildren(...groupDetail(group, () => form.search({ q: group.row.prompt.slice(0, 400), regex: false, within: "prompt" })));
     } catch (error) {
       detail.replaceChildren(el("p", { role: "alert" }, error.message));
     }
@@ -108,11 +111,22 @@ export function samplesView(root, run, parameters, changed) {
   }
 
   function refresh() {
-    if (state.shown.size <= 25) load(false);
+    if (list.childElementCount > PAGE) {
+      if (!status.textContent.endsWith(NEWS)) status.textContent += NEWS;
+    } else if (!state.waiting) {
+      state.waiting = setTimeout(() => {
+        state.waiting = 0;
+        load(false);
+      }, REFRESH_MS);
+    }
   }
 
   load(false);
-  return { refresh, close: () => (state.request += 1) };
+  const close = () => {
+    state.request += 1;
+    clearTimeout(state.waiting);
+  };
+  return { refresh, close };
 }
 
 function statusOf(page, searched, shown) {
@@ -153,7 +167,9 @@ function filterForm(parameters, apply) {
     );
   const first = el("input", { type: "text", value: REASONING, "aria-label": "Pattern of reasoning", spellcheck: "false" });
   const findFirst = () => {
-    const given = { q: first.value, regex: true, within: "completion", sort: "oldest" };
+    search({ q: first.value, regex: true, within: "completion", sort: "oldest" });
+  };
+  const search = (given) => {
     for (const [name, value] of Object.entries(given)) {
       if (name === "regex") inputs[name].checked = value;
       else inputs[name].value = value;
@@ -212,7 +228,7 @@ function filterForm(parameters, apply) {
       inputs[`${name}_max`].placeholder = limit ? figure(limit[1]) : "";
     }
   };
-  return { element, values, facts };
+  return { element, values, facts, search };
 }
 
 function clear(inputs, apply) {
@@ -256,7 +272,7 @@ function rewardWords(rewards) {
   return `${rewards.length} completions, mean reward ${figure(mean)}`;
 }
 
-function groupDetail({ row, trained }) {
+function groupDetail({ row, trained }, findPrompt) {
   const completions = row.completions ?? [];
   const versions = versionsOfGroup(completions);
   const atVersion = trained ? trained.step - 1 : row.inserted_version;
@@ -267,7 +283,7 @@ function groupDetail({ row, trained }) {
   return [
     el("h2", {}, `Group ${row.seq}`),
     el("p", { class: "facts" }, `${row.server}, ${new Date(1000 * row.time_s).toLocaleString()}; admitted at v${row.admitted_version}; ${state}.`),
-    el("div", { class: "prompt-whole" }, el("h3", {}, "Prompt"), el("pre", { tabindex: "0" }, visible(row.prompt)), el("p", {}, el("b", {}, "Reference answer "), visible(row.answer))),
+    el("div", { class: "prompt-whole" }, el("h3", {}, "Prompt"), el("pre", { tabindex: "0" }, visible(row.prompt)), el("p", {}, el("b", {}, "Reference answer "), visible(row.answer), " ", el("button", { type: "button", class: "link", onclick: findPrompt }, "all groups of this prompt"))),
     legend(versions, atVersion, completions),
     panel,
     el("div", { class: "completions" }, completions.map((one, place) => completionCard(one, place, versions, factsOf(one, place, atVersion, trained), show))),

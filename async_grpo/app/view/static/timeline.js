@@ -143,7 +143,7 @@ export function timelineView(root, run) {
     const items = picture.shares.map(({ role, parts, idle }) => {
       const longest = [...parts].sort((a, b) => b.share - a.share).filter((part) => part.share >= 0.0005);
       const words = longest.map((part) => `${part.track === role ? part.kind : part.track === "wait" ? `wait for a ${part.kind}` : part.track} ${percent(part.share)}`);
-      const label = role === "trainer" ? "idle" : "generates nothing";
+      const label = role === "trainer" ? "waits for a batch" : "generates nothing";
       return el("li", {}, el("b", {}, visible(role)), idle === null ? ": " : `: ${label} ${percent(Math.max(0, idle))}; `, visible(words.join(", ")));
     });
     readout.replaceChildren(el("h3", {}, `From ${figure(start, 3)} s to ${figure(end, 3)} s (${figure(end - start, 3)} s)`), el("ul", {}, items));

@@ -65,6 +65,19 @@ def test_the_shares_of_a_range_count_overlaps_once(tmp_path: Path) -> None:
     assert [each["idle"] for each in part] == [pytest.approx(0.5), pytest.approx(0.0)]
 
 
+def test_idle_shares_are_those_of_the_report(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "rollout-0",
+        ("generation", "group 0", 0, 5),
+        ("evaluation", "version 0", 4, 6),
+        ("weights", "v", 6, 10),
+    )
+    write(tmp_path, "trainer", ("trainer", "start", 0, 4), ("trainer", "wait", 4, 5), ("trainer", "train", 5, 10))
+    shares = RunTimeline(tmp_path).picture(TimelineQuery())["shares"]
+    assert [each["idle"] for each in shares] == [pytest.approx(0.1), pytest.approx(0.4)]
+
+
 def test_spans_that_come_later_and_broken_rows(tmp_path: Path) -> None:
     write(tmp_path, "trainer", ("trainer", "train", 0, 1))
     with (tmp_path / "timeline" / "x.jsonl").open("w") as file:
