@@ -88,11 +88,12 @@ def tokens_per_s(rows: Sequence[Row]) -> float | None:
     """Throughput of a run: tokens trained, per second of the trainer's steps, waits included. None if unknown.
 
     Every display shows this: the terminal for the last step, plots for each step, and reports and sweeps over the steps
-    behind the head start. A token counts as often as it was trained; prompts do not count. `bench pipeline` also
+    behind the head start. A token counts as often as it was trained; prompts do not count, and steps that
+    were skipped take time. `bench pipeline` also
     leaves out tokens that were generated before the steps that it times.
     """
-    timed = [row for row in rows if number(row, "trained_tokens") is not None]
-    return rate(sum(numbers(timed, "trained_tokens")), sum(numbers(timed, "step_s")))
+    trained = numbers(rows, "trained_tokens")
+    return rate(sum(trained) if trained else None, sum(numbers(rows, "step_s")))
 
 
 def seconds_by_part(row: Row) -> dict[str, float]:

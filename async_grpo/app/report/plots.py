@@ -137,7 +137,8 @@ def _label_ends(axes: Axes, evaluations: Sequence[Row], form: str) -> None:
 
 
 def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
-    """The training reward with the 95% interval over groups, beside the held-out scores; and that of each function."""
+    """The training reward with the 95% interval over groups, and that of each function. Held-out scores, which are
+    those of the first function, stand beside the functions."""
     names = sorted({name for row in steps for name in row.get("reward_by_function") or {}})
     titles = ["Training reward", *(["Reward by function, before weights"] if len(names) > 1 else [])]
     figure, panels = panels_over_steps(titles)
@@ -147,7 +148,7 @@ def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | No
         return None
     evaluations = summary.get("evaluations") or []
     held_out = f"held-out {summary.get('held_out_score')}, sampled"
-    _draw_scores(panels[0], evaluations, "sampled", "mean", color=RED, marker="D", linestyle="", label=held_out)
+    _draw_scores(panels[-1], evaluations, "sampled", "mean", color=RED, marker="D", linestyle="", label=held_out)
     for axes in panels[1:]:
         for place, name in enumerate(names):
             rows = [{"step": row["step"], "value": (row.get("reward_by_function") or {}).get(name)} for row in steps]

@@ -42,8 +42,8 @@ _HEAD_START = (
 _NOT_IN_STEPS = (
     "The wall time begins when the processes start and ends before this report. Until the first batch, engines start "
     "and the first policy is evaluated; the rest is the last evaluation, the stop, and steps repeated after a restart. "
-    "It contains neither the making of the first policy nor `async-grpo prepare`. A cached policy took what is "
-    "stated when it was made."
+    "It contains neither `async-grpo prepare` nor the making of the first policy, whose time is stated even if it is "
+    "cached now."
 )
 _HOW = "Sampled at temperature 1 by one pinned version each. See docs/evaluation.md."
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.app.report.drawing import DASHES, GREY, RED, legend_above, new_figure, save_figures
+from async_grpo.app.report.drawing import DASHES, GREY, RED, legend_above, new_figure, percent, save_figures
+from async_grpo.app.report.plots import title_of
 from async_grpo.app.sweep.recommend import Candidate, Recommendation
 from async_grpo.app.sweep.settings import Band, GridSetting, band
 
@@ -37,17 +38,14 @@ _LOG_FROM = 10
 """Ratio of the fastest to the slowest setting from which the axis of the throughput is logarithmic."""
 
 _PANELS = {
-    "samples_per_s": "trained samples per second",
-    "tokens_per_s": "trained tokens per second",
-    "trainer_idle": "trainer idle",
-    "rollout_idle": "rollout servers idle",
-    "age_mean": "age of the trained tokens, mean",
-    "age_max": "age of the trained tokens, max",
-    "ess": "effective sample size",
-    "clip_fraction": "clipped tokens",
-    "logprob_gap_mean": "log-probability gap, mean",
+    "samples_per_s": "Samples trained per second",
+    "tokens_per_s": "Tokens trained per second",
+    "trainer_idle": "Trainer idle",
+    "rollout_idle": "Rollout servers idle",
+    **{key: title_of(key) for key in ("age_mean", "age_max", "ess", "clip_fraction", "logprob_gap_mean")},
 }
 """Field of PointMetrics -> title of its panel."""
+_SHARES = ("trainer_idle", "rollout_idle", "clip_fraction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +247,8 @@ def _figures(settings: Sequence[GridSetting], styles: dict[str, LineStyle]) -> F
         axes.set_xticks(range(len(firsts)), [_short(first, 16) for first in firsts], rotation=_turn(firsts))
         highest = max(value for setting in settings for value in setting.values_of(key))
         axes.set_ylim(0, 1.15 * highest or 1.0)
+        if key in _SHARES:
+            percent(axes)
         axes.margins(x=0.15)
     figure.supxlabel(next(iter(settings[0].values)), fontsize=9)
     if named := _named(panels):

@@ -31,7 +31,8 @@ SECOND = [span(10, 20, "wait"), span(1000, 1010, "evaluation")]
 
 def test_tokens_per_second_are_all_tokens_over_all_time_and_not_a_mean_of_rates() -> None:
     assert tokens_per_s(STEPS) == 400 / 20
-    assert tokens_per_s([*STEPS, {"step": 3, "step_s": 5.0}]) == 400 / 20, "a step that was skipped"
+    assert tokens_per_s([*STEPS, {"step": 3, "step_s": 5.0}]) == 400 / 25, "a step that was skipped takes time"
+    assert tokens_per_s([{"step": 3, "step_s": 5.0}]) is None
     assert tokens_per_s([]) is None
 
 
