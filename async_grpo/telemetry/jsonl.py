@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,29 @@ class RowFollower:
             written = file.read()
         whole = written[: written.rfind(b"\n") + 1]
         self._position += len(whole)
-        return _parse(whole.splitlines())
+        return list(_parse(whole.splitlines()))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All whole rows; lines that are not a JSON object (torn by a crash) are skipped. [] without a file."""
-    if not path.exists():
-        return []
-    with path.open("rb") as lines:
-        return _parse(lines)
+    return list(each_row(path))
 
 
-def _parse(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    rows = []
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of `read_rows` one after another: files of samples may be larger than the memory."""
+    if path.exists():
+        with path.open("rb") as lines:
+            yield from _parse(lines)
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict):
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ other tokens larger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Any
@@ -184,7 +185,9 @@ def _join(arrays: Many[npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
 
 def _judged_tokens(sample: Sample) -> int:
     """Tokens that count in the denominator of the loss; none if no verifier could judge the sample."""
-    return 0 if sample.reward is None else int(sample.written_by_policy().sum())
+    if sample.reward is None:
+        return 0
+    return int(sample.written_by_policy().sum()) if sample.turns else sample.length
 
 
 def group_advantages(groups: Many[Group], rule: str) -> list[list[float]]:
@@ -193,14 +196,17 @@ def group_advantages(groups: Many[Group], rule: str) -> list[list[float]]:
     Groups of unequal size are padded with samples that are not valid.
     """
     size = max(len(group.samples) for group in groups)
-    rewards_BG = torch.full((len(groups), size), float("nan"), dtype=torch.float64)
-    lengths_BG = torch.zeros(len(groups), size, dtype=torch.int64)
-    valid_BG = torch.zeros(len(groups), size, dtype=torch.bool)
-    for row, group in enumerate(groups):
-        for column, sample in enumerate(group.samples):
-            lengths_BG[row, column] = _judged_tokens(sample)
-            if sample.reward is not None:
-                rewards_BG[row, column], valid_BG[row, column] = sample.reward, True
+    rewards: list[list[float]] = []
+    lengths: list[list[int]] = []
+    valid: list[list[bool]] = []
+    for group in groups:
+        absent = size - len(group.samples)
+        given = [math.nan if sample.reward is None else sample.reward for sample in group.samples]
+        rewards.append([*given, *[math.nan] * absent])
+        lengths.append([*map(_judged_tokens, group.samples), *[0] * absent])
+        valid.append([*(sample.reward is not None for sample in group.samples), *[False] * absent])
+    rewards_BG = torch.tensor(rewards, dtype=torch.float64)
+    lengths_BG, valid_BG = torch.tensor(lengths), torch.tensor(valid)
     values = advantage_of(rule)(rewards_BG, valid_BG, lengths_BG).tolist()
     return [row[: len(group.samples)] for row, group in zip(values, groups, strict=True)]
 

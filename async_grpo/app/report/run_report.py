@@ -15,7 +15,7 @@ import msgspec
 from async_grpo.app.report.plots import write_plots
 from async_grpo.app.report.summary import score_format
 from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
-from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.jsonl import each_row, read_rows
 from async_grpo.telemetry.rows import Facts, Row, of_kind
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced, figure
@@ -106,15 +106,25 @@ def samples_section(run_dir: Path) -> str:
 
     Model output stands in blocks that it cannot close.
     """
-    rows = [row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in read_rows(path)]
-    rows = sorted((row for row in rows if _completions(row)), key=_version)
-    if not rows:
+    early, late = _ends_of(run_dir)
+    if not early:
         return ""
-    early, late = rows[:_GROUPS], rows[_GROUPS:][-_GROUPS:]
     blocks = ["## Samples", "### Early in training", *map(_group, early)]
     if late:
         blocks += ["### Late in training", *map(_group, late)]
     return "\n\n".join(blocks)
+
+
+def _ends_of(run_dir: Path) -> tuple[list[Row], list[Row]]:
+    """The first and the last groups by version. Only these are kept: samples may be larger than the memory."""
+    first: list[tuple[int, int, Row]] = []
+    last: list[tuple[int, int, Row]] = []
+    rows = (row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in each_row(path))
+    for place, row in enumerate(row for row in rows if _completions(row)):
+        first = sorted([*first, (_version(row), place, row)])
+        if len(first) > _GROUPS:
+            last = sorted([*last, first.pop()])[-_GROUPS:]
+    return [row for *_, row in first], [row for *_, row in last]
 
 
 def _group(row: Row) -> str:
