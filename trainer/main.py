@@ -17,6 +17,7 @@ from pathlib import Path
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG
 from async_grpo.utils.private_names import check_private_names
+from async_grpo.utils.processes import uncollected
 from trainer.platform import Platform, select_platform
 
 
@@ -29,7 +30,8 @@ def main() -> None:
     try:
         config = load(arguments.config)
         platform = select_platform(config.trainer.platform)
-        platform.activate(config.trainer)
+        with uncollected():
+            platform.activate(config.trainer)
         _train(config, arguments.model, platform)
     except CONFIG_FAULTS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -38,15 +40,16 @@ def main() -> None:
 
 def _train(config: RunConfig, model: Path, platform: Platform) -> None:
     """Imports come late: the platform must be active before anything imports megatron."""
-    check_private_names("trainer", "trainer, torch")
-    from async_grpo.algorithms import check_objective
-    from trainer.checkpoint.folder import CheckpointFolder
-    from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
-    from trainer.distributed import start_ranks, stop_ranks
-    from trainer.loop import TrainingLoop
-    from trainer.model.policy import load_policy
-    from trainer.model.reference import load_reference
-    from trainer.run_logger import TrainerLogger
+    with uncollected():
+        check_private_names("trainer", "trainer, torch")
+        from async_grpo.algorithms import check_objective
+        from trainer.checkpoint.folder import CheckpointFolder
+        from trainer.coordinator import Coordinator, SharedDevices, turn_timeout_s
+        from trainer.distributed import start_ranks, stop_ranks
+        from trainer.loop import TrainingLoop
+        from trainer.model.policy import load_policy
+        from trainer.model.reference import load_reference
+        from trainer.run_logger import TrainerLogger
 
     check_objective(config.trainer.objective)
     trainer = config.trainer

@@ -11,7 +11,6 @@ or thread pool of OpenMP is copied in use. An engine that is started again gets 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.rollout import VllmConfig
+from async_grpo.utils.processes import uncollected
 from rollout_server.engines.vllm.platform import set_environment
 
 _MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
@@ -37,9 +37,9 @@ def import_and_fork(config: VllmConfig) -> None:
         return
     set_environment(config)
     with contextlib.suppress(ImportError):
-        for module in _MODULES:
-            import_module(module)
-        gc.freeze()  # neither process searches, and so copies, what both have by now
+        with uncollected():
+            for module in _MODULES:
+                import_module(module)
         resource_tracker.ensure_running()  # a process that is spawned as ever
         spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_server
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.config.rollout import VllmConfig
+from async_grpo.utils.processes import uncollected
 from rollout_server.engines.vllm import fork_server
 
 PROGRAM = """
@@ -45,3 +47,13 @@ def test_a_forked_process_has_the_environment_of_its_start_and_no_file_of_its_pa
 def test_other_engines_are_left_to_vllm(other: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server.forkserver, "ensure_running", lambda: pytest.fail("forked"))
     fork_server.import_and_fork(VllmConfig.model_validate(other))
+
+
+def test_nothing_is_collected_while_packages_are_imported_and_what_is_there_then_never() -> None:
+    try:
+        with pytest.raises(ImportError), uncollected():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
