@@ -100,6 +100,12 @@ class TrainerCollector(Collector):
         for metric in METRICS:
             if metric.gauge and metric.key in progress.latest:
                 yield _gauge(metric.gauge, metric.doc, progress.latest[metric.key])
+        rewards = GaugeMetricFamily(
+            "async_grpo_trainer_reward_by_function", "Mean score of the last step, before weights", labels=["function"]
+        )
+        for name, mean in progress.latest.get("reward_by_function", {}).items():
+            rewards.add_metric([name], mean)
+        yield rewards
         yield from _of_groups(self.stats)
 
 

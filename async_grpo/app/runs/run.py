@@ -152,7 +152,11 @@ class Run:
             config = self.config
         except (ConfigError, OSError):
             return {"name": self.name, "steps": len(last_of_each(steps, "step")), "wall_s": wall_s}
-        return summarize(config, steps, of_kind(rows, "probe"), evaluations, {}, restarts, wall_s)
+        servers = [read_rows(path) for path in self.files("timeline") if path.name.startswith("rollout-")]
+        probes = of_kind(rows, "probe")
+        return summarize(
+            config, steps, probes, evaluations, {}, restarts, wall_s, prepare_s=state.prepare_s, servers=servers
+        )
 
     def files(self, kind: str) -> list[Path]:
         """The files in one of the folders `samples`, `timeline`, `evaluations`, `logs` and `plots`, by name."""

@@ -117,7 +117,7 @@ def test_steps_are_added_up_and_the_last_one_is_described(shown: tuple[MetricsSe
     exposed.joined(1, 3)
     exposed.serving()
     exposed.step(row(4, reward_mean=0.25, replayed=True))
-    exposed.step(row(5, reward_mean=0.75, skipped_steps=1))
+    exposed.step(row(5, reward_mean=0.75, skipped_steps=1, reward_by_function={"right": 0.5}))
     found = figures(address)
     wanted = {
         "version": 5,
@@ -134,6 +134,7 @@ def test_steps_are_added_up_and_the_last_one_is_described(shown: tuple[MetricsSe
         'phase_seconds_total{phase="train"}': 4,
         'phase_seconds_total{phase="prox"}': 0,
         "reward_mean": 0.75,
+        'reward_by_function{function="right"}': 0.5,
         "age_max_steps": 1,
         "age_mean_steps": 0.5,
         "age_bound_steps": 1,
