@@ -6,6 +6,7 @@ The new environment sees the packages of this one through a .pth file, but not t
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.support.whole_run import CONFIG
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -49,7 +52,8 @@ def without_the_checkout() -> dict[str, str]:
 def type_in(installed: Path, folder: Path, *words: str) -> str:
     """What the command prints; it must end well."""
     environment = without_the_checkout()
-    environment |= {"COLUMNS": "160", "PATH": f"{installed}{os.pathsep}{environment['PATH']}"}
+    environment |= {"COLUMNS": "160", "ASYNC_GRPO_CACHE": str(folder / "cache")}
+    environment |= {"PATH": f"{installed}{os.pathsep}{environment['PATH']}"}
     done = subprocess.run(
         [installed / words[0], *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -90,6 +94,9 @@ def test_a_command_works_from_an_empty_folder(installed: Path, tmp_path: Path, w
     assert shown in type_in(installed, tmp_path, "async-grpo", *words.split())
 
 
-def test_the_buffer_finds_its_scripts_and_its_server(installed: Path, tmp_path: Path) -> None:
-    output = type_in(installed, tmp_path, "async-grpo", "bench", "buffer", "--quick", "--json", "figures.json")
-    assert output and (tmp_path / "figures.json").is_file()
+def test_a_whole_run_works_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(CONFIG.format(steps=2, max_tokens=8))
+    type_in(installed, tmp_path, "async-grpo", "run", "small.yaml")
+    summary = json.loads((tmp_path / "runs/small/summary.json").read_text())
+    assert summary["groups"]["trained"] == 8  # 2 steps of 4 groups
+    assert (tmp_path / "runs/small/report.md").is_file()

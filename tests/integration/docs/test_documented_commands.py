@@ -1,11 +1,12 @@
 """Commands of the documentation, run as they stand there, in order, on a run of two steps.
 
-`EXECUTED` are texts of the pages; a text that a page no longer has fails. What is replaced stands beside it: a name that
-a reader has to choose, or the step of a longer run.
+`EXECUTED` are texts of the pages; a text that a page no longer has fails. What is replaced stands beside it: a name
+that a reader has to choose, or the step of a longer run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -57,10 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "configs/quickstart.yaml").write_text(small)
     (folder / "gsm8k").mkdir()
     for name, first in (("train", 10), ("test", 60)):
-        rows = [
-            f'{{"question": "{n} plus 1 is", "answer": "one more #### {n + 1}"}}\n' for n in range(first, first + 20)
-        ]
-        (folder / f"gsm8k/{name}.jsonl").write_text("".join(rows))
+        rows = [{"question": f"{n} plus 1 is", "answer": f"one more #### {n + 1}"} for n in range(first, first + 20)]
+        (folder / f"gsm8k/{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     published = ROOT / "tests/support/published/mindspeed_rl_grpo_qwen25_7b.yaml"
     (folder / "grpo_qwen25_7b_A3.yaml").write_text(published.read_text())
     (folder / "run_qwen3_8b_fsdp.sh").write_text(SCRIPT)
