@@ -77,10 +77,13 @@ def test_what_models_wrote_stays_text(address: str, open_page: Callable[..., Any
 
 def test_a_group_that_comes_appears_by_itself(address: str, runs: Path, open_page: Callable[..., Any]) -> None:
     page = open_page(view_of(address, HOSTILE_RUN, "samples"))
-    page.locator(".groups li").first.wait_for()
+    page.locator(".completion").first.wait_for()
+    page.locator(".groups button").nth(1).focus()
     write_samples(runs / HOSTILE_RUN, [{**sample_row(41), "prompt": "brand new", "time_s": 1.8e9}])
     page.locator(".groups li").first.filter(has_text="brand new").wait_for(timeout=5000)
     assert page.locator("#live").inner_text() == "live"
+    assert page.locator(".groups button:focus").inner_text().startswith("Group 39"), "the reader's place is kept"
+    assert page.locator(".group-detail h2").inner_text() == "Group 40", "and so is what is being read"
 
 
 def test_pages_of_groups_follow(address: str, open_page: Callable[..., Any]) -> None:

@@ -41,6 +41,8 @@ export function samplesView(root, run, parameters, changed) {
       if (value === "" || value === false) parameters.delete(name);
       else parameters.set(name, value);
     }
+    parameters.delete("group");
+    delete detail.dataset.id;
     changed(parameters);
     load(false);
   }
@@ -65,6 +67,7 @@ export function samplesView(root, run, parameters, changed) {
   }
 
   function show(page, further) {
+    const focused = list.contains(document.activeElement) ? document.activeElement.dataset.id : null;
     state.next = page.next;
     more.hidden = page.next === null;
     if (!further) {
@@ -82,8 +85,9 @@ export function samplesView(root, run, parameters, changed) {
       growth.replaceChildren(...growthOf(page.facts.growth, (id) => open(id, true)));
     }
     const wanted = parameters.get("group") ?? page.items[0]?.id;
-    if (!further && wanted && detail.dataset.id !== wanted) open(wanted, false);
+    if (wanted && !detail.dataset.id) open(wanted, false);
     mark();
+    if (focused) list.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
 
   function mark() {
