@@ -12,13 +12,13 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
 
 from async_grpo.telemetry.jsonl import RowFollower
 
@@ -46,10 +46,17 @@ class _Row(msgspec.Struct):
     time_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which completions are wanted; None and "" mean any. Limits are inclusive."""
+class SamplesQuery(BaseModel):
+    """Which completions are wanted, and in which order their groups. None and "" mean any; limits are inclusive."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    q: str = Field(default="", max_length=400)
+    regex: bool = False
+    within: Literal["any", "prompt", "completion"] = "any"
+    sort: Literal["newest", "oldest", "reward", "spread", "length", "age", "step"] = "newest"
+    start: int = Field(default=0, ge=0)
+    limit: int = Field(default=25, ge=1, le=200)
     reward_min: float | None = None
     reward_max: float | None = None
     age_min: int | None = None
@@ -62,8 +69,7 @@ class Filter:
     step_max: int | None = None
     finish: str = ""
     server: str = ""
-    state: str = ""
-    """`trained`, `untrained`, or `unverifiable`: no verifier could judge it."""
+    state: Literal["", "trained", "untrained", "unverifiable"] = ""
 
 
 class Names:
@@ -167,15 +173,15 @@ class SampleIndex:
             self._finish.append(self.finishes.number(one.finish_reason))
         self._first.append(len(self._group))
 
-    def select(self, wanted: Filter, sort: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Groups with a completion that passes the filter, sorted, int64 [groups], and which completions pass, bool
-        [completions]. `sort`: newest, oldest, reward, spread, length, age or step."""
+    def select(self, wanted: SamplesQuery) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Groups with a completion that passes the filters, sorted, int64 [groups], and which completions pass, bool
+        [completions]. Texts are not looked at."""
         passing = self._passing(wanted)
         groups = np.unique(_column(self._group)[passing]).astype(np.int64)
-        keys = self._sort_keys(sort)[groups]
+        keys = self._sort_keys(wanted.sort)[groups]
         return groups[np.argsort(keys, kind="stable")], passing
 
-    def _passing(self, wanted: Filter) -> npt.NDArray[np.bool_]:
+    def _passing(self, wanted: SamplesQuery) -> npt.NDArray[np.bool_]:
         group, reward = _column(self._group), _column(self._reward)
         passing = np.ones(len(group), np.bool_)
         limits = (
@@ -199,7 +205,7 @@ class SampleIndex:
             passing &= self._trained_within(wanted)[group]
         return passing
 
-    def _trained_within(self, wanted: Filter) -> npt.NDArray[np.bool_]:
+    def _trained_within(self, wanted: SamplesQuery) -> npt.NDArray[np.bool_]:
         """Whether each group was trained, or was not, and by which steps."""
         steps = self.steps()
         if wanted.state == "untrained":

@@ -1,6 +1,6 @@
 """Pages of groups: filtered and sorted by the index, and searched in their texts as far as the time allows.
 
-A page ends after PAGE groups or SEARCH_S seconds. Its `next` is the place to go on from, so that a search over any
+A page ends after `limit` groups or SEARCH_S seconds. Its `next` is the place to go on from, so that a search over any
 number of samples answers at once and may be continued or given up.
 """
 
@@ -10,17 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import regex
 from fastapi import APIRouter, HTTPException, Query
-from pydantic import BaseModel, ConfigDict, Field
 
-from async_grpo.app.view.sample_index import Filter, SampleIndex
+from async_grpo.app.view.sample_index import SampleIndex, SamplesQuery
 
-PAGE, SEARCH_S, INDEX_S, MATCH_S = 25, 1.0, 0.25, 0.05
-"""Groups of a page; most seconds that a request searches and indexes; most seconds of a pattern on one text."""
+SEARCH_S, INDEX_S, MATCH_S = 1.0, 0.25, 0.05
+"""Most seconds that a request searches, that it indexes, and that a pattern has for one text."""
 SNIPPET = 160
 """Characters of a text that a list shows."""
 KEPT_RUNS = 8
@@ -41,35 +40,6 @@ class _Texts(msgspec.Struct):
     completions: list[_Text] = []
 
 
-class SamplesQuery(BaseModel):
-    """Parameters of a page of samples."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    q: str = Field(default="", max_length=400)
-    regex: bool = False
-    within: Literal["any", "prompt", "completion"] = "any"
-    sort: Literal["newest", "oldest", "reward", "spread", "length", "age", "step"] = "newest"
-    start: int = Field(default=0, ge=0)
-    limit: int = Field(default=PAGE, ge=1, le=200)
-    reward_min: float | None = None
-    reward_max: float | None = None
-    age_min: int | None = None
-    age_max: int | None = None
-    version_min: int | None = None
-    version_max: int | None = None
-    step_min: int | None = None
-    step_max: int | None = None
-    finish: str = ""
-    server: str = ""
-    state: Literal["", "trained", "untrained", "unverifiable"] = ""
-
-    @property
-    def filter(self) -> Filter:
-        """The part that the index answers."""
-        return Filter(**self.model_dump(include=set(Filter.__dataclass_fields__)))
-
-
 class RunSamples:
     """The samples of one run folder. Threads may share it."""
 
@@ -83,7 +53,7 @@ class RunSamples:
         matches = matcher(query.q, query.regex)
         with self._lock:
             indexed = self._index.update(INDEX_S)
-            groups, passing = self._index.select(query.filter, query.sort)
+            groups, passing = self._index.select(query)
             until, at = time.monotonic() + SEARCH_S, query.start
             items: list[dict[str, Any]] = []
             while at < len(groups) and len(items) < query.limit and time.monotonic() < until:
