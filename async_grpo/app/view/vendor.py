@@ -2,7 +2,7 @@
 
     npm pack NAME@VERSION  -->  sha512 as pinned here?  -->  static/vendor/NAME/ with its licence
 
-`python -m async_grpo.app.view.vendor` fetches what is missing. It needs npm and its registry (or npm's own cache), once.
+`python -m async_grpo.app.view.vendor` fetches what is missing. It needs npm and its registry, or npm's cache, once.
 setup.py loads this file by its path, so it imports the standard library alone.
 """
 
