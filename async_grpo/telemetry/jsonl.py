@@ -49,13 +49,16 @@ class RowFollower:
         self._path = path
         self._position = 0
 
-    def new_rows(self) -> list[dict[str, Any]]:
-        """Whole rows since the last call; a line that is still being written comes with a later call."""
+    def new_rows(self, most_bytes: int = -1) -> list[dict[str, Any]]:
+        """Whole rows since the last call; a line that is still being written comes with a later call.
+
+        With `most_bytes`, which must be more than the longest line, further rows come with the next call.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._position)
-            written = file.read()
+            written = file.read(most_bytes)
         whole = written[: written.rfind(b"\n") + 1]
         self._position += len(whole)
         return list(_parse(whole.splitlines()))

@@ -35,7 +35,8 @@ def view(
 
     def work() -> int:
         try:
-            from async_grpo.app.view.server import RunsRoot, make_app
+            from async_grpo.app.view.catalog import RunsRoot
+            from async_grpo.app.view.server import make_app
             from async_grpo.utils.http_server import HttpServer, address_of, is_local_name, listen
         except ImportError as error:
             raise DependencyError(

@@ -8,8 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from async_grpo.app.view import server
-from async_grpo.app.view.server import RunsRoot, make_app, news_of
+from async_grpo.app.view import news
+from async_grpo.app.view.catalog import RunsRoot
+from async_grpo.app.view.news import news_of
+from async_grpo.app.view.server import make_app
 from async_grpo.errors import ConfigError
 
 
@@ -71,15 +73,15 @@ async def test_wrong_parameters_are_named(runs: Path) -> None:
 
 
 async def test_a_row_that_is_written_is_news(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK_S", 0.01)
+    monkeypatch.setattr(news, "LOOK_S", 0.01)
     ending = asyncio.Event()
-    news = news_of(runs / "one", ending)
-    assert await anext(news) == "retry: 2000\n\n"
-    waiting = asyncio.ensure_future(anext(news))
+    stream = news_of(runs / "one", ending)
+    assert await anext(stream) == "retry: 2000\n\n"
+    waiting = asyncio.ensure_future(anext(stream))
     (runs / "one" / "metrics.jsonl").write_text("{}\n")
     assert await asyncio.wait_for(waiting, 5) == 'event: rows\ndata: ["metrics.jsonl"]\n\n'
     ending.set()
-    assert [event async for event in news] == []
+    assert [event async for event in stream] == []
 
 
 def test_what_is_no_folder_of_runs_says_what_to_name(tmp_path: Path) -> None:

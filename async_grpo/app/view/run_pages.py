@@ -1,0 +1,177 @@
+"""What the page shows of runs and sweeps, as JSON, and their reports as pages for a frame without scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, HTTPException, Query
+from fastapi.responses import FileResponse, HTMLResponse
+from markdown_it import MarkdownIt
+
+from async_grpo.app.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
+from async_grpo.app.view.columns import metric_groups, thinned
+from async_grpo.config.load import differing_keys
+
+LOG_BYTES = 64 << 10
+"""Bytes of the end of a log that are shown."""
+Axis = Literal["step", "time"]
+Runs = Annotated[list[str], Query(max_length=50)]
+Keys = Annotated[list[str], Query(max_length=200)]
+
+
+def run_routes(root: RunsRoot) -> APIRouter:
+    """The routes of runs: the list, one of them, curves of several."""
+    routes = APIRouter()
+
+    @routes.get("/api/runs")
+    def runs() -> list[dict[str, Any]]:
+        """All runs, the one that was at work last first."""
+        return [run.brief() for run in root.runs()]
+
+    @routes.get("/api/metrics")
+    def metrics() -> list[dict[str, Any]]:
+        """What curves can be of."""
+        return metric_groups()
+
+    @routes.get("/api/curves")
+    def curves(run: Runs, key: Keys, x: Axis = "step") -> list[dict[str, Any]]:
+        """Of each run: the curves that it has, key -> [x, y], and its evaluations."""
+        return [curves_of(root.run(one), key, x) for one in run]
+
+    @routes.get("/api/differences")
+    def differences(run: Runs) -> list[dict[str, Any]]:
+        """The settings in which the runs differ: a key, and its value in each."""
+        return differences_of([root.run(one) for one in run])
+
+    @routes.get("/api/runs/{name}")
+    def one_run(name: str) -> dict[str, Any]:
+        """Figures, settings, evaluations and warnings of a run."""
+        return root.run(name).details()
+
+    @routes.get("/api/runs/{name}/staleness")
+    def staleness(name: str, x: Axis = "step") -> dict[str, Any]:
+        """Shares of tokens by age, and groups over time."""
+        run = root.run(name)
+        run.columns.update()
+        settings, summary = run.run.settings(), run.details()["summary"]
+        capacity = summary.get("capacity_groups") or settings.get("redis", {}).get("capacity_groups")
+        return {
+            "ages": run.columns.ages(x),
+            "groups": run.columns.groups(),
+            "capacity": capacity,
+            "totals": summary.get("groups"),
+        }
+
+    @routes.get("/api/runs/{name}/logs/{role}")
+    def log(name: str, role: str) -> dict[str, str]:
+        """The end of a role's log."""
+        file = _file_in(root.find(name), "logs", f"{role}.log")
+        with file.open("rb") as written:
+            written.seek(max(0, file.stat().st_size - LOG_BYTES))
+            return {"role": role, "text": written.read().decode("utf-8", "replace")}
+
+    return routes
+
+
+def report_routes(root: RunsRoot) -> APIRouter:
+    """The routes of reports and their plots, and the list of sweeps."""
+    routes = APIRouter()
+
+    @routes.get("/api/sweeps")
+    def sweeps() -> list[dict[str, Any]]:
+        """The sweeps, the newest first."""
+        return [_sweep_facts(root, path) for path in root.sweeps()]
+
+    @routes.get("/reports/{kind}/{name}/report")
+    def report(kind: Literal["runs", "sweeps"], name: str, theme: Literal["light", "dark"] = "light") -> HTMLResponse:
+        """report.md as a page."""
+        return HTMLResponse(markdown_page(_file_in(folder_of(kind, name), "report.md"), theme))
+
+    @routes.get("/reports/{kind}/{name}/plots/{plot}")
+    def plot(kind: Literal["runs", "sweeps"], name: str, plot: str) -> FileResponse:
+        """A plot of a report."""
+        if not plot.endswith(".png"):
+            raise HTTPException(404, "plots are PNG files")
+        return FileResponse(_file_in(folder_of(kind, name), "plots", plot))
+
+    def folder_of(kind: str, name: str) -> Path:
+        return root.find(name) if kind == "runs" else root.sweep(name)
+
+    return routes
+
+
+def curves_of(run: KnownRun, keys: list[str], axis: Axis) -> dict[str, Any]:
+    """The curves of a run that has them; a key that ends in a dot stands for all keys that begin with it."""
+    columns, brief = run.columns, run.brief()
+    columns.update()
+    x, known = columns.x(axis), columns.keys()
+    found = {}
+    for key in keys:
+        for one in [name for name in known if name.startswith(key)] if key.endswith(".") else [key]:
+            points = thinned(x, columns.column(one))
+            if len(points[0]):
+                found[one] = [part.tolist() for part in points]
+    facts = {key: brief[key] for key in ("id", "name", "status", "age_bound", "max_staleness")}
+    return {**facts, "curves": found, "evaluations": _evaluations(run, axis)}
+
+
+def _evaluations(run: KnownRun, axis: Axis) -> list[dict[str, Any]]:
+    """The evaluations with their place on the axis; over time, the moment at which their version was made."""
+    steps, times = run.columns.column("step"), run.columns.x("time")
+    found = []
+    for row in run.run.evaluations():
+        version = row["version"]
+        place = min(int(np.searchsorted(steps, version)), len(steps) - 1)
+        at = version if axis == "step" else float(times[place]) if len(times) else 0.0
+        shown = {key: row.get(key) for key in ("version", "sampled_accuracy", "greedy_accuracy")}
+        found.append({**shown, "x": at, "mean": (row.get("figures") or {}).get("mean")})
+    return found
+
+
+def differences_of(runs: list[KnownRun]) -> list[dict[str, Any]]:
+    """The dotted keys of config.yaml that differ between any two runs, with the value in each."""
+    settings = [run.run.settings() for run in runs]
+    keys = {key for other in settings[1:] for key in differing_keys(settings[0], other, free=("name",))}
+    return [{"key": key, "values": [_value(each, key) for each in settings]} for key in sorted(keys)]
+
+
+def _value(settings: Any, key: str) -> Any:
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    return settings
+
+
+def _sweep_facts(root: RunsRoot, path: Path) -> dict[str, Any]:
+    try:
+        points = json.loads((path / SWEEP_RECORD).read_text()).get("points") or []
+    except (OSError, ValueError, AttributeError):
+        points = []
+    runs = [root.id_of(run.run.path) for run in root.runs() if run.run.path.is_relative_to(path)]
+    return {
+        "id": root.id_of(path),
+        "name": str(path.relative_to(root.path)) if path != root.path else path.name,
+        "points": len(points),
+        "runs": runs,
+        "has_report": (path / "report.md").is_file(),
+        "changed_s": path.stat().st_mtime,
+    }
+
+
+def _file_in(folder: Path, *parts: str) -> Path:
+    """A file of the folder. Raises HTTPException if it is not there, or a link leads out of it."""
+    path = folder.joinpath(*parts)
+    plain = not any(part in ("", "..") or "/" in part or "\0" in part for part in parts)
+    if plain and path.is_file() and path.resolve().is_relative_to(folder):
+        return path
+    raise HTTPException(404, f"{folder.name} has no {'/'.join(parts)} yet")
+
+
+def markdown_page(file: Path, theme: str) -> str:
+    """The file as HTML. Markup that it contains stays text, and its links lead nowhere but to http and https."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    body = parser.render(file.read_text("utf-8", "replace"))
+    head = '<meta charset="utf-8"><title>Report</title><link rel="stylesheet" href="/static/page.css">'
+    return f'<!doctype html><html lang="en" data-theme="{theme}"><head>{head}</head><body class="report">{body}</body>'
