@@ -115,7 +115,7 @@ def _draw_scores(axes: Axes, evaluations: Sequence[Row], name: str, kind: str, *
     """Draw a line through the measured versions, and its interval as an area with whiskers where it was computed."""
     points = [(row["version"], value) for row in evaluations if (value := number(row, f"{name}_accuracy")) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), markersize=5, **style)
+        axes.plot(*zip(*points, strict=True), markersize=5 if len(points) <= 40 else 2, **style)
     known = [(row["version"], (row.get("figures") or {}).get(kind)) for row in evaluations]
     bands = [(version, found["low"], found["high"]) for version, found in known if found]
     if bands:

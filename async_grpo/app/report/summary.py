@@ -58,9 +58,7 @@ def summarize(
         "trained_tokens": int(sum(numbers(steps, "trained_tokens"))),
         "wall_s": wall_s,
         "prepare_s": prepare_s,
-        "start_s": sum(numbers(steps, "start_s")),
-        "steps_s": sum(numbers(steps, "step_s")),
-        "generated_tokens_per_s": rate(generated_tokens, sum(numbers(steps, "step_s"))),
+        **_whole_run(steps, generated_tokens),
         **_steady(behind_head_start(steps, config.max_staleness), servers),
         **_ages(steps),
         **_logprob_gap([*steps, *last_of_each(probes, "version")]),
@@ -84,6 +82,16 @@ def _settings(config: RunConfig) -> Facts:
         "group_size": config.group_size,
         "capacity_groups": config.capacity_groups,
         "max_tokens": config.sampling.max_tokens,
+    }
+
+
+def _whole_run(steps: Sequence[Row], generated_tokens: int) -> Facts:
+    """Parts of the wall time, and the throughput of generation per second of the steps."""
+    steps_s = sum(numbers(steps, "step_s"))
+    return {
+        "start_s": sum(numbers(steps, "start_s")),
+        "steps_s": steps_s,
+        "generated_tokens_per_s": rate(generated_tokens, steps_s),
     }
 
 
