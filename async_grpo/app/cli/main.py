@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from async_grpo.app.cli import bench, buffer, checkpoints
+from async_grpo.app.cli import bench, buffer, checkpoints, runs
 from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
 from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, RunFolderArgument, Steps, exit_with
@@ -45,6 +45,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(buffer.app, name="buffer")
+app.add_typer(runs.app, name="runs")
 app.command()(prepare)
 app.command()(import_config)
 app.command()(configs)

@@ -157,7 +157,7 @@ def open_run(config: RunConfig, *, fresh: bool = False) -> RunFolder:
     """
     folder = RunFolder(config.run_dir.absolute())
     if fresh and folder.path.exists():
-        _remove(folder)
+        remove_run(folder)
     if folder.config_file.exists():
         _check_same_experiment(folder, config)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -203,8 +203,8 @@ def _short(value: str) -> str:
     return value if _SAFE_VALUE.match(value) else hashlib.sha256(value.encode()).hexdigest()[:8]
 
 
-def _remove(folder: RunFolder) -> None:
-    """Remove the folder, but only if a run made it."""
+def remove_run(folder: RunFolder) -> None:
+    """Remove the folder, but only if a run made it. Raises ConfigError otherwise, and if a process is at work in it."""
     known = folder.config_file.exists() or (folder.path / _LOCK).exists()
     if not known and any(folder.path.iterdir()):
         raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")

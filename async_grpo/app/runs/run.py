@@ -12,12 +12,13 @@ missing or of an older release; what cannot be read is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from async_grpo.app.launch.run_folder import RunFolder, RunState
@@ -122,7 +123,7 @@ class Run:
         rows: Iterable[Row] = [row for file in files for row in read_rows(file)]
         known: dict[int, Facts] = {
             row["version"]: dict(row)
-            for row in [*(self._written_summary().get("evaluations") or []), *rows]
+            for row in [*(self.written_summary().get("evaluations") or []), *rows]
             if isinstance(row.get("version"), int)
         }
         return [known[version] for version in sorted(known)]
@@ -130,18 +131,21 @@ class Run:
     def summary(self) -> Facts:
         """summary.json, or the same figures from the other files if there is none of all steps yet, without the groups'
         account."""
-        written = self._written_summary()
+        written = self.written_summary()
         is_whole = written and int(written.get("steps") or 0) >= len(self.steps())
-        return written if is_whole else self._computed_summary()
+        return written if is_whole else self.computed_summary()
 
-    def _written_summary(self) -> Facts:
+    def written_summary(self) -> Facts:
+        """summary.json; {} if it is missing or torn."""
         try:
             found = json.loads((self.path / SUMMARY).read_text())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _computed_summary(self) -> Facts:
+    def computed_summary(self, stats: Facts | None = None, counters: Mapping[str, int] | None = None) -> Facts:
+        """The summary from the other files. `stats` (fields of BufferStats) and `counters` are those of the server;
+        without them, the groups' account and the generated tokens are missing."""
         rows, state = self.rows(), self.state()
         steps = of_kind(rows, "step")
         times = [time_s for row in steps if (time_s := number(row, "time_s")) is not None]
@@ -153,10 +157,33 @@ class Run:
         except (ConfigError, OSError):
             return {"name": self.name, "steps": len(last_of_each(steps, "step")), "wall_s": wall_s}
         servers = [read_rows(path) for path in self.files("timeline") if path.name.startswith("rollout-")]
-        probes = of_kind(rows, "probe")
+        probes, counters = of_kind(rows, "probe"), {**(counters or {}), **restarts}
         return summarize(
-            config, steps, probes, evaluations, {}, restarts, wall_s, prepare_s=state.prepare_s, servers=servers
+            config,
+            steps,
+            probes,
+            evaluations,
+            stats or {},
+            counters,
+            wall_s,
+            prepare_s=state.prepare_s,
+            servers=servers,
         )
+
+    def samples(self, step: int | None = None) -> list[dict[str, Any]]:
+        """The groups in samples/*.jsonl (`telemetry.rows`), or those among them that the optimizer step `step` trained,
+        once trained.jsonl has it."""
+        rows = [row for file in self.files("samples") for row in read_rows(file) if row.get("completions")]
+        if step is None:
+            return rows
+        trained = [row for row in read_rows(self.path / "trained.jsonl") if row.get("step") == step]
+        return [row for row in rows if trained and str(row.get("seq")) in trained[-1].get("groups", {})]
+
+    @property
+    def written_s(self) -> float:
+        """When the run last wrote a step or its state, in seconds since the epoch."""
+        files = [self.path / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
+        return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
     def files(self, kind: str) -> list[Path]:
         """The files in one of the folders `samples`, `timeline`, `evaluations`, `logs` and `plots`, by name."""
@@ -164,8 +191,7 @@ class Run:
 
 
 def _evaluation(row: Row) -> Evaluation:
-    fields = ("version", "prompts", "samples", "sampled_accuracy", "greedy_accuracy")
-    return Evaluation(**{key: row[key] for key in fields if key in row})
+    return msgspec.convert(row, Evaluation)
 
 
 def _is_run(path: Path) -> bool:
@@ -182,9 +208,4 @@ def list_runs(root: Path) -> list[Run]:
     if _is_run(root):
         return [Run(root)]
     found = {path for pattern in ("*", "*/*", "*/*/*") for path in root.glob(pattern) if _is_run(path)}
-    return [Run(path) for path in sorted(found, key=_last_write, reverse=True)]
-
-
-def _last_write(path: Path) -> float:
-    files = [path / name for name in ("metrics.jsonl", "run.json", "config.yaml")]
-    return max(file.stat().st_mtime for file in files if file.exists())
+    return sorted(map(Run, found), key=lambda run: run.written_s, reverse=True)

@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
-from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
+from async_grpo.app.launch.run_folder import RunFolder, RunState, open_run, write_config
 from async_grpo.app.launch.state_plane import check_fresh, open_state_plane
+from async_grpo.app.runs.run import Run
+from async_grpo.app.runs.upkeep import Wanted, carry_out, choose
 from async_grpo.config import RedisConfig, RunConfig, dump
 from async_grpo.errors import ConfigError
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
@@ -149,3 +151,29 @@ async def test_fresh_asks_nothing_where_the_server_knows_no_such_run(redis_confi
     config = config_in(tmp_path, redis_config, "never-begun")
     assert await start_over(config, None) == []
     assert await knows_run(config.redis, config.name)
+
+
+async def test_clean_removes_the_keys_of_finished_runs_alone(redis_config: RedisConfig, tmp_path: Path) -> None:
+    done, open_ = (config_in(tmp_path, redis_config, name) for name in ("clean-done", "clean-open"))
+    for config in (done, open_):
+        await begin(config)
+    RunFolder(done.run_dir).write_state(RunState(finished_steps=done.steps))
+    command = ("runs", "clean", str(tmp_path), "--redis", "--yes")
+    result = await asyncio.to_thread(CliRunner().invoke, app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert result.output.count("deleted keys of") == 1
+    assert not await knows_run(redis_config, done.name)
+    assert await knows_run(redis_config, open_.name)
+    assert done.run_dir.exists()
+
+
+async def test_clean_leaves_the_keys_of_another_folders_run(redis_config: RedisConfig, tmp_path: Path) -> None:
+    ours, mine = (config_in(tmp_path / folder, redis_config, "clean-both") for folder in ("ours", "mine"))
+    await begin(ours)
+    folder = open_run(mine)
+    write_config(folder, mine, for_roles=mine)
+    removals = choose([Run(folder.path)], Wanted(), now_s=0.0)
+    async with theirs(ours):
+        with pytest.raises(ConfigError, match=r"begun in .*ours/clean-both\. Nothing is deleted"):
+            await carry_out(removals[0])
+    assert folder.path.exists()
