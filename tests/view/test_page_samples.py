@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.view_runs import HOSTILE, sample_row, write_samples
-from tests.view.conftest import HOSTILE_RUN, view_of
+from tests.support.view_runs import HOSTILE, sample_row, write_run, write_samples
+from tests.view.conftest import HOSTILE_RUN, serving, view_of
 
 
 def facts_of(page: Any) -> dict[str, str]:
@@ -40,6 +40,29 @@ def test_tokens_are_told_apart_by_more_than_their_colour(address: str, open_page
     assert styles == ["solid", "dashed"]
     assert page.locator(".completion").first.locator(".mark").all_inner_texts() == ["v0", "v1"]
     assert "v1 age 0, 48 tokens" in page.locator(".legend").first.inner_text()
+
+
+def test_tokens_without_a_gradient_say_why(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = write_run(tmp_path / "runs" / "tools", groups=4)
+    row = sample_row(77)
+    row["completions"][0]["turns"] = [[0, 15, True], [15, 20, False], [20, 24, True]]
+    write_samples(run, [{**row, "time_s": 1.8e9}])
+    with (run / "trained.jsonl").open("a") as file:
+        file.write('{"step": 21, "skipped": false, "mask_below": 20, "groups": {"77": null}}\n')
+    with serving(tmp_path / "runs") as address:
+        page = open_page(view_of(address, "tools", "samples"))
+        first = page.locator(".completion").first
+        seen = {}
+        for place in (3, 13, 17):
+            first.locator(f"[data-place='{place}']").hover()
+            seen[place] = facts_of(page)
+        stripes = first.locator(".tool").count()
+        page.close()
+    assert stripes == 5
+    assert seen[3]["gradient"] == "gradient no: older than the bound, context only"
+    assert seen[13]["advantage"] == "advantage not recorded: the KL penalty is in the reward"
+    assert "gradient" not in seen[13]
+    assert seen[17]["log-probability"] == "log-probability none: the environment wrote it"
 
 
 def test_search_filters_and_the_first_time_it_reasoned(address: str, open_page: Callable[..., Any]) -> None:
