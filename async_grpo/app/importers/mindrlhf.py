@@ -129,7 +129,7 @@ ROWS = (
             KeyRow("lr_schedule.lr", "trainer.optimizer.lr", "", 5e-7),
             KeyRow("lr_schedule.min_lr", "trainer.optimizer.min_lr", "", 1e-10),
             KeyRow("lr_schedule.lr_decay_style", "trainer.optimizer.schedule", "", "cosine"),
-            KeyRow("lr_schedule.warmup_step", "trainer.optimizer.warmup_steps", "", 10),
+            KeyRow("lr_schedule.warmup_step", "trainer.optimizer.warmup_steps", "updates there", 10),
             KeyRow("lr_schedule.decay_steps", note="the rate falls over all steps of the run", near="steps"),
             KeyRow(
                 "model_config", note="the layers are read from the checkpoint's config.json", near="model.architecture"
@@ -243,6 +243,7 @@ def _updates(t: Translation, groups: int) -> None:
     rows = t.integer(f"{_RL}batch_size") * t.integer(f"{layout}data_parallel") * micro
     samples = rows * max(1, t.integer(f"{_RL}pack_num"))
     updates = max(1, groups * t.settings["group_size"].value // samples)
+    t.updates_per_step = updates * t.integer(f"{_RL}num_iterations")
     if updates > 1:
         fewer = (
             f"; there {updates} of {samples} samples, here no update has less than a group" if updates > groups else ""
@@ -262,7 +263,7 @@ def _optimizer(t: Translation) -> None:
         t.set(f"{keys}{ours}", t.number(f"{optimizer}{theirs}"))
     style = f"{schedule}lr_decay_style"
     set_schedule(
-        t, str(t.get(style)), t.number(f"{schedule}warmup_step"), key=style, min_lr=t.number(f"{schedule}min_lr")
+        t, str(t.get(style)), t.steps(f"{schedule}warmup_step"), key=style, min_lr=t.number(f"{schedule}min_lr")
     )
     if t.flag(f"{optimizer}opt_offload"):
         t.set(f"{keys}offload", True)

@@ -12,6 +12,7 @@ import math
 from async_grpo.app.importers.parts import (
     KL_ESTIMATORS,
     DeviceCount,
+    block_of,
     set_data,
     set_devices,
     set_kl,
@@ -325,7 +326,7 @@ def _devices(t: Translation) -> None:
     if sizes["tensor_parallel"] > 1:
         t.set("trainer.sequence_parallel", t.flag(_either(t, "sequence_parallel")))
     set_recompute(t, str(t.get(_either(t, "recompute_granularity")) or "none"))
-    block = sizes["tensor_parallel"] * sizes["pipeline_parallel"] * sizes["context_parallel"]
+    block = block_of(*(sizes[f"{kind}_parallel"] for kind in ("tensor", "pipeline", "context", "expert")))
     devices = t.integer(f"{_RL}actor_resource.num_npus")
     set_devices(t, DeviceCount("npu", 1, devices, block, t.integer(f"{_GENERATE}infer_tensor_parallel_size")))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -108,11 +109,16 @@ class DeviceCount:
     nodes: int
     per_node: int
     block: int
-    """Ranks of one copy of the trained model: tensor * pipeline * context parallel."""
+    """The ranks are a multiple of it: see `block_of`."""
     engine: int
     """Devices of one engine."""
     rollout_devices: int = 0
     """Devices that only generate; 0: trainer and engines take turns on the same ones."""
+
+
+def block_of(tensor: int, pipeline: int, context: int, expert: int) -> int:
+    """Ranks that hold the model once, and whose experts are laid out evenly."""
+    return math.lcm(tensor * pipeline * context, pipeline * max(1, expert))
 
 
 def set_devices(t: Translation, count: DeviceCount) -> None:
@@ -129,7 +135,7 @@ def set_devices(t: Translation, count: DeviceCount) -> None:
         half = nodes * count.per_node if count.nodes > 1 else total // 2
         ranks = max(half // count.block, 1) * count.block
         generating = max(total - ranks, count.engine)
-        why = f"there all {total} devices did both in turn; here half train and half generate"
+        why = f"there all {total} devices did both in turn; here {ranks} train and {generating} generate"
     if ranks % nodes:
         nodes = 1
     t.set("trainer.processes", ranks, why)

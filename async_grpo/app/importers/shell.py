@@ -19,7 +19,7 @@ from async_grpo.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=\(")
-_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)")
+_REFERENCE = re.compile(r"\$\{(\w+)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)")
 _ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[@\]\}")
 _OPENERS, _CLOSERS = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
 _ENDS = {"|", "||", "&&", ">", ">>", "<", "&", ";", "2>&1", "&>"}
@@ -93,6 +93,8 @@ class LaunchScript:
                 break
             if array := _ELEMENTS.fullmatch(token):
                 words += self.arrays.get(array.group(1), [])
+            elif _REFERENCE.fullmatch(token):
+                words += self._filled(token).split()  # a variable that holds several words
             elif token not in ("$@", "$*"):
                 words.append(self._filled(token))
         return words
@@ -194,7 +196,7 @@ def _fold(text: str) -> str:
 def _statements(text: str) -> Iterator[str]:
     """Logical lines: continued lines are joined, and an array or a quote that spans lines is one."""
     pending = ""
-    for line in re.sub(r"\\\n", " ", text).splitlines():
+    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
         pending = f"{pending}\n{line}" if pending else line
         if _ARRAY.match(pending) and not re.search(r"\)\s*(?:#.*)?$", line):
             continue

@@ -134,6 +134,8 @@ class Translation:
     given: GivenKeys
     rows: int | None = None
     """Rows of the training data, which turn epochs into steps."""
+    updates_per_step: int = 1
+    """Optimizer updates of one of our steps, where the other system counts its schedules in updates."""
     settings: dict[str, Setting] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
@@ -161,6 +163,11 @@ class Translation:
     def integer(self, key: str) -> int:
         """`number`, cut to an integer."""
         return int(self.number(key))
+
+    def steps(self, key: str) -> int:
+        """A number of optimizer updates as a number of our steps, at least 1; 0 where there is none."""
+        updates = self.number(key)
+        return max(1, round(updates / self.updates_per_step)) if updates > 0 else 0
 
     def flag(self, key: str) -> bool:
         """`get` as true or false."""

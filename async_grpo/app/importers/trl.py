@@ -91,7 +91,7 @@ ROWS = (
     KeyRow("lr_scheduler_kwargs.min_lr", "trainer.optimizer.min_lr"),
     KeyRow("lr_scheduler_kwargs.min_lr_rate", "trainer.optimizer.min_lr", "times learning_rate"),
     KeyRow("warmup_ratio", "trainer.optimizer.warmup_steps", "a share of the steps", 0.0),
-    KeyRow("warmup_steps", "trainer.optimizer.warmup_steps", "", 0),
+    KeyRow("warmup_steps", "trainer.optimizer.warmup_steps", "updates there", 0),
     KeyRow("weight_decay", "trainer.optimizer.weight_decay", "", 0.0),
     KeyRow("adam_beta1", "trainer.optimizer.beta1", "", 0.9),
     KeyRow("adam_beta2", "trainer.optimizer.beta2", "", 0.999),
@@ -136,10 +136,10 @@ ROWS = (
     KeyRow("vllm_*", note="servers are started with the run", near="rollout.servers"),
     KeyRow("seed", "seed", "", 42),
     KeyRow("shuffle_dataset", "data.shuffle", "", True),
-    KeyRow("save_steps", "trainer.checkpoint.every_steps", "", 500),
+    KeyRow("save_steps", "trainer.checkpoint.every_steps", "updates there", 500),
     KeyRow("save_total_limit", "trainer.checkpoint.keep"),
     KeyRow("save_strategy", note="a run always has checkpoints", near="trainer.checkpoint.every_steps"),
-    KeyRow("eval_steps", "eval.every_steps"),
+    KeyRow("eval_steps", "eval.every_steps", "updates there"),
     KeyRow("num_generations_eval", "eval.samples"),
     KeyRow("do_eval", note="a run is always evaluated before and after", near="eval.every_steps"),
     KeyRow("eval_*", note="a run is always evaluated before and after", near="eval.every_steps"),
@@ -229,12 +229,9 @@ def _batches(t: Translation) -> None:
     passes = t.integer("num_iterations")
     if passes > 1:
         t.set("trainer.num_iterations", passes)
+    t.updates_per_step = updates * passes
     if t.integer("max_steps") > 0:
-        t.set(
-            "steps",
-            max(1, t.integer("max_steps") // (updates * passes)),
-            f"{t.integer('max_steps')} updates" if updates * passes > 1 else "",
-        )
+        t.set("steps", t.steps("max_steps"), f"{t.integer('max_steps')} updates" if updates * passes > 1 else "")
         t.drop("num_train_epochs", "max_steps decides", "steps")
     else:
         set_steps(t, "num_train_epochs", groups)
@@ -257,7 +254,7 @@ def _optimizer(t: Translation) -> None:
     style = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}.get(
         name := str(t.get("lr_scheduler_type")), name
     )
-    set_schedule(t, style, t.number("warmup_steps") or t.number("warmup_ratio"), key="lr_scheduler_type", min_lr=lowest)
+    set_schedule(t, style, t.steps("warmup_steps") or t.number("warmup_ratio"), key="lr_scheduler_type", min_lr=lowest)
     set_recompute(t, "full" if t.flag("gradient_checkpointing") else "none")
 
 
@@ -351,11 +348,11 @@ def _run(t: Translation) -> None:
             "0.8 or more is usual on devices of its own",
         )
     if t.get("save_strategy") in (None, "steps") and t.number("save_steps") >= 1:
-        t.set("trainer.checkpoint.every_steps", t.integer("save_steps"))
+        t.set("trainer.checkpoint.every_steps", t.steps("save_steps"))
     if t.integer("save_total_limit"):
         t.set("trainer.checkpoint.keep", t.integer("save_total_limit"))
     if t.number("eval_steps") >= 1:
-        t.set("eval.every_steps", t.integer("eval_steps"))
+        t.set("eval.every_steps", t.steps("eval_steps"))
     if t.integer("num_generations_eval"):
         t.set("eval.samples", t.integer("num_generations_eval"))
     if t.has("report_to"):

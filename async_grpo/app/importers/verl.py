@@ -15,6 +15,7 @@ from pathlib import Path
 from async_grpo.app.importers.parts import (
     KL_ESTIMATORS,
     DeviceCount,
+    block_of,
     set_data,
     set_devices,
     set_kl,
@@ -308,13 +309,9 @@ def _devices(t: Translation) -> None:
     generating = 0
     if is_fully_async(t) or t.has("rollout.n_gpus_per_node"):
         generating = t.integer("rollout.nnodes") * t.integer("rollout.n_gpus_per_node")
+    block, engine = block_of(tp, pp, cp, ep), t.integer(f"{ROLLOUT}tensor_model_parallel_size")
     known = platform if platform in ("cuda", "npu", "cpu") else "cuda"
-    set_devices(
-        t,
-        DeviceCount(
-            known, nodes, per_node, tp * pp * cp, t.integer(f"{ROLLOUT}tensor_model_parallel_size"), generating
-        ),
-    )
+    set_devices(t, DeviceCount(known, nodes, per_node, block, engine, generating))
 
 
 def _engine(t: Translation) -> None:

@@ -270,6 +270,8 @@ ROWS = (
     KeyRow("reward_model.*", note="a model that judges is reached over HTTP", near="rewards.functions"),
     KeyRow("critic.*", note="there is no critic"),
     KeyRow("distillation.*", note="there is no distillation"),
+    KeyRow("model_engine", note="the trainer is Megatron-core", near="trainer"),
+    KeyRow("actor@*", note="the trainer is Megatron-core", near="trainer"),
     KeyRow("hydra.*", note="Hydra's own"),
     KeyRow("defaults", note="files that Hydra adds are not read; verl's defaults are taken"),
     KeyRow("global_profiler.*", note="see docs/operations.md", near="telemetry"),

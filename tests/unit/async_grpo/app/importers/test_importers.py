@@ -124,6 +124,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
             "trainer.objective.aggregation": None,  # of the preset: seq_mean_token_mean
             "trainer.optimizer.schedule": "cosine",
             "trainer.optimizer.min_lr": 1e-10,
+            "trainer.optimizer.warmup_steps": 1,  # 10 of 32 updates a step
             "trainer.tensor_parallel": 4,
             "trainer.processes": 8,
             "trainer.recompute": "full",
@@ -237,6 +238,10 @@ DATA=(
 if [ "$1" = long ]; then
     temperature=0.5
 fi
+MORE="
+    trainer.device=npu \\
+    trainer.nnodes=${3:-2}
+"
 case "$2" in
     *) DATA+=(data.seed=7) ;;
 esac
@@ -244,7 +249,7 @@ echo "$(rm -rf /nowhere)" > /dev/null
 "${LAUNCH[@]}" -m verl.trainer.main_ppo "${DATA[@]}" \\
     actor_rollout_ref.actor.ppo_mini_batch_size=$mini \\
     +actor_rollout_ref.rollout.temperature=${temperature} \\
-    trainer.device=npu trainer.total_training_steps=3 "$@" 2>&1 | tee log.txt
+    $MORE trainer.total_training_steps=3 "$@" 2>&1 | tee log.txt
 """
 
 
@@ -254,6 +259,7 @@ def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -
     assert given.values["data.train_batch_size"] == 16
     assert given.values["data.max_prompt_length"] == 64
     assert given.values["trainer.total_training_steps"] == 3
+    assert (given.values["trainer.device"], given.values["trainer.nnodes"]) == ("npu", 2)
     assert "actor_rollout_ref.rollout.temperature" not in given.values
     [unknown] = [item for item in given.left_out if item.key == "actor_rollout_ref.rollout.temperature"]
     assert "temperature is set only inside an if" in unknown.reason
@@ -315,9 +321,11 @@ def test_updates_of_a_round_of_generation_become_mini_batches(tmp_path: Path) ->
         "steps_per_generation: 4",
         "gradient_accumulation_steps: 2",
         "max_steps: 40",
+        "warmup_steps: 10",
     ]
     config = import_file(SOURCES["trl"], write(tmp_path, "trl.yaml", "\n".join(lines)), {}).config
     assert (config.groups_per_step, config.trainer.mini_batches, config.steps) == (4, 2, 20)
+    assert config.trainer.optimizer.warmup_steps == 5  # 10 updates
 
 
 def test_truncated_sampling_is_listed_and_not_taken(tmp_path: Path) -> None:
