@@ -11,8 +11,8 @@
 Imports go downwards only. A rollout server waits for room in the buffer, the trainer waits for a batch, and neither
 waits for the other. docs/architecture.md follows one sample and one tensor through the files.
 
-The public names are `RunConfig`, `load` and `__version__`. They are imported when they are first used, because every
-child process imports this module.
+The public names are `run` and `load_run`, `Run`, `RunConfig`, `load` and `__version__`. They are imported when they are
+first used, because every child process imports this module.
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from async_grpo.app.runs.run import Run
+    from async_grpo.app.runs.start import load_run, run
     from async_grpo.config import RunConfig, load
 
     __version__: str
 
-__all__ = ["RunConfig", "__version__", "load"]
+__all__ = ["Run", "RunConfig", "__version__", "load", "load_run", "run"]
+_HOMES = {
+    "Run": "app.runs.run",
+    "RunConfig": "config",
+    "load": "config",
+    "load_run": "app.runs.start",
+    "run": "app.runs.start",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -33,8 +42,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("async-grpo")
-    if name in __all__:
-        from async_grpo import config
+    if name in _HOMES:
+        from importlib import import_module
 
-        return getattr(config, name)
+        return getattr(import_module(f"async_grpo.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

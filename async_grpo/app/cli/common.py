@@ -28,14 +28,24 @@ def complete_config(incomplete: str) -> list[str]:
     """Names of shipped configurations, configuration files, and folders of runs, that begin with what is typed."""
     from async_grpo.config.load import shipped_configs
 
-    typed, shipped = Path(incomplete), sorted(path.stem for path in shipped_configs().glob("*.yaml"))
+    shipped = sorted(path.stem for path in shipped_configs().glob("*.yaml"))
+    return [*(name for name in shipped if name.startswith(incomplete)), *_paths_like(incomplete, (".yaml", ".yml"))]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Folders of runs that begin with what is typed; without anything, those in runs/."""
+    return _paths_like(incomplete, ())
+
+
+def _paths_like(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
+    typed = Path(incomplete)
     folder = typed if incomplete.endswith("/") or not incomplete else typed.parent
     places = [folder] if incomplete else [Path("runs")]
     found = [path for place in places if place.is_dir() for path in sorted(place.iterdir())]
     fitting = [path for path in found if str(path).startswith(incomplete) and not path.name.startswith(".")]
-    files = [str(path) for path in fitting if path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()]
+    files = [str(path) for path in fitting if path.suffix in suffixes or (path / "config.yaml").is_file()]
     folders = [f"{path}/" for path in fitting if path.is_dir() and str(path) not in files]
-    return [*(name for name in shipped if name.startswith(incomplete)), *files, *folders]
+    return [*files, *folders]
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -59,7 +69,7 @@ OptionalConfigFile = Annotated[
 Override = Annotated[list[str] | None, _KEY_VALUE]
 RunFolderArgument = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="Folder of the run, such as runs/quickstart.", autocompletion=complete_config),
+    typer.Argument(metavar="RUN", help="Folder of the run, such as runs/quickstart.", autocompletion=complete_run),
 ]
 Steps = Annotated[
     int | None,

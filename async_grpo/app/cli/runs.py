@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import RunFolderArgument, exit_with, print_line
+from async_grpo.app.cli.common import RunFolderArgument, complete_run, exit_with, print_line
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.utils.text import escape_controls, figure
 
@@ -94,7 +94,10 @@ def show(run: RunFolderArgument, as_json: AsJson = False) -> None:
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Folders of two runs or more.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN ...", help="Folders of two runs or more.", autocompletion=complete_run),
+    ],
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Also draw rewards and throughput over the steps.")
     ] = None,

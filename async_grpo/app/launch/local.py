@@ -161,7 +161,7 @@ class LocalRun:
         self._plane, self._folder, self._view, self._state = plane, folder, view, state
         self._started_s = time.monotonic()
         self._wall_before_s = state.wall_s
-        self._state.command, self._state.failure = command, ""
+        self._state.command, self._state.failure = command or self._state.command, ""
         self._supervisor = RoleSupervisor(
             plane.config.name,
             specs,
