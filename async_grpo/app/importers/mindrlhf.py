@@ -13,6 +13,7 @@ from pathlib import Path
 
 from async_grpo.app.importers.parts import (
     set_data,
+    set_group_size,
     set_kl,
     set_lengths,
     set_model,
@@ -210,7 +211,7 @@ def translate(t: Translation) -> None:
     replicas = t.integer(f"{_GENERATE}{_LAYOUT}data_parallel")
     groups = t.integer(f"{_RL}num_rollouts") * t.integer(f"{_RL}chunk_size") * replicas
     t.set("groups_per_step", groups, "chunk_size * num_rollouts * data_parallel of generation")
-    t.set("group_size", max(2, t.integer(f"{_RL}num_generations")))
+    set_group_size(t, f"{_RL}num_generations")
     t.set("max_staleness", 0, "on policy, as there; 1 or 2 lets both sides work at once")
     t.set("seed", t.integer(f"{_RL}seed"))
     set_steps(t, f"{_RL}epochs", groups)

@@ -15,6 +15,7 @@ from async_grpo.app.importers.parts import (
     block_of,
     set_data,
     set_devices,
+    set_group_size,
     set_kl,
     set_lengths,
     set_model,
@@ -204,7 +205,7 @@ def translate(t: Translation) -> None:
     set_name(t, f"{_RL}wandb_exp_name", "from-mindspeed-rl")
     groups, mini = t.integer(f"{_TRAINING}global_batch_size"), t.integer(f"{_RL}mini_batch_size")
     t.set("groups_per_step", groups, "prompts")
-    t.set("group_size", max(2, t.integer(f"{_RL}n_samples_per_prompt")))
+    set_group_size(t, f"{_RL}n_samples_per_prompt")
     if mini < groups:
         t.set("trainer.mini_batches", math.ceil(groups / mini), f"updates of {mini} prompts")
     t.set("steps", t.integer(f"{_TRAINING}train_iters"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from async_grpo.app.importers.translation import Translation
@@ -28,7 +28,8 @@ def set_name(t: Translation, key: str, fallback: str) -> None:
 
 def set_model(t: Translation, path: Any) -> None:
     """The policy, and its architecture where the name tells it."""
-    t.set("model.path", str(path) if path else "models/CHANGE-ME", "a Hugging Face folder with tokenizer")
+    shown = str(Path(str(path)).expanduser()) if str(path or "").startswith("~") else str(path or "models/CHANGE-ME")
+    t.set("model.path", shown, "a Hugging Face folder with tokenizer")
     name = str(path or "").rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace("qwen25", "qwen2.5")
     for suffix in ("-instruct", "-chat", "-base"):
         name = name.removesuffix(suffix)
@@ -87,6 +88,12 @@ def set_schedule(t: Translation, style: str, warmup: float, *, key: str, min_lr:
     if warmup > 0:
         steps = round(warmup * t.settings["steps"].value) if warmup < 1 else int(warmup)
         t.set("trainer.optimizer.warmup_steps", steps, "a share of the steps" if warmup < 1 else "")
+
+
+def set_group_size(t: Translation, key: str) -> None:
+    """Samples of a prompt; below 2 there is no group to compare with."""
+    size = t.integer(key)
+    t.set("group_size", max(2, size), "" if size >= 2 else f"CHANGE ME: {size} there; a group has at least 2 samples")
 
 
 def set_steps(t: Translation, epochs: str, groups: int) -> None:

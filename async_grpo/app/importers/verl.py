@@ -18,6 +18,7 @@ from async_grpo.app.importers.parts import (
     block_of,
     set_data,
     set_devices,
+    set_group_size,
     set_kl,
     set_lengths,
     set_model,
@@ -137,7 +138,7 @@ def _batches(t: Translation) -> None:
         t.set("trainer.mini_batches", updates, f"updates of {mini} prompts")
     if "steps" not in t.settings:
         set_steps(t, "trainer.total_epochs", groups)
-    t.set("group_size", max(2, t.integer(f"{ROLLOUT}n")))
+    set_group_size(t, f"{ROLLOUT}n")
     if t.integer(f"{ACTOR}ppo_epochs") > 1:
         t.set("trainer.num_iterations", t.integer(f"{ACTOR}ppo_epochs"))
 

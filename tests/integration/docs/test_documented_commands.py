@@ -33,6 +33,13 @@ EXECUTED: dict[str, dict[str, str]] = {
     "async-grpo convert Qwen/folder megatron/folder": {},
     "async-grpo convert megatron/folder back/folder": {},
     "async-grpo export runs/NAME out/folder --version 40": {"NAME": "quickstart", "40": "2"},
+    "async-grpo runs list [RUNS]": {" [RUNS]": ""},
+    "async-grpo runs show runs/NAME": {"NAME": "quickstart"},
+    "async-grpo runs compare runs/A runs/B": {"runs/A": "runs/quickstart", "runs/B": "runs/quickstart-seed.2"},
+    "async-grpo runs samples runs/NAME --worst -n 5": {"NAME": "quickstart"},
+    "async-grpo runs report runs/NAME": {"NAME": "quickstart"},
+    "async-grpo runs clean --keep-last 10": {},
+    "async-grpo resume runs/NAME --steps 200": {"NAME": "quickstart", "200": "3"},
     "async-grpo prepare gsm8k/train.jsonl --held-out-from gsm8k/test.jsonl --model MODEL --template qwen_r1 "
     "--max-prompt-tokens 512 --out prepared/gsm8k": {"MODEL": "Qwen/folder"},
     "async-grpo sweep configs/quickstart.yaml --grid max_staleness=0,1,2,4,8 --dry-run": {},

@@ -335,6 +335,13 @@ def test_truncated_sampling_is_listed_and_not_taken(tmp_path: Path) -> None:
     assert result.config.sampling.top_p == 1.0
 
 
+def test_a_single_sample_of_a_prompt_is_marked(tmp_path: Path) -> None:
+    file = write(tmp_path, "verl.yaml", "data: {train_batch_size: 8}\nactor_rollout_ref: {model: {path: ~/m}}\n")
+    settings = {setting.key: setting for setting in import_file(SOURCES["verl"], file, {}).settings}
+    assert settings["group_size"].value == 2 and "CHANGE ME: 1 there" in settings["group_size"].comment
+    assert settings["model.path"].value == str(Path.home() / "m")
+
+
 def test_an_unknown_key_is_listed_with_the_nearest_of_ours(tmp_path: Path) -> None:
     file = write(tmp_path, "trl.yaml", "per_device_train_batch_size: 8\nweight_decays: 1\nWANDB_API_KEY: abc\n")
     items = {item.key: item for item in import_file(SOURCES["trl"], file, {}).left_out}
