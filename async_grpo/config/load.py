@@ -180,7 +180,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         raw = _parse(data.decode(), _UniqueKeyLoader)
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        said = str(error).replace('"<unicode string>"', str(path))
+        raise ConfigError(
+            f"{path} is not valid YAML: {said}\nIndent by spaces, the keys of a section alike, and put text with a "
+            "colon or a brace in quotes"
+        ) from None
     if not isinstance(raw, dict):
         holds = "nothing" if raw is None else f"a {'list' if isinstance(raw, list) else type(raw).__name__}"
         raise ConfigError(

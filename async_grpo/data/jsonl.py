@@ -169,6 +169,8 @@ def _check_kind(path: Path, data: DataConfig) -> None:
 def _check_not_empty(config: RunConfig, training: int, held_out: int, wanted: int, dropped: Rejections) -> None:
     if training and held_out:
         return
+    if not (training or held_out or dropped):
+        raise DataError(f"{config.data.path} has no rows. Name a file that has some (data.path)")
     raise DataError(
         f"{config.data.path} leaves {training} training rows and {held_out} held-out rows "
         f"(not taken: {dropped or 'none'}). eval.prompts holds out {wanted}: lower it or set "

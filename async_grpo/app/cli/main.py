@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from async_grpo.app.cli import bench, buffer, checkpoints, runs
+from async_grpo.app.cli import AT_IMPORT, bench, buffer, checkpoints, runs
 from async_grpo.app.cli.accept import accept
 from async_grpo.app.cli.chat import chat
 from async_grpo.app.cli.common import ConfigFile, OptionalConfigFile, Override, RunFolderArgument, Steps, exit_with
@@ -248,5 +249,7 @@ def _ask(question: str) -> bool:
     return typer.confirm(question)
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and AT_IMPORT is signal.default_int_handler:
+    signal.signal(signal.SIGINT, AT_IMPORT)  # imported: from here on, Ctrl-C is an exception
 if __name__ == "__main__":
     app()

@@ -183,9 +183,23 @@ def panel(
 ) -> Panel:
     """The state as a panel. `rewards` is the history so far; `phase` stands above everything ("" for none); `cells` is
     the width of the bars and of the rewards' history."""
-    row = state.step or {}
-    left = "" if eta_s is None else f"   {clock(eta_s)} left"
-    groups = f"{state.active}/{state.capacity}   {state.inflight} in flight, {state.ready} ready, {state.taken} taken"
+    table = _facts(config, state, rewards, eta_s, cells)
+    settings = f"S={config.max_staleness}  P={config.groups_per_step}  G={config.group_size}"
+    return Panel(
+        Group(phase, table) if phase else table,
+        title=Text(config.name, style="bold"),
+        title_align="left",
+        subtitle=Text(f"{settings}   {clock(state.elapsed_s)}", style=_DIM),
+        subtitle_align="right",
+        border_style=_DIM,
+        padding=(0, 1),
+    )
+
+
+def _facts(
+    config: RunConfig, state: LiveState, rewards: Sequence[float], eta_s: float | None, cells: int
+) -> RenderableType:
+    row, left = state.step or {}, "" if eta_s is None else f"   {clock(eta_s)} left"
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_KEY, no_wrap=True)
     table.add_column(overflow="fold")
@@ -197,25 +211,15 @@ def panel(
         if doing := evaluating(server):
             table.add_row("", Text(f"{server.name} {doing}", style="yellow"))
     table.add_row("staleness", _staleness(row, config.max_staleness))
-    table.add_row(
-        "buffer",
-        _beside(progress_bar(state.active, state.capacity, "blue", cells), f"{groups}, {state.waiting} tasks left"),
-    )
+    groups = f"{state.active}/{state.capacity}   {state.inflight} in flight, {state.ready} ready, {state.taken} taken"
+    held = progress_bar(state.active, state.capacity, "blue", cells)
+    table.add_row("buffer", _beside(held, f"{groups}, {state.waiting} tasks left"))
     table.add_row("speed", Text(_speed(state)))
     table.add_row("log-prob gap", Text(_gap(row)))
     table.add_row("last step", Text(_time(row)))
     table.add_row("who waits", Text(who_waits(state, config.groups_per_step), style="bold"))
     table.add_row("roles", _roles(state))
-    settings = f"S={config.max_staleness}  P={config.groups_per_step}  G={config.group_size}"
-    return Panel(
-        Group(phase, table) if phase else table,
-        title=Text(config.name, style="bold"),
-        title_align="left",
-        subtitle=Text(f"{settings}   {clock(state.elapsed_s)}", style=_DIM),
-        subtitle_align="right",
-        border_style=_DIM,
-        padding=(0, 1),
-    )
+    return table
 
 
 def line(config: RunConfig, state: LiveState, eta_s: float | None) -> str:

@@ -70,6 +70,7 @@ def test_the_resolved_copy_reads_back_equal(tmp_path: Path) -> None:
         ("base: below.yaml\nsteps: 3\n", (), ["below.yaml, line 2): there is no", "model: this key is required"]),
         ("", (), ["holds nothing, but a configuration is keys and values"]),
         ("- a\n", (), ["holds a list, but"]),
+        ("name: a\n  steps: 3\n", (), ["run.yaml, line 2, column 8", "Indent by spaces"]),
         (MINIMAL, ("rewards.functions=[]",), ["rewards.functions"]),
         (MINIMAL, ("trainer.optimizer.beta1=1.0",), ["trainer.optimizer.beta1"]),
         (MINIMAL, ("weights.bind=here",), ["weights.bind"]),

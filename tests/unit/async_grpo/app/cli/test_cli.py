@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -159,3 +162,12 @@ def test_completion_knows_configurations_runs_and_keys(run_folder: Path, monkeyp
     assert complete_config("a") == ["a.yaml"]
     assert complete_config(f"{run_folder.parent.parent}/e") == [f"{run_folder.parent}/"]
     assert complete_key("trainer.optimizer.l") == ["trainer.optimizer.lr="]
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
+    """The command sends itself the signal where an import has not come to its end."""
+    program = "import os, signal, async_grpo.app.cli; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+    program = "import signal, async_grpo.app.cli.main; print(signal.getsignal(2) is signal.default_int_handler)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).stdout == b"True\n"
