@@ -13,7 +13,15 @@ from PIL import Image as PIL
 from tests.support.view_runs import sample_row, write_long_timeline, write_run, write_samples
 from tests.view.conftest import NARROW, WIDE, serving, view_of
 
-READY = {"samples": ".completion .token", "timeline": ".readout li", "": "main a"}
+READY = {
+    "": "main td a",
+    "overview": ".fact",
+    "curves": ".chart .values li",
+    "staleness": ".chart .values li",
+    "samples": ".completion .token",
+    "timeline": ".readout li",
+    "logs": "pre.log",
+}
 SHOWN = {"samples": "samples?sort=age"}
 """Where a screenshot shows more than the view as it opens."""
 each_view = pytest.mark.parametrize("view", list(READY))
@@ -83,6 +91,9 @@ def test_the_keyboard_alone_leads_from_the_runs_to_a_token_and_to_the_timeline(
         raise AssertionError(f"Tab never comes to {selector}")
 
     tab_to("main a[href*=plain]")
+    page.keyboard.press("Enter")
+    page.locator(READY["overview"]).first.wait_for()
+    tab_to("nav a[href$=samples]")
     page.keyboard.press("Enter")
     page.locator(READY["samples"]).first.wait_for()
     tab_to(".groups button")

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 
 from async_grpo.app.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
 from async_grpo.app.view.columns import metric_groups, thinned
+from async_grpo.app.view.vendor import UPLOT, is_there
 from async_grpo.config.load import differing_keys
 
 LOG_BYTES = 64 << 10
@@ -32,9 +33,9 @@ def run_routes(root: RunsRoot) -> APIRouter:
         return [run.brief() for run in root.runs()]
 
     @routes.get("/api/metrics")
-    def metrics() -> list[dict[str, Any]]:
-        """What curves can be of."""
-        return metric_groups()
+    def metrics() -> dict[str, Any]:
+        """What curves can be of, and whether this installation has the charts for them."""
+        return {"groups": metric_groups(), "charts": is_there(UPLOT)}
 
     @routes.get("/api/curves")
     def curves(run: Runs, key: Keys, x: Axis = "step") -> list[dict[str, Any]]:
@@ -172,6 +173,10 @@ def _file_in(folder: Path, *parts: str) -> Path:
 def markdown_page(file: Path, theme: str) -> str:
     """The file as HTML. Markup that it contains stays text, and its links lead nowhere but to http and https."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    body = parser.render(file.read_text("utf-8", "replace"))
+    tokens = parser.parse(file.read_text("utf-8", "replace"))
+    for token in tokens:
+        if token.attrs.pop("style", None) == "text-align:right":  # which the page's policy forbids
+            token.attrs["class"] = "number"
+    body = parser.renderer.render(tokens, parser.options, {})
     head = '<meta charset="utf-8"><title>Report</title><link rel="stylesheet" href="/static/page.css">'
     return f'<!doctype html><html lang="en" data-theme="{theme}"><head>{head}</head><body class="report">{body}</body>'

@@ -1,0 +1,131 @@
+// One run: its figures and settings, its report, its logs. And sweeps, which have reports too.
+
+import { el, fetchJson, figure, visible } from "./dom.js";
+import { duration } from "./runs.js";
+
+const FACTS = [
+  ["State", (run) => run.status],
+  ["Steps", (run) => `${figure(run.step ?? 0, 0)} of ${figure(run.steps, 0)}`],
+  ["Reward of the last step", (run) => figure(run.reward, 3)],
+  ["Held-out score", (run) => heldOut(run.evaluations)],
+  ["Oldest trained token", (run) => `${figure(run.age_max, 0)} steps (bound ${figure(run.age_bound, 0)})`],
+  ["Tokens trained per second", (run) => figure(run.summary.tokens_per_s ?? run.tokens_per_s, 0)],
+  ["Duration", (run) => duration(run.duration_s)],
+  ["Folder", (run) => run.path],
+];
+
+function heldOut(evaluations) {
+  const scores = evaluations.map((row) => row.sampled_accuracy).filter((score) => typeof score === "number");
+  if (!scores.length) return "not measured";
+  return scores.length > 1 ? `${figure(scores[0], 3)} → ${figure(scores.at(-1), 3)}` : figure(scores[0], 3);
+}
+
+function failed(root) {
+  return (error) => root.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
+}
+
+/** Figures, warnings and settings. */
+export function overviewView(root, name) {
+  const refresh = () =>
+    fetchJson(`/api/runs/${encodeURIComponent(name)}`).then((run) => root.replaceChildren(...overview(run)), failed(root));
+  refresh();
+  return { refresh };
+}
+
+function overview(run) {
+  const facts = FACTS.map(([title, value]) => el("div", { class: "fact" }, el("dt", {}, title), el("dd", {}, visible(value(run)))));
+  const warning = (row) => el("li", {}, visible(`${row.step === undefined ? "" : `step ${row.step}: `}${row.message}`));
+  const restarts = Object.entries(run.summary.restarts ?? {}).filter(([, count]) => count > 0);
+  return [
+    run.reason ? el("p", { class: "error" }, visible(run.reason)) : null,
+    run.summary.bottleneck ? el("p", {}, visible(run.summary.bottleneck)) : null,
+    el("dl", { class: "facts" }, facts),
+    restarts.length ? el("p", {}, `Restarts: ${restarts.map(([role, count]) => `${role} ${count}`).join(", ")}`) : null,
+    run.warnings.length ? el("section", {}, el("h2", {}, `Warnings (${run.warnings.length})`), el("ul", {}, run.warnings.map(warning))) : null,
+    el("h2", {}, "Settings"),
+    settingsTable(run.settings),
+  ].filter((part) => part !== null);
+}
+
+function settingsTable(settings) {
+  const rows = flat(settings).map(([key, value]) => el("tr", {}, el("th", { scope: "row" }, key), el("td", {}, visible(JSON.stringify(value)))));
+  return el("div", { class: "scroll settings", tabindex: "0", role: "region", "aria-label": "Settings" }, el("table", {}, el("tbody", {}, rows)));
+}
+
+function flat(value, path = "") {
+  if (value === null || typeof value !== "object" || Array.isArray(value)) return [[path, value]];
+  return Object.entries(value).flatMap(([key, inner]) => flat(inner, path ? `${path}.${key}` : key));
+}
+
+/** A frame that runs no scripts, as high as what it shows. */
+function reportFrame(kind, name) {
+  const theme = document.documentElement.dataset.theme;
+  const src = `/reports/${kind}/${encodeURIComponent(name)}/report?theme=${theme}`;
+  const frame = el("iframe", { class: "report", sandbox: "allow-same-origin", src, title: `Report of ${name}` });
+  frame.addEventListener("load", () => (frame.height = frame.contentDocument.documentElement.scrollHeight + 20));
+  return frame;
+}
+
+/** report.md. */
+export function reportView(root, name) {
+  const nothing = el("p", {}, "There is no report yet: it is written when the run ends.");
+  const refresh = () =>
+    fetchJson(`/api/runs/${encodeURIComponent(name)}`).then((run) => root.replaceChildren(run.has_report ? reportFrame("runs", name) : nothing), failed(root));
+  refresh();
+  window.addEventListener("themechange", refresh);
+  return { refresh, close: () => window.removeEventListener("themechange", refresh) };
+}
+
+/** The end of each role's log. */
+export function logsView(root, name, parameters, changed) {
+  const select = el("select", { onchange: () => (parameters.set("role", select.value), changed(parameters), refresh()) });
+  const text = el("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Log" });
+  const path = `/api/runs/${encodeURIComponent(name)}`;
+  root.replaceChildren(el("div", { class: "toolbar" }, el("label", {}, "Role ", select)), text);
+
+  async function refresh() {
+    try {
+      const { logs } = await fetchJson(path);
+      const role = logs.includes(parameters.get("role")) ? parameters.get("role") : logs[0];
+      if (String(logs) !== String([...select.options].map((option) => option.value))) {
+        select.replaceChildren(...logs.map((each) => el("option", { value: each }, each)));
+      }
+      if (!role) return text.replaceChildren("There are no logs: its roles were started one by one, or on other machines.");
+      select.value = role;
+      const found = await fetchJson(`${path}/logs/${encodeURIComponent(role)}`);
+      const atEnd = text.scrollTop + text.clientHeight >= text.scrollHeight - 40;
+      text.replaceChildren(...found.text.split("\n").flatMap((line) => [...visible(line), "\n"]));
+      if (atEnd) text.scrollTop = text.scrollHeight;
+    } catch (error) {
+      text.textContent = error.message;
+    }
+  }
+
+  refresh();
+  return { refresh };
+}
+
+/** The sweeps below the folder. */
+export function sweepsView(root) {
+  const item = (sweep) =>
+    el("li", {}, el("a", { href: `#/sweep/${encodeURIComponent(sweep.id)}` }, sweep.name), ` ${sweep.points} points, ${new Date(1000 * sweep.changed_s).toLocaleString()}`);
+  const none = el("p", {}, "There are no sweeps here: async-grpo sweep CONFIG --grid KEY=A,B makes one.");
+  const refresh = () => fetchJson("/api/sweeps").then((found) => root.replaceChildren(found.length ? el("ul", {}, found.map(item)) : none), failed(root));
+  refresh();
+  return { refresh };
+}
+
+/** The report of a sweep: its table, plots and recommendation; and the curves of its runs. */
+export function sweepView(root, name) {
+  async function refresh() {
+    const sweep = (await fetchJson("/api/sweeps")).find((each) => each.id === name);
+    if (!sweep) throw new Error(`There is no sweep ${name}: it may have been removed or renamed.`);
+    const curves = el("a", { href: `#/compare?${new URLSearchParams(sweep.runs.map((run) => ["run", run]))}` }, `Curves of its ${sweep.runs.length} runs`);
+    const report = sweep.has_report ? reportFrame("sweeps", name) : el("p", {}, "There is no report yet: it is written when the sweep ends.");
+    root.replaceChildren(el("p", {}, sweep.runs.length ? curves : null), report);
+  }
+  const again = () => refresh().catch(failed(root));
+  again();
+  window.addEventListener("themechange", again);
+  return { close: () => window.removeEventListener("themechange", again) };
+}
