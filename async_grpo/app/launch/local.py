@@ -180,6 +180,7 @@ class LocalRun:
         Raises RoleFailed, ServerLost, and Overtaken after Ctrl-C.
         """
         self._view.phase(f"starting {', '.join(self._supervisor.states)}")
+        self._view.phase("")  # from now on the state says what each role does
         try:
             await race(self._watch(), interrupted.wait())
             self._state.finished_steps = self._plane.config.steps

@@ -40,6 +40,7 @@ from async_grpo.utils.text import figure, sparkline
 _RECENT_STEPS = 20
 _LEAST_LINE_S = 1.0
 _BAR_CELLS = 24
+_MOST_LINES = 5
 _GOOD, _BAD, _DIM, _KEY = "green", "red", "bright_black", "cyan"
 _STATE_STYLES = {"running": _GOOD, "finished": _GOOD, "failed": _BAD, "starting": "yellow", "restarting": "yellow"}
 
@@ -315,11 +316,11 @@ def _time(row: Row) -> str:
 
 
 def _roles(state: LiveState) -> Text:
-    """A dot, the state and the load of every role; "-" without roles."""
-    text = Text()
-    for role in state.roles:
-        text.append("● ", style=_STATE_STYLES.get(role.state, _DIM))
-        text.append(f"{_role(role, state)}   ")
+    """A dot, the state and the load of every role, a few of them on lines of their own; "-" without roles."""
+    text, between = Text(), "\n" if len(state.roles) <= _MOST_LINES else "   "
+    for index, role in enumerate(state.roles):
+        text.append(f"{between if index else ''}● ", style=_STATE_STYLES.get(role.state, _DIM))
+        text.append(_role(role, state))
     return text or Text("-")
 
 
@@ -328,7 +329,8 @@ def _role(role: RoleState, state: LiveState) -> str:
     for beat in (server for server in state.servers if server.name == role.name):
         text += f" v{beat.version}, {beat.running} running"
     if role.stage:
-        text += f" ({role.stage})"
+        usual = "" if role.usual_s is None else f", last time {role.usual_s:.0f} s"
+        text += f": {role.stage}, {role.since_s:.0f} s{usual}"
     if role.restarts:
         text += f", {role.restarts} restart{'s' if role.restarts > 1 else ''}"
     return text

@@ -144,6 +144,12 @@ def test_the_panel_takes_the_width_of_the_terminal_and_cuts_nothing(width: int) 
     assert "3 ready, 0 taken, 120 tasks left" in " ".join(" ".join(lines).replace("│", " ").split())
 
 
+def plain(view: LiveView) -> str:
+    console = terminal()
+    console.print(view.render())
+    return console.export_text()
+
+
 def drawn(view: LiveView) -> str:
     """The panel, with its colours as escape sequences."""
     console = terminal()
@@ -161,6 +167,14 @@ def test_a_phase_is_shown_before_the_first_state_and_until_the_next_step() -> No
     assert "evaluating" in drawn(view)
     view.update(state(step={"step": 2}))
     assert "evaluating" not in drawn(view)
+
+
+def test_every_role_that_starts_says_what_it_does_and_for_how_long() -> None:
+    view = LiveView(CONFIG, terminal())
+    view.update(state(step=None, servers=[], roles=[RoleState("trainer", "running"), LOADING]))
+    lines = [" ".join(line.split()) for line in plain(view).splitlines()]
+    assert "│ roles ● trainer running │" in lines
+    assert "│ ● rollout-0 starting: loading the model, 8 s, last time 14 s │" in lines
 
 
 def test_a_run_without_a_step_can_be_shown_and_a_broken_staleness_bound_is_red() -> None:
