@@ -27,8 +27,8 @@ from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
 
 MANY_LANES = 6
 """A track with more lanes is shown as a density unless it is asked for."""
-REBUILD_S = 1.0
-"""Least seconds between two sortings of a track that grows."""
+REBUILD_S, FAST_EVENTS = 1.0, 10_000
+"""Least seconds between two sortings of a track that grows, once it has this many events."""
 WEIGHTS = "weights"
 MOST_LANES = 16
 """Tracks with more are merged into as many times longer pieces, so that an answer stays small."""
@@ -83,9 +83,9 @@ class Track:
         self._args.append(bytes(event.args))
 
     def build(self) -> None:
-        """Sort what has come by lane and start, unless that was done a moment ago."""
+        """Sort what has come by lane and start, unless that takes long and was done a moment ago."""
         count, at = self._built
-        if count == len(self._start) or (count and time.monotonic() - at < REBUILD_S):
+        if not self.is_behind or (count >= FAST_EVENTS and time.monotonic() - at < REBUILD_S):
             return
         start, end = np.array(self._start), np.array(self._end)
         by_start = np.argsort(start, kind="stable")
@@ -95,6 +95,11 @@ class Track:
         self.start, self.end, self.kind = start[self.order], end[self.order], np.array(self._kind)[self.order]
         self.lanes = int(lane.max()) + 1
         self._built = (len(start), time.monotonic())
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether events have come that are not sorted yet."""
+        return self._built[0] < len(self._start)
 
     def spans(self, from_s: float, to_s: float, pixel_s: float) -> list[list[Any]]:
         """[lane, start, end, name, count, kind, args] of what is visible.
@@ -183,13 +188,15 @@ class RunTimeline:
             whole_s = max(0.0, self._end_s - origin_s)
             from_s = origin_s + (0.0 if query.start is None else query.start)
             to_s = max(from_s + 1e-6, origin_s + (whole_s if query.end is None else query.end))
-            rows = [self._row(role, name, track, from_s, to_s, query) for role, name, track in self._all()]
+            tracks = list(self._all())
+            rows = [self._row(role, name, track, from_s, to_s, query) for role, name, track in tracks]
             return {
                 "origin_s": origin_s,
                 "whole": whole_s,
                 "start": from_s - origin_s,
                 "end": to_s - origin_s,
                 "rows": rows,
+                "behind": any(track.is_behind for _, _, track in tracks),
                 "shares": self._shares(from_s, to_s),
             }
 

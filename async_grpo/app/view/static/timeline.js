@@ -8,6 +8,7 @@ const HEADER = 22;
 const GUTTER = 8;
 const LEAST_S = 1e-4;
 const FETCH_MS = 60;
+const BEHIND_MS = 1200;
 const KINDS = 7;
 const KEYS = {
   ArrowLeft: ["pan", -0.2],
@@ -24,7 +25,7 @@ export function timelineView(root, run) {
   const tip = el("div", { class: "tip", hidden: true });
   const readout = el("div", { class: "readout", role: "status" });
   const kindsList = el("ul", { class: "legend", "aria-label": "Kinds of spans" });
-  const state = { picture: null, range: null, selection: null, expand: new Set(), kinds: [], boxes: [], timer: 0, fetching: null };
+  const state = { picture: null, range: null, selection: null, expand: new Set(), kinds: [], boxes: [], timer: 0, behind: 0, fetching: null };
   const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
   const bar = el(
     "div",
@@ -79,8 +80,10 @@ export function timelineView(root, run) {
     state.fetching?.abort();
     state.fetching = new AbortController();
     try {
+      clearTimeout(state.behind);
       const picture = await ask(state.range, Math.min(5000, Math.max(50, Math.round(width()))), state.fetching.signal);
       state.picture = picture;
+      if (picture.behind) state.behind = setTimeout(load, BEHIND_MS);
       state.range ??= [0, Math.max(LEAST_S, picture.whole)];
       learnKinds(picture);
       showExpanders(picture);
@@ -309,6 +312,7 @@ export function timelineView(root, run) {
     close: () => {
       state.fetching?.abort();
       clearTimeout(state.timer);
+      clearTimeout(state.behind);
       resized.disconnect();
       window.removeEventListener("themechange", draw);
     },

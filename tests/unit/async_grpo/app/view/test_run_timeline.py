@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from async_grpo.app.view import timeline as timeline_of_view
 from async_grpo.app.view.timeline import RunTimeline, TimelineQuery
 
 
@@ -35,6 +36,13 @@ def test_spans_below_a_pixel_are_merged_under_the_kind_that_took_longest(tmp_pat
     assert last[3:] == ["wait", 1, "wait", None]
     near = row_of(RunTimeline(tmp_path).picture(TimelineQuery(start=0.0, end=0.1, pixels=100)), "trainer")["spans"]
     assert len(near) == 11 and near[0][1:5] == [0.0, 0.006, "train 0", 1]
+
+
+def test_spans_of_other_pixels_and_lanes_stay_apart(tmp_path: Path) -> None:
+    ticks = [("generation", "group", at, at + 0.1) for at in (0.0, 0.1, 5.0, 5.05)]
+    write(tmp_path, "rollout-0", *ticks, ("generation", "group", 99.0, 100.0))
+    spans = row_of(RunTimeline(tmp_path).picture(TimelineQuery(pixels=100)), "generation")["spans"]
+    assert [(span[0], span[1], span[4]) for span in spans] == [(0, 0.0, 2), (0, 5.0, 1), (0, 99.0, 1), (1, 5.05, 1)]
 
 
 def test_a_track_of_many_lanes_is_a_density_until_it_is_expanded(tmp_path: Path) -> None:
@@ -84,9 +92,25 @@ def test_spans_that_come_later_and_broken_rows(tmp_path: Path) -> None:
         file.write('{"role": 1}\nnothing\n{"role": "x", "track": "t", "name": "instant", "start_s": 101}\n{"role"')
     timeline = RunTimeline(tmp_path)
     assert [len(row["spans"]) for row in timeline.picture(TimelineQuery())["rows"]] == [1, 1]
-    write(tmp_path, "publisher", ("publisher", "encode", 1, 5))
+    with (tmp_path / "timeline" / "x.jsonl").open("a") as file:
+        file.write(': "x", "track": "t", "name": "backwards", "start_s": 102, "end_s": 1}\n')
+    write(tmp_path, "publisher", ("publisher", "encode", -1, 5))
     later = timeline.picture(TimelineQuery())
-    assert later["whole"] == 5.0 and [row["role"] for row in later["rows"]] == ["trainer", "publisher", "x"]
+    assert [span[1:4] for span in row_of(later, "t")["spans"]] == [[2.0, 2.0, "instant"], [3.0, 3.0, "backwards"]]
+    assert later["whole"] == 6.0 and [row["role"] for row in later["rows"]] == ["trainer", "publisher", "x"]
+
+
+def test_a_long_track_is_sorted_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_of_view, "FAST_EVENTS", 1)
+    write(tmp_path, "trainer", ("trainer", "train", 0, 1))
+    timeline = RunTimeline(tmp_path)
+    assert timeline.picture(TimelineQuery())["behind"] is False
+    write(tmp_path, "trainer", ("trainer", "train", 2, 3))
+    early = timeline.picture(TimelineQuery())
+    assert early["behind"] is True and len(row_of(early, "trainer")["spans"]) == 1
+    monkeypatch.setattr(timeline_of_view, "REBUILD_S", 0.0)
+    late = timeline.picture(TimelineQuery())
+    assert late["behind"] is False and len(row_of(late, "trainer")["spans"]) == 2
 
 
 def test_a_run_without_a_timeline_is_empty(tmp_path: Path) -> None:

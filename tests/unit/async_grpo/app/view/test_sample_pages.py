@@ -59,6 +59,8 @@ def samples(tmp_path: Path) -> RunSamples:
         ({"sort": "step"}, [0, 1, 2]),
         ({"reward_min": 0.5}, [0]),
         ({"reward_max": 0.5}, [1, 0]),
+        ({"reward_max": 0.0, "sort": "oldest"}, [0, 1]),
+        ({"age_max": 2, "age_min": 2}, [1]),
         ({"age_min": 1}, [1]),
         ({"version_min": 3, "version_max": 4}, [1]),
         ({"finish": "length"}, [1]),
@@ -80,6 +82,20 @@ def samples(tmp_path: Path) -> RunSamples:
 )
 def test_what_a_query_finds(samples: RunSamples, query: dict[str, Any], found: list[int]) -> None:
     assert seqs(samples, **query) == found
+
+
+def test_a_page_says_which_completions_were_found(samples: RunSamples) -> None:
+    (found,) = samples.page(SamplesQuery(q="B", reward_max=0.5))["items"]
+    assert (found["matches"], found["snippet"], found["rewards"]) == ([1], ["", "b", ""], [1.0, 0.0])
+    (of_prompt,) = samples.page(SamplesQuery(q="One"))["items"]
+    assert of_prompt["matches"] == [0, 1] and "snippet" not in of_prompt
+
+
+def test_the_mean_reward_is_that_of_the_judged(tmp_path: Path) -> None:
+    half = [completion(reward=0.8), completion(reward=None), completion(reward=None)]
+    write(tmp_path, {"seq": 0, "completions": [completion(reward=0.7)]}, {"seq": 1, "completions": half})
+    write(tmp_path, {"seq": 2, "completions": [completion(reward=0.4), completion(reward=0.9)]})
+    assert seqs(RunSamples(tmp_path), sort="reward") == [1, 0, 2]
 
 
 def test_pages_follow_each_other(samples: RunSamples) -> None:
