@@ -28,6 +28,7 @@ from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import clean_text
 
 _LOG_TAIL_BYTES = 64 << 10
+_LEAST_START_S = 1.5
 _OWN_ERRORS = "|".join(name for name, value in vars(errors).items() if isinstance(value, type))
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: )?"  # torch, before every line of a traceback
@@ -204,7 +205,10 @@ class StartTimes:
         return self._read().get(self._keys[kind_of(role)])
 
     def note(self, role: str, seconds: float) -> None:
-        """Remember how long a start took. A file that cannot be written is not worth an error."""
+        """Remember how long a start took; a resumed run takes the publisher of its earlier invocation for the trainer's
+        at first, so less than _LEAST_START_S is none. A file that cannot be written is not worth an error."""
+        if seconds < _LEAST_START_S:
+            return
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             times = self._read() | {self._keys[kind_of(role)]: round(seconds, 1)}

@@ -60,6 +60,7 @@ def test_the_last_start_of_such_a_role_is_remembered_and_a_damaged_file_is_not_a
     file = tmp_path / "cache" / "starts.json"
     StartTimes(CONFIG, file).note("rollout-3", 14.04)
     other = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"path": Path("/m")})})
+    StartTimes(CONFIG, file).note("rollout-0", 0.2)
     assert StartTimes(CONFIG, file).usual_s("rollout-0") == 14.0
     assert (StartTimes(CONFIG, file).usual_s("trainer"), StartTimes(other, file).usual_s("rollout-0")) == (None, None)
     file.write_text("{")
