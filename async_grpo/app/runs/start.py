@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +101,34 @@ def _follow(asked: Path, progress: bool | Callable[[str], object]) -> int:
     )
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **streams)
     interrupted = False
-    try:
-        while True:
-            try:
-                _show_all(child.stdout or (), show)
-                code = child.wait()
-                break
-            except KeyboardInterrupt:  # a second one does not wait, as in `async-grpo run`
-                interrupted = True
-                child.send_signal(signal.SIGINT)
-    finally:
-        _end(child)
+    with _interruptible():
+        try:
+            while True:
+                try:
+                    _show_all(child.stdout or (), show)
+                    code = child.wait()
+                    break
+                except KeyboardInterrupt:  # a second one does not wait, as in `async-grpo run`
+                    interrupted = True
+                    child.send_signal(signal.SIGINT)
+        finally:
+            _end(child)
     if interrupted and code:
         raise KeyboardInterrupt
     return code
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within the block, Ctrl-C raises KeyboardInterrupt also inside `asyncio.run`, which would only cancel its task."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _plain() -> dict[str, str]:

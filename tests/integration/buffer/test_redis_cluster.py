@@ -10,7 +10,7 @@ import pytest
 
 from async_grpo.config.buffer import RedisConfig
 from async_grpo.errors import ConfigError, ServerLost, ServerRefused
-from buffer import make_client
+from buffer import make_client, wipe_run
 from tests.support.buffer_cases import admit, finish, seqs, take
 from tests.support.redis_life import attach, begin, live_through
 from tests.support.redis_topologies import Cluster, Server, SlotMove, running
@@ -34,6 +34,16 @@ async def test_all_keys_of_a_run_are_on_one_node(cluster: Cluster) -> None:
     counts = [len(list(node.admin.scan_iter(match=f"*{run}*"))) for node in cluster.primaries]
     assert counts[0] == counts[2] == 0 < counts[1]
     await buffer.aclose()
+
+
+async def test_a_wiped_run_leaves_no_key_and_takes_no_other(cluster: Cluster) -> None:
+    config, run = RedisConfig(url=cluster.url(cluster.primaries[0])), cluster.run_on(1)
+    for buffer in (await begin(config, run), await begin(config, f"{run}-other")):
+        await buffer.aclose()
+    assert await wipe_run(config, run) > 0
+    keys = {key for node in cluster.primaries for key in node.admin.scan_iter(match=f"*{run}*")}
+    assert keys
+    assert all(f"{{{run}-other}}" in str(key) for key in keys)
 
 
 async def test_calls_wait_while_the_slot_moves_and_go_on_at_its_new_node(cluster: Cluster) -> None:

@@ -127,3 +127,12 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         Run.open(tmp_path)
     with pytest.raises(ConfigError, match="not a folder"):
         list_runs(tmp_path / "nowhere")
+
+
+def test_a_summary_from_before_an_extension_is_not_shown(folder: RunFolder) -> None:
+    write_rows(folder.path / "metrics.jsonl", *({"kind": "step", "step": step} for step in (1, 2)))
+    (folder.path / "summary.json").write_text(json.dumps({"steps": 2, "written": True}))
+    assert Run(folder.path).summary()["written"]
+    write_rows(folder.path / "metrics.jsonl", *({"kind": "step", "step": step} for step in (1, 2, 3)))
+    assert Run(folder.path).summary()["steps"] == 3
+    assert "written" not in Run(folder.path).summary()
