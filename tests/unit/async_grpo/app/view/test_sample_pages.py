@@ -85,7 +85,7 @@ def test_what_a_query_finds(samples: RunSamples, query: dict[str, Any], found: l
 
 
 def test_a_page_says_which_completions_were_found(samples: RunSamples) -> None:
-    (found,) = samples.page(SamplesQuery(q="B", reward_max=0.5))["items"]
+    (found,) = samples.page(SamplesQuery(q="B", sort="oldest"))["items"]
     assert (found["matches"], found["snippet"], found["rewards"]) == ([1], ["", "b", ""], [1.0, 0.0])
     (of_prompt,) = samples.page(SamplesQuery(q="One"))["items"]
     assert of_prompt["matches"] == [0, 1] and "snippet" not in of_prompt
