@@ -198,7 +198,11 @@ def read(file: Path, given: Mapping[str, str]) -> GivenKeys:
         raise ConfigError(
             f"{file} names the configuration {named}, which is neither there nor beside it. Put it beside"
         )
-    left_out = [LeftOut(key, "$...", reason) for key, text in arguments.items() if (reason := script.reason(text))]
+    left_out = [
+        LeftOut(key, "$...", reason)
+        for key, text in arguments.items()
+        if (reason := script.reason(_ARGUMENTS.get(key, key), text))
+    ]
     unknown = {item.key for item in left_out}
     values = {_ARGUMENTS.get(key, key): parse_value(text) for key, text in arguments.items() if key not in unknown}
     found = read_yaml(config, {key: value for key, value in given.items() if "." in key})

@@ -128,11 +128,13 @@ class LaunchScript:
     def _named(self, name: str) -> str:
         return self.given.get(name) or self.variables.get(name) or f"{UNKNOWN}{name}{UNKNOWN}"
 
-    def reason(self, text: str) -> str:
-        """Why a value is not known, and what to do; "" if it is."""
+    def reason(self, key: str, text: str) -> str:
+        """Why the value of a key is not known, and what to do; "" if it is."""
         names = re.findall(f"{UNKNOWN}([^{UNKNOWN}]+){UNKNOWN}", text)
         if not names:
             return ""
+        if names[0].startswith("$"):
+            return f"a command decides it, and nothing is executed here; pass --set {key}=VALUE"
         inside = " only inside an if, a case or a loop" if names[0] in self.hidden else " outside of this script"
         return f"{names[0]} is set{inside}, and nothing is executed here; pass --set {names[0]}=VALUE"
 

@@ -175,7 +175,7 @@ def read(file: Path, given: Mapping[str, str]) -> GivenKeys:
     script = LaunchScript(given)
     _, words = script.words(read_text(file), re.compile(r"grpo|.*grpo\w*\.py"))
     arguments = options(words)
-    left_out = [LeftOut(key, "$...", reason) for key, text in arguments.items() if (reason := script.reason(text))]
+    left_out = [LeftOut(key, "$...", reason) for key, text in arguments.items() if (reason := script.reason(key, text))]
     unknown = {item.key for item in left_out}
     values = {key: parse_value(text) for key, text in {**arguments, **given}.items() if key not in unknown}
     return GivenKeys(values, left_out)

@@ -73,7 +73,7 @@ def read(file: Path, given: Mapping[str, str]) -> GivenKeys:
     values, left_out = {}, []
     for word in words:
         key, equals, text = word.lstrip("+~").partition("=")
-        if reason := script.reason(text):
+        if reason := script.reason(key, text):
             left_out.append(LeftOut(key, "$...", reason))
         elif equals:
             values[key] = parse_value(text)

@@ -249,7 +249,7 @@ echo "$(rm -rf /nowhere)" > /dev/null
 "${LAUNCH[@]}" -m verl.trainer.main_ppo "${DATA[@]}" \\
     actor_rollout_ref.actor.ppo_mini_batch_size=$mini \\
     +actor_rollout_ref.rollout.temperature=${temperature} \\
-    $MORE trainer.total_training_steps=3 "$@" 2>&1 | tee log.txt
+    trainer.experiment_name=run-$(date) $MORE trainer.total_training_steps=3 "$@" 2>&1 | tee log.txt
 """
 
 
@@ -264,6 +264,8 @@ def test_a_launch_script_is_read_and_what_it_decides_is_listed(tmp_path: Path) -
     [unknown] = [item for item in given.left_out if item.key == "actor_rollout_ref.rollout.temperature"]
     assert "temperature is set only inside an if" in unknown.reason
     assert "--set temperature=VALUE" in unknown.reason
+    reasons = {item.key: item.reason for item in given.left_out}
+    assert "pass --set trainer.experiment_name=VALUE" in reasons["trainer.experiment_name"]
 
 
 def test_set_gives_a_script_what_its_environment_would(tmp_path: Path) -> None:
