@@ -2,6 +2,7 @@
 
 AsyncGrpoError
 ├── ConfigError            a value that breaks a rule; names key, value, rule and fix
+│   └── HubUnreachable     a hub that does not answer, for files that are not in its cache
 ├── DataError              a dataset row, file or field that cannot be used
 ├── WireError              bytes that are not the record that was expected
 ├── DependencyError        something that is not installed; names the extra to install
@@ -33,7 +34,7 @@ AsyncGrpoError
 └── RoleFailed             a supervised process ended when it should not have
 
 Signals, caught by the package that raises them or by the caller: Overtaken (async_grpo.utils.aio), StoppedEarly
-(trainer.peers), RejectedRow (async_grpo.data), HttpError (rollout_server.http).
+(trainer.peers), RejectedRow (async_grpo.data), VendorError (async_grpo.app.view), HttpError (rollout_server.http).
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class DataError(AsyncGrpoError):
 
 class WireError(AsyncGrpoError):
     """Bytes that are not the record that was expected."""
+
+
+class HubUnreachable(ConfigError):
+    """A hub does not answer or may not be asked, and what is needed of it is not in its cache."""
 
 
 class DependencyError(AsyncGrpoError):

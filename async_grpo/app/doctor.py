@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel
 
-from async_grpo.app.launch import preflight
+from async_grpo.app.launch import inputs, preflight
 from async_grpo.app.launch.memory_plan import model_bytes
 from async_grpo.app.launch.run_folder import PATIENCE_S
 from async_grpo.config import RunConfig
@@ -123,7 +123,9 @@ def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
 
 def checks_of_run(config: RunConfig) -> Iterator[Check]:
     """The checks of a configuration on this machine."""
-    for name, check in preflight.checks(config):
+    if inputs.hub_inputs(config):
+        yield partial(_as_finding, "Hub", lambda: _ask_hub(config))
+    for name, check in preflight.checks(inputs.here(config), planning=bool(inputs.hub_inputs(config))):
         yield partial(_as_finding, name, check)
     yield partial(_check_first_row, config)
     yield partial(_as_finding, "Placement", lambda: _placed(config))
@@ -143,6 +145,12 @@ def _as_finding(name: str, check: Callable[[], object]) -> Finding:
         said, _, fix = str(error).rpartition(". ")
         return Finding(name, False, said or fix, fix if said else "see the left")
     return Finding(name, True, found if isinstance(found, str) else "in order")
+
+
+def _ask_hub(config: RunConfig) -> str:
+    """What a start would download. Raises ConfigError if a hub has it not, or cannot be asked."""
+    missing = inputs.to_download(inputs.pin(config))
+    return "; ".join(f"{key}: {what}" for key, what in missing.items()) or "all that it has is here"
 
 
 def _placed(config: RunConfig) -> str:
@@ -216,7 +224,7 @@ def _check_first_row(config: RunConfig) -> Finding:
             first = next(usable_rows(data.path, data, Rejections()))
             prompt, answer = first.prompt, first.answer
         else:
-            return Finding(name, None, "not read: the data are a prepared folder", "async-grpo eval CONFIG reads it")
+            return Finding(name, None, "not read: no JSON-lines file here", "async-grpo eval CONFIG reads it")
         result = asyncio.run(_judge(config, RewardInput(answer, answer, prompt)))
     except (AsyncGrpoError, StopIteration) as error:
         return Finding(name, False, f"not read: {error}", "mend the data and the reward functions (above)")

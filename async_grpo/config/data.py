@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from async_grpo.config.base import NonNegativeInt, PositiveInt, StrictModel
-from async_grpo.config.model import ArithmeticTaskConfig
+from async_grpo.config.model import ArithmeticTaskConfig, Hub
 
 DataFormat = Literal["auto", "gsm8k", "deepscaler", "dapo", "alpaca", "generic"]
 """What `async-grpo prepare --format` takes: FORMATS of data/prepare/formats.py, `auto` and `generic`."""
@@ -22,7 +22,15 @@ class DataConfig(StrictModel):
     """`arithmetic`: generated additions. `jsonl`: the rows of `path`."""
     arithmetic: ArithmeticTaskConfig = ArithmeticTaskConfig()
     path: Path | None = None
-    """A JSON-lines file, or a folder that `async-grpo prepare` made (kind: jsonl)."""
+    """A JSON-lines file, a folder that `async-grpo prepare` made, or the id of a data set on `hub`, such as
+    `openai/gsm8k` or `openai/gsm8k@REVISION` (kind: jsonl)."""
+    hub: Hub = "huggingface"
+    """The hub of an id in `path`: `huggingface` or `modelscope`."""
+    subset: str = ""
+    """Of a data set on a hub: its folder or configuration, such as `main`; "" for the one that is known or the only."""
+    split: str = "train"
+    """Of a data set on a hub: the split to train on. A split named `test` is held out if the data set is known to have
+    one (docs/data.md)."""
     eval_path: Path | None = None
     """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out. A prepared folder
     has its own."""

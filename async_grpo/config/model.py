@@ -122,6 +122,7 @@ class WarmupConfig(TinyQwen2Config):
 
 
 Precision = Literal["float32", "bfloat16"]
+Hub = Literal["huggingface", "modelscope"]
 
 
 class RandomModelConfig(TinyQwen2Config):
@@ -135,7 +136,10 @@ class ModelConfig(StrictModel):
     """Where the first policy comes from: exactly one of `path`, `warmup` and `random`."""
 
     path: Path | None = None
-    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer)."""
+    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or the id of a model on `hub`, such as
+    `Qwen/Qwen2.5-7B` or `Qwen/Qwen2.5-7B@REVISION`. It is downloaded once, and the run keeps its commit."""
+    hub: Hub = "huggingface"
+    """The hub of an id in `path` and in `trainer.reference.path`: `huggingface` or `modelscope`."""
     architecture: str | None = None
     """The public model that `path` holds, such as qwen2.5-7b. With it, `--dry-run` works without the files; if the
     files are there and hold another model, that is an error. docs/platforms.md lists the names."""

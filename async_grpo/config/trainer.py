@@ -35,7 +35,8 @@ class ReferenceConfig(StrictModel):
     """`frozen`: the weights of `path` for the whole run. `synced`: the weights of `path`, replaced by the policy's
     current ones every `sync_every` steps."""
     path: Path | None = None
-    """Hugging Face folder of the same architecture. None: the first policy of the run."""
+    """Hugging Face folder of the same architecture, or the id of one on `model.hub`. None: the first policy of the
+    run."""
     sync_every: PositiveInt | None = None
     """synced: optimizer steps between two copies."""
     placement: Literal["swap", "model"] = "swap"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,14 +12,21 @@ from rich.progress import DownloadColumn
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.cli.common import exit_with, progress_bar
+from async_grpo.app.cli.common import exit_with, progress_bar, say
 from async_grpo.config.data import DataFormat, PrepareConfig
+from async_grpo.config.model import Hub
+from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.data.prepare.formats import Rejections
     from async_grpo.data.prepared_dataset import DatasetManifest
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="JSON lines, a JSON array, or Parquet.")]
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="FILE|NAME", help="JSON lines, a JSON array or Parquet; or gsm8k, deepscaler, dapo-math from a hub."
+    ),
+]
 KeepField = Annotated[list[str] | None, typer.Option(help="Field to keep as metadata for verifiers; may be repeated.")]
 HeldOutFrom = Annotated[
     list[Path] | None, typer.Option(metavar="FILE", help="Hold out the rows of this file instead; may be repeated.")
@@ -26,9 +34,17 @@ HeldOutFrom = Annotated[
 
 
 def prepare(
-    files: Files,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create; it must not exist.")],
-    model: Annotated[Path, typer.Option(metavar="FOLDER", help="Model of the run, whose tokenizer is used.")],
+    model: Annotated[
+        Path, typer.Option(metavar="FOLDER|ID", help="Model of the run (folder or id on the hub), for its tokenizer.")
+    ],
+    files: Files = None,
+    dataset: Annotated[
+        str, typer.Option(metavar="ID", help="Data set on the hub, such as openai/gsm8k or openai/gsm8k@REVISION.")
+    ] = "",
+    split: Annotated[str, typer.Option(help="With --dataset: the split to train on.")] = "train",
+    subset: Annotated[str, typer.Option(help="With --dataset: its folder or configuration, such as main.")] = "",
+    hub: Annotated[Hub, typer.Option(help="The hub of --dataset, a NAME and --model.")] = "huggingface",
     format: Annotated[DataFormat, typer.Option(help="Names of the fields; auto looks at the first row.")] = "auto",
     prompt_field: Annotated[str, typer.Option(help="With --format generic; a dot leads into an object.")] = "",
     answer_field: Annotated[
@@ -51,11 +67,34 @@ def prepare(
     FOLDER/rejected.jsonl lists the rejected rows, each with its line and the reason. The folder appears only once it is
     complete; runs read it in constant memory. docs/data.md describes the formats.
     """
-    paths = {"files": files, "out": out, "model": model, "held_out_from": held_out_from or []}
+    paths = {"files": files or [], "out": out, "model": model, "held_out_from": held_out_from or []}
     fields = {"prompt_field": prompt_field, "answer_field": answer_field, "keep_fields": keep_field or []}
     prompts = {"template": template, "system": system, "max_prompt_tokens": max_prompt_tokens}
     rows = {"held_out": held_out, "keep_duplicates": keep_duplicates, "shuffle": shuffle, "seed": seed}
-    exit_with(lambda: _prepare({**paths, **fields, **prompts, **rows, "format": format}))
+    options = {**paths, **fields, **prompts, **rows, "format": format}
+    exit_with(lambda: _prepare(_from_hub(options, dataset, split, subset, hub)))
+
+
+def _from_hub(options: dict[str, Any], dataset: str, split: str, subset: str, hub: Hub) -> dict[str, Any]:
+    """The options with files of this machine in place of a name or an id. Raises ConfigError."""
+    from async_grpo.models.hub import TOKENIZER_FILES, hub_repo
+    from async_grpo.models.hub_dataset import KNOWN, hub_files
+
+    files = options["files"]
+    if not dataset and len(files) == 1 and str(files[0]) in KNOWN and not files[0].exists():
+        dataset, files = KNOWN[str(files[0])].id, []
+    if bool(dataset) == bool(files):
+        raise ConfigError(
+            f"prepare needs FILEs, one of the names {', '.join(KNOWN)}, or --dataset with an id, and not two of them"
+        )
+    if dataset:
+        found = hub_files(dataset, hub, split, subset, say)
+        held_out = options["held_out_from"] or found.held_out
+        chosen = found.format if options["format"] == "auto" else options["format"]
+        options = {**options, "files": found.train, "held_out_from": held_out, "format": chosen}
+    if repo := hub_repo(options["model"], "model", hub, "--model"):
+        options = {**options, "model": replace(repo, wanted=TOKENIZER_FILES).pinned().fetch(say)}
+    return options
 
 
 def _prepare(options: dict[str, Any]) -> int:
@@ -75,8 +114,6 @@ def _prepare(options: dict[str, Any]) -> int:
 def _checked(options: dict[str, Any]) -> PrepareConfig:
     """The options as a PrepareConfig. Raises ConfigError that names the options that are wrong."""
     from pydantic import ValidationError
-
-    from async_grpo.errors import ConfigError
 
     try:
         return PrepareConfig.model_validate(options)

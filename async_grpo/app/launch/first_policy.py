@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,17 +12,13 @@ from pathlib import Path
 from async_grpo.config import RunConfig
 from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
+from async_grpo.models.hub import cache_dir, model_repo
 from async_grpo.utils.child_process import child_argv
 from rollout_server.engines.model_files import read_settings, tensor_shapes
 from trainer.model.families import FAMILIES, known_families
 
 RECIPE = 1
 """Version of the code that makes models. It goes up when the result changes, so that old cached ones are not used."""
-
-
-def cache_dir() -> Path:
-    """The folder of cached models: $ASYNC_GRPO_CACHE, or ~/.cache/async_grpo."""
-    return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
 
 
 def missing_files(path: Path) -> list[str]:
@@ -62,7 +57,9 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     """The folder of the first policy; making one reports through `say`. Raises ConfigError for a folder that cannot be
     used, RoleFailed if making one fails."""
     if config.model.path is not None:
-        return check_first_policy(config.model.path.absolute(), config)
+        repo = model_repo(config)
+        path = config.model.path.absolute() if repo is None else await asyncio.to_thread(repo.pinned().fetch, say)
+        return check_first_policy(path, config)
     if config.model.warmup is not None:
         source, module, recipe = "warmup", "trainer.warmup", config.model.warmup.model_dump_json()
     else:

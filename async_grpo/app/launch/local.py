@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from async_grpo.app.launch.first_policy import made_in_s, prepare_model
+from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.monitor import Monitor
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.role_specs import role_specs
@@ -117,12 +118,13 @@ class LocalLauncher:
                 return 0
             try:
                 began_s = time.monotonic()
-                model = await race(prepare_model(config, view.phase), interrupted.wait())
+                local = await race(asyncio.to_thread(fetch, config, view.phase), interrupted.wait())
+                model = await race(prepare_model(local, view.phase), interrupted.wait())
                 state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, made_in_s(model))
                 url = config.redis.url
                 view.phase("starting the server" if url is None else f"connecting to {redact_secrets(url)}")
                 async with AsyncExitStack() as stack:
-                    opening = stack.enter_async_context(open_state_plane(config, folder, fresh=fresh))
+                    opening = stack.enter_async_context(open_state_plane(local, folder, fresh=fresh))
                     plane = await race(opening, interrupted.wait())
                     write_config(folder, config, for_roles=plane.config)
                     over = await is_over(plane.config, plane.buffer, plane.board)

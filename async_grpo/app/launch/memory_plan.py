@@ -32,6 +32,7 @@ from typing import Literal
 from async_grpo.config import RunConfig
 from async_grpo.config.rollout import EngineLimits
 from async_grpo.errors import ConfigError
+from async_grpo.models.hub import settings_folder
 from async_grpo.models.shapes import ModelShape, named_shape, shape_of
 from async_grpo.utils.text import GIB, gib
 from rollout_server.engines.model_files import read_settings
@@ -217,7 +218,8 @@ def device_plan(config: RunConfig) -> DevicePlan | None:
     trains, generates = select_platform(trainer.platform), select_platform(limits.platform)
     if not (trains.visible_variable or generates.visible_variable) or config.model.path is None:
         return None
-    shape = _shape(config.model.path / "config.json", config.model.architecture)
+    folder = settings_folder(config) or config.model.path
+    shape = _shape(folder / "config.json", config.model.architecture)
     if shape is None:
         return None
     trainer_gib = trainer.device_memory_gib or smallest_memory_gib(trains)

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.app.launch.first_policy import cache_dir
 from async_grpo.app.launch.role_process import StartTimes
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.app.launch.supervisor import TRAINER, RoleSupervisor
 from async_grpo.app.report.live_state import LiveState
 from async_grpo.errors import RoleFailed, ServerLost
+from async_grpo.models.hub import cache_dir
 from async_grpo.telemetry.jsonl import RowFollower
 from buffer import BufferStats, EmbeddedServer
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.app.launch.first_policy import check_first_policy, missing_files
+from async_grpo.app.launch.inputs import fetch, here, hub_inputs, pin, to_download
 from async_grpo.app.launch.memory_plan import device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
 from async_grpo.app.launch.role_specs import assign_devices
@@ -80,15 +81,23 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def resolve(path: Path, overrides: Sequence[str], *, steps: int | None = None, planning: bool = False) -> RunConfig:
+def resolve(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    steps: int | None = None,
+    planning: bool = False,
+    say: Callable[[str], None] = print,
+) -> RunConfig:
     """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError,
     and DependencyError for a tracker that is not installed.
 
-    `path` may be the folder of a run. `steps` replaces the configured ones without a change of the run's name. With
-    `planning` and model.architecture set, missing files are no error; `describe` names them.
+    `path` may be the folder of a run. `steps` replaces the configured ones without a change of the run's name. Ids of a
+    hub get a commit, and what they name is downloaded, which `say` reports. With `planning` nothing is downloaded, and
+    missing files are no error if model.architecture is set or a hub has them; `describe` names them.
     """
-    config = load_named(path, overrides, steps)
-    for _, check in checks(config, planning=planning):
+    config = pin(load_named(path, overrides, steps), planning=planning)
+    for _, check in checks(here(config) if planning else fetch(config, say), planning=planning):
         check()
     return config
 
@@ -107,7 +116,8 @@ def load_named(path: Path, overrides: Sequence[str], steps: int | None = None) -
 
 def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
     """What has to hold before a run starts: its name, and a check that raises ConfigError or DependencyError."""
-    excused = _absent(config) if planning and config.model.architecture else {}
+    from_hub = hub_inputs(config)
+    excused = [key for key in _absent(config) if planning and (config.model.architecture or key in from_hub)]
     yield "Run folder", lambda: check_folder(config.run_dir)
     if (url := config.redis.url) is not None:
         yield "redis.url", lambda: parse(url)
@@ -168,8 +178,8 @@ def describe(config: RunConfig) -> Table:
     table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
     for what, found in placement(config):
         table.add_row(what, found)
-    if absent := _absent(config):
-        table.add_row("not here yet", Text("; ".join(f"{key} ({path})" for key, path in absent.items())))
+    if absent := {**_absent(here(config)), **to_download(config)}:
+        table.add_row("not here yet", Text("; ".join(f"{key} ({what})" for key, what in absent.items())))
     elif rejected := check_data(config):
         table.add_row("rows not taken", Text(str(rejected)))
     return table

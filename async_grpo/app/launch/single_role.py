@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from async_grpo.app.launch.first_policy import prepare_model
+from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
 from async_grpo.app.launch.run_folder import RunFolder, find_run, open_run, write_config, write_role
@@ -79,10 +80,11 @@ def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
     """The configuration file of this role and the folder of the first policy."""
-    model = asyncio.run(prepare_model(config, print))
+    local = fetch(config, print)
+    model = asyncio.run(prepare_model(local, print))
     folder = open_run(config)
-    write_config(folder, config, for_roles=config)
-    file = write_role(folder, role, config)
+    write_config(folder, config, for_roles=local)
+    file = write_role(folder, role, local)
     folder.hold(role)
     return file, model
 

@@ -133,7 +133,7 @@ def test_the_task_is_all_that_differs_between_two_runs_of_a_node() -> None:
     [
         (("trainer.device_memory_gib=24",), ["has 24 GiB", "optimizer 21.3", "Raise trainer.tensor_parallel"]),
         (("rollout.vllm.device_memory_gib=16",), ["has 16 GiB", "weights 14.2", "Raise rollout.vllm.tensor_parallel"]),
-        (("model.architecture=null",), ["config.json"]),
+        (("model.architecture=null", "model.path=models/none"), ["config.json"]),
         (("model.architecture=gpt-2",), ["Known: qwen2.5-0.5b"]),
         (("trainer.platform=cpu",), ["device_memory_gib"]),
         (("rollout.vllm.platform=cpu",), ["gpu_memory_utilization would have no effect"]),
@@ -153,13 +153,14 @@ def test_devices_of_unknown_size_are_said_to_be_unknown() -> None:
 
 
 def test_a_run_wants_its_files_whatever_the_architecture() -> None:
-    result = CliRunner().invoke(app, ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml")], env={"COLUMNS": "400"})
+    words = ["run", str(CONFIGS / "qwen2.5_7b_gsm8k_cuda.yaml"), "-o", "model.path=models/Qwen2.5-7B"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
     assert result.exit_code == 1
     assert "models/Qwen2.5-7B is not there, but a checkpoint is a folder" in result.output
 
 
 def test_the_shape_comes_from_config_json_where_it_is() -> None:
-    folder = Path("models/Qwen2.5-7B")
+    folder = Path("Qwen/Qwen2.5-7B")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
     assert "trainer device" in plan("qwen2.5_7b_gsm8k_cuda").output

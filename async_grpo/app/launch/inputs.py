@@ -1,0 +1,107 @@
+"""Models and data that a configuration names by the id of a hub: pinned for the run, and as files of this machine.
+
+configuration --pin--> ids with commits (config.yaml) --fetch--> local files (roles.yaml, checks, roles)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from async_grpo.app.launch.run_folder import RunFolder
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError, HubUnreachable
+from async_grpo.models.hub import HubRepo, hub_repo, model_repo
+from async_grpo.models.hub_dataset import data_repo, training_files
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def hub_inputs(config: RunConfig) -> dict[str, HubRepo]:
+    """Configuration key -> the repository that it names; {} if all inputs are on this machine."""
+    reference = config.trainer.reference.path
+    found = {"model.path": model_repo(config), "data.path": data_repo(config.data)}
+    if reference is not None:
+        key = "trainer.reference.path"
+        found[key] = hub_repo(reference, "model", config.model.hub, key)
+    return {key: repo for key, repo in found.items() if repo is not None}
+
+
+def pin(config: RunConfig, *, planning: bool = False) -> RunConfig:
+    """The configuration with a commit for every id without a revision: the one that the run has had so far, else the
+    newest. Raises ConfigError; with `planning` an id stays as it is if the hub cannot be asked."""
+    inputs = hub_inputs(config)
+    before = _earlier(config) if inputs else {}
+    paths: dict[str, Path] = {}
+    for key, repo in inputs.items():
+        earlier = before.get(key)
+        if repo.revision is None and earlier is not None and (earlier.id, earlier.hub) == (repo.id, repo.hub):
+            paths[key] = Path(str(earlier))
+            continue
+        try:
+            paths[key] = Path(str(repo.pinned()))
+        except HubUnreachable:
+            if not planning:
+                raise
+    return _with(config, paths)
+
+
+def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
+    """The repositories of the run that is in the folder already."""
+    folder = RunFolder(config.run_dir)
+    try:
+        return hub_inputs(folder.read_config()) if folder.config_file.exists() else {}
+    except ConfigError:
+        return {}
+
+
+def fetch(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """The configuration with files of this machine in place of ids, downloaded if they are not here. Raises
+    ConfigError."""
+    paths: dict[str, Path] = {}
+    for key, repo in hub_inputs(config).items():
+        if key == "data.path":
+            paths["data.path"], held_out = training_files(config.data, repo.pinned(), say)
+            if held_out is not None:
+                paths["data.eval_path"] = held_out
+        else:
+            paths[key] = repo.pinned().fetch(say)
+    return _with(config, paths)
+
+
+def here(config: RunConfig) -> RunConfig:
+    """The configuration with the folders of models that have been downloaded; other ids stay. Of the first policy's
+    model, config.json is fetched if the hub answers, for the plan of memory."""
+    if repo := model_repo(config):
+        with contextlib.suppress(ConfigError):
+            repo.settings().fetch(lambda line: None)
+    found = {key: repo.folder() for key, repo in hub_inputs(config).items() if key != "data.path"}
+    return _with(config, {key: folder for key, folder in found.items() if folder is not None})
+
+
+def to_download(config: RunConfig) -> dict[str, str]:
+    """Configuration key -> what would be downloaded for it, in words; nothing for what is here."""
+    found = {}
+    for key, repo in hub_inputs(config).items():
+        if key == "data.path" or repo.folder() is None:
+            try:
+                size = f", {sum(repo.files().values()) / 1e6:,.1f} MB"
+            except ConfigError:
+                size = ""
+            found[key] = f"{repo.where}{size}"
+    return found
+
+
+def _with(config: RunConfig, paths: Mapping[str, Path]) -> RunConfig:
+    for key, path in paths.items():
+        config = _replaced(config, key.split("."), path)
+    return config
+
+
+def _replaced(section: Section, keys: list[str], path: Path) -> Section:
+    value: Any = path if len(keys) == 1 else _replaced(getattr(section, keys[0]), keys[1:], path)
+    return section.model_copy(update={keys[0]: value})

@@ -1,0 +1,280 @@
+"""Models and data sets of a hub by their ids: Hugging Face (huggingface_hub) or ModelScope (modelscope_hub).
+
+    OWNER/NAME[@REVISION] --pinned--> OWNER/NAME@COMMIT --folder--> its files in the hub's cache, or None
+                                                        --fetch---> the same, downloaded
+
+The hub's own client downloads: it resumes, locks what another process is downloading, and finds mirrors, caches and
+tokens by its variables (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE; MODELSCOPE_ENDPOINT, MODELSCOPE_CACHE,
+MODELSCOPE_API_TOKEN). What is in the cache is never asked for again. No pickled file is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from async_grpo.config import RunConfig
+from async_grpo.config.model import Hub
+from async_grpo.errors import ConfigError, DependencyError, HubUnreachable
+from async_grpo.utils.files import write_atomic
+
+Kind = Literal["model", "dataset"]
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What trainer and engine read of a checkpoint: of its top folder, and neither pickled nor other formats' copies."""
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+MODEL_COPIES = ("*/*", "consolidated*")
+DATA_FILES = ("*.parquet", "*.jsonl", "*.json")
+
+LOCAL_FOLDERS = frozenset({"checkpoints", "data", "datasets", "model", "models", "outputs", "runs"})
+
+_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_VARIABLES = {"huggingface": ("HF_ENDPOINT", "HF_TOKEN"), "modelscope": ("MODELSCOPE_ENDPOINT", "MODELSCOPE_API_TOKEN")}
+_NAMES = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
+_WHOLE = ".whole"
+"""File in a snapshot of ModelScope that was downloaded to its end: its client does not tell one that was not."""
+_REFUSED = (401, 403)
+_ANSWER_S = 10.0
+"""Seconds that a hub has to answer a question about a repository."""
+
+
+def cache_dir() -> Path:
+    """The folder of what this package makes once and keeps: $ASYNC_GRPO_CACHE, or ~/.cache/async_grpo."""
+    return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
+
+
+@dataclass(frozen=True, slots=True)
+class HubRepo:
+    """A repository of a hub at a revision, for the configuration key `key`; files outside `wanted` do not matter."""
+
+    id: str
+    kind: Kind
+    hub: Hub = "huggingface"
+    revision: str | None = None
+    key: str = "model.path"
+    wanted: tuple[str, ...] = MODEL_FILES
+    unwanted: tuple[str, ...] = MODEL_COPIES
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+    @property
+    def where(self) -> str:
+        """The repository in words, for messages."""
+        return f"{self.kind} {self} on {_NAMES[self.hub]}"
+
+    def pinned(self) -> HubRepo:
+        """The same with a commit in place of a branch; what is in the cache if the hub does not answer.
+
+        ModelScope tells no commits; there the revision stays, and the copy in the cache stays what it was.
+        Raises ConfigError.
+        """
+        if self.hub == "modelscope":
+            return replace(self, revision=self.revision or "master")
+        if self.revision and _COMMIT.fullmatch(self.revision):
+            return self
+        remembered = cache_dir() / "hub" / f"{self.hub}-{self.kind}-{self}".replace("/", "--")
+        try:
+            commit = str(self._info().sha)
+        except HubUnreachable:
+            if not remembered.exists():
+                raise
+            commit = remembered.read_text()
+        else:
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(remembered, commit)
+        return replace(self, revision=commit)
+
+    def folder(self) -> Path | None:
+        """The folder of the cached files; None if they are not all there. Asks nobody."""
+        with self._explained(), contextlib.suppress(*_absent(self.hub)):
+            found = Path(self._snapshot(local_files_only=True))
+            return found if self.hub == "huggingface" or (found / _WHOLE).exists() else None
+        return None
+
+    def files(self) -> dict[str, int]:
+        """Name -> size in bytes of every file that would be fetched. Raises ConfigError, HubUnreachable."""
+        with self._explained():
+            if self.hub == "modelscope":
+                listed = _modelscope().list_repo_files(self.id, self.kind, revision=self.revision, recursive=True)
+                sizes = {str(file.path): int(file.size or 0) for file in listed}
+            else:
+                sizes = {file.rfilename: int(file.size or 0) for file in self._info().siblings or ()}
+        return {name: size for name, size in sorted(sizes.items()) if self._is_wanted(name)}
+
+    def fetch(self, say: Callable[[str], None]) -> Path:
+        """The folder of the files, downloaded if need be; reports through `say`. Raises ConfigError."""
+        if (cached := self.folder()) is not None:
+            return cached
+        files = self.files()
+        if not files:
+            raise ConfigError(
+                f"{self.key}: the {self.where} has none of {', '.join(self.wanted)}. "
+                + ("Weights are read as safetensors only" if self.kind == "model" else "Export it as Parquet or JSON")
+            )
+        say(f"downloading the {self.where}: {len(files)} files, {sum(files.values()) / 1e6:,.1f} MB")
+        with self._explained():
+            folder = Path(self._snapshot(local_files_only=False))
+        self._check_sizes(folder, files)
+        if self.hub == "modelscope":
+            (folder / _WHOLE).touch()
+        return folder
+
+    def _check_sizes(self, folder: Path, files: Mapping[str, int]) -> None:
+        """Remove files that are not as long as the hub says, and raise ConfigError."""
+        wrong = [name for name, size in files.items() if (folder / name).stat().st_size != size]
+        for name in wrong:
+            (folder / name).resolve().unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
+        if wrong:
+            raise ConfigError(
+                f"{self.key}: {', '.join(wrong)} of the {self.where} came with another length than the hub states, and "
+                "has been removed. Start again; if it stays so, the mirror or a proxy changes files"
+            )
+
+    def settings(self) -> HubRepo:
+        """The same model, of which config.json alone matters."""
+        return replace(self, wanted=("config.json",))
+
+    def _is_wanted(self, name: str) -> bool:
+        return _matches(name, self.wanted) and not _matches(name, self.unwanted)
+
+    def _info(self) -> Any:
+        from huggingface_hub import HfApi, constants
+
+        if constants.HF_HUB_OFFLINE:
+            raise HubUnreachable(self._offline("HF_HUB_OFFLINE is set"))
+        with self._explained():
+            return HfApi().repo_info(
+                self.id, repo_type=self.kind, revision=self.revision, files_metadata=True, timeout=_ANSWER_S
+            )
+
+    def _snapshot(self, *, local_files_only: bool) -> str:
+        filters: dict[str, Any] = {"allow_patterns": list(self.wanted), "ignore_patterns": list(self.unwanted)}
+        if self.hub == "modelscope":
+            return str(
+                _modelscope().download_repo(
+                    self.id, self.kind, revision=self.revision, local_files_only=local_files_only, **filters
+                )
+            )
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+        (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()
+        return snapshot_download(
+            self.id, repo_type=self.kind, revision=self.revision, local_files_only=local_files_only, **filters
+        )
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what a hub's client raises for a repository that cannot be had into a ConfigError."""
+        endpoint, token = _VARIABLES[self.hub]
+        try:
+            yield
+        except _absent(self.hub):
+            raise
+        except Exception as error:
+            refused, missing, away = _failures(self.hub)
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, refused) or (status in _REFUSED and not isinstance(error, missing)):
+                raise ConfigError(
+                    f"{self.key}: the {self.where} is not open to you. Accept its terms on its page there, and set "
+                    f"{token} to a token of your account that is still valid"
+                ) from None
+            if isinstance(error, missing):
+                raise ConfigError(
+                    f"{self.key} is {self}: there is no such folder here, and no such {self.kind} or revision on "
+                    f"{_NAMES[self.hub]}. Correct the path, or the id (OWNER/NAME@REVISION). A private one needs a "
+                    f"token in {token}"
+                ) from None
+            if isinstance(error, away):
+                raise HubUnreachable(self._offline(f"{type(error).__name__}: {error}"[:300], endpoint)) from None
+            raise
+
+    def _offline(self, why: str, endpoint: str = "") -> str:
+        mirror = f"set {endpoint} to a mirror, " if endpoint else ""
+        return (
+            f"{self.key}: the {self.where} is not whole in the cache of this machine, and the hub cannot be asked "
+            f"({why}). Connect, {mirror}or give a local folder"
+        )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _modelscope() -> Any:
+    try:
+        from modelscope_hub import HubApi
+    except ImportError:
+        raise DependencyError(
+            "hub modelscope needs the package modelscope-hub. Install it: pip install 'async-grpo[modelscope]'"
+        ) from None
+    return HubApi()
+
+
+def _absent(hub: Hub) -> tuple[type[Exception], ...]:
+    """What a client raises for files that are not in its cache when it may not ask."""
+    if hub == "modelscope":
+        from modelscope_hub.errors import CacheNotFound
+
+        return (CacheNotFound,)
+    from huggingface_hub import errors
+
+    newer = getattr(errors, "IncompleteSnapshotError", errors.LocalEntryNotFoundError)  # older clients do not tell
+    return (errors.LocalEntryNotFoundError, newer)
+
+
+def _failures(hub: Hub) -> tuple[tuple[type[Exception], ...], ...]:
+    """What a client raises for a repository that is refused, for one that is unknown, and without an answer."""
+    if hub == "modelscope":
+        from modelscope_hub import errors
+
+        refused = (errors.AuthenticationError, errors.PermissionDeniedError)
+        return refused, (errors.NotExistError,), (errors.HubError, OSError)
+    from huggingface_hub import errors as hf
+
+    missing = (hf.RepositoryNotFoundError, hf.RevisionNotFoundError, hf.HFValidationError)
+    return (hf.GatedRepoError,), missing, (hf.HfHubHTTPError, OSError, *_transport_errors())
+
+
+def _transport_errors() -> Iterator[type[Exception]]:
+    """What the HTTP client of huggingface_hub raises without an answer; it has changed its name with its major
+    release."""
+    for name in ("httpx2", "httpx"):
+        with contextlib.suppress(ImportError):
+            yield import_module(name).TransportError
+
+
+def hub_repo(path: Path, kind: Kind, hub: Hub, key: str) -> HubRepo | None:
+    """The repository that a configured path names; None for a path of this machine.
+
+    What exists here comes first. `models/x` is a path whose file is missing: its first part is the usual name of a
+    local folder (`LOCAL_FOLDERS`), or a folder that exists.
+    """
+    found = _ID.fullmatch(str(path))
+    if found is None or path.exists() or path.parts[0] in LOCAL_FOLDERS or Path(path.parts[0]).exists():
+        return None
+    wanted = (MODEL_FILES, MODEL_COPIES) if kind == "model" else (DATA_FILES, ())
+    return HubRepo(found["id"], kind, hub, found["revision"], key, *wanted)
+
+
+def model_repo(config: RunConfig) -> HubRepo | None:
+    """The repository of the first policy; None if the model is here or is made here."""
+    path = config.model.path
+    return None if path is None else hub_repo(path, "model", config.model.hub, "model.path")
+
+
+def settings_folder(config: RunConfig) -> Path | None:
+    """The folder with config.json of `model.path`, as far as it is here; None if the model is made. Asks nobody."""
+    repo = model_repo(config)
+    return config.model.path if repo is None else repo.settings().folder() or config.model.path
