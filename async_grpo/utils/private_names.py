@@ -79,6 +79,8 @@ PRIVATE_NAMES: dict[str, PrivateNames] = {
         ),
         optional=(
             "vllm.v1.engine.utils:get_mp_context",
+            "vllm.v1.engine.core:EngineCoreProc",
+            "vllm.v1.worker.cpu_worker:CPUWorker",
             "vllm.v1.engine.async_llm:AsyncLLM.vllm_config",
             "vllm.v1.engine.output_processor:RequestState.external_req_id",
             *_of("vllm.config.cache:CacheConfig.", "num_gpu_blocks", "block_size"),
