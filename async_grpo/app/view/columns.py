@@ -46,6 +46,7 @@ class StepColumns:
         self._follower = RowFollower(self._path)
         self._size = 0
         self._place: dict[int, int] = {}
+        self._in_order = True
         self._columns: dict[str, array[float]] = {}
         self.warnings: deque[dict[str, Any]] = deque(maxlen=MOST_WARNINGS)
 
@@ -64,21 +65,30 @@ class StepColumns:
                         self.warnings.append(row)
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        place = self._place.setdefault(row["step"], len(self._place))
-        for column in self._columns.values():
-            if place < len(column):
-                column[place] = np.nan  # of the step's former row
+        step = row["step"]
+        if step in self._place:
+            for column in self._columns.values():
+                if self._place[step] < len(column):
+                    column[self._place[step]] = np.nan  # of the step's former row
+        else:
+            self._in_order &= not self._place or step > next(reversed(self._place))
+        place = self._place.setdefault(step, len(self._place))
         for key, value in _numbers(row):
             column = self._columns.setdefault(key, array("d"))
-            column.extend([np.nan] * (place + 1 - len(column)))
-            column[place] = value
+            if len(column) < place:
+                column.extend([np.nan] * (place - len(column)))
+            if len(column) == place:
+                column.append(value)
+            else:
+                column[place] = value
 
     def __len__(self) -> int:
         return len(self._place)
 
     def keys(self) -> list[str]:
         """The keys that any step has."""
-        return list(self._columns)
+        with self._lock:
+            return list(self._columns)
 
     def column(self, key: str) -> Floats:
         """One number for each step, by step; NaN where it is missing. Shares of idle time have keys of their own."""
@@ -92,7 +102,7 @@ class StepColumns:
             values = np.full(len(self), np.nan)
             found = self._columns.get(key, array("d"))
             values[: len(found)] = found
-            return values[np.argsort(list(self._place), kind="stable")]
+            return values if self._in_order else values[np.argsort(list(self._place), kind="stable")]
 
     def last(self, key: str) -> float | None:
         """The value of the newest step that has one."""
@@ -107,7 +117,7 @@ class StepColumns:
 
     def ages(self, axis: str, most: int = 400) -> dict[str, Any]:
         """The share of the trained tokens that had each age, [age][column]; neighbouring steps share a column."""
-        ages = sorted(int(key.removeprefix(AGES)) for key in self._columns if key.startswith(AGES))
+        ages = sorted(int(key.removeprefix(AGES)) for key in self.keys() if key.startswith(AGES))
         x = self.x(axis)
         if not ages:
             return {"x": [], "ages": [], "share": []}

@@ -24,28 +24,13 @@ Keys = Annotated[list[str], Query(max_length=200)]
 
 
 def run_routes(root: RunsRoot) -> APIRouter:
-    """The routes of runs: the list, one of them, curves of several."""
+    """The routes of runs: the list, and one of them."""
     routes = APIRouter()
 
     @routes.get("/api/runs")
     def runs() -> list[dict[str, Any]]:
         """All runs, the one that was at work last first."""
         return [run.brief() for run in root.runs()]
-
-    @routes.get("/api/metrics")
-    def metrics() -> dict[str, Any]:
-        """What curves can be of, and whether this installation has the charts for them."""
-        return {"groups": metric_groups(), "charts": is_there(UPLOT)}
-
-    @routes.get("/api/curves")
-    def curves(run: Runs, key: Keys, x: Axis = "step") -> list[dict[str, Any]]:
-        """Of each run: the curves that it has, key -> [x, y], and its evaluations."""
-        return [curves_of(root.run(one), key, x) for one in run]
-
-    @routes.get("/api/differences")
-    def differences(run: Runs) -> list[dict[str, Any]]:
-        """The settings in which the runs differ: a key, and its value in each."""
-        return differences_of([root.run(one) for one in run])
 
     @routes.get("/api/runs/{name}")
     def one_run(name: str) -> dict[str, Any]:
@@ -73,6 +58,28 @@ def run_routes(root: RunsRoot) -> APIRouter:
         with file.open("rb") as written:
             written.seek(max(0, file.stat().st_size - LOG_BYTES))
             return {"role": role, "text": written.read().decode("utf-8", "replace")}
+
+    return routes
+
+
+def curve_routes(root: RunsRoot) -> APIRouter:
+    """The routes of what several runs can be compared by."""
+    routes = APIRouter()
+
+    @routes.get("/api/metrics")
+    def metrics() -> dict[str, Any]:
+        """What curves can be of, and whether this installation has the charts for them."""
+        return {"groups": metric_groups(), "charts": is_there(UPLOT)}
+
+    @routes.get("/api/curves")
+    def curves(run: Runs, key: Keys, x: Axis = "step") -> list[dict[str, Any]]:
+        """Of each run: the curves that it has, key -> [x, y], and its evaluations."""
+        return [curves_of(root.run(one), key, x) for one in run]
+
+    @routes.get("/api/differences")
+    def differences(run: Runs) -> list[dict[str, Any]]:
+        """The settings in which the runs differ: a key, and its value in each."""
+        return differences_of([root.run(one) for one in run])
 
     return routes
 

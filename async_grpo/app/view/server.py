@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_grpo.app.view.catalog import RunsRoot
 from async_grpo.app.view.news import news_of, news_of_runs
-from async_grpo.app.view.run_pages import report_routes, run_routes
+from async_grpo.app.view.run_pages import curve_routes, report_routes, run_routes
 from async_grpo.app.view.sample_search import sample_routes
 from async_grpo.app.view.timeline import timeline_routes
 from async_grpo.utils.http_server import LocalNamesOnly
@@ -57,8 +57,8 @@ def make_app(root: RunsRoot, ending: asyncio.Event, *, local_only: bool = True) 
         """Server-sent: an event `runs` with the ids of the runs that have changed, come or gone."""
         return StreamingResponse(news_of_runs(root, ending), media_type="text/event-stream")
 
-    app.include_router(run_routes(root))
-    app.include_router(report_routes(root))
+    for routes in (run_routes, curve_routes, report_routes):
+        app.include_router(routes(root))
     app.include_router(sample_routes(root.find))
     app.include_router(timeline_routes(root.find))
     app.mount("/static", StaticFiles(directory=STATIC))
