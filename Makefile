@@ -13,7 +13,7 @@ VIEW_VENV := .venv-view
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(VENV)/.installed: pyproject.toml deploy/install deploy/locks/cpu.txt $(wildcard deploy/stand-ins/*/pyproject.toml)
+$(VENV)/.installed: pyproject.toml setup.py deploy/install deploy/locks/cpu.txt $(wildcard deploy/stand-ins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off $(BIN)/python deploy/install cpu --develop
 	touch $@
