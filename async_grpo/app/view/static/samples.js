@@ -286,7 +286,7 @@ function groupDetail({ row, trained }, findPrompt) {
   const state = trained ? (trained.skipped ? `step ${trained.step} was skipped` : `trained by step ${trained.step}`) : "in no step so far: still waiting, or released untrained";
   return [
     el("h2", {}, `Group ${row.seq}`),
-    el("p", { class: "facts" }, `${row.server}, ${new Date(1000 * row.time_s).toLocaleString()}; admitted at v${row.admitted_version}; ${state}.`),
+    el("p", { class: "group-facts" }, `${row.server}, ${new Date(1000 * row.time_s).toLocaleString()}; admitted at v${row.admitted_version}; ${state}.`),
     el("div", { class: "prompt-whole" }, el("h3", {}, "Prompt"), el("pre", { tabindex: "0" }, visible(row.prompt)), el("p", {}, el("b", {}, "Reference answer "), visible(row.answer), " ", el("button", { type: "button", class: "link", onclick: findPrompt }, "all groups of this prompt"))),
     legend(versions, atVersion, completions),
     panel,
