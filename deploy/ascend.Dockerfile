@@ -24,11 +24,14 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         update-ca-certificates; \
     fi
 WORKDIR /build
-COPY pyproject.toml README.md LICENSE ./
+ARG NPM_CONFIG_REGISTRY=https://registry.npmjs.org
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY configs configs
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
+# With the charts of `async-grpo view`, from npm's registry; without it the page has tables.
 RUN python3 -m pip wheel --no-deps --wheel-dir /dist .
 
 # hadolint ignore=DL3006
@@ -62,6 +65,9 @@ COPY deploy/configs /app/deploy/configs
 # wants 2: empty leaves it to each (with-cann.sh).
 ENV PYTHONUNBUFFERED=1 \
     ASYNC_GRPO_CACHE=/models/made \
+    HF_HOME=/models/huggingface \
+    MODELSCOPE_CACHE=/models/modelscope \
+    ASYNC_GRPO_LOG_FORMAT=json \
     TASK_QUEUE_ENABLE=""
 WORKDIR /app
 USER ${APP_UID}

@@ -38,11 +38,14 @@ COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install
 # What the project needs, in a layer that changes to its code leave alone.
 RUN /opt/venv/bin/python deploy/install cpu --only stand-ins torch packages
-COPY pyproject.toml README.md LICENSE ./
+ARG NPM_CONFIG_REGISTRY=https://registry.npmjs.org
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY configs configs
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
+# With the charts of `async-grpo view`, from npm's registry; without it the page has tables.
 RUN /opt/venv/bin/python deploy/install cpu --only project
 
 FROM base
@@ -56,7 +59,10 @@ COPY configs /app/configs
 COPY deploy/configs /app/deploy/configs
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    ASYNC_GRPO_CACHE=/models/made
+    ASYNC_GRPO_CACHE=/models/made \
+    HF_HOME=/models/huggingface \
+    MODELSCOPE_CACHE=/models/modelscope \
+    ASYNC_GRPO_LOG_FORMAT=json
 WORKDIR /app
 USER ${APP_UID}
 ENTRYPOINT ["/usr/local/bin/entrypoint.sh"]

@@ -19,11 +19,14 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         update-ca-certificates; \
     fi
 WORKDIR /build
-COPY pyproject.toml README.md LICENSE ./
+ARG NPM_CONFIG_REGISTRY=https://registry.npmjs.org
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY configs configs
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
+# With the charts of `async-grpo view`, from npm's registry; without it the page has tables.
 RUN pip wheel --no-deps --wheel-dir /dist .
 
 FROM ${VLLM_IMAGE}
@@ -54,7 +57,10 @@ COPY deploy/scripts/entrypoint.sh /usr/local/bin/entrypoint.sh
 COPY configs /app/configs
 COPY deploy/configs /app/deploy/configs
 ENV PYTHONUNBUFFERED=1 \
-    ASYNC_GRPO_CACHE=/models/made
+    ASYNC_GRPO_CACHE=/models/made \
+    HF_HOME=/models/huggingface \
+    MODELSCOPE_CACHE=/models/modelscope \
+    ASYNC_GRPO_LOG_FORMAT=json
 WORKDIR /app
 USER ${APP_UID}
 ENTRYPOINT ["/usr/local/bin/entrypoint.sh"]

@@ -12,10 +12,12 @@ whole run are named `async_grpo_run_*`. docs/http.md has the table.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -84,6 +86,8 @@ class TrainerCollector(Collector):
         self.progress = TrainerProgress()
         self.stats: BufferStats | None = None
         """None if the buffer did not answer."""
+        self.memory = (0, 0)
+        """Bytes that the buffer's server uses, and its limit, when it last answered."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families."""
@@ -106,7 +110,22 @@ class TrainerCollector(Collector):
         for name, mean in progress.latest.get("reward_by_function", {}).items():
             rewards.add_metric([name], mean)
         yield rewards
+        yield from _of_disk(config.run_dir)
         yield from _of_groups(self.stats)
+        if self.stats is not None:
+            used, limit = self.memory
+            name, stated = "async_grpo_run_redis_memory", "Bytes that the buffer's server"
+            yield GaugeMetricFamily(f"{name}_bytes", f"{stated} uses", value=used)
+            yield GaugeMetricFamily(f"{name}_limit_bytes", f"{stated} may use; 0: it has no limit", value=limit)
+
+
+def _of_disk(folder: Path) -> Iterable[Metric]:
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:
+        return
+    yield _gauge("disk_free_bytes", "Free bytes of the disk that has the run folder", disk.free)
+    yield _gauge("disk_size_bytes", "Size of that disk in bytes", disk.total)
 
 
 def _of_steps(progress: TrainerProgress, group_size: int) -> Iterable[Metric]:
@@ -233,4 +252,5 @@ class MetricsServer:
     async def _ask(self) -> BufferStats:
         if self._buffer is None:
             self._buffer = attach(self._config.redis, self._config.name)
+        self._collector.memory = await self._buffer.memory()
         return await self._buffer.stats()

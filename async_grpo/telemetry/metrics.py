@@ -150,9 +150,9 @@ def _ess(totals: StepTotals) -> float:
     return totals.sums["weight"] ** 2 / (tokens * squared) if squared else 0.0
 
 
-def _token_mean(statistic: str, key: str, doc: str, group: str = "train") -> Metric:
+def _token_mean(statistic: str, key: str, doc: str, group: str = "train", gauge: str = "") -> Metric:
     """The mean of a statistic over the trained tokens."""
-    return Metric(key, doc, f"{group}/{key}", sums=(statistic,), value=lambda t: t.per_token(statistic))
+    return Metric(key, doc, f"{group}/{key}", sums=(statistic,), value=lambda t: t.per_token(statistic), gauge=gauge)
 
 
 def _of_gap(total: float, totals: StepTotals) -> float | None:
@@ -167,14 +167,29 @@ METRICS: tuple[Metric, ...] = (
     Metric("replayed", "Whether the step was made once more after a crash.", "run/replayed"),
     Metric("groups", "Groups in the batch.", "rollout/groups"),
     Metric("reward_mean", "Mean reward of the samples that were judged.", "reward/mean", gauge="reward_mean"),
-    Metric("reward_std", "Standard deviation of those rewards.", "reward/std"),
+    Metric("reward_std", "Standard deviation of those rewards.", "reward/std", gauge="reward_std"),
     Metric("reward_error", "Standard error of reward_mean over the groups of the batch.", "reward/error"),
     Metric("reward_by_function", "Reward function -> mean of its scores, before weights."),
     Metric("unverifiable_samples", "Samples that no verifier could judge.", "other/unverifiable_samples"),
-    Metric("informative_groups", "Share of the groups whose rewards differ.", "other/informative_groups"),
-    Metric("completion_tokens_mean", "Mean length of a completion in tokens.", "rollout/completion_tokens_mean"),
+    Metric(
+        "informative_groups",
+        "Share of the groups whose rewards differ.",
+        "other/informative_groups",
+        gauge="informative_groups",
+    ),
+    Metric(
+        "completion_tokens_mean",
+        "Mean length of a completion in tokens.",
+        "rollout/completion_tokens_mean",
+        gauge="completion_tokens_mean",
+    ),
     Metric("completion_tokens_max", "Length of the longest completion.", "rollout/completion_tokens_max"),
-    Metric("truncated_fraction", "Share of the completions that ran into a limit.", "rollout/truncated_fraction"),
+    Metric(
+        "truncated_fraction",
+        "Share of the completions that ran into a limit.",
+        "rollout/truncated_fraction",
+        gauge="truncated_fraction",
+    ),
     Metric(
         "loss",
         "Mean loss over the updates of the step.",
@@ -198,7 +213,9 @@ METRICS: tuple[Metric, ...] = (
         sums=("sequence_weight", "sequence_weight_squared", "sequences"),
         value=lambda t: t.lr_scale,
     ),
-    _token_mean("clipped", "clip_fraction", "Share of the trained tokens that left the trust region."),
+    _token_mean(
+        *("clipped", "clip_fraction", "Share of the trained tokens that left the trust region."), gauge="clip_fraction"
+    ),
     _token_mean(
         "clipped_low", "clip_low_fraction", "Share of the trained tokens that left it below: their ratio fell."
     ),
@@ -220,6 +237,7 @@ METRICS: tuple[Metric, ...] = (
         "ess",
         "Effective sample size (sum rho)^2 / sum rho^2, as a share of the trained tokens.",
         "importance/ess",
+        gauge="ess",
         sums=("weight_squared",),
         value=_ess,
     ),
@@ -227,6 +245,7 @@ METRICS: tuple[Metric, ...] = (
         "kl",
         "Mean divergence from the reference model by objective.kl_estimator; only with a reference model.",
         "train/kl",
+        gauge="kl",
         sums=("kl",),
         value=lambda t: t.per_token("kl") if t.with_reference else None,
     ),
@@ -234,6 +253,7 @@ METRICS: tuple[Metric, ...] = (
         "entropy_estimate",
         "-mean log-probability of the sampled tokens: unbiased for the entropy only if on-policy.",
         "other/entropy_estimate",
+        gauge="entropy_estimate",
         sums=("logprob",),
         value=lambda t: -t.per_token("logprob"),
     ),

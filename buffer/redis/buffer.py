@@ -145,6 +145,11 @@ class RedisBuffer:
     async def end(self) -> None:
         await self._script("end")
 
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that the server uses, and its limit; 0: it has none, or does not say."""
+        about = await self._link.call(lambda: self._link.client.info("memory"))
+        return int(about.get("used_memory") or 0), int(about.get("maxmemory") or 0)
+
     async def stats(self) -> BufferStats:
         books = await self._script("stats")
         meta, released, lengths = ({name.decode(): v.decode() for name, v in batched(book, 2)} for book in books[:3])

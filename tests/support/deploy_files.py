@@ -17,7 +17,9 @@ SCRIPTS = DEPLOY / "scripts"
 PROFILES = ("cpu", "cuda", "ascend")
 DOCKERFILES = [DEPLOY / f"{profile}.Dockerfile" for profile in PROFILES]
 SECRETS = ("ASYNC_GRPO_REDIS_PASSWORD", "ASYNC_GRPO_HTTP_KEY", "ASYNC_GRPO_ADMIN_TOKEN", "ASYNC_GRPO_WEIGHTS_SECRET")
-ONE_SHOT = "secrets"
+SECRETS_SERVICE = "secrets"
+STAYING = ("redis", "prometheus", "grafana", "view")
+"""Services that are there as long as anybody may want them; the others end with the run."""
 
 COMPOSE_TEXT = (DEPLOY / "compose.yaml").read_text()
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):-([^}]*)\}")

@@ -130,6 +130,17 @@ def resume(run: RunFolderArgument, steps: Steps = None) -> None:
 
 
 @app.command()
+def fetch(config: ConfigFile, override: Override = None) -> None:
+    """Check a run, and download or make its model and data ahead of it, so that its roles find them.
+
+    Containers do this before they start a role. Repeat it after a broken connection: it goes on from there.
+    """
+    from async_grpo.app.launch.single_role import prepare_inputs
+
+    exit_with(lambda: prepare_inputs(config, override or []))
+
+
+@app.command()
 def rollout(
     config: OptionalConfigFile = None,
     override: Override = None,

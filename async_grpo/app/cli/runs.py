@@ -168,12 +168,25 @@ def samples(
 
 
 @app.command()
-def report(run: RunFolderArgument) -> None:
+def report(
+    run: RunFolderArgument,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Wait until the run is over: for roles that are started one by one. RUN may then be its CONFIG.",
+        ),
+    ] = False,
+) -> None:
     """Write the report of a run again: of one that is live, was killed, or ran in containers too."""
     from async_grpo.app.runs.run import Run
     from async_grpo.app.runs.upkeep import rewrite_report
 
     def work() -> int:
+        if wait:
+            from async_grpo.app.launch.follow import follow_run
+
+            return follow_run(run, print_line)
         print_line(str(asyncio.run(rewrite_report(Run.open(run)))))
         return 0
 

@@ -26,6 +26,13 @@ def view(
     host: Annotated[str, typer.Option(help="Address to listen at; beyond the loopback, everybody may read.")] = (
         "127.0.0.1"
     ),
+    localhost_only: Annotated[
+        bool,
+        typer.Option(
+            "--localhost-only",
+            help="Answer only for localhost, whatever --host is: for a published port of a container.",
+        ),
+    ] = False,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Look at runs in a browser: curves, staleness, timeline and samples, live while a run goes on.
@@ -43,7 +50,7 @@ def view(
                 f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]"
             ) from error
         ending = asyncio.Event()
-        app = make_app(RunsRoot(runs), ending, local_only=is_local_name(host))
+        app = make_app(RunsRoot(runs), ending, local_only=localhost_only or is_local_name(host))
         try:
             listener = listen(host, port)
         except OSError as error:

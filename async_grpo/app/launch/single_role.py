@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from async_grpo.app.launch.first_policy import prepare_model
+from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
@@ -16,6 +17,16 @@ from async_grpo.app.launch.run_folder import RunFolder, find_run, open_run, writ
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from buffer import connect_board
+
+LEADER = "trainer-0"
+"""The trainer, or its node 0."""
+
+
+def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
+    """Check a run, and download or make all that its roles will find: model, data, first policy."""
+    local = fetch(resolve(path, overrides), print)
+    print(f"ready: {asyncio.run(prepare_model(local, print))}")
+    return 0
 
 
 def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
@@ -80,9 +91,14 @@ def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
     """The configuration file of this role and the folder of the first policy."""
+    began_s = time.monotonic()
     local = fetch(config, print)
     model = asyncio.run(prepare_model(local, print))
     folder = open_run(config)
+    if role == LEADER:
+        state = folder.read_state()
+        state.prepare_s = max(state.prepare_s, time.monotonic() - began_s, made_in_s(model))
+        folder.write_state(state)
     write_config(folder, config, for_roles=local)
     file = write_role(folder, role, local)
     folder.hold(role)

@@ -2,7 +2,7 @@
 
     npm pack NAME@VERSION  -->  sha512 as pinned here?  -->  static/vendor/NAME/ with its licence
 
-`python -m async_grpo.app.view.vendor` fetches what is missing. It needs npm and its registry, or npm's cache, once.
+`python -m async_grpo.app.view.vendor` fetches what is missing. It needs npm or its registry (NPM_CONFIG_REGISTRY) once.
 setup.py loads this file by its path, so it imports the standard library alone.
 """
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +86,7 @@ def _packed(package: NpmPackage, folder: Path) -> bytes:
     """The archive as npm downloads it, from its cache where that has it."""
     npm = shutil.which("npm")
     if npm is None:
-        raise VendorError(f"the charts need {package.name} {package.version}, and there is no npm to fetch it with")
+        return _downloaded(package)
     command = [npm, "pack", "--silent", "--prefer-offline", f"{package.name}@{package.version}"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=NPM_S)
@@ -94,6 +96,18 @@ def _packed(package: NpmPackage, folder: Path) -> bytes:
     if done.returncode or len(archives) != 1:
         raise VendorError(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
     return archives[0].read_bytes()
+
+
+def _downloaded(package: NpmPackage) -> bytes:
+    """The archive straight from the registry, for machines without npm, such as images."""
+    registry = os.environ.get("NPM_CONFIG_REGISTRY") or "https://registry.npmjs.org"
+    address = f"{registry.rstrip('/')}/{package.name}/-/{package.name}-{package.version}.tgz"
+    try:
+        with urllib.request.urlopen(address, timeout=NPM_S) as answer:
+            archive: bytes = answer.read()
+    except OSError as error:
+        raise VendorError(f"there is no npm, and {address} cannot be had ({error})") from error
+    return archive
 
 
 def main(arguments: Sequence[str] = ()) -> int:

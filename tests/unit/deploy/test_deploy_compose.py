@@ -10,6 +10,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,12 +20,13 @@ from async_grpo.config import RunConfig
 from tests.support.deploy_files import (
     COMPOSE_TEXT,
     DEPLOY,
-    ONE_SHOT,
     PROFILES,
     ROOT,
     SCRIPTS,
     SECRETS,
+    SECRETS_SERVICE,
     SERVICES,
+    STAYING,
     VARIABLE,
     config_of,
     each_profile,
@@ -59,34 +61,38 @@ def test_a_service_has_no_privileges_and_publishes_to_the_loopback_alone(name: s
 def test_a_service_is_looked_after(name: str) -> None:
     service = SERVICES[name]
     assert service["init"] is True
-    if name == ONE_SHOT:
+    kind = name.partition("-")[0]
+    if kind in (SECRETS_SERVICE, "init"):
         assert service["restart"] == "no"
         return
     # A role that has finished (exit code 0) must stay so; the others must be there as long as any role may be.
-    assert service["restart"] == ("on-failure" if "build" in service else "unless-stopped")
-    assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
+    assert service["restart"] == ("unless-stopped" if kind in STAYING else "on-failure")
+    assert kind == "report" or service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
 
 
 @each_service
 def test_only_the_service_that_stores_secrets_is_given_them(name: str) -> None:
     text = str(render(**{secret: f"value of {secret}" for secret in SECRETS})[name])
-    assert text.count("value of ") == (len(SECRETS) if name == ONE_SHOT else 0)
-    assert tuple(SERVICES[ONE_SHOT]["command"]) == SECRETS
-    assert SERVICES[ONE_SHOT]["environment"] == dict.fromkeys(SECRETS, "")
+    assert text.count("value of ") == (len(SECRETS) if name == SECRETS_SERVICE else 0)
+    assert tuple(SERVICES[SECRETS_SERVICE]["command"]) == SECRETS
+    assert SERVICES[SECRETS_SERVICE]["environment"] == dict.fromkeys(SECRETS, "")
 
 
 @each_profile
 def test_a_profile_is_a_whole_run_that_starts_in_order(profile: str) -> None:
     names = services_of(profile)
     assert {"secrets", "redis", "prometheus"} <= names.keys()
-    (trainer,) = role(profile, "trainer")
+    (init,), (trainer,) = role(profile, "init"), role(profile, "trainer")
+    assert "secrets" in SERVICES["redis"]["depends_on"]
     assert SERVICES[trainer]["depends_on"] == {
-        "secrets": {"condition": "service_completed_successfully"},
+        init: {"condition": "service_completed_successfully"},
         "redis": {"condition": "service_healthy"},
     }
+    (report,) = role(profile, "report").values()
+    assert report["depends_on"] == SERVICES[trainer]["depends_on"], "it keeps time from the trainer's start"
     servers = role(profile, "rollout").values()
     assert servers
-    for service in servers:  # the trainer makes the policy
+    for service in servers:  # its weights are served
         assert service["depends_on"] == {trainer: {"condition": "service_healthy"}}
     assert all(service.get("depends_on", {}).keys() <= names.keys() for service in names.values())
 
@@ -137,8 +143,26 @@ def test_all_roles_of_a_profile_run_the_same_configuration(profile: str, tmp_pat
                 "CONFIG": server["environment"]["CONFIG"],
                 "HOSTNAME": "b",
             }
-            said = subprocess.run(server["command"], env=environment, capture_output=True, text=True, timeout=60)
-            assert said.stdout == f"rollout {wanted} --name rollout-b\n"
+            assert typed(server, environment) == f"rollout {wanted} --name rollout-b\n"
+        for kind, words in (("init", f"fetch {wanted}"), ("report", f"runs report {wanted} --wait")):
+            (service,) = (services[name] for name in role(profile, kind))
+            environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONFIG": service["environment"]["CONFIG"]}
+            assert typed(service, environment) == f"{words}\n"
+
+
+def typed(service: dict[str, Any], environment: dict[str, str]) -> str:
+    """What the service's command prints with that environment."""
+    done = subprocess.run(service["command"], env=environment, capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+@each_profile
+def test_the_page_reads_the_runs_and_nothing_else(profile: str) -> None:
+    (page,) = role(profile, "view").values()
+    assert page["volumes"] == ["runs:/runs:ro"] and page["read_only"]
+    assert "environment" not in page and "--localhost-only" in page["command"]
+    port = page["command"][page["command"].index("--port") + 1]
+    assert page["ports"] == [f"127.0.0.1:8765:{port}"]
 
 
 @each_profile
@@ -217,6 +241,8 @@ def test_every_variable_that_a_container_is_given_is_read_by_somebody() -> None:
     documented = (ROOT / "docs" / "platforms.md").read_text()
     for name, service in SERVICES.items():
         for variable in service.get("environment", {}):
+            if name == "grafana" and variable.startswith("GF_"):
+                continue
             ours = variable.startswith("ASYNC_GRPO_")
             where = known if ours else known + documented + str(service.get("command"))
             assert re.search(rf"\b{variable}\b", where), f"{name}: nobody reads {variable}"
@@ -238,5 +264,6 @@ def test_compose_accepts_the_file() -> None:
     if not compose and (not shutil.which("docker") or subprocess.run(["docker", "compose", "version"]).returncode):
         pytest.skip("there is no docker compose to ask")
     for profile in PROFILES:
-        arguments = ["-f", str(DEPLOY / "compose.yaml"), "--profile", profile, "config", "-q"]
+        profiles = ["--profile", profile, "--profile", "monitoring"]
+        arguments = ["-f", str(DEPLOY / "compose.yaml"), *profiles, "config", "-q"]
         assert subprocess.run([*command, *arguments], timeout=120).returncode == 0

@@ -1,0 +1,148 @@
+"""The report of a run whose roles are started one by one, in containers or on a cluster.
+
+    CONFIG --> folder, server of the run --look--> over? --roles have left--> run.json, summary.json, report.md, plots
+
+`async-grpo run` keeps time and writes the report itself. Here one process follows the run beside its roles, on the
+machine that has the trainer's run folder. It starts nothing and decides nothing. SIGTERM ends it with a report of
+what there is; started again, it goes on and adds up the wall time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from async_grpo.app.launch.local import headline, write_results
+from async_grpo.app.launch.preflight import load_named
+from async_grpo.app.launch.run_folder import RunFolder, RunState
+from async_grpo.app.launch.state_plane import StatePlane
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError, RoleFailed, ServerLost
+from async_grpo.telemetry.jsonl import read_rows
+from async_grpo.telemetry.rows import of_kind
+from async_grpo.utils.aio import Overtaken, race, stop_signals
+from async_grpo.utils.files import is_locked
+from buffer import attach, connect_board, is_over, knows_run
+
+LOOK_EVERY_S = 1.0
+KEEP_EVERY_S = 30.0
+"""Seconds between two writes of the wall time, which is all that a kill can cost."""
+ROLE = "report"
+
+
+def follow_run(path: Path, say: Callable[[str], None]) -> int:
+    """Wait until the run is over and write its report. `path`: its configuration, or its folder.
+
+    Raises ConfigError without redis.url, RoleFailed if no trainer begins the run within launch.ready_timeout_s.
+    """
+    config = load_named(path, [])
+    if config.redis.url is None:
+        raise ConfigError(
+            "redis.url is not set: this run brings its own server, and `async-grpo run` writes its report. Leave "
+            "--wait out to write it again"
+        )
+    return asyncio.run(RunFollower(config, say).follow())
+
+
+class RunFollower:
+    """Follows one run to its end."""
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self._folder = RunFolder(config.run_dir.absolute())
+        self._started_s = self._kept_s = time.monotonic()
+        self._wall_before_s = 0.0
+
+    async def follow(self) -> int:
+        """Wait for the end or SIGTERM, then write run.json and the report; returns the exit code."""
+        stopped = asyncio.Event()
+        with stop_signals(stopped.set):
+            try:
+                await race(self._begun(), stopped.wait())
+            except Overtaken:
+                self._say("stopped before the run began: there is nothing to report")
+                return 0
+            if self._is_finished():
+                self._say(f"this run is finished: see {self._folder.path / 'report.md'}")
+                return 0
+            self._folder.hold(ROLE)
+            self._wall_before_s = self._folder.read_state().wall_s
+            async with AsyncExitStack() as stack:
+                plane = await self._connect(stack)
+                over = True
+                try:
+                    await race(self._over(plane), stopped.wait())
+                except Overtaken:
+                    over = False
+                await self._report(plane, over=over)
+        return 0
+
+    async def _begun(self) -> None:
+        """Wait for the trainer to make the folder and open the run on the server."""
+        config, limit_s = self._config, self._config.launch.ready_timeout_s
+        self._say(f"waiting for the trainer of {config.name}")
+        deadline_s = time.monotonic() + limit_s
+        while not (self._folder.config_file.exists() and await self._if_there(knows_run(config.redis, config.name))):
+            if time.monotonic() > deadline_s:
+                raise RoleFailed(
+                    f"no trainer has begun the run {config.name} in {self._folder.path} and on {config.redis.url} for "
+                    f"{limit_s:g} s (launch.ready_timeout_s). Start `async-grpo trainer` with the same configuration, "
+                    "on a machine that has this folder"
+                )
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _is_finished(self) -> bool:
+        return self._folder.read_state().finished_steps >= self._config.steps
+
+    async def _connect(self, stack: AsyncExitStack) -> StatePlane:
+        buffer = attach(self._config.redis, self._config.name)
+        stack.push_async_callback(buffer.aclose)
+        board = await connect_board(self._config.redis, self._config.name)
+        stack.push_async_callback(board.aclose)
+        return StatePlane(self._config, buffer, board, None)
+
+    async def _over(self, plane: StatePlane) -> None:
+        """Wait for the last step and its evaluation, however long that takes, and then for the roles to leave."""
+        self._say(f"following {self._folder.path}; its report comes when it is over")
+        while not await self._if_there(is_over(plane.config, plane.buffer, plane.board)):
+            self._keep_time()
+            await asyncio.sleep(LOOK_EVERY_S)
+        deadline_s = time.monotonic() + self._config.launch.stop_timeout_s
+        while await self._roles_there(plane) and time.monotonic() < deadline_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _roles_there(self, plane: StatePlane) -> bool:
+        """Whether a role holds its lock in this folder, or a rollout server of another machine is heard of."""
+        locks = (self._folder.path / "roles").glob("*.lock")
+        if any(is_locked(lock) for lock in locks if lock.stem != ROLE):
+            return True
+        return bool(await plane.board.servers())
+
+    async def _if_there(self, question: Awaitable[bool]) -> bool:
+        """The answer; False while the server does not give one. The roles wait for it too."""
+        try:
+            return await question
+        except ServerLost as error:
+            self._say(f"waiting for the server: {error}")
+            return False
+
+    def _keep_time(self) -> RunState:
+        """Write the wall time to run.json every KEEP_EVERY_S; returns the state with that of this moment."""
+        now_s, state = time.monotonic(), self._folder.read_state()
+        state.wall_s = self._wall_before_s + now_s - self._started_s
+        if now_s - self._kept_s > KEEP_EVERY_S:
+            self._kept_s = now_s
+            self._folder.write_state(state)
+        return state
+
+    async def _report(self, plane: StatePlane, *, over: bool) -> None:
+        state, rows = self._keep_time(), read_rows(self._folder.path / "metrics.jsonl")
+        epochs = {row.get("epoch") for row in of_kind(rows, "step")}
+        state.restarts = {"trainer": max(0, len(epochs) - 1)}
+        state.finished_steps = self._config.steps if over else 0
+        self._folder.write_state(state)
+        summary = await write_results(plane, self._folder, state, await plane.buffer.stats())
+        self._say(headline(summary, self._folder))

@@ -1,0 +1,78 @@
+"""Dashboard and alerts of deploy/: every metric that they name is shown by the code, and promtool accepts the rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from async_grpo.telemetry.metrics import SERVER_METRICS
+from tests.support.deploy_files import DEPLOY, ROOT, SERVICES
+
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+DASHBOARD = DEPLOY / "grafana" / "dashboards" / "async-grpo.json"
+PROMETHEUS_OWN = {"process_resident_memory_bytes"}
+
+
+def queries() -> Iterator[str]:
+    yield from (rule["expr"] for rule in RULES)
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", []))
+
+
+def test_the_dashboard_is_what_its_table_makes() -> None:
+    made = runpy.run_path(str(DEPLOY / "grafana" / "make_dashboard.py"))
+    assert DASHBOARD.read_text() == made["text"](), "python deploy/grafana/make_dashboard.py"
+
+
+def test_every_metric_of_a_query_is_one_that_the_code_shows() -> None:
+    trainer = json.loads((ROOT / "tests" / "goldens" / "trainer_metrics.json").read_text())
+    shown = {name for family in trainer for name in (family, f"{family}_total")}
+    shown |= {f"async_grpo_{metric.key}" for metric in SERVER_METRICS} | PROMETHEUS_OWN
+    named = {name for query in queries() for name in re.findall(r"\b(?:async_grpo|process)_\w+", query)}
+    assert len(named) > 40
+    assert named <= shown, named - shown
+
+
+def test_every_alert_says_what_to_do_and_is_in_the_table_of_the_documentation() -> None:
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    assert "\n## Alerts\n" in operations
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "action", "runbook"}
+        assert rule["annotations"]["runbook"] == "docs/operations.md#alerts"
+        assert f"| `{rule['alert']}` |" in operations
+
+
+def test_grafana_is_given_the_dashboard_and_its_source() -> None:
+    mounted = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "async-grpo.yml").read_text())["providers"]
+    assert mounted["./grafana/dashboards"] == provider["options"]["path"]
+    assert mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert {panel["datasource"]["uid"] for panel in panels if "datasource" in panel} == {source["uid"]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "config", DEPLOY / "prometheus" / "prometheus.yml"),
+        ("test", "rules", Path(__file__).parent / "alerts_test.yml"),
+    ],
+    ids=["the configuration is valid", "all alerts fire in a bad run and none in a good one"],
+)
+def test_promtool(words: tuple[str | Path, ...]) -> None:
+    if not shutil.which("promtool"):
+        pytest.skip("there is no promtool (Debian: apt-get install prometheus)")
+    done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
