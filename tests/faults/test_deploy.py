@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -27,6 +26,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.redis_topologies import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STEPS, GROUPS_PER_STEP, MAX_STALENESS = 1000, 8, 2
@@ -80,18 +81,19 @@ class Stack:
     """The containers of one project; `close` leaves nothing behind but images."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._prometheus = probe.getsockname()[1]
+        self._prometheus, view = free_port(), free_port()
         (folder / "config").mkdir()
         (folder / "config" / "test.yaml").write_text(yaml.safe_dump(CONFIG))
         mounted = {"volumes": [f"{folder / 'config'}:/config:ro"]}
-        (folder / "test.yaml").write_text(yaml.safe_dump({"services": {"trainer": mounted, "rollout": mounted}}))
+        (folder / "test.yaml").write_text(
+            yaml.safe_dump({"services": {"trainer": mounted, "rollout": mounted, "init": mounted, "report": mounted}})
+        )
         command = compose_command()
         assert command is not None
         files = ["-f", str(DEPLOY / "compose.yaml"), "-f", str(folder / "test.yaml")]
         self._compose = [*command, *files, "-p", PROJECT, "--profile", "cpu"]
         self._environment = {**os.environ, "CONFIG": "/config/test.yaml", "PROMETHEUS_PORT": str(self._prometheus)}
+        self._environment["VIEW_PORT"] = str(view)
 
     def compose(self, *arguments: str, timeout_s: float = EVENT_S) -> str:
         command = [*self._compose, *arguments]
@@ -183,7 +185,7 @@ def goes_on(stack: Stack, after: str) -> None:
 
 def is_within(stack: Stack) -> None:
     """What a person who looks into the containers finds."""
-    for service in ("trainer", "rollout", "redis", "prometheus"):
+    for service in ("trainer", "rollout", "report", "view", "redis", "prometheus"):
         (container,) = stack.containers(service)
         facts = stack.inspect(container)
         bound = [each["HostIp"] for ports in facts["NetworkSettings"]["Ports"].values() for each in ports or []]
@@ -195,7 +197,10 @@ def is_within(stack: Stack) -> None:
 
 
 def has_ended(stack: Stack) -> bool:
-    states = [stack.inspect(each)["State"] for each in stack.containers("trainer") + stack.containers("rollout")]
+    states = [
+        stack.inspect(each)["State"]
+        for each in stack.containers("trainer") + stack.containers("rollout") + stack.containers("report")
+    ]
     return all(state["Status"] == "exited" and state["ExitCode"] == 0 for state in states)
 
 
@@ -234,4 +239,7 @@ def test_containers_train_scale_and_survive_kills_and_the_books_balance(stack: S
     assert stats["version"] == STEPS
     assert stats["admitted"] == sum(stats["released"].values())
     assert stats["released"]["trained"] == STEPS * GROUPS_PER_STEP
+    reported = docker("exec", *stack.containers("view"), "cat", "/runs/deploy-test/summary.json").stdout
+    summary = json.loads(reported)
+    assert (summary["steps"], summary["balanced"], summary["restarts"]) == (STEPS, True, {"trainer": 1})
     assert stack.restarts("trainer") == 1, "nothing but the kill may have ended the trainer"

@@ -111,7 +111,9 @@ class RunFollower:
             self._keep_time()
             await asyncio.sleep(LOOK_EVERY_S)
         deadline_s = time.monotonic() + self._config.launch.stop_timeout_s
-        while await self._roles_there(plane) and time.monotonic() < deadline_s:
+        while await self._roles_there(plane):
+            if time.monotonic() > deadline_s:
+                return  # one that exports for longer does not change the report
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _roles_there(self, plane: StatePlane) -> bool:
