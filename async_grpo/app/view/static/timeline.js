@@ -25,7 +25,7 @@ export function timelineView(root, run) {
   const tip = el("div", { class: "tip", hidden: true });
   const readout = el("div", { class: "readout", role: "status" });
   const kindsList = el("ul", { class: "legend", "aria-label": "Kinds of spans" });
-  const state = { picture: null, range: null, selection: null, expand: new Set(), kinds: [], boxes: [], timer: 0, behind: 0, fetching: null };
+  const state = { picture: null, range: null, selection: null, expand: new Set(), kinds: [], boxes: [], timer: 0, behind: 0, width: 0, fetching: null };
   const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
   const bar = el(
     "div",
@@ -40,7 +40,8 @@ export function timelineView(root, run) {
   const expanders = el("div", { class: "expanders" });
   root.replaceChildren(bar, el("div", { class: "canvas-box" }, canvas, tip), expanders, kindsList, readout);
 
-  const width = () => Math.max(200, canvas.clientWidth);
+  const measure = () => (state.width = Math.max(200, canvas.clientWidth));
+  const width = () => state.width || measure();
   const toPixel = (at) => ((at - state.range[0]) / (state.range[1] - state.range[0])) * width();
   const toSeconds = (pixel) => state.range[0] + (pixel / width()) * (state.range[1] - state.range[0]);
 
@@ -154,6 +155,7 @@ export function timelineView(root, run) {
 
   function draw() {
     if (!state.picture || !state.range) return;
+    measure(); // once a drawing: asking the page's layout for every span would take longer than drawing it
     const style = getComputedStyle(canvas);
     const color = (name) => style.getPropertyValue(name).trim();
     const colors = { text: color("--text"), muted: color("--muted"), line: color("--line"), accent: color("--accent") };
