@@ -24,8 +24,8 @@ import structlog
 import uvloop
 
 from async_grpo.config import RunConfig, load
-from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError
-from async_grpo.telemetry.logging import configure_logging, redact_secrets
+from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError, RoleFailed
+from async_grpo.telemetry.logging import bind_process, configure_logging, is_json, redact_secrets, report_fatal
 from async_grpo.utils.aio import root_cause, watched_loop
 from async_grpo.utils.processes import exit_with_owner
 from rollout_server.engines import import_engine
@@ -46,6 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     configure_logging(arguments.name)
     structlog.contextvars.bind_contextvars(role=arguments.name)
+    bind_process(role="rollout", replica=arguments.name)
     code = run(arguments.config, arguments.model, arguments.name)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,6 +57,7 @@ def run(config_file: Path, model: Path, name: str) -> int:
     """Serve the run of the configuration file; returns the exit code."""
     try:
         config = load(config_file)
+        bind_process(run=config.name)
         import_engine(config)
         uvloop.run(_serve_until_stopped(config, model, name))
     except Exception as error:
@@ -108,12 +110,9 @@ async def _serve(config: RunConfig, model: Path, name: str) -> None:
 
 def _give_up(holder: str) -> None:
     """End the process although the event loop is blocked. The leases run out, and other servers go on."""
-    print(
-        f"RoleFailed: nothing happens in this process any more, the event loop is blocked by {holder}. Make what "
-        "blocks there asynchronous, or run it by asyncio.to_thread",
-        file=sys.stderr,
-        flush=True,
-    )
+    said = f"nothing happens in this process any more, the event loop is blocked by {holder}. Make what blocks there "
+    report_fatal(RoleFailed(f"{said}asynchronous, or run it by asyncio.to_thread"))
+    sys.stderr.flush()
     os._exit(EXIT_FAULT)
 
 
@@ -128,8 +127,8 @@ def _exit_at_deadline(deadline_s: float) -> None:
 def _explain(error: BaseException) -> int:
     """Print the error, in one line if it was raised on purpose, else with its traceback; returns the exit code."""
     if not isinstance(error, AsyncGrpoError):
-        traceback.print_exception(error)
-    print(f"{type(error).__name__}: {redact_secrets(str(error))}", file=sys.stderr)
+        log.error("not expected", exc_info=error) if is_json() else traceback.print_exception(error)
+    report_fatal(error)
     if isinstance(error, CONFIG_FAULTS):
         return EXIT_CONFIG
     return EXIT_ENGINE if isinstance(error, EngineError) else EXIT_FAULT

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from pathlib import Path
 
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG
+from async_grpo.telemetry.logging import bind_process, configure_logging, report_fatal
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import uncollected
 from trainer.platform import Platform, select_platform
@@ -27,6 +29,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration of the run")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of the first policy")
     arguments = parser.parse_args()
+    configure_logging("trainer")
+    bind_process(replica=os.environ.get("RANK", "0"))
     try:
         config = load(arguments.config)
         platform = select_platform(config.trainer.platform)
@@ -34,7 +38,7 @@ def main() -> None:
             platform.activate(config.trainer)
         _train(config, arguments.model, platform)
     except CONFIG_FAULTS as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        report_fatal(error)
         sys.exit(EXIT_CONFIG)
 
 

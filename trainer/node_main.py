@@ -34,7 +34,7 @@ import structlog
 
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, NodeLost, TrainingError
-from async_grpo.telemetry.logging import configure_logging
+from async_grpo.telemetry.logging import bind_process, configure_logging, report_fatal
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.network import LOOPBACK
 from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
@@ -238,10 +238,12 @@ def main() -> None:
     arguments = parser.parse_args()
     configure_logging("trainer")
     try:
-        node = Node(load(arguments.config), arguments.config, arguments.model, arguments.node_rank)
+        config = load(arguments.config)
+        bind_process(run=config.name)
+        node = Node(config, arguments.config, arguments.model, arguments.node_rank)
         asyncio.run(node.run())
     except AsyncGrpoError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        report_fatal(error)
         if isinstance(error, CONFIG_FAULTS):
             sys.exit(EXIT_CONFIG)
         sys.exit(error.code if isinstance(error, RankFailed) else 1)

@@ -21,7 +21,7 @@ from typing import Any
 
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import CONFIG_FAULTS, TrainingError
-from async_grpo.telemetry.logging import redact_secrets
+from async_grpo.telemetry.logging import fatal_events, redact_secrets
 from async_grpo.utils.aio import cancel_and_wait
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.network import card_environment
@@ -134,7 +134,9 @@ class ErrorOutput:
     def last_error(self) -> str:
         """The last error that a traceback names, else the last line; "" if nothing was written."""
         tail = self._tail.decode("utf-8", "replace")
-        found = _ERROR.findall(tail) or [line.strip() for line in tail.splitlines() if line.strip()]
+        found = (
+            fatal_events(tail) or _ERROR.findall(tail) or [line.strip() for line in tail.splitlines() if line.strip()]
+        )
         return redact_secrets(found[-1])[:_SHOWN_CHARACTERS] if found else ""
 
     async def read_to_the_end(self) -> None:

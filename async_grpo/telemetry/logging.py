@@ -1,23 +1,50 @@
-"""Log lines for people: time, level, role, what happened, key=value. To stderr, never with a secret.
+"""Log lines: time, level, role, what happened, key=value. To stderr, never with a secret.
 
-    12:04:31.207 info    trainer    step trained  step=12 reward_mean=0.41 wait_s=0.02
+    2026-11-23 12:04:31.207 info    trainer    step trained  step=12 reward_mean=0.41 wait_s=0.02
 
-The supervisor redirects the stderr of every role to `logs/<role>.log` of the run.
+With ASYNC_GRPO_LOG_FORMAT=json each line is an object, also those of libraries, warnings and uncaught exceptions:
+
+    {"time": "2026-11-23T12:04:31.207+00:00", "level": "info", "run": "small", "role": "trainer", "replica": "0",
+     "event": "step trained", "step": 12, ...}
+
+The supervisor redirects the stderr of every role to `logs/<role>.log` of the run. It is a variable and no key of the
+configuration, because lines are written before a configuration is read, and by processes that read none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import math
+import os
 import re
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
+FORMAT_VARIABLE = "ASYNC_GRPO_LOG_FORMAT"
+_FIELDS_VARIABLE = "ASYNC_GRPO_LOG_FIELDS"
+"""What `bind_process` has bound, for the processes that this one starts."""
+_VLLM_CONFIG = Path(__file__).with_name("vllm_logging.json")
+
 _URL_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@]*:)[^\s]*@")
 _NAMED_SECRET = re.compile(r"(?i)\b([\w.-]*(?:password|passwd|secret|api_key)=)('[^']*'|\"[^\"]*\"|[^\s&'\"]+)")
 _BARE_WORD = re.compile(r"[^\s'\"=\\\x00-\x1f\x7f-\x9f]+")
+
+
+def is_json() -> bool:
+    """Whether lines are JSON objects."""
+    return os.environ.get(FORMAT_VARIABLE, "console") == "json"
 
 
 def configure_logging(role: str) -> FilteringBoundLogger:
@@ -27,14 +54,100 @@ def configure_logging(role: str) -> FilteringBoundLogger:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.format_exc_info,
-            _render_line,
+            _render_json if is_json() else _render_line,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whatever sys.stderr is by then
         cache_logger_on_first_use=False,
     )
+    if is_json():
+        bind_process(role=role)
+        _catch_the_rest()
     logger: FilteringBoundLogger = structlog.get_logger().bind(role=role)
     return logger
+
+
+def bind_process(**fields: str) -> None:
+    """Put fields, such as run and replica, into every JSON line of this process and of those that it starts."""
+    os.environ[_FIELDS_VARIABLE] = json.dumps(_bound() | fields)
+
+
+def say_as(role: str) -> Callable[[str], None]:
+    """What tells a person of progress: print, or the log where lines are JSON."""
+    return configure_logging(role).info if is_json() else print
+
+
+def report_fatal(error: BaseException) -> None:
+    """Write the error that ends this process, as the last line of its log: `ErrorName: message`."""
+    line = redact_secrets(f"{type(error).__name__}: {error}")
+    print(_json_line("critical", line, {}) if is_json() else line, file=sys.stderr)
+
+
+def fatal_events(text: str) -> list[str]:
+    """The errors that ended processes, from the JSON lines of a log, oldest first."""
+    found = []
+    for line in text.splitlines():
+        if '"level": "critical"' in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                found.append(str(json.loads(line)["event"]))
+    return found
+
+
+class JsonFormatter(logging.Formatter):
+    """Records of the standard library's logging as JSON lines; vllm_logging.json names it for the engine."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        fields: dict[str, Any] = {"logger": record.name}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return _json_line(record.levelname.lower(), record.getMessage(), fields, record.created)
+
+
+def _catch_the_rest() -> None:
+    """Libraries, warnings and uncaught exceptions write JSON lines too."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(_VLLM_CONFIG))
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar is not a line
+
+
+def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    fields = {"exception": "".join(traceback.format_exception(kind, error, trace))}
+    print(_json_line("critical", f"{kind.__name__}: {error}", fields), file=sys.stderr)
+
+
+def _bound() -> dict[str, str]:
+    try:
+        found = json.loads(os.environ.get(_FIELDS_VARIABLE, "{}"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json_line(level: str, event: str, fields: dict[str, Any], at_s: float | None = None) -> str:
+    """One object on one line; every text in it is redacted."""
+    now = datetime.fromtimestamp(time.time() if at_s is None else at_s).astimezone()
+    said = {"time": now.isoformat(timespec="milliseconds"), "level": level, **_bound(), "event": event, **fields}
+    return json.dumps({key: _plain(value) for key, value in said.items()}, default=lambda value: _plain(str(value)))
+
+
+def _plain(value: Any) -> Any:
+    """The value without secrets, and as JSON can have it: NaN and infinity become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return redact_secrets(value) if isinstance(value, str) else value
+
+
+def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    """structlog processor: one JSON line."""
+    level, message = event.pop("level", "info"), str(event.pop("event", ""))
+    event.pop("role", None)  # bound to the process, without the number of a server
+    return _json_line(level, message, dict(event))
 
 
 def redact_secrets(text: str) -> str:
@@ -48,7 +161,7 @@ def redact_secrets(text: str) -> str:
 def _render_line(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """structlog processor: one line, with the traceback (if any) below it, all of it redacted."""
     now = time.time()
-    clock = time.strftime("%H:%M:%S", time.localtime(now)) + f".{int(now % 1 * 1000):03d}"
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)) + f".{int(now % 1 * 1000):03d}"
     level, role = event.pop("level", "info"), event.pop("role", "-")
     message, traceback = str(event.pop("event", "")), event.pop("exception", None)
     head = f"{clock} {level:<7} {role:<10} {message}"

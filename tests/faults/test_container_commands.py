@@ -74,6 +74,7 @@ class Containers:
             "PYTHONPATH": str(ROOT),
             "SECRETS_DIR": str(self.folder / "secrets"),
             "CONFIG": str(self._config),
+            "ASYNC_GRPO_LOG_FORMAT": "json",  # as the images have it
         }
         with self.log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
@@ -164,6 +165,19 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
         made.close()
 
 
+TORCH = re.compile(r"\[?[WIE]\d{4} ")
+"""What torch and its native parts write by themselves."""
+
+
+def check_lines(containers: Containers) -> None:
+    """Every line of the roles but those of torch is a dated object that says whose it is."""
+    for name, role in {"init": "init", "trainer": "trainer", "rollout": "rollout", "report": "report"}.items():
+        text = containers.log(name).read_text()
+        lines = [line for line in text.splitlines() if not TORCH.match(line)]
+        assert lines and not [line for line in lines if not line.startswith('{"time": ')], name
+        assert {json.loads(line)["role"] for line in lines} >= {role}
+
+
 def answer(port: int, host: str) -> int:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/api/runs", headers={"Host": host})
     try:
@@ -235,6 +249,7 @@ def test_the_commands_of_the_containers_end_with_a_report_and_show_the_page(cont
     for file in ("report.md", "timeline.json", "plots/reward.png"):
         assert (folder / file).stat().st_size > 0, file
 
+    check_lines(containers)
     containers.start("report")
     assert containers.wait("report") == 0 and "is finished" in report.read_text()
     printed = "".join(log.read_text() for log in report.parent.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,11 @@ def exit_with(work: Callable[[], int], *, config_code: int = 1) -> None:
     except (AsyncGrpoError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno not in _FULL:
             raise  # it names no file, so it is a defect of this program
+        if os.environ.get("ASYNC_GRPO_LOG_FORMAT") == "json":
+            from async_grpo.telemetry.logging import report_fatal
+
+            report_fatal(error)
+            raise typer.Exit(config_code if isinstance(error, CONFIG_FAULTS) else 1) from None
         said = _of_file(error) if isinstance(error, OSError) else str(error)
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(said)}", highlight=False)
         code = config_code if isinstance(error, CONFIG_FAULTS) else 1

@@ -185,8 +185,9 @@ def report(
     def work() -> int:
         if wait:
             from async_grpo.app.launch.follow import follow_run
+            from async_grpo.telemetry.logging import is_json, say_as
 
-            return follow_run(run, print_line)
+            return follow_run(run, say_as("report") if is_json() else print_line)
         print_line(str(asyncio.run(rewrite_report(Run.open(run)))))
         return 0
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from async_grpo import errors
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.logging import fatal_events
 from async_grpo.utils import processes
 from async_grpo.utils.child_process import child_argv
 from async_grpo.utils.files import write_atomic
@@ -170,7 +171,7 @@ def last_error(log: Path, start: int = 0) -> str:
     """The last line from `start` that names an error, shortened; without one the last line. Errors about the end of
     another rank count only if there is nothing else."""
     tail = _tail(log, start)
-    lines = _ERROR_LINE.findall(tail)
+    lines = fatal_events(tail) or _ERROR_LINE.findall(tail)
     causes = [line for line in lines if not _CONSEQUENCE.search(line)] or lines or tail.strip().splitlines()
     return clean_text(causes[-1])[:500] if causes else ""
 

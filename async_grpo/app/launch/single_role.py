@@ -16,6 +16,7 @@ from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer
 from async_grpo.app.launch.run_folder import RunFolder, find_run, open_run, write_config, write_role
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.logging import say_as
 from buffer import connect_board
 
 LEADER = "trainer-0"
@@ -24,14 +25,15 @@ LEADER = "trainer-0"
 
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
     """Check a run, and download or make all that its roles will find: model, data, first policy."""
-    local = fetch(resolve(path, overrides), print)
-    print(f"ready: {asyncio.run(prepare_model(local, print))}")
+    say = say_as("init")
+    local = fetch(resolve(path, overrides, say=say), say)
+    say(f"ready: {asyncio.run(prepare_model(local, say))}")
     return 0
 
 
 def run_rollout(path: Path, overrides: Sequence[str], name: str) -> int:
     """Become a rollout server. Raises ConfigError without redis.url."""
-    file, model = _make_ready(_resolve(path, overrides), name)
+    file, model = _make_ready(_resolve(path, overrides, name), name)
     return _become(rollout_argv(file, model, name))
 
 
@@ -57,7 +59,7 @@ async def _prepare_to_join(config: RunConfig, name: str) -> Path:
 
 def run_trainer(path: Path, overrides: Sequence[str], node_rank: int | None) -> int:
     """Become the trainer, or its node `node_rank`. Raises ConfigError without redis.url or for a wrong rank."""
-    config = _resolve(path, overrides)
+    config = _resolve(path, overrides, "trainer")
     node = _node(config, node_rank)
     file, model = _make_ready(config, f"trainer-{node}")
     return _become(trainer_argv(file, model, node), trainer_environment(config, os.environ))
@@ -79,8 +81,8 @@ def _node(config: RunConfig, given: int | None) -> int:
     return rank
 
 
-def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
-    config = resolve(path, overrides)
+def _resolve(path: Path, overrides: Sequence[str], role: str) -> RunConfig:
+    config = resolve(path, overrides, say=say_as(role))
     if config.redis.url is None:
         raise ConfigError(
             "redis.url is not set: a role on its own needs a server that the other roles reach too. "
@@ -91,9 +93,9 @@ def _resolve(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
     """The configuration file of this role and the folder of the first policy."""
-    began_s = time.monotonic()
-    local = fetch(config, print)
-    model = asyncio.run(prepare_model(local, print))
+    began_s, say = time.monotonic(), say_as(role)
+    local = fetch(config, say)
+    model = asyncio.run(prepare_model(local, say))
     folder = open_run(config)
     if role == LEADER:
         state = folder.read_state()

@@ -34,6 +34,7 @@ from rich.text import Text
 from async_grpo.app.report.live_state import LiveState, RoleState, evaluating, who_waits
 from async_grpo.app.report.summary import held_out_score, score_format
 from async_grpo.config.schema import RunConfig
+from async_grpo.telemetry.logging import is_json, say_as
 from async_grpo.telemetry.rows import Row, mean, number, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import figure, sparkline
 
@@ -71,6 +72,9 @@ class LiveFrame(ABC):
 
     def say(self, text: str) -> None:
         """Print a line above the live display; it stays."""
+        if is_json() and not self._console.is_terminal:
+            say_as("supervisor")(text)
+            return
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _is_line_due(self, elapsed_s: float) -> bool:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from async_grpo.config.model import Precision
 from async_grpo.config.rollout import RolloutConfig
 from async_grpo.errors import DependencyError, EngineError
+from async_grpo.telemetry.logging import is_json
 from async_grpo.utils.aio import Overtaken, race
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.processes import become_owner
@@ -378,6 +379,7 @@ class VllmEngine:
             "max_logprobs": -1,  # the proof of log-probabilities asks for the vocabulary
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            **({"use_tqdm_on_load": False} if is_json() else {}),  # a bar is not a line
             "worker_extension_cls": _WORKER_EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend="zmq"),
             **platform_arguments(self._config, sleeps=self._sleeps),
