@@ -121,7 +121,8 @@ class TrainerCollector(Collector):
 
 def _of_disk(folder: Path) -> Iterable[Metric]:
     try:
-        disk = shutil.disk_usage(folder)
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+        disk = shutil.disk_usage(there)
     except OSError:
         return
     yield _gauge("disk_free_bytes", "Free bytes of the disk that has the run folder", disk.free)

@@ -19,6 +19,7 @@ import structlog
 
 from async_grpo.config import RunConfig, validate
 from async_grpo.config.buffer import RedisConfig
+from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire import Group, ReleaseReason
 from buffer import EmbeddedServer, knows_run, open_run, wipe_run
 from tests.support.trainer_programs.batches import make_sample, make_task
@@ -189,7 +190,7 @@ def test_the_documented_metrics_are_the_metrics(shown: tuple[MetricsServer, str]
     exposed, address = shown
     fill(config)
     exposed.joined(1, 0)
-    exposed.step(row(1, reward_mean=0.5, tokens_per_s=40.0, logprob_gap_mean=0.1, logprob_gap_max=0.2, grad_norm=1.0))
+    exposed.step(row(1, **{metric.key: 0.5 for metric in METRICS if metric.gauge}))
     served = set(re.findall(r"^# HELP (async_grpo_\w+)", get(f"{address}/metrics")[1], re.MULTILINE))
     _, chapter = DOCS.read_text().split("\n## The trainer\n")
     assert served == set(re.findall(r"^\| `(async_grpo_\w+)", chapter, re.MULTILINE))

@@ -42,7 +42,6 @@ def test_every_metric_of_a_query_is_one_that_the_code_shows(tmp_path: Path) -> N
     collector = TrainerCollector(
         RunConfig.model_validate({"name": "run", "runs_dir": tmp_path, "model": {"random": {}}})
     )
-    (tmp_path / "run").mkdir()
     collector.stats = cast(BufferStats, SimpleNamespace(admitted=0, released={}, active=0, ready=0))
     row: dict[str, Any] = {metric.key: 1.0 for metric in METRICS} | {"replayed": False, "reward_by_function": {}}
     collector.progress = TrainerProgress().after(row)
