@@ -35,7 +35,7 @@ from async_grpo.app.report.summary import learned, summarize
 from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.logging import redact_secrets
+from async_grpo.telemetry.logging import bind_process, redact_secrets
 from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
 from async_grpo.telemetry.timeline import merge_timelines
 from async_grpo.telemetry.trackers import make_trackers
@@ -102,6 +102,7 @@ class LocalLauncher:
     async def launch(self, config: RunConfig, *, fresh: bool, command: str) -> int:
         """Run or resume; see `Launcher`."""
         _check_one_machine(config)
+        bind_process(run=config.name)
         role_cores(config, cores_here())  # checked now, read again when the roles start
         adopt_orphans()
         if fresh:
