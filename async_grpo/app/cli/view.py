@@ -40,29 +40,28 @@ def view(
     The page only reads, loads nothing from elsewhere, and needs no network. Ctrl-C ends it.
     """
 
-    def work() -> int:
-        try:
-            from async_grpo.app.view.catalog import RunsRoot
-            from async_grpo.app.view.server import make_app
-            from async_grpo.utils.http_server import HttpServer, address_of, is_local_name, listen
-        except ImportError as error:
-            raise DependencyError(
-                f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]"
-            ) from error
-        ending = asyncio.Event()
-        app = make_app(RunsRoot(runs), ending, local_only=localhost_only or is_local_name(host))
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            raise ConfigError(f"no page at {host}, port {port} ({error}). Name another --port") from error
-        address = address_of(*listener.getsockname()[:2])
-        typer.echo(f"{runs} at {address} (Ctrl-C ends it)")
-        if open_page:
-            webbrowser.open(address)
-        asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener, ending))
-        return 0
+    exit_with(lambda: _serve_page(runs, port, host, localhost_only, open_page))
 
-    exit_with(work)
+
+def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_page: bool) -> int:
+    try:
+        from async_grpo.app.view.catalog import RunsRoot
+        from async_grpo.app.view.server import make_app
+        from async_grpo.utils.http_server import HttpServer, address_of, is_local_name, listen
+    except ImportError as error:
+        raise DependencyError(f"the page needs FastAPI and uvicorn ({error}): pip install async-grpo[http]") from error
+    ending = asyncio.Event()
+    app = make_app(RunsRoot(runs), ending, local_only=localhost_only or is_local_name(host))
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise ConfigError(f"no page at {host}, port {port} ({error}). Name another --port") from error
+    address = address_of(*listener.getsockname()[:2])
+    typer.echo(f"{runs} at {address} (Ctrl-C ends it)")
+    if open_page:
+        webbrowser.open(address)
+    asyncio.run(serve(HttpServer(app, MOST_REQUESTS), listener, ending))
+    return 0
 
 
 async def serve(server: HttpServer, listener: socket.socket, ending: asyncio.Event) -> None:

@@ -65,11 +65,12 @@ def summarize(
         **_groups(stats),
         "restarts": _counters_of(counters, RESTARTS_PREFIX),
         "reward_failures": _counters_of(counters, REWARD_FAILURES_PREFIX),
-        "evaluations": [
-            {key: value for key, value in msgspec.to_builtins(evaluation).items() if key not in ("kind", "server")}
-            for evaluation in _by_version(evaluations)
-        ],
+        "evaluations": [_facts(evaluation) for evaluation in _by_version(evaluations)],
     }
+
+
+def _facts(evaluation: Evaluation) -> Facts:
+    return {key: value for key, value in msgspec.to_builtins(evaluation).items() if key not in ("kind", "server")}
 
 
 def _settings(config: RunConfig) -> Facts:

@@ -162,7 +162,7 @@ async def test_verifiers_may_be_async_or_classes_and_look_at_the_prompt() -> Non
         ("gms8k", r"no verifier 'gms8k'.*answer_tag, format, gsm8k, math_verify"),
         ("no_such_module:score", r"cannot be imported \(ModuleNotFoundError.*PYTHONPATH"),
         ("tricky_rewards:no_such", r"cannot be imported \(AttributeError"),
-        ("tricky_rewards:HANGS_S", "is a float, not a function"),
+        ("tricky_rewards:HANGS_S", "is a value of type float, not a function"),
         ("tricky_rewards:wants_three", r"signature \(completion.*reference.*cannot be called.*Give it"),
         ("tricky_rewards:says_yes", r"was tried.*failed \(bad_value\).*'yes' is a str"),
         ("tricky_rewards:hangs", r"was tried.*failed \(timeout\): it took longer"),

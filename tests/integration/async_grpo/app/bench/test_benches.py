@@ -73,6 +73,7 @@ def test_bench_buffer_measures_every_figure(tmp_path: Path) -> None:
         assert figure["name"] in done.shown
 
 
+@pytest.mark.slow
 async def test_bench_buffer_leaves_no_key_on_a_given_server(redis_config: RedisConfig, tmp_path: Path) -> None:
     assert redis_config.url is not None
     done = bench("buffer", tmp_path, "--url", redis_config.url)
@@ -82,6 +83,7 @@ async def test_bench_buffer_leaves_no_key_on_a_given_server(redis_config: RedisC
     await link.aclose()
 
 
+@pytest.mark.slow
 def test_bench_buffer_names_a_server_that_is_not_there(tmp_path: Path) -> None:
     done = bench("buffer", tmp_path, "--url", "unix:///nowhere/server.sock")
     assert done.code == 1
