@@ -47,11 +47,11 @@ test-deploy: $(VENV)/.installed  ## Build the CPU images, bring the containers u
 # The trackers' dependencies are many, and none of them is the engine's or the trainer's.
 $(TRACKERS_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TRACKERS_VENV)
-	$(TRACKERS_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off -e '.[http,trackers,dev]'
+	$(TRACKERS_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off -e '.[http,trackers,modelscope,dev]'
 	touch $@
 
-test-trackers: $(TRACKERS_VENV)/.installed  ## What every tracker promises, with its real package, offline: four minutes
-	TRACKIO_DIR=$(TRACKERS_VENV)/trackio $(TRACKERS_VENV)/bin/pytest -rs tests/contract/test_trackers.py
+test-trackers: $(TRACKERS_VENV)/.installed  ## What every tracker and ModelScope's client promise, with the real packages, offline: four minutes
+	TRACKIO_DIR=$(TRACKERS_VENV)/trackio $(TRACKERS_VENV)/bin/pytest -rs tests/contract/test_trackers.py tests/contract/test_modelscope.py
 
 # Playwright drives the Chromium of the system (apt-get install chromium); it downloads none.
 $(VIEW_VENV)/.installed: pyproject.toml tests/view/requirements.txt
