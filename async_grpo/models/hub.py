@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import io
 import os
 import re
 import sys
@@ -43,6 +44,8 @@ _NAMES = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
 _WHOLE = ".whole"
 """File in a snapshot of ModelScope that was downloaded to its end: its client does not tell one that was not."""
 _REFUSED = (401, 403)
+LINE_EVERY_S = 5.0
+"""Seconds between two lines about a download, where there is no terminal for a bar."""
 _ANSWER_S = 10.0
 """Seconds that a hub has to answer a question about a repository."""
 
@@ -123,7 +126,7 @@ class HubRepo:
             )
         say(f"downloading the {self.where}: {len(files)} files, {sum(files.values()) / 1e6:,.1f} MB")
         with self._explained():
-            folder = Path(self._snapshot(local_files_only=False))
+            folder = Path(self._snapshot(local_files_only=False, say=say))
         self._check_sizes(folder, files)
         if self.hub == "modelscope":
             (folder / _WHOLE).touch()
@@ -158,7 +161,7 @@ class HubRepo:
                 self.id, repo_type=self.kind, revision=self.revision, files_metadata=True, timeout=_ANSWER_S
             )
 
-    def _snapshot(self, *, local_files_only: bool) -> str:
+    def _snapshot(self, *, local_files_only: bool, say: Callable[[str], None] = print) -> str:
         filters: dict[str, Any] = {"allow_patterns": list(self.wanted), "ignore_patterns": list(self.unwanted)}
         if self.hub == "modelscope":
             return str(
@@ -167,9 +170,9 @@ class HubRepo:
                 )
             )
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-        (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()
+        if not sys.stderr.isatty():
+            filters["tqdm_class"] = _progress_lines(say)
         return snapshot_download(
             self.id, repo_type=self.kind, revision=self.revision, local_files_only=local_files_only, **filters
         )
@@ -206,6 +209,22 @@ class HubRepo:
             f"{self.key}: the {self.where} is not whole in the cache of this machine, and the hub cannot be asked "
             f"({why}). Connect, {mirror}or give a local folder"
         )
+
+
+def _progress_lines(say: Callable[[str], None]) -> type:
+    """A progress bar of huggingface_hub that says a line every LINE_EVERY_S seconds, for output that is no terminal."""
+    from huggingface_hub.utils import tqdm
+
+    class ProgressLines(tqdm):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            self._counts_bytes = named.get("name") == "huggingface_hub.snapshot_download" and named.get("unit") == "B"
+            super().__init__(*args, **{**named, "mininterval": LINE_EVERY_S, "file": io.StringIO(), "disable": False})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if self._counts_bytes and self.n:
+                say(f"downloaded {self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB")
+
+    return ProgressLines
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
