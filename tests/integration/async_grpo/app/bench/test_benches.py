@@ -116,6 +116,7 @@ def test_bench_rollout_compares_the_same_work(tmp_path: Path) -> None:
     assert len(made) == 2 and all(figure["value"] == figure["baseline"] for figure in made)
 
 
+@pytest.mark.slow
 def test_bench_trainer_compares_steps_that_come_to_the_same_loss(tmp_path: Path) -> None:
     done = bench("trainer", tmp_path)
     assert done.code == 0, done.error
