@@ -38,7 +38,7 @@ class HttpRewardConfig(StrictModel):
     extra: dict[str, Any] = {}
     """Fields to add to the body of every request."""
     headers: dict[str, str] = {}
-    """Headers of every request. Do not put secrets here: they are written to the run's config.yaml."""
+    """Headers of every request. They are written to the run's config.yaml, so a secret belongs into `token_env`."""
     token_env: EnvironmentName | None = None
     """Name of the environment variable that holds the token; the token is read at the start and never written."""
     token_header: str = "Authorization"
@@ -60,6 +60,17 @@ class HttpRewardConfig(StrictModel):
                 "Put the secret into an environment variable and name that in token_env"
             )
         return url
+
+    @field_validator("headers")
+    @classmethod
+    def _hold_no_secret(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name in headers:
+            if name.lower() in ("authorization", "proxy-authorization", "cookie") or "key" in name.lower():
+                raise ValueError(
+                    f"the header {name} would be written to the run's config.yaml. Put its value into an environment "
+                    "variable, name that in token_env, and the header in token_header"
+                )
+        return headers
 
     @field_validator("score_pointer")
     @classmethod

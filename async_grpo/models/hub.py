@@ -30,12 +30,14 @@ from async_grpo.utils.files import write_atomic
 Kind = Literal["model", "dataset"]
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What trainer and engine read of a checkpoint: of its top folder, and neither pickled nor other formats' copies."""
+"""What trainer and engine read: files in the top folder of a checkpoint. Pickled weights are not among them."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 MODEL_COPIES = ("*/*", "consolidated*")
+"""Copies of the weights in other formats, in folders of their own or under other names."""
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json")
 
 LOCAL_FOLDERS = frozenset({"checkpoints", "data", "datasets", "model", "models", "outputs", "runs"})
+"""Usual names of folders: a path that begins with one is never an id."""
 
 _ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -38,7 +38,10 @@ _FIELDS_VARIABLE = "ASYNC_GRPO_LOG_FIELDS"
 _VLLM_CONFIG = Path(__file__).with_name("vllm_logging.json")
 
 _URL_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@]*:)[^\s]*@")
-_NAMED_SECRET = re.compile(r"(?i)\b([\w.-]*(?:password|passwd|secret|api_key)=)('[^']*'|\"[^\"]*\"|[^\s&'\"]+)")
+_NAMED_SECRET = re.compile(
+    r"(?i)([\w.-]*(?:password|passwd|secret|api_?key|(?<![a-z])token)['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s&'\",]+)"
+)
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{6,}")
 _BARE_WORD = re.compile(r"[^\s'\"=\\\x00-\x1f\x7f-\x9f]+")
 
 
@@ -155,7 +158,7 @@ def redact_secrets(text: str) -> str:
 
     Prefers hiding too much over too little: everything up to the last `@` of a URL goes.
     """
-    return _NAMED_SECRET.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
+    return _NAMED_SECRET.sub(r"\1***", _BEARER.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text)))
 
 
 def _render_line(_logger: WrappedLogger, _method: str, event: EventDict) -> str:

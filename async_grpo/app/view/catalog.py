@@ -17,7 +17,7 @@ SEPARATOR = "~"
 """Stands for the slash in an id, so that the id of a run in a folder is one part of an address."""
 SWEEP_RECORD = "points.json"
 SIGNS = ("config.yaml", "metrics.jsonl", "run.json", "summary.json", "evaluations/*.jsonl")
-"""Files whose change makes the figures of a run old."""
+"""Files from which the figures of a run are computed."""
 
 
 class KnownRun:
@@ -105,7 +105,7 @@ class RunsRoot:
         self._known: dict[Path, KnownRun] = {}
 
     def runs(self) -> list[KnownRun]:
-        """All of them, the one that was at work last first."""
+        """All runs, the latest first."""
         paths = [run.path for run in list_runs(self.path)]
         return [self._know(path) for path in paths if self._is_inside(path)]
 
@@ -137,7 +137,9 @@ class RunsRoot:
         return path.name if path == self.path else SEPARATOR.join(path.relative_to(self.path).parts)
 
     def _know(self, path: Path) -> KnownRun:
-        return self._known.setdefault(path, KnownRun(self.id_of(path), path))
+        if path not in self._known:
+            self._known[path] = KnownRun(self.id_of(path), path)
+        return self._known[path]
 
     def _named(self, name: str) -> Iterator[Path]:
         """The folders that an id may mean: a name may contain the separator itself."""

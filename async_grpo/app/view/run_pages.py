@@ -29,7 +29,7 @@ def run_routes(root: RunsRoot) -> APIRouter:
 
     @routes.get("/api/runs")
     def runs() -> list[dict[str, Any]]:
-        """All runs, the one that was at work last first."""
+        """All runs, the latest first."""
         return [run.brief() for run in root.runs()]
 
     @routes.get("/api/runs/{name}")
@@ -63,17 +63,17 @@ def run_routes(root: RunsRoot) -> APIRouter:
 
 
 def curve_routes(root: RunsRoot) -> APIRouter:
-    """The routes of what several runs can be compared by."""
+    """The routes that compare runs: their curves and their settings."""
     routes = APIRouter()
 
     @routes.get("/api/metrics")
     def metrics() -> dict[str, Any]:
-        """What curves can be of, and whether this installation has the charts for them."""
+        """The metrics that can be drawn, and whether this installation has the charts."""
         return {"groups": metric_groups(), "charts": is_there(UPLOT)}
 
     @routes.get("/api/curves")
     def curves(run: Runs, key: Keys, x: Axis = "step") -> list[dict[str, Any]]:
-        """Of each run: the curves that it has, key -> [x, y], and its evaluations."""
+        """The curves of each run, key -> [x, y], and its evaluations."""
         return [curves_of(root.run(one), key, x) for one in run]
 
     @routes.get("/api/differences")
@@ -178,7 +178,7 @@ def _file_in(folder: Path, *parts: str) -> Path:
 
 
 def markdown_page(file: Path, theme: str) -> str:
-    """The file as HTML. Markup that it contains stays text, and its links lead nowhere but to http and https."""
+    """The file as HTML. Markup in it stays text, and only links to http and https work."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(file.read_text("utf-8", "replace"))
     for token in tokens:

@@ -84,6 +84,8 @@ def test_what_cannot_work_is_refused(section: str, keys: dict[str, Any], says: s
         ({"url": "judge:80"}, "not an http:// or https:// address"),
         ({"url": "http://user:password@judge/"}, "name that in token_env"),
         ({"url": "http://judge/", "score_pointer": "score"}, "Begin it with /"),
+        ({"url": "http://judge/", "headers": {"Authorization": "Bearer abc"}}, "name that in token_env"),
+        ({"url": "http://judge/", "headers": {"X-Api-Key": "abc"}}, "name that in token_env"),
         ({"url": "http://judge/", "token_env": "Bearer abc"}, "should match pattern"),
     ],
 )

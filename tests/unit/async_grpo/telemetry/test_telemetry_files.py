@@ -116,6 +116,13 @@ def test_a_damaged_timeline_row_is_left_out(tmp_path: Path) -> None:
         ("redis://host?password=pw&db=1", "redis://host?password=***&db=1"),
         ("tcp://127.0.0.1:5555 me@example.org", "tcp://127.0.0.1:5555 me@example.org"),
         ("generated_tokens=12", "generated_tokens=12"),
+        ("HF_TOKEN=hf_abcdef next", "HF_TOKEN=*** next"),
+        ("https://h/?access_token=zzz&b=1", "https://h/?access_token=***&b=1"),
+        ("Authorization: Bearer abc.123-x", "Authorization: Bearer ***"),
+        ('{"api_key": "xyz", "n": 1}', '{"api_key": ***, "n": 1}'),
+        ("WANDB_API_KEY=xyz", "WANDB_API_KEY=***"),
+        ("eos_token: stop, a bearer of news", "eos_token: ***, a bearer of news"),
+        ("token 7 of 9", "token 7 of 9"),
     ],
 )
 def test_secrets_are_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
