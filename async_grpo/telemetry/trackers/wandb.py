@@ -5,7 +5,9 @@ Its own variables decide where they go: WANDB_API_KEY and WANDB_BASE_URL, or WAN
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 from async_grpo.telemetry.trackers import TrackedRun
@@ -17,6 +19,7 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
+        _wait_for_a_new_second(run.config.run_dir / "wandb")
         self._run = wandb.init(
             project=run.config.telemetry.project,
             id=run.id,
@@ -39,3 +42,9 @@ class WandbTracker:
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
+
+
+def _wait_for_a_new_second(folder: Path) -> None:
+    """Wait until no earlier invocation began in this second: wandb names its folders by it, and would replace one."""
+    while any(folder.glob(f"*{datetime.now():%Y%m%d_%H%M%S}*")):
+        time.sleep(0.05)
