@@ -186,7 +186,7 @@ def _check_memory_of(config: RunConfig) -> Finding:
     servers = config.rollout.servers if limits.platform == "cpu" else 0
     trained = 16 * copy // ELEMENT_BYTES[config.model.precision] if ranks else 0
     needed = (ranks + servers) * GIB + trained + servers * (copy + (limits.cache_bytes or 0))
-    found = f"{gib(there)} GiB available; {ranks} ranks and {servers} engines on the CPU need about {gib(needed)}"
+    found = f"{gib(there)} GiB available; {ranks} rank(s) and {servers} engine(s) on the CPU need about {gib(needed)}"
     return Finding("Memory of the run", there >= needed, found, "end other programs, or lower rollout.servers")
 
 

@@ -211,7 +211,7 @@ def _facts(
     steps = progress_bar(state.steps_done, config.steps, _GOOD, cells)
     table.add_row("steps", _beside(steps, f"{state.steps_done} of {config.steps}{left}"))
     table.add_row("reward", _reward(row, rewards, cells))
-    table.add_row("accuracy", Text(_accuracy(state)))
+    table.add_row(_score(state), Text(_accuracy(state)))
     for server in state.servers:
         if doing := evaluating(server):
             table.add_row("", Text(f"{server.name} {doing}", style="yellow"))
@@ -236,7 +236,7 @@ def line(config: RunConfig, state: LiveState, eta_s: float | None) -> str:
     parts = [
         f"[{clock(state.elapsed_s)}] step {state.steps_done}/{config.steps}",
         f"reward {_figure(row, 'reward_mean', '.3f')}",
-        f"accuracy {_accuracy(state)}",
+        f"{_score(state)} {_accuracy(state)}",
         f"age {_figure(row, 'age_max', '.0f')}/{config.max_staleness}",
         f"buffer {state.active}/{state.capacity}",
         _speed(state),
@@ -269,6 +269,12 @@ def _reward(row: Row, rewards: Sequence[float], cells: int) -> Text:
     return text.append(sparkline(rewards, cells), style=_GOOD)
 
 
+def _score(state: LiveState) -> str:
+    """What evaluations measure: `accuracy`, or `held-out reward` where answers are graded."""
+    score = held_out_score(to_builtins(list(state.evaluations)))
+    return score if score == "accuracy" else f"held-out {score}"
+
+
 def _accuracy(state: LiveState) -> str:
     """Held-out accuracy, or mean reward of graded answers, of the first policy and of the latest one measured."""
     if not state.evaluations:
@@ -277,7 +283,7 @@ def _accuracy(state: LiveState) -> str:
     first, last = ordered[0], ordered[-1]
     score = held_out_score(to_builtins([first, last]))
     form = score_format(score)
-    text = ("" if score == "accuracy" else f"{score} ") + format(first.sampled_accuracy, form)
+    text = format(first.sampled_accuracy, form)
     if last is not first:
         text += f" -> {format(last.sampled_accuracy, form)} (v{last.version})"
     if last.greedy_accuracy is not None:

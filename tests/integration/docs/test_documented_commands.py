@@ -41,7 +41,7 @@ EXECUTED: dict[str, dict[str, str]] = {
     "async-grpo runs clean --keep-last 10": {},
     "async-grpo resume runs/NAME --steps 200": {"NAME": "quickstart", "200": "3"},
     "async-grpo prepare gsm8k/train.jsonl --held-out-from gsm8k/test.jsonl --model MODEL --template qwen_r1 "
-    "--max-prompt-tokens 512 --out prepared/gsm8k": {"MODEL": "Qwen/folder"},
+    "--max-prompt-tokens 512 --out data/gsm8k": {"MODEL": "Qwen/folder"},
     "async-grpo sweep configs/quickstart.yaml --grid max_staleness=0,1,2,4,8 --dry-run": {},
     "async-grpo run configs/qwen2.5_0.5b_gsm8k_one_gpu.yaml --dry-run": {},
     "async-grpo import-config grpo_qwen25_7b_A3.yaml --from mindspeed-rl -o my-run.yaml": {},

@@ -13,7 +13,7 @@ from async_grpo.app.report.live_state import LiveState, RoleState, who_waits
 from async_grpo.app.report.live_view import LiveView
 from async_grpo.config import RunConfig
 from async_grpo.utils.text import sparkline
-from async_grpo.wire.board import Evaluation, EvaluationState, ServerBeat
+from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation, EvaluationState, ServerBeat
 
 CONFIG = RunConfig.model_validate({"name": "demo", "model": {"random": {}}, "steps": 120})
 
@@ -208,6 +208,16 @@ def test_a_pipe_gets_one_line_at_intervals_and_the_last_state() -> None:
         "generate 1,520 tok/s, train 1,300 tok/s | gap 2.0e-06 | the trainer waits for rollout-0: 3 of 16 groups are "
         "ready | 2:24 left"
     )
+
+
+def test_graded_answers_are_a_held_out_reward_and_no_accuracy() -> None:
+    mean, once = Estimate(0.35, 0.3, 0.4), Estimate(0.2, 0.1, 0.3)
+    figures = EvalMetrics(prompts=9, completions=36, mean=mean, pass_at={"1": once})
+    graded = Evaluation(version=0, prompts=9, samples=4, sampled_accuracy=0.35, figures=figures)
+    file = io.StringIO()
+    with LiveView(CONFIG, Console(file=file, width=80), every_s=10.0) as view:
+        view.update(state(evaluations=[graded]))
+    assert "| held-out reward 0.350 |" in file.getvalue()
 
 
 def test_a_pipe_gets_a_line_a_step_but_at_most_one_a_second_and_one_for_each_part_of_a_start() -> None:
