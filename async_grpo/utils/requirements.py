@@ -1,4 +1,4 @@
-"""The versions that this project is written for, the stages of deploy/install that install them, and checks.
+"""The versions that this project is written for, the commands that install them (stages of deploy/install), and checks.
 
 `async-grpo doctor` and the trainer's platforms share them: the doctor checks what each platform needs.
 """
@@ -26,12 +26,15 @@ TRANSFORMER_ENGINE = "2.18.0"
 STAND_IN = "0.99.0"
 """Version of the empty distributions in deploy/stand-ins."""
 INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_CORE}"
-INSTALL_CPU = "make .venv, or: python deploy/install cpu"
-INSTALL_CUDA = "python deploy/install cuda"
-INSTALL_TRANSFORMER_ENGINE = "python deploy/install cuda --only transformer-engine"
-INSTALL_ASCEND = "python deploy/install ascend --only packages vllm triton-ascend"
-INSTALL_TORCH_NPU = "python deploy/install ascend --only torch packages"
-INSTALL_MINDSPEED = "python deploy/install ascend --only mindspeed"
+INSTALL_CPU = "async-grpo install cpu"
+INSTALL_STAND_INS = "async-grpo install cpu --only stand-ins"
+INSTALL_CUDA = "async-grpo install cuda"
+INSTALL_TRANSFORMER_ENGINE = "async-grpo install cuda --only transformer-engine"
+INSTALL_ASCEND = "async-grpo install ascend --only packages --only vllm --only triton-ascend"
+INSTALL_TORCH_NPU = "async-grpo install ascend --only torch --only packages"
+INSTALL_MINDSPEED = "async-grpo install ascend --only mindspeed"
+INSTALL = {"cpu": INSTALL_CPU, "cuda": INSTALL_CUDA, "npu": "async-grpo install ascend"}
+"""By the trainer's platform."""
 SOURCE_CANN = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -105,12 +106,18 @@ class Platform(Protocol):
     """Environment variables of a rank, where the user does not set them."""
     tool: str = ""
     """The vendor's tool that lists the devices; "" for the CPU."""
+    device_files: tuple[str, ...] = ()
+    """Patterns of the files in /dev by which programs reach the devices; a container may have them without the tool."""
     attention: str = "scaled_dot_product_attention, one call for all sequences of about the same length"
     """Which attention `layer_replacements` has chosen, and why; for the log."""
 
     def devices(self, run: Run = run_tool) -> list[Device]:
         """All devices of this machine, visible to this process or not; [] without the vendor's tool."""
         return []
+
+    def has_devices(self, run: Run = run_tool, folder: Path = Path("/dev")) -> bool:
+        """Whether this machine has a device: by its files, else by the vendor's tool."""
+        return any(any(folder.glob(pattern)) for pattern in self.device_files) or bool(self.devices(run))
 
     def probes(self) -> Sequence[Check]:
         """Checks of devices and installation for `async-grpo doctor`, in the order in which to fix what they find."""

@@ -19,7 +19,7 @@ import psutil
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
-from async_grpo.utils.requirements import INSTALL_CPU, STAND_IN, Check, Finding, installed, present
+from async_grpo.utils.requirements import INSTALL_CPU, INSTALL_STAND_INS, STAND_IN, Check, Finding, installed, present
 from trainer.platform.base import MemoryUse, Platform, require_megatron
 from trainer.platform.probes import COMMON_PROBES
 
@@ -74,4 +74,4 @@ def check_torchvision() -> Finding:
     version, torch_version = installed("torchvision"), installed("torch") or ""
     broken = bool(version) and "+cpu" in torch_version and "+cpu" not in (version or "") and version != STAND_IN
     found = f"{version or 'not installed'}{' (empty stand-in)' if version == STAND_IN else ''}"
-    return Finding("torchvision", not broken, found, "pip install --force-reinstall ./deploy/stand-ins/torchvision")
+    return Finding("torchvision", not broken, found, INSTALL_STAND_INS)

@@ -84,6 +84,7 @@ class CudaPlatform(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     network_variables = ("NCCL_SOCKET_IFNAME",)
     tool = "nvidia-smi"
+    device_files = ("nvidia[0-9]*", "dxg", "nvgpu", "nvhost-gpu")  # the last three: WSL, and boards of the Jetson kind
     environment = ENVIRONMENT
     packages = MappingProxyType({"torch": INSTALL_CUDA})
     driver_fix = "install the NVIDIA driver; in a container: docker run --gpus all"

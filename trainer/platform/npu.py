@@ -86,6 +86,7 @@ class NpuPlatform(Accelerator):
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
     network_variables = ("HCCL_SOCKET_IFNAME",)
     tool = "npu-smi"
+    device_files = ("davinci[0-9]*",)
     environment = ENVIRONMENT
     packages = MappingProxyType({"torch": INSTALL_TORCH_NPU, "torch_npu": INSTALL_TORCH_NPU})
     unimported = "MindSpeed could not adapt it any more"

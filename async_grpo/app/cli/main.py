@@ -1,10 +1,11 @@
-"""The `async-grpo` command: run, resume, rollout, trainer and doctor, and the commands of the other modules here."""
+"""The `async-grpo` command: run, resume, rollout, trainer, install, doctor, and the commands of other modules here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -36,6 +37,8 @@ from async_grpo.config.trainer import PlatformName
 from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import Finding
 
+INSTALLER = Path(__file__).parents[2] / "deploy" / "install"
+"""A script that needs nothing but Python and pip. In a checkout async_grpo/deploy is a link."""
 MARKS = {True: "[green]ok[/]", False: "[red]fails[/]", None: "[yellow]note[/]"}
 
 app = typer.Typer(
@@ -90,10 +93,13 @@ def run(
     has its own folder under runs/. --steps does not: it trains the run of that name further.
     """
     from async_grpo.app.launch.base import make_launcher
-    from async_grpo.app.launch.preflight import describe, resolve
+    from async_grpo.app.launch.preflight import describe, resolve, resolve_here
 
     def work() -> int:
-        resolved = resolve(config, override or [], steps=steps, planning=dry_run)
+        if dry_run:
+            resolved = resolve(config, override or [], steps=steps, planning=True)
+        else:
+            resolved = resolve_here(config, override or [], steps=steps)
         launcher = make_launcher((lambda question: True) if yes else _ask)
         if dry_run:
             console = Console()
@@ -114,7 +120,7 @@ def resume(run: RunFolderArgument, steps: Steps = None) -> None:
     all steps. A linear or cosine learning rate then falls towards the new end, so that it rises when it resumes.
     """
     from async_grpo.app.launch.base import make_launcher
-    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.launch.preflight import resolve_here
     from async_grpo.app.runs.run import Run
 
     def work() -> int:
@@ -123,7 +129,7 @@ def resume(run: RunFolderArgument, steps: Steps = None) -> None:
             raise ConfigError(
                 f"--steps is {steps}, but {run} has trained {trained} steps already. N is the total: name a larger one"
             )
-        resolved = resolve(run, [], steps=steps)
+        resolved = resolve_here(run, [], steps=steps)
         return asyncio.run(make_launcher().launch(resolved, fresh=False, command=command_of(run, None, steps)))
 
     exit_with(work)
@@ -184,6 +190,27 @@ def trainer(
     from async_grpo.app.launch.single_role import run_trainer
 
     exit_with(lambda: run_trainer(config, override or [], node_rank))
+
+
+@app.command()
+def install(
+    platform: Annotated[Literal["cpu", "cuda", "ascend"], typer.Argument(help="What this machine computes on.")],
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="STAGE", help="This stage alone. Repeatable; --print lists them.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave installed packages as they are, and add the others.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--print", help="Show pip's commands, and run none.")] = False,
+) -> None:
+    """Install vLLM, Megatron-core and torch for this machine, by pip, in versions that fit together.
+
+    pip alone cannot: the packages of one platform state requirements that contradict each other, and PyPI has some in
+    builds for CUDA only. Versions and hashes are those of a lock file that comes with this package.
+    """
+    words = [platform, "--installed", *(f"--only={stage}" for stage in only or ())]
+    words += [option for option, wanted in (("--keep", keep), ("--print", show)) if wanted]
+    os.execv(sys.executable, [sys.executable, str(INSTALLER), *words])  # pip replaces packages of this process
 
 
 @app.command()

@@ -18,7 +18,7 @@ from async_grpo.app.launch.first_policy import check_first_policy, missing_files
 from async_grpo.app.launch.inputs import fetch, here, hub_inputs, pin, to_download
 from async_grpo.app.launch.memory_plan import device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
-from async_grpo.app.launch.role_specs import assign_devices
+from async_grpo.app.launch.role_specs import assign_devices, check_machine
 from async_grpo.app.launch.run_folder import run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.config.data import DataConfig
@@ -26,7 +26,7 @@ from async_grpo.config.rewards import RewardsConfig
 from async_grpo.data.jsonl import check_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.prepared_source import open_folder
-from async_grpo.errors import ConfigError, DataError
+from async_grpo.errors import ConfigError, DataError, DependencyError
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from async_grpo.telemetry.trackers import check_trackers
@@ -100,6 +100,15 @@ def resolve(
     for _, check in checks(here(config) if planning else fetch(config, say), planning=planning):
         check()
     return config
+
+
+def resolve_here(path: Path, overrides: Sequence[str], *, steps: int | None = None) -> RunConfig:
+    """`resolve`, for a run whose roles all start on this machine. Raises ConfigError or DependencyError first of all if
+    devices or packages are missing, before anything is downloaded."""
+    config = load_named(path, overrides, steps)
+    if config.trainer.nodes == 1:
+        check_machine(config)
+    return resolve(path, overrides, steps=steps)
 
 
 def load_named(path: Path, overrides: Sequence[str], steps: int | None = None) -> RunConfig:
@@ -178,11 +187,23 @@ def describe(config: RunConfig) -> Table:
     table.add_row("evaluation", f"{config.eval.prompts} held-out prompts, mean@{config.eval.samples}, before and after")
     for what, found in placement(config):
         table.add_row(what, found)
+    if refusal := _refusal(config):
+        table.add_row("on this machine", Text(f"a start would be refused: {refusal}"))
     if absent := {**_absent(here(config)), **to_download(config)}:
         table.add_row("not here yet", Text("; ".join(f"{key} ({what})" for key, what in absent.items())))
     elif rejected := check_data(config):
         table.add_row("rows not taken", Text(str(rejected)))
     return table
+
+
+def _refusal(config: RunConfig) -> str:
+    """Why this machine alone cannot run it; "" if it can, or if it is for several machines."""
+    try:
+        if config.trainer.nodes == 1:
+            check_machine(config)
+    except (ConfigError, DependencyError) as error:
+        return str(error)
+    return ""
 
 
 def _ranks(config: RunConfig) -> str:

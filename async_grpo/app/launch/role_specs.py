@@ -10,6 +10,7 @@ role that computes on the CPU sees none. A server that dies and is started again
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -19,9 +20,11 @@ from pathlib import Path
 from async_grpo.app.launch.role_process import RoleSpec, cores_here, role_cores
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, DependencyError
+from async_grpo.utils.requirements import INSTALL
 from trainer.platform import Platform, select_platform
 from trainer.platform.base import visible
+from trainer.platform.cpu import check_torchvision
 
 Environments = dict[str, dict[str, str]]
 """Environment variables by role, and by name."""
@@ -51,6 +54,36 @@ def assign_devices(config: RunConfig, environment: Mapping[str, str], there: int
         role: {platform.visible_variable: ",".join(pool[start : start + count])}
         for (role, (_, count)), start in zip(wanted.items(), starts, strict=False)
     }
+
+
+def check_machine(config: RunConfig) -> None:
+    """Raise ConfigError unless this machine has the devices of all roles, and DependencyError unless it has their
+    packages. Looks for both without importing anything; the roles look again, more closely."""
+    needed = {platform.name: platform for platform, count in _wanted(config).values() if count}
+    for platform in needed.values():
+        if not platform.has_devices():
+            key = "trainer.platform" if platform.name == config.trainer.platform else config.rollout.limits.platform_key
+            raise ConfigError(
+                f"{key} is {platform.name}, but this machine has no such device: {platform.tool} lists none, and there "
+                f"is no /dev/{platform.device_files[0]}. If there should be one, async-grpo doctor --platform "
+                f"{platform.name} says how to mend it. Else start the run where devices are (--dry-run plans it "
+                f"here), or set trainer.platform and {config.rollout.limits.platform_key} to cpu"
+            )
+    assign_devices(config, os.environ, _devices_here(config))
+    _check_packages(next(iter(needed), "cpu"))
+
+
+def _check_packages(platform: str) -> None:
+    missing = [name for name in ("torch", "megatron", "vllm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DependencyError(
+            f"a run computes with {', '.join(missing)}, not installed for {sys.executable}. Run: {INSTALL[platform]}"
+        )
+    if platform == "cpu" and not (finding := check_torchvision()).ok:
+        raise DependencyError(
+            f"torchvision is {finding.found}, a build for CUDA, beside a build of torch for CPUs: vLLM and "
+            f"transformers could not be imported. Run: {finding.fix}"
+        )
 
 
 def _wanted(config: RunConfig) -> dict[str, tuple[Platform, int]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.app.launch.base import make_launcher
-from async_grpo.app.launch.preflight import load_named, resolve
+from async_grpo.app.launch.preflight import load_named, resolve_here
 from async_grpo.app.runs.run import Run
 from async_grpo.config import RunConfig, dump, validate
 from async_grpo.errors import AsyncGrpoError, ConfigError, DataError, DependencyError, RoleFailed
@@ -166,7 +166,7 @@ def main(asked: Path) -> int:
     """The child: make the run that request.json asks for, and write error.json if that fails."""
     request = json.loads((asked / "request.json").read_text())
     try:
-        config = resolve(Path(request["config"]), request["overrides"], steps=request["steps"])
+        config = resolve_here(Path(request["config"]), request["overrides"], steps=request["steps"])
         return asyncio.run(make_launcher().launch(config, fresh=request["fresh"], command=""))
     except (AsyncGrpoError, OSError) as error:
         write_atomic(asked / "error.json", json.dumps({"error": type(error).__name__, "message": str(error)}))

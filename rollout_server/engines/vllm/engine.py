@@ -112,8 +112,7 @@ class VllmEngine:
             import vllm  # noqa: F401
         except ImportError as error:
             raise DependencyError(
-                f"vLLM cannot be imported ({error}). Run: python deploy/install "
-                f"{self._config.platform}, from a checkout of async_grpo"
+                f"vLLM cannot be imported ({error}). Run: async-grpo install {self._config.platform}"
             ) from error
         check_private_names("engine", "engine worker")
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -115,6 +115,18 @@ def test_what_an_image_has_is_kept(tmp_path: Path) -> None:
     assert "redis" not in packages and "torch-npu" in packages
 
 
+def test_the_installed_project_is_left_as_it_is_and_what_it_still_lacks_is_named(tmp_path: Path) -> None:
+    calls = install(tmp_path, "ascend", "--installed", code=1, said="torch-npu (not installed), torch==2.10.0 (")
+    assert len(calls) == 5 and not [arguments for arguments, _, _ in calls if str(ROOT) in arguments]
+
+
+def test_stand_ins_are_built_from_copies_because_a_build_writes_beside_its_sources(tmp_path: Path) -> None:
+    ((arguments, _, _),) = install(tmp_path, "cpu", "--only", "stand-ins")
+    folders = [Path(each) for each in arguments[2:]]
+    assert [folder.name for folder in folders] == ["torchaudio", "torchcodec", "torchvision", "triton"]
+    assert not any(folder.is_relative_to(ROOT) for folder in folders)
+
+
 def test_mindspeed_may_come_from_a_folder_or_a_mirror(tmp_path: Path) -> None:
     (call,) = install(tmp_path, "ascend", "--only", "mindspeed", MINDSPEED_SOURCE="/opt/MindSpeed")
     assert call[1] == "/opt/MindSpeed\n"
@@ -136,7 +148,9 @@ def test_commands_that_doctor_and_docs_name_are_commands_of_the_script(tmp_path:
     texts = [value for name, value in vars(requirements).items() if name.startswith("INSTALL_")]
     texts += [page.read_text() for page in (*(ROOT / "docs").glob("*.md"), *DEPLOY.glob("*Dockerfile"))]
     found = {
-        each.strip() for text in texts for each in re.findall(r"deploy/install ((?:cpu|cuda|ascend)[a-z -]*)", text)
+        each.strip()
+        for text in texts
+        for each in re.findall(r"(?:deploy/|async-grpo )install ((?:cpu|cuda|ascend)[a-z -]*)", text)
     }
     assert {"cpu", "cuda", "ascend", "ascend --only mindspeed"} <= found
     for command in found:

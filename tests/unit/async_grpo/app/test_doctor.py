@@ -60,8 +60,11 @@ def test_this_machine_is_in_order_for_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("platform", "words"),
     [
-        ("cuda", ["nvidia-smi lists no device", "--gpus all", "python deploy/install cuda"]),
-        ("npu", ["npu-smi lists no device", "MindSpeed", "install ascend --only mindspeed", "--only torch packages"]),
+        ("cuda", ["nvidia-smi lists no device", "--gpus all", "async-grpo install cuda"]),
+        (
+            "npu",
+            ["npu-smi lists no device", "MindSpeed", "install ascend --only mindspeed", "--only torch --only packages"],
+        ),
     ],
 )
 def test_what_a_bare_machine_lacks_is_listed_and_the_code_is_1(
@@ -184,7 +187,7 @@ def test_mindspeed_is_known_by_the_commit_that_pip_recorded(
         (tmp_path / "mindspeed-0.16.0.dist-info" / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     finding = npu.check_mindspeed()
-    assert (finding.ok, finding.fix) == (ok, "python deploy/install ascend --only mindspeed")
+    assert (finding.ok, finding.fix) == (ok, "async-grpo install ascend --only mindspeed")
     assert ok is not None or MINDSPEED_COMMIT in finding.found
 
 

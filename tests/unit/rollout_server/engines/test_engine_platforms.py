@@ -140,6 +140,6 @@ def test_a_vllm_for_another_device_is_named() -> None:
     check_platform(VllmConfig(), "cpu")
     check_platform(VllmConfig(platform="ascend"), "npu")
     with pytest.raises(
-        EngineError, match=r"platform is cuda, but the installed vLLM computes on cpu.*deploy/install cuda"
+        EngineError, match=r"platform is cuda, but the installed vLLM computes on cpu.*async-grpo install cuda"
     ):
         check_platform(VllmConfig(platform="cuda"), "cpu")

@@ -81,7 +81,7 @@ def test_npu_imports_the_adaptor_after_torch_npu_and_tells_it_how_the_ranks_are_
 @pytest.mark.usefixtures("events")
 @pytest.mark.parametrize(
     ("module", "fix"),
-    [("torch_npu", "ascend --only torch packages"), ("mindspeed.megatron_adaptor", "ascend --only mindspeed")],
+    [("torch_npu", "ascend --only torch --only packages"), ("mindspeed.megatron_adaptor", "ascend --only mindspeed")],
 )
 def test_npu_names_the_package_that_is_missing_and_what_to_type(
     monkeypatch: pytest.MonkeyPatch, module: str, fix: str
@@ -98,7 +98,7 @@ def test_npu_refuses_a_torch_npu_that_is_built_for_another_torch(
     install(tmp_path / "other", "torch-npu", "1.11.0")
     monkeypatch.syspath_prepend(tmp_path / "other")
     with pytest.raises(
-        DependencyError, match=r"torch-npu 1\.11\.0, built for torch 1\.11\.0, but torch is .*Run: python deploy"
+        DependencyError, match=r"torch-npu 1\.11\.0, built for torch 1\.11\.0, but torch is .*Run: async-grpo install"
     ):
         select_platform("npu").activate(TrainerConfig())
 

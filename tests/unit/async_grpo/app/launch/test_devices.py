@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from async_grpo.app.launch.role_specs import assign_devices, role_specs
+from async_grpo.app.cli.main import app
+from async_grpo.app.launch.role_specs import assign_devices, check_machine, role_specs
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, DependencyError
+from trainer.platform import base, cpu, platforms
 
 
 def run_config(trainer: dict[str, Any], rollout: dict[str, Any], **launch: str) -> RunConfig:
@@ -89,3 +93,46 @@ def test_the_roles_are_started_with_their_devices(
     specs = {spec.name: spec.env for spec in role_specs(node, RunFolder(tmp_path), tmp_path)}
     assert specs["trainer"]["ASCEND_RT_VISIBLE_DEVICES"] == "0,1,2,3"
     assert specs["rollout-1"] == {"ASCEND_RT_VISIBLE_DEVICES": "6,7"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        ("cuda", r"nvidia-smi lists none, and there is no /dev/nvidia"),
+        ("npu", r"npu-smi lists none, and .* /dev/davinci"),
+    ],
+)
+def test_a_run_on_devices_that_this_machine_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, platform: str, words: str
+) -> None:
+    monkeypatch.setattr(base.Platform, "has_devices", lambda self: False)
+    with pytest.raises(ConfigError, match=rf"trainer\.platform is {platform}, but .*{words}.*doctor --platform"):
+        check_machine(run_config({"platform": platform}, {}))
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.platform is cuda"):
+        check_machine(run_config({}, {"vllm": {"platform": "cuda"}}))
+
+
+def test_a_run_is_refused_before_its_inputs_are_read_and_a_dry_run_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(base.Platform, "has_devices", lambda self: False)
+    words = ["run", "qwen2.5_7b_gsm8k_cuda", "-o", f"runs_dir={tmp_path}", "-o", "model.path=nothing/here"]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
+    assert refused.exit_code == 1 and "ConfigError: trainer.platform is cuda" in refused.output
+    planned = CliRunner().invoke(app, [*words, "--dry-run"], env={"COLUMNS": "1000"})
+    assert planned.exit_code == 0 and "a start would be refused: trainer.platform is cuda" in planned.output
+
+
+def test_devices_are_known_by_their_files_where_the_vendors_tool_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "davinci_manager").touch()
+    assert [each.name for each in platforms() if each.has_devices(lambda words: None, tmp_path)] == ["cuda"]
+
+
+def test_packages_that_are_missing_or_do_not_fit_are_named_with_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "installed", {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.get)
+    with pytest.raises(DependencyError, match=r"torchvision is 0\.28\.0.*async-grpo install cpu --only stand-ins"):
+        check_machine(run_config({}, {}))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match=r"torch, megatron, vllm.*Run: async-grpo install cpu$"):
+        check_machine(run_config({}, {}))
