@@ -78,7 +78,7 @@ locks: $(VENV)/.installed  ## Write deploy/locks from what the code needs and th
 reference: $(VENV)/.installed  ## Write docs/reference.md and docs/coming-from.md from the code
 	$(BIN)/python -m async_grpo.app.cli.reference docs/reference.md
 
-check: $(VENV)/.installed  ## Lint, types, import rules
+check: $(VENV)/.installed docs  ## Lint, types, import rules, the documentation's site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
