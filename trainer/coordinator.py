@@ -23,7 +23,7 @@ from async_grpo.utils.files import DeviceTurn
 from async_grpo.wire import Batch, decode, encode
 from async_grpo.wire.board import Evaluation, PublisherAddress
 from buffer import connect_board, open_run
-from buffer.base import ReplayBuffer, Resume, RunBoard
+from buffer.base import BufferStats, ReplayBuffer, Resume, RunBoard
 from trainer.distributed import broadcast_bytes, broadcast_ints, is_leader, sum_over_ranks
 
 R = TypeVar("R")
@@ -119,6 +119,10 @@ class Coordinator:
     def release(self, batch: Batch) -> None:
         """Release a batch that has been trained and whose weights are published."""
         self._lead(lambda: self._buffer.release(batch))
+
+    def buffer_stats(self) -> BufferStats | None:
+        """The buffer's counters; None on ranks other than 0."""
+        return self._lead(lambda: self._buffer.stats())
 
     def commit_checkpoint(self, version: int) -> None:
         """Let the buffer forget what came before `version`, which is on disk."""

@@ -134,8 +134,9 @@ class TrainingLoop:
         return self.coordinator.evaluations() if self.config.trainer.checkpoint.keep_best else []
 
     def _write(self, outcome: StepOutcome) -> None:
-        seconds, peak_flops = self.logger.phases.seconds, self.peak_flops
-        self.logger.step(step_row(outcome.batch, outcome.result, lr=outcome.lr, seconds=seconds, peak_flops=peak_flops))
+        stats, seconds = self.coordinator.buffer_stats(), self.logger.phases.seconds
+        row = step_row(outcome.batch, outcome.result, stats, lr=outcome.lr, seconds=seconds, peak_flops=self.peak_flops)
+        self.logger.step(row)
         self.logger.trained(lambda: trained_row(outcome.batch, self.config, skipped=outcome.result is None))
         self.logger.phases.reset()
         if outcome.result is not None:

@@ -166,6 +166,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("time_s", "Unix time at the end of the step."),
     Metric("replayed", "Whether the step was made once more after a crash.", "run/replayed"),
     Metric("groups", "Groups in the batch.", "rollout/groups"),
+    Metric("buffer_groups", "State -> groups: tasks waiting, and groups inflight, ready and taken, after the step."),
+    Metric("released_groups", "Reason -> groups released since the run began."),
     Metric("reward_mean", "Mean reward of the samples that were judged.", "reward/mean", gauge="reward_mean"),
     Metric("reward_std", "Standard deviation of those rewards.", "reward/std", gauge="reward_std"),
     Metric("reward_error", "Standard error of reward_mean over the groups of the batch.", "reward/error"),

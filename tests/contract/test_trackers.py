@@ -193,6 +193,7 @@ def test_a_run_is_resumed_under_its_id_with_points_by_tag_its_configuration_and_
     """What is not finite is left out. Evaluations come when the trainer has closed its trackers."""
     trackers = opened.trackers()
     facts = {"loss": 0.25, "wait_s": 1.5, "lr": math.nan, "novel": 2, "reward_by_function": {"right": 0.5}}
+    facts["released_groups"] = {"stale": 3}
     trackers.step({"kind": "step", "step": 7, "time_s": 1.7e9, **facts})
     trackers.close()
     figures = EvalMetrics(prompts=4, completions=8, pass_at={"2": Estimate(0.75, 0.5, 1.0)})
@@ -208,6 +209,7 @@ def test_a_run_is_resumed_under_its_id_with_points_by_tag_its_configuration_and_
         "time/wait_s": [(7, 1.5)],
         "other/novel": [(7, 2)],
         "reward_by_function/right": [(7, 0.5)],
+        "released_groups/stale": [(7, 3)],
         "eval/sampled_accuracy": [(8, 0.5)],
         "eval/pass@2": [(8, 0.75)],
         "eval_low/pass@2": [(8, 0.5)],

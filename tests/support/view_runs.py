@@ -75,7 +75,9 @@ def write_metrics(run_dir: Path, steps: range) -> None:
                 "reward_mean": step / 10,
             }
             ages = {"age_mean": 0.5, "age_max": min(2, step), "age_histogram": {"0": 10, "1": 10}}
-            file.write({**row, **ages, "reward_mean": step / 10, "step_s": 1.0, "wait_s": 0.2, "groups": 4})
+            released = {"trained": 4 * step, "stale": step // 2, "failed": 0}
+            buffer = {"buffer_groups": {"inflight": 3, "ready": 5}, "released_groups": released}
+            file.write({**row, **ages, **buffer, "step_s": 1.0, "wait_s": 0.2, "groups": 4})
         file.write({"kind": "warning", "step": steps[-1], "time_s": STARTED_S, "message": f"beware {HOSTILE}"})
 
 

@@ -29,6 +29,7 @@ from async_grpo.telemetry.metrics import COMPUTE, PHASES
 from async_grpo.telemetry.rows import is_sampled
 from async_grpo.telemetry.timeline import START
 from async_grpo.wire import Batch, Group, Sample
+from buffer.base import BufferStats
 from trainer.batch.sequences import group_advantages
 
 TRAINING = 3
@@ -66,12 +67,19 @@ def model_cost(hf: Any) -> ModelCost:
 
 
 def step_row(
-    batch: Batch, found: StepValues | None, *, lr: float, seconds: dict[str, float], peak_flops: float | None = None
+    batch: Batch,
+    found: StepValues | None,
+    stats: BufferStats | None = None,
+    *,
+    lr: float,
+    seconds: dict[str, float],
+    peak_flops: float | None = None,
 ) -> dict[str, Any]:
     """The row of metrics.jsonl (`telemetry.metrics.METRICS` explains its keys). What was not measured is left out.
 
-    `found` is None for a step that was skipped. The row is written before the step's own checkpoint: `checkpoint_s` and
-    `step_s` have the one before. `peak_flops`: floating-point operations a second, of all ranks together.
+    `found` is None for a step that was skipped. `stats` are the buffer's counters after the batch was released. The row
+    is written before the step's own checkpoint: `checkpoint_s` and `step_s` have the one before. `peak_flops`:
+    floating-point operations a second, of all ranks together.
     """
     measured = {key: value for key, value in (found or {}).items() if value is not None}
     step_s = sum(taken_s for name, taken_s in seconds.items() if name != START)
@@ -86,6 +94,7 @@ def step_row(
         "lr": lr,
         **batch_figures(batch.groups),
         **_ages(batch),
+        **_buffer_figures(stats),
         **measured,
         **_speed(measured, step_s, sum(seconds.get(name, 0.0) for name in COMPUTE), peak_flops),
         "skipped_steps": int(found is None),
@@ -148,6 +157,13 @@ def batch_figures(groups: Sequence[Group]) -> dict[str, Any]:
         "completion_tokens_max": max(lengths),
         "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
     }
+
+
+def _buffer_figures(stats: BufferStats | None) -> dict[str, Any]:
+    if stats is None:
+        return {}
+    states = ("waiting", "inflight", "ready", "taken")
+    return {"buffer_groups": {state: getattr(stats, state) for state in states}, "released_groups": stats.released}
 
 
 def _by_function(samples: Iterable[Sample]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from async_grpo.telemetry.idle import rollout_idle_s
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.telemetry.rows import Facts, Row, last_of_each, number, numbers, seconds_by_part, tokens_per_s
 from async_grpo.utils.text import smooth
+from async_grpo.wire import ReleaseReason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,6 +69,7 @@ def write_plots(
         "lengths": _lengths(steps, summary, events),
         "optimization": _optimization(steps, events),
         "staleness": _staleness(steps, summary, events),
+        "buffer": _buffer(steps, summary, events),
         "time_split": _time_split(steps, servers, events),
         "throughput": _throughput(steps, summary, events),
     }
@@ -151,8 +153,7 @@ def _reward(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | No
     _draw_scores(panels[-1], evaluations, "sampled", "mean", color=RED, marker="D", linestyle="", label=held_out)
     for axes in panels[1:]:
         for place, name in enumerate(names):
-            rows = [{"step": row["step"], "value": (row.get("reward_by_function") or {}).get(name)} for row in steps]
-            color = (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)[place % 6]
+            rows, color = _named(steps, "reward_by_function", name), (BLUE, RED, GREEN, PURPLE, ORANGE, GREY)[place % 6]
             draw_series(axes, rows, "value", color=color, linestyle=DASHES[place % 4], label=name)
     mark_events(panels, events)
     for axes in panels:
@@ -248,6 +249,34 @@ def _draw_ages(axes: Axes, tokens: Mapping[int, int], bound: int) -> None:
     axes.set_xlabel("age in optimizer steps")
     axes.set_ylabel("share of the tokens")
     percent(axes)
+
+
+def _buffer(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | None:
+    """Groups in the buffer after each step, with its capacity; and groups released untrained so far, if there are any,
+    by reason."""
+    if not any(row.get("buffer_groups") for row in steps):
+        return None
+    untrained = {reason.value: _named(steps, "released_groups", reason.value) for reason in list(ReleaseReason)[1:]}
+    untrained = {name: rows for name, rows in untrained.items() if any(number(row, "value") for row in rows)}
+    titles = ["Groups in the buffer after each step", *(["Groups released untrained, in total"] if untrained else [])]
+    figure, panels = panels_over_steps(titles)
+    for state, label, color, dash in (("inflight", "in flight", BLUE, "-"), ("ready", "ready", RED, "--")):
+        draw_series(panels[0], _named(steps, "buffer_groups", state), "value", color=color, linestyle=dash, label=label)
+    if capacity := summary.get("capacity_groups"):
+        panels[0].axhline(capacity, color=GREY, linestyle="-.", linewidth=1.2, label=f"capacity: {capacity:,}")
+    for place, (name, rows) in enumerate(untrained.items()):
+        color = (BLUE, RED, GREEN, PURPLE, ORANGE)[place]
+        draw_series(panels[1], rows, "value", exact=True, color=color, linestyle=DASHES[place % 4], label=name)
+    mark_events(panels, events)
+    for axes in panels:
+        axes.set_ylim(0)
+        legend_above(axes, columns=2)
+    return figure
+
+
+def _named(steps: Sequence[Row], key: str, name: str) -> list[dict[str, Any]]:
+    """Rows with one of the values that `key` has by name, as `value`."""
+    return [{"step": row["step"], "value": (row.get(key) or {}).get(name)} for row in steps]
 
 
 def _time_split(steps: Sequence[Row], servers: Sequence[Sequence[Row]], events: Events) -> Figure | None:

@@ -11,6 +11,7 @@ from fastapi import HTTPException
 
 from async_grpo.app.runs.run import Run, RunStatus, list_runs
 from async_grpo.app.view.columns import StepColumns
+from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 
 SEPARATOR = "~"
@@ -51,6 +52,7 @@ class KnownRun:
         times = self.columns.column("time_s")
         ages = self.columns.column("age_max")
         spent_s = float(times[-1] - times[0]) if len(times) else None
+        config = self._config()
         return {
             "id": self.id,
             "name": self.id.replace(SEPARATOR, "/"),
@@ -59,7 +61,8 @@ class KnownRun:
             "step": self.columns.last("step"),
             "steps": settings.get("steps"),
             "max_staleness": settings.get("max_staleness"),
-            "age_bound": self._age_bound(),
+            "age_bound": config and config.replay_policy.age_bound,
+            "capacity": config and config.capacity_groups,
             "age_max": max((float(age) for age in ages if age == age), default=None),
             "reward": self.columns.last("reward_mean"),
             "accuracy": evaluations[-1].get("sampled_accuracy") if evaluations else None,
@@ -69,10 +72,10 @@ class KnownRun:
             "duration_s": state.wall_s or spent_s,
         }
 
-    def _age_bound(self) -> int | None:
-        """The bound that the configuration promises; None if this release cannot read it."""
+    def _config(self) -> RunConfig | None:
+        """The configuration; None if this release cannot read it."""
         try:
-            return self.run.config.replay_policy.age_bound
+            return self.run.config
         except (ConfigError, OSError, ValueError, AttributeError):
             return None
 

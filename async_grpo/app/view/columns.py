@@ -1,7 +1,7 @@
 """StepColumns: what the steps of a run measured, as columns that grow with its file; and curves of them for a screen.
 
     metrics.jsonl         --StepColumns.update-->  key -> one number a step   --thinned-->  at most MOST_POINTS a curve
-    timeline/rollout-*    --ServerSpans.update-->  spans  -->  idle share of the servers, groups in flight
+    timeline/rollout-*    --ServerSpans.update-->  spans  -->  idle share of the servers
 
 A run of 100,000 steps takes about 50 MB. Keys of fields in fields have a dot: `age_histogram.2`.
 """
@@ -127,24 +127,6 @@ class StepColumns:
         share = summed / np.maximum(summed.sum(axis=0), 1)
         return {"x": x[starts].tolist(), "ages": ages, "share": np.round(share, 4).tolist()}
 
-    def groups(self) -> dict[str, list[list[float]]]:
-        """Curves over the seconds since the first step: groups in generation, waiting for training, and trained.
-
-        They are told from the timelines and the step rows; a group that was released untrained stays among those that
-        wait.
-        """
-        times, trained = self.column("time_s"), np.nancumsum(self.column("groups"))
-        started, ended = self._servers.group_times()
-        known = ~np.isnan(times)
-        if not known.any() or not len(ended):
-            return {}
-        moments, trained = times[known], trained[known]
-        made = np.searchsorted(ended, moments, side="right").astype(np.float64)
-        begun = np.searchsorted(started, moments, side="right").astype(np.float64)
-        x = moments - moments[0]
-        curves = {"inflight": begun - made, "untrained": np.maximum(0.0, made - trained), "trained": trained}
-        return {name: [part.tolist() for part in thinned(x, y)] for name, y in curves.items()}
-
 
 class ServerSpans:
     """What the rollout servers of a run generated when."""
@@ -153,7 +135,6 @@ class ServerSpans:
         self._folder = run_dir / "timeline"
         self._files: dict[str, RowFollower] = {}
         self._spans: dict[str, list[dict[str, Any]]] = {}
-        self._groups: dict[str, tuple[float, float]] = {}
         self._idle: tuple[tuple[int, int], Floats] = ((-1, -1), np.zeros(0))
 
     def update(self) -> None:
@@ -171,16 +152,6 @@ class ServerSpans:
         if not isinstance(start, float) or not isinstance(end, float):
             return
         spans.append({"track": row["track"], "start_s": start, "end_s": end})
-        if row["track"] == "generation":
-            name = str(row.get("name"))
-            before = self._groups.get(name, (start, end))  # a group that moved to another server has two spans
-            self._groups[name] = (min(start, before[0]), max(end, before[1]))
-
-    def group_times(self) -> tuple[Floats, Floats]:
-        """When groups were begun, and when they were ready, each sorted."""
-        self.update()
-        times = np.array(list(self._groups.values()), dtype=np.float64).reshape(-1, 2)
-        return np.sort(times[:, 0]), np.sort(times[:, 1])
 
     def idle_shares(self, ends: Floats, lengths: Floats) -> Floats:
         """Of each step, from its end and length in seconds: the share in which a server generated nothing, mean over

@@ -39,16 +39,14 @@ def run_routes(root: RunsRoot) -> APIRouter:
 
     @routes.get("/api/runs/{name}/staleness")
     def staleness(name: str, x: Axis = "step") -> dict[str, Any]:
-        """Shares of tokens by age, and groups over time."""
+        """Shares of tokens by age, the buffer's capacity, and what became of the groups of a finished run."""
         run = root.run(name)
         run.columns.update()
-        settings, summary = run.run.settings(), run.details()["summary"]
-        capacity = summary.get("capacity_groups") or settings.get("redis", {}).get("capacity_groups")
+        facts = run.details()
         return {
             "ages": run.columns.ages(x),
-            "groups": run.columns.groups(),
-            "capacity": capacity,
-            "totals": summary.get("groups"),
+            "capacity": facts["capacity"],
+            "totals": facts["summary"].get("groups"),
         }
 
     @routes.get("/api/runs/{name}/logs/{role}")

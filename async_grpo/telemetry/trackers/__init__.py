@@ -43,6 +43,8 @@ MODULES = {
 """Name of a tracker, of its package and of its module here -> class."""
 
 _COORDINATES = ("step", "time_s")
+_BY_NAME = ("reward_by_function", "buffer_groups", "released_groups")
+"""Keys of a step's row whose values are scalars by name, written as `<key>/<name>`."""
 _MOST_WAITING = 1000
 """Calls that may wait for a slow tracker before it is left out."""
 _CLOSE_TIMEOUT_S = 60.0
@@ -119,13 +121,13 @@ class Trackers:
         self._close_timeout_s = close_timeout_s
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Log the numeric fields of a step's row (`metrics.METRICS`) and the reward of each function at its step."""
+        """Log the scalars of a step's row (`metrics.METRICS`) at its step."""
         scalars = {
             TAGS.get(key, f"other/{key}"): float(value)
             for key, value in row.items()
             if key not in _COORDINATES and isinstance(value, (bool, int, float))
         }
-        scalars |= {f"reward_by_function/{name}": mean for name, mean in row.get("reward_by_function", {}).items()}
+        scalars |= {f"{key}/{name}": value for key in _BY_NAME for name, value in row.get(key, {}).items()}
         self._log(int(row["step"]), scalars, float(row.get("time_s", time.time())))
 
     def evaluation(self, evaluation: Evaluation) -> None:

@@ -95,6 +95,8 @@ def test_every_step_is_trained_and_every_group_released_exactly_once(story: Stor
     assert {row["step"] for row in story.steps} == set(range(1, STEPS + 1))
     assert story.stats.released["trained"] == story.stats.released_total == STEPS * GROUPS
     assert story.stats.balanced
+    last = story.steps[-1]
+    assert last["released_groups"] == story.stats.released and last["buffer_groups"]["taken"] == 0
 
 
 def test_no_token_is_older_than_the_bound(story: Story) -> None:

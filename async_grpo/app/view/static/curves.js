@@ -4,6 +4,11 @@ import { chart, loadCharts, missingCharts, smoothed, swatch } from "./charts.js"
 import { el, fetchJson } from "./dom.js";
 
 const OPEN = ["evaluation", "reward", "staleness", "idle", "speed", "rollout"];
+const NAMED = [
+  { prefix: "reward_by_function.", group: "reward", title: "", unit: "", doc: "Mean score of this reward function, before weights." },
+  { prefix: "buffer_groups.", group: "buffer", title: "groups ", unit: "groups", doc: "Groups in this state after each step." },
+  { prefix: "released_groups.", group: "buffer", title: "groups released as ", unit: "groups", doc: "Groups released for this reason since the run began." },
+];
 const AXES = { step: "optimizer step", time: "wall time" };
 
 /** Curves of one run. */
@@ -63,7 +68,8 @@ function groupsOfCurves(root, runs, parameters, changed) {
       if (!(await loadCharts(metrics.charts))) root.prepend(missingCharts());
       const keys = metrics.groups.flatMap((group) => group.metrics.map((metric) => metric.key));
       const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...keys.map((key) => ["key", key]), ["x", controls.axis()]]);
-      const answer = await fetchJson(`/api/curves?${query}&key=reward_by_function.`);
+      for (const { prefix } of NAMED) query.append("key", prefix);
+      const answer = await fetchJson(`/api/curves?${query}`);
       if (mine !== request) return;
       found = answer;
       draw();
@@ -75,7 +81,7 @@ function groupsOfCurves(root, runs, parameters, changed) {
   function draw() {
     status.textContent = found.some((run) => Object.keys(run.curves).length) ? "" : "No step has been trained yet.";
     legend.replaceChildren(...found.map(legendItem));
-    for (const { group, metrics: members } of [evaluationGroup(), ...metrics.groups, byFunction(found)]) {
+    for (const { group, metrics: members } of [evaluationGroup(), ...metrics.groups, ...NAMED.map((named) => byName(found, named))]) {
       for (const metric of members) drawMetric(group, metric);
     }
   }
@@ -139,11 +145,10 @@ function evaluationGroup() {
   return { group: "evaluation", metrics: [{ key: "evaluation", label: "held-out score", unit: "", doc, lines }] };
 }
 
-/** A chart for each reward function that any of the runs has. */
-function byFunction(found) {
-  const keys = new Set(found.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith("reward_by_function."))));
-  const metric = (key) => ({ key, label: key.slice(key.indexOf(".") + 1), unit: "", doc: "Mean score of this reward function, before weights." });
-  return { group: "reward", metrics: [...keys].map(metric) };
+/** A chart for each key with this prefix that any of the runs has. */
+function byName(found, { prefix, group, title, unit, doc }) {
+  const keys = new Set(found.flatMap((run) => Object.keys(run.curves).filter((key) => key.startsWith(prefix))));
+  return { group, metrics: [...keys].map((key) => ({ key, label: title + key.slice(prefix.length), unit, doc })) };
 }
 
 function curveControls(parameters, changed) {

@@ -3,7 +3,7 @@
 import { chart, loadCharts, missingCharts } from "./charts.js";
 import { el, fetchJson, figure } from "./dom.js";
 
-const CURVES = ["age_max", "age_mean", "idle.trainer", "idle.rollout"];
+const CURVES = ["age_max", "age_mean", "idle.trainer", "idle.rollout", "buffer_groups.", "released_groups."];
 const STRIP_ROW = 22;
 const STRIP_LABEL = 48;
 
@@ -33,7 +33,7 @@ export function stalenessView(root, run) {
 
   function show(curves, facts) {
     verdict.textContent = sentence(curves);
-    for (const spec of [ageChart(curves), idleChart(curves), groupsChart(facts)]) {
+    for (const spec of [ageChart(curves), idleChart(curves), groupsChart(curves, facts), releasedChart(curves)]) {
       if (!spec.lines.length) continue;
       if (charts.has(spec.title)) charts.get(spec.title).update(spec);
       else {
@@ -78,16 +78,21 @@ function idleChart({ curves }) {
   return { title: "Idle share of both sides", unit: "share", axis: "step", lines, doc: "Trainer: waiting for a batch. Servers: generating nothing." };
 }
 
-function groupsChart({ groups, capacity }) {
-  const curve = ([key, label, style]) => (groups[key] ? [{ label, x: groups[key][0], y: groups[key][1], style }] : []);
-  const lines = [["inflight", "in generation", 0], ["untrained", "finished, not trained", 8]].flatMap(curve);
-  if (capacity && lines.length) lines.push({ label: "capacity of the buffer", x: lines[0].x, y: lines[0].x.map(() => capacity), style: 16 });
-  const doc = "At the end of each step, from timelines and step rows. Groups that were released untrained stay among the finished.";
-  return { title: "Groups in the buffer", unit: "groups", axis: "time", lines, doc };
+function groupsChart({ curves }, { capacity }) {
+  const lines = [...line(curves, "buffer_groups.inflight", "in flight", 0), ...line(curves, "buffer_groups.ready", "ready", 8)];
+  if (capacity && lines.length) lines.push({ label: "capacity", x: lines[0].x, y: lines[0].x.map(() => capacity), style: 16 });
+  return { title: "Groups in the buffer", unit: "groups", axis: "step", lines, doc: "After each step, when its groups were released." };
+}
+
+/** Every reason that any group has had, `trained` as well. */
+function releasedChart({ curves }) {
+  const reasons = Object.keys(curves).filter((key) => key.startsWith("released_groups.") && curves[key][1].at(-1) > 0);
+  const lines = reasons.flatMap((key, place) => line(curves, key, key.slice(key.indexOf(".") + 1), 8 * place));
+  return { title: "Groups released, by reason", unit: "groups", axis: "step", lines, doc: "Groups that left the buffer since the run began." };
 }
 
 function totalsTable(totals) {
-  if (!totals) return [el("p", { class: "note" }, "Why groups left the buffer is counted when the run ends.")];
+  if (!totals) return [];
   const rows = Object.entries(totals).map(([reason, count]) => el("tr", {}, el("th", { scope: "row" }, reason), el("td", { class: "number" }, figure(count, 0))));
   return [el("h2", {}, "What became of the groups"), el("table", { class: "narrow" }, el("tbody", {}, rows))];
 }

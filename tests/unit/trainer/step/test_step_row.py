@@ -7,6 +7,7 @@ from msgspec import structs
 
 from async_grpo.telemetry.metrics import METRICS
 from async_grpo.wire.records import Batch, Group
+from buffer import BufferStats
 from tests.support.buffer_cases import sample, tasks
 from trainer.step.results import batch_figures, step_row
 
@@ -46,6 +47,15 @@ def test_lengths_have_their_mean_their_largest_and_the_truncated_share() -> None
     assert (found["completion_tokens_mean"], found["completion_tokens_max"]) == (6.0, 10)
     assert found["truncated_fraction"] == 3 / 6
     assert found["informative_groups"] == pytest.approx(1 / 3)
+
+
+def test_a_row_has_the_buffers_groups_by_state_and_those_released_by_reason() -> None:
+    batch = Batch(version=3, epoch=1, groups=GROUPS[:1])
+    counters = {"epoch": 1, "version": 4, "tasks_put": 9, "waiting": 2, "inflight": 3, "ready": 1, "taken": 0}
+    stats = BufferStats(**counters, admitted=7, released={"trained": 2, "stale": 1})
+    row = step_row(batch, None, stats, lr=0.1, seconds={})
+    assert row["buffer_groups"] == {"waiting": 2, "inflight": 3, "ready": 1, "taken": 0}
+    assert row["released_groups"] == {"trained": 2, "stale": 1}
 
 
 def test_tokens_per_second_are_those_trained_over_the_whole_step_with_its_wait() -> None:

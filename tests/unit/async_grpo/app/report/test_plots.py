@@ -28,7 +28,8 @@ def step_row(step: int, rng: random.Random) -> dict[str, Any]:
         **{"reward_error": 0.05, "reward_by_function": {"right": rng.random(), "short": 1.0}},
         **{"completion_tokens_mean": 30.0, "completion_tokens_max": 60, "truncated_fraction": 0.1 * rng.random()},
         **{"loss": rng.gauss(0, 1), "grad_norm": rng.random(), "entropy_estimate": 0.5, "kl": 0.01, "ess": 0.9},
-        **{"clip_fraction": 0.0, "age_mean": 0.7, "age_max": 2},
+        **{"clip_fraction": 0.0, "age_mean": 0.7, "age_max": 2, "buffer_groups": {"inflight": 5, "ready": 3}},
+        **{"released_groups": {"trained": 4 * step, "stale": step // 2, "filtered": 1, "failed": 0}},
     }
 
 
@@ -45,7 +46,7 @@ EVALUATIONS = [
 ]
 SUMMARY = {
     **{"evaluations": EVALUATIONS, "held_out_score": "accuracy", "tokens_by_age": {"0": 60, "1": 40}, "age_bound": 1},
-    **{"tokens_per_s": 117.5, "max_tokens": 64},
+    **{"tokens_per_s": 117.5, "max_tokens": 64, "capacity_groups": 12},
 }
 SERVERS = [[{"track": "generation", "start_s": 0.0, "end_s": 25.0}]]
 
@@ -59,6 +60,7 @@ def figures(count: int, summary: dict[str, Any]) -> dict[str, Figure]:
         "lengths": plots._lengths(steps, summary, EVENTS),
         "optimization": plots._optimization(steps, EVENTS),
         "staleness": plots._staleness(steps, summary, EVENTS),
+        "buffer": plots._buffer(steps, summary, EVENTS),
         "time_split": plots._time_split(steps, SERVERS, EVENTS),
         "throughput": plots._throughput(steps, summary, EVENTS),
     }
@@ -108,7 +110,7 @@ def test_the_band_of_the_training_reward_is_1_96_standard_errors_of_the_drawn_me
 
 def test_evaluations_and_restarts_are_marked_on_the_steps_of_every_curve(drawn: dict[str, Figure]) -> None:
     assert plots.restarts([{"step": 1, "epoch": 1}, {"step": 2, "epoch": 1}, {"step": 3, "epoch": 2}]) == [3]
-    for name in ("reward", "lengths", "optimization", "time_split", "throughput"):
+    for name in ("reward", "lengths", "optimization", "buffer", "time_split", "throughput"):
         for axes in drawn[name].axes:
             if axes.lines:  # not one that is off
                 assert list(line(axes, "evaluation").get_xdata()) == [0, 2], name
@@ -158,6 +160,16 @@ def test_the_idle_shares_of_both_sides_are_those_of_each_step() -> None:
     assert list(line(figure.axes[1], "rollout servers").get_ydata()) == [0.0, 0.5]
 
 
+def test_the_buffers_groups_stand_below_its_capacity_and_only_reasons_that_occurred_are_drawn(
+    drawn: dict[str, Figure],
+) -> None:
+    held, released = drawn["buffer"].axes
+    assert set(line(held, "in flight").get_ydata()) == {5} and set(line(held, "ready").get_ydata()) == {3}
+    assert set(line(held, "capacity: 12").get_ydata()) == {12}
+    assert line(released, "stale").get_ydata()[-1] == 15 and line(released, "filtered").get_ydata()[-1] == 1
+    assert not {"trained", "failed"} & {each.get_label() for each in released.lines}
+
+
 def test_graded_answers_have_a_reward_and_no_percentage() -> None:
     figure = plots._held_out({**SUMMARY, "held_out_score": "reward"})
     assert figure is not None
@@ -169,11 +181,11 @@ def test_graded_answers_have_a_reward_and_no_percentage() -> None:
 def test_a_run_of_few_steps_has_points(count: int) -> None:
     made = figures(count, {**SUMMARY, "evaluations": EVALUATIONS[:1]})
     assert line(made["reward"].axes[0], "mean reward").get_marker() == "o"
-    assert len(made) == 7
+    assert len(made) == 8
 
 
 @pytest.mark.slow
 def test_plots_of_5000_steps_are_small(tmp_path: Path) -> None:
     rng = random.Random(1)
     written = plots.write_plots(tmp_path, [step_row(step, rng) for step in range(1, 5001)], SUMMARY, SERVERS)
-    assert len(written) == 7 and max(path.stat().st_size for path in written) < 100_000
+    assert len(written) == 8 and max(path.stat().st_size for path in written) < 100_000

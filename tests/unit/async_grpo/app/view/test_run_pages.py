@@ -93,16 +93,24 @@ async def test_curves_of_several_runs_over_time_with_evaluations_where_their_ver
     await page.ask("/api/curves?run=one&key=reward_mean&x=moon", 422)
 
 
-async def test_ages_and_groups_over_time(page: Page) -> None:
-    with JsonLines(page.root / "one" / "timeline" / "rollout-0.jsonl") as file:
-        for group, (start, end) in enumerate([(0.0, 0.5), (0.2, 1.5), (1.2, 8.0)]):
-            times = {"start_s": STARTED_S + start, "end_s": STARTED_S + end}
-            file.write({"role": "rollout-0", "track": "generation", "name": f"group {group}", **times})
+async def test_ages_by_step_and_the_capacity_that_the_configuration_promises(page: Page) -> None:
+    text = "name: one\nmodel: {random: {}}\nmax_staleness: 2\ngroups_per_step: 4\n"
+    (page.root / "one" / "config.yaml").write_text(text)
     found = await page.json("/api/runs/one/staleness")
     assert found["ages"] == {"x": list(range(1, 11)), "ages": [0, 1], "share": [[0.5] * 10, [0.5] * 10]}
-    assert found["groups"]["inflight"][1][:3] == [1.0, 1.0, 1.0]  # at 1, 2 and 3 s
-    assert found["groups"]["inflight"][1][-1] == 0.0
-    assert found["groups"]["trained"][1][:2] == [4.0, 8.0]
+    assert found["capacity"] == 12  # (S + 1) * P
+
+
+async def test_groups_in_the_buffer_and_released_are_curves_of_the_step_rows(page: Page) -> None:
+    [run] = await page.json("/api/curves?run=one&key=buffer_groups.&key=released_groups.")
+    steps = list(range(1, 11))
+    assert run["curves"] == {
+        "buffer_groups.inflight": [steps, [3.0] * 10],
+        "buffer_groups.ready": [steps, [5.0] * 10],
+        "released_groups.trained": [steps, [4.0 * step for step in steps]],
+        "released_groups.stale": [steps, [float(step // 2) for step in steps]],
+        "released_groups.failed": [steps, [0.0] * 10],
+    }
 
 
 async def test_settings_that_differ(page: Page) -> None:
