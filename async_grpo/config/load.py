@@ -98,7 +98,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     if (path / RESOLVED).is_file():
         folder, path = path, path / RESOLVED
         raw = _read_layers(path) | {"runs_dir": str(folder.absolute().parent)}
-        _renew(raw)
+        renew(raw)
     else:
         path = find_config(path)
         raw = _read_layers(path)
@@ -109,8 +109,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     )
 
 
-def _renew(raw: dict[str, Any]) -> None:
-    """Remove what an earlier release wrote and this one refuses."""
+def renew(raw: dict[str, Any]) -> None:
+    """Remove from a resolved configuration what an earlier release wrote and this one refuses."""
     rollout = raw.get("rollout")
     if isinstance(rollout, dict) and rollout.get("lease_s") == _FORMER_LEASE_S:
         del rollout["lease_s"]

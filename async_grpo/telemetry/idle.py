@@ -15,12 +15,14 @@ Reports, sweeps and the page of runs use these functions, so that their shares a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 from async_grpo.telemetry.rows import Row, number, numbers, rate
 
+Floats = npt.NDArray[np.float64]
 Span = tuple[float, float]
 """Start and end, in seconds."""
 
@@ -70,40 +72,63 @@ def rollout_idle_share(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) ->
     `servers` are the rows of each timeline/rollout-*.jsonl. The wait for the first batch, while engines load, does not
     count, nor does the time between an invocation and the one that resumes it.
     """
-    return rate(sum(found), length(_windows(rows))) if (found := rollout_idle_s(rows, servers)) else None
+    starts, ends = _windows(rows)
+    return rate(sum(found), float((ends - starts).sum())) if (found := rollout_idle_s(rows, servers)) else None
 
 
 def rollout_idle_s(rows: Sequence[Row], servers: Sequence[Iterable[Row]]) -> list[float]:
     """Seconds of each step in which a server generated nothing, mean over the servers; [] if unknown."""
-    windows = _windows(rows)
-    busy = [_covered(row for row in server if row.get("track") in GENERATING) for server in servers]
-    return [
-        sum(max(0.0, end - start - (by(end) - by(start))) for by in busy) / len(busy) for start, end in windows if busy
-    ]
+    starts, ends = _windows(rows)
+    spans = [_spans(row for row in server if row.get("track") in GENERATING) for server in servers]
+    return idle_s(starts, ends, spans).tolist() if spans else []
+
+
+def idle_s(starts: Floats, ends: Floats, servers: Sequence[tuple[Floats, Floats]]) -> Floats:
+    """Seconds of each window in which a server generated nothing, mean over the servers, float64 [windows]. `servers`:
+    starts and ends of the spans in which each one generated."""
+    busy = [_covered(*spans) for spans in servers]
+    idle: Floats = np.mean([np.maximum(0.0, ends - starts - (by(ends) - by(starts))) for by in busy], axis=0)
+    return idle
 
 
 def evaluating_share(rows: Sequence[Row], servers: Iterable[Iterable[Row]]) -> float | None:
     """Share of the steps' time in which any server evaluated held-out prompts; None without steps."""
-    by = _covered(row for server in servers for row in server if row.get("track") == EVALUATION)
-    windows = _windows(rows)
-    return rate(sum(by(end) - by(start) for start, end in windows), length(windows))
+    by = _covered(*_spans(row for server in servers for row in server if row.get("track") == EVALUATION))
+    starts, ends = _windows(rows)
+    return rate(float((by(ends) - by(starts)).sum()), float((ends - starts).sum()))
 
 
-def _windows(rows: Sequence[Row]) -> list[Span]:
+def _windows(rows: Iterable[Row]) -> tuple[Floats, Floats]:
     """When each step began and ended; rows without times are left out."""
-    found = [(number(row, "time_s"), number(row, "step_s")) for row in rows]
-    return [(end - spent_s, end) for end, spent_s in found if end is not None and spent_s is not None]
+    ends, lengths = _columns(rows, "time_s", "step_s")
+    return ends - lengths, ends
 
 
-def _covered(rows: Iterable[Row]) -> Callable[[float], float]:
-    """Time -> seconds before it that the spans of the rows cover."""
-    found = [(number(row, "start_s"), number(row, "end_s")) for row in rows]
-    spans = merged((start, end) for start, end in found if start is not None and end is not None)
-    starts, before = [start for start, _ in spans], [0.0, *accumulate(end - start for start, end in spans)]
+def _spans(rows: Iterable[Row]) -> tuple[Floats, Floats]:
+    """Starts and ends of the rows' spans; rows without both are left out."""
+    return _columns(rows, "start_s", "end_s")
 
-    def covered(at: float) -> float:
-        place = bisect_right(starts, at)
-        return before[place] - max(0.0, spans[place - 1][1] - at) if place else 0.0
+
+def _columns(rows: Iterable[Row], first: str, second: str) -> tuple[Floats, Floats]:
+    found = [(number(row, first), number(row, second)) for row in rows]
+    table = np.array([pair for pair in found if None not in pair], dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _covered(starts: Floats, ends: Floats) -> Callable[[Floats], Floats]:
+    """Times -> seconds before each of them that the spans cover."""
+    order = np.argsort(starts, kind="stable")
+    order = order[ends[order] > starts[order]]
+    starts, reached = starts[order], np.maximum.accumulate(ends[order])
+    apart = np.flatnonzero(starts[1:] > reached[:-1]) + 1  # where no earlier span is open
+    starts, ends = (starts[np.append(0, apart)], reached[np.append(apart, 0) - 1]) if len(order) else (starts, ends[:0])
+    before = np.concatenate([[0.0], np.cumsum(ends - starts)])
+    ends = np.append(ends, -np.inf)  # of the place before the first span
+
+    def covered(at: Floats) -> Floats:
+        place = np.searchsorted(starts, at, side="right")
+        seconds: Floats = before[place] - np.maximum(0.0, ends[place - 1] - at)
+        return seconds
 
     return covered
 

@@ -47,21 +47,28 @@ class RowFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._position = 0
+        self.read_bytes = 0
+        """Bytes of the lines that have been read."""
+
+    def unread_bytes(self) -> int:
+        """Bytes that have not been read, also of an unfinished line; negative if the file has become shorter."""
+        return (self._path.stat().st_size if self._path.exists() else 0) - self.read_bytes
 
     def new_rows(self, most_bytes: int = -1) -> list[dict[str, Any]]:
-        """Whole rows since the last call; a line that is still being written comes with a later call.
+        """Whole rows since the last call; a line that is still being written comes with a later call."""
+        return list(parse_rows(self.new_lines(most_bytes)))
 
-        With `most_bytes`, which must be more than the longest line, further rows come with the next call.
-        """
+    def new_lines(self, most_bytes: int = -1) -> list[bytes]:
+        """The lines of those rows. With `most_bytes`, which must be more than the longest line, further ones come with
+        the next call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            file.seek(self._position)
+            file.seek(self.read_bytes)
             written = file.read(most_bytes)
         whole = written[: written.rfind(b"\n") + 1]
-        self._position += len(whole)
-        return list(_parse(whole.splitlines()))
+        self.read_bytes += len(whole)
+        return whole.splitlines()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -73,14 +80,15 @@ def each_row(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of `read_rows` one after another: files of samples may be larger than the memory."""
     if path.exists():
         with path.open("rb") as lines:
-            yield from _parse(lines)
+            yield from parse_rows(lines)
 
 
 _decode = msgspec.json.Decoder().decode
 """Three times faster than json's: pages read rows of 100,000 steps."""
 
 
-def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines; others are skipped."""
     for line in lines:
         try:
             row = _decode(line)

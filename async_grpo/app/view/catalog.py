@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import HTTPException
 
 from async_grpo.app.runs.run import Run, RunStatus, list_runs
-from async_grpo.app.view.columns import StepColumns
-from async_grpo.config import RunConfig
+from async_grpo.app.view.columns import READ_S, StepColumns
+from async_grpo.config import RunConfig, validate
+from async_grpo.config.load import renew
 from async_grpo.errors import ConfigError
 
 SEPARATOR = "~"
@@ -28,34 +30,37 @@ class KnownRun:
         self.id = run_id
         self.run = Run(path)
         self.columns = StepColumns(path)
-        self._lock = threading.Lock()
+        self._lock, self._summary_lock = threading.Lock(), threading.Lock()
         self._sign: Any = None
         self._brief: dict[str, Any] = {}
+        self._summary: tuple[Any, dict[str, Any]] = (None, {})
 
     def sign(self) -> tuple[Any, ...]:
         """What differs once the run has written something, began or ended."""
         stats = [(path.name, path.stat()) for pattern in SIGNS for path in self.run.path.glob(pattern)]
         return (self.run.folder.is_at_work(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
-    def brief(self) -> dict[str, Any]:
-        """What a list shows of the run."""
+    def brief(self, budget_s: float = READ_S) -> dict[str, Any]:
+        """What a list shows of the run. Where `read`, a share, is less than 1, there are more steps than it shows, and
+        the next call reads on."""
         with self._lock:
             sign = self.sign()
-            if sign != self._sign:
-                self._brief, self._sign = self._read_brief(), sign
+            if sign != self._sign or self._brief["read"] < 1:
+                self._brief, self._sign = self._read_brief(budget_s), sign
             return self._brief
 
-    def _read_brief(self) -> dict[str, Any]:
-        self.columns.update()
+    def _read_brief(self, budget_s: float) -> dict[str, Any]:
+        read = self.columns.update(budget_s)
         settings, state = self.run.settings(), self.run.state()
         evaluations = self.run.evaluations()
         times = self.columns.column("time_s")
         ages = self.columns.column("age_max")
         spent_s = float(times[-1] - times[0]) if len(times) else None
-        config = self._config()
+        config = self._config(settings)
         return {
             "id": self.id,
             "name": self.id.replace(SEPARATOR, "/"),
+            "read": read,
             "status": self.run.status().value,
             "reason": self.run.reason,
             "step": self.columns.last("step"),
@@ -63,7 +68,7 @@ class KnownRun:
             "max_staleness": settings.get("max_staleness"),
             "age_bound": config and config.replay_policy.age_bound,
             "capacity": config and config.capacity_groups,
-            "age_max": max((float(age) for age in ages if age == age), default=None),
+            "age_max": float(np.nanmax(ages)) if not np.isnan(ages).all() else None,
             "reward": self.columns.last("reward_mean"),
             "accuracy": evaluations[-1].get("sampled_accuracy") if evaluations else None,
             "tokens_per_s": self.columns.last("tokens_per_s"),
@@ -72,27 +77,35 @@ class KnownRun:
             "duration_s": state.wall_s or spent_s,
         }
 
-    def _config(self) -> RunConfig | None:
-        """The configuration; None if this release cannot read it."""
+    def _config(self, settings: dict[str, Any]) -> RunConfig | None:
+        """The configuration; None if this release refuses it."""
         try:
-            return self.run.config
-        except (ConfigError, OSError, ValueError, AttributeError):
+            renew(settings)
+            return validate(settings, str(self.run.path))
+        except ConfigError:
             return None
 
     def details(self) -> dict[str, Any]:
         """What the run's own page shows."""
         brief, folder = self.brief(), self.run.path
-        summary = {} if brief["status"] == RunStatus.LIVE else self.run.summary()
         return {
             **brief,
             "path": str(folder),
-            "summary": {key: value for key, value in summary.items() if key != "evaluations"},
             "settings": self.run.settings(),
             "evaluations": self.run.evaluations(),
             "warnings": list(self.columns.warnings),
             "logs": [file.stem for file in self.run.files("logs") if file.suffix == ".log"],
             "has_report": (folder / "report.md").is_file(),
         }
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the whole run; {} while it is live. Those that the run did not write itself take seconds."""
+        with self._summary_lock:
+            if self.brief()["status"] == RunStatus.LIVE:
+                return {}
+            if (sign := self.sign()) != self._summary[0]:
+                self._summary = (sign, self.run.summary())
+            return {key: value for key, value in self._summary[1].items() if key != "evaluations"}
 
 
 class RunsRoot:

@@ -3,27 +3,34 @@
     metrics.jsonl         --StepColumns.update-->  key -> one number a step   --thinned-->  at most MOST_POINTS a curve
     timeline/rollout-*    --ServerSpans.update-->  spans  -->  idle share of the servers
 
+Reading takes turns with showing: an update ends after its time and says which share is read; the next one reads on.
 A run of 100,000 steps takes about 50 MB. Keys of fields in fields have a dot: `age_histogram.2`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from async_grpo.telemetry.idle import rollout_idle_s
-from async_grpo.telemetry.jsonl import RowFollower
+from async_grpo.telemetry.idle import GENERATING, idle_s
+from async_grpo.telemetry.jsonl import RowFollower, parse_rows
 from async_grpo.telemetry.metrics import METRICS
 
-SLICE_BYTES = 4 << 20
+READ_S = 0.25
+"""Seconds that an answer may spend on reading what is new. The page asks again until everything is read."""
+SLICE_BYTES = 1 << 20
+"""Bytes that are read between two looks at the clock."""
 MOST_POINTS = 2000
 """Points of one curve: more than a screen has columns."""
 MOST_WARNINGS = 200
@@ -37,72 +44,74 @@ class StepColumns:
     """The steps of one run; of a step that was repeated after a restart, the last row. Threads may share it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "metrics.jsonl"
-        self._lock = threading.RLock()
-        self._servers = ServerSpans(run_dir)
+        self._folder = run_dir
+        self.lock = threading.RLock()
+        """Who holds it sees the same steps in several calls."""
         self._begin()
 
     def _begin(self) -> None:
-        self._follower = RowFollower(self._path)
-        self._size = 0
-        self._place: dict[int, int] = {}
-        self._in_order = True
+        self._follower = RowFollower(self._folder / "metrics.jsonl")
+        self._servers = ServerSpans(self._folder)
+        self._rows = 0
         self._columns: dict[str, array[float]] = {}
+        self._ordered: tuple[int, npt.NDArray[np.int64]] = (0, np.zeros(0, np.int64))
         self.warnings: deque[dict[str, Any]] = deque(maxlen=MOST_WARNINGS)
 
-    def update(self) -> None:
-        """Read what is new; from the start if the file is another one by now."""
-        with self._lock:
-            size = self._path.stat().st_size if self._path.exists() else 0
-            if size < self._size:
+    def update(self, budget_s: float = math.inf) -> float:
+        """Read what is new for about `budget_s` seconds; from the start if the file is another one by now. Returns the
+        share of the file that has been read, 1 if nothing is left."""
+        with self.lock:
+            if self._follower.unread_bytes() < 0:
                 self._begin()
-            self._size = size
-            while rows := self._follower.new_rows(SLICE_BYTES):
-                for row in rows:
-                    if row.get("kind") == "step" and isinstance(row.get("step"), int):
-                        self._add(row)
-                    elif row.get("kind") == "warning":
-                        self.warnings.append(row)
+            return read_on([(self._follower, self._add)], time.monotonic() + budget_s)
 
-    def _add(self, row: Mapping[str, Any]) -> None:
-        step = row["step"]
-        if step in self._place:
-            for column in self._columns.values():
-                if self._place[step] < len(column):
-                    column[self._place[step]] = np.nan  # of the step's former row
-        else:
-            self._in_order &= not self._place or step > next(reversed(self._place))
-        place = self._place.setdefault(step, len(self._place))
-        for key, value in _numbers(row):
+    def update_servers(self, budget_s: float = math.inf) -> float:
+        """The same of the timelines, from which the idle shares of the servers are."""
+        with self.lock:
+            return self._servers.update(time.monotonic() + budget_s)
+
+    def _add(self, lines: list[bytes]) -> None:
+        rows = list(parse_rows(lines))
+        self.warnings.extend(row for row in rows if row.get("kind") == "warning")
+        steps = [row for row in rows if row.get("kind") == "step" and isinstance(row.get("step"), int)]
+        for key, values in _columns_of(steps):
             column = self._columns.setdefault(key, array("d"))
-            if len(column) < place:
-                column.extend([np.nan] * (place - len(column)))
-            if len(column) == place:
-                column.append(value)
-            else:
-                column[place] = value
+            column.extend([np.nan] * (self._rows - len(column)))
+            column.frombytes(values.tobytes())
+        self._rows += len(steps)
+
+    def _order(self) -> npt.NDArray[np.int64]:
+        """The place of the last row of each step, by step."""
+        if self._ordered[0] != self._rows:
+            _, from_end = np.unique(self._raw("step")[::-1], return_index=True)
+            self._ordered = (self._rows, self._rows - 1 - from_end)
+        return self._ordered[1]
+
+    def _raw(self, key: str) -> Floats:
+        values = np.full(self._rows, np.nan)
+        found = self._columns.get(key, array("d"))
+        values[: len(found)] = found
+        return values
 
     def __len__(self) -> int:
-        return len(self._place)
+        with self.lock:
+            return len(self._order())
 
     def keys(self) -> list[str]:
         """The keys that any step has."""
-        with self._lock:
+        with self.lock:
             return list(self._columns)
 
     def column(self, key: str) -> Floats:
         """One number for each step, by step; NaN where it is missing. Shares of idle time have keys of their own."""
-        with self._lock:
+        with self.lock:
             if key == TRAINER_IDLE:
                 with np.errstate(invalid="ignore", divide="ignore"):
                     shares: Floats = self.column("wait_s") / self.column("step_s")
                 return np.where(np.isfinite(shares), shares, np.nan)
             if key == ROLLOUT_IDLE:
                 return self._servers.idle_shares(self.column("time_s"), self.column("step_s"))
-            values = np.full(len(self), np.nan)
-            found = self._columns.get(key, array("d"))
-            values[: len(found)] = found
-            return values if self._in_order else values[np.argsort(list(self._place), kind="stable")]
+            return self._raw(key)[self._order()]
 
     def last(self, key: str) -> float | None:
         """The value of the newest step that has one."""
@@ -117,11 +126,12 @@ class StepColumns:
 
     def ages(self, axis: str, most: int = 400) -> dict[str, Any]:
         """The share of the trained tokens that had each age, [age][column]; neighbouring steps share a column."""
-        ages = sorted(int(key.removeprefix(AGES)) for key in self.keys() if key.startswith(AGES))
-        x = self.x(axis)
-        if not ages:
-            return {"x": [], "ages": [], "share": []}
-        tokens = np.array([np.nan_to_num(self.column(f"{AGES}{age}")) for age in ages])
+        with self.lock:
+            ages = sorted(int(key.removeprefix(AGES)) for key in self.keys() if key.startswith(AGES))
+            x = self.x(axis)
+            if not ages:
+                return {"x": [], "ages": [], "share": []}
+            tokens = np.array([np.nan_to_num(self.column(f"{AGES}{age}")) for age in ages])
         starts = [start for start, _ in _parts(len(x), most)]
         summed = np.add.reduceat(tokens, starts, axis=1)
         share = summed / np.maximum(summed.sum(axis=0), 1)
@@ -129,44 +139,40 @@ class StepColumns:
 
 
 class ServerSpans:
-    """What the rollout servers of a run generated when."""
+    """When each rollout server of a run generated."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "timeline"
-        self._files: dict[str, RowFollower] = {}
-        self._spans: dict[str, list[dict[str, Any]]] = {}
-        self._idle: tuple[tuple[int, int], Floats] = ((-1, -1), np.zeros(0))
+        self._files: dict[Path, RowFollower] = {}
+        self._spans: dict[Path, tuple[array[float], array[float]]] = {}
+        self._is_whole = False
 
-    def update(self) -> None:
-        """Read what is new."""
+    def update(self, until: float) -> float:
+        """Read what is new until this time of `time.monotonic`; returns the share that has been read."""
         for path in sorted(self._folder.glob("rollout-*.jsonl")):
-            follower = self._files.setdefault(path.name, RowFollower(path))
-            spans = self._spans.setdefault(path.name, [])
-            while rows := follower.new_rows(SLICE_BYTES):
-                for row in rows:
-                    if row.get("track") in ("generation", "evaluation"):
-                        self._add(row, spans)
+            self._files.setdefault(path, RowFollower(path))
+            self._spans.setdefault(path, (array("d"), array("d")))
+        read = read_on([(follower, partial(self._add, path)) for path, follower in self._files.items()], until)
+        self._is_whole = read == 1
+        return read
 
-    def _add(self, row: dict[str, Any], spans: list[dict[str, Any]]) -> None:
-        start, end = row.get("start_s"), row.get("end_s")
-        if not isinstance(start, float) or not isinstance(end, float):
-            return
-        spans.append({"track": row["track"], "start_s": start, "end_s": end})
+    def _add(self, path: Path, lines: list[bytes]) -> None:
+        spans = [row for row in parse_rows(lines) if row.get("track") in GENERATING]
+        times = [_numbers([row.get(key) for row in spans]) for key in ("start_s", "end_s")]
+        known = ~np.isnan(times[0]) & ~np.isnan(times[1])
+        for column, values in zip(self._spans[path], times, strict=True):
+            column.frombytes(values[known].tobytes())
 
     def idle_shares(self, ends: Floats, lengths: Floats) -> Floats:
         """Of each step, from its end and length in seconds: the share in which a server generated nothing, mean over
-        the servers. NaN where it is not known."""
-        self.update()
-        version = (sum(map(len, self._spans.values())), len(ends))
-        if self._idle[0] != version:
-            known = ~np.isnan(ends) & (lengths > 0)
-            times = zip(ends[known].tolist(), lengths[known].tolist(), strict=True)
-            rows = [{"time_s": end, "step_s": spent} for end, spent in times]
-            shares = np.full(len(ends), np.nan)
-            if idle := rollout_idle_s(rows, list(self._spans.values())):
-                shares[known] = np.array(idle) / lengths[known]
-            self._idle = (version, shares)
-        return self._idle[1]
+        the servers. NaN where it is not known, and as long as not everything is read."""
+        shares = np.full(len(ends), np.nan)
+        known = ~np.isnan(ends) & (lengths > 0)
+        if self._is_whole and self._spans:
+            servers = [(np.array(start), np.array(end)) for start, end in self._spans.values()]
+            ends, lengths = ends[known], lengths[known]
+            shares[known] = idle_s(ends - lengths, ends, servers) / lengths
+        return shares
 
 
 def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Floats]:
@@ -175,8 +181,11 @@ def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Floa
     x, y = x[known], y[known]
     if len(y) <= most:
         return x, y
-    parts = _parts(len(y), most // 2)
-    kept = np.unique([start + at(y[start:end]) for start, end in parts for at in (np.argmin, np.argmax)])
+    size = -(-len(y) // (most // 2))
+    parts = np.append(y, np.full(-len(y) % size, y[-1])).reshape(-1, size)
+    starts = size * np.arange(len(parts))
+    places = np.concatenate([starts + parts.argmin(axis=1), starts + parts.argmax(axis=1)])
+    kept = np.unique(np.minimum(places, len(y) - 1))
     return x[kept], y[kept]
 
 
@@ -194,12 +203,35 @@ def metric_groups() -> list[dict[str, Any]]:
     return [{"group": group, "metrics": metrics} for group, metrics in groups.items()]
 
 
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if isinstance(value, (int, float)):
-            yield key, float(value)
-        elif isinstance(value, dict):
-            yield from ((f"{key}.{inner}", float(one)) for inner, one in value.items() if isinstance(one, (int, float)))
+def read_on(files: Sequence[tuple[RowFollower, Callable[[list[bytes]], None]]], until: float) -> float:
+    """Give new lines of each file to its function, at least some, and no more after this time of `time.monotonic`.
+    Returns the share of the bytes that has been read, 1 if nothing is left."""
+    for follower, take in files:
+        while lines := follower.new_lines(SLICE_BYTES):
+            take(lines)
+            if time.monotonic() > until:
+                unread = sum(follower.unread_bytes() for follower, _ in files)
+                read = sum(follower.read_bytes for follower, _ in files)
+                return read / (read + unread)
+    return 1.0
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[tuple[str, Floats]]:
+    """Key -> its number in each row, NaN where there is none; keys that no row has a number for are left out."""
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row.get(key) for row in rows]
+        if dict in set(map(type, values)):
+            inner = [value if isinstance(value, dict) else {} for value in values]
+            yield from _columns_of(inner, f"{prefix}{key}.")
+        elif not np.isnan(found := _numbers(values)).all():
+            yield prefix + key, found
+
+
+def _numbers(values: Sequence[Any]) -> Floats:
+    """NaN for what is no number."""
+    if not set(map(type, values)) <= {float, int, bool, type(None)}:
+        values = [value if isinstance(value, (int, float)) else None for value in values]
+    return np.array(values, dtype=np.float64)
 
 
 def _parts(count: int, most: int) -> list[tuple[int, int]]:

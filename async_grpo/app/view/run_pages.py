@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query
-from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.responses import FileResponse, HTMLResponse, Response
 from markdown_it import MarkdownIt
 
 from async_grpo.app.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
-from async_grpo.app.view.columns import metric_groups, thinned
+from async_grpo.app.view.columns import READ_S, ROLLOUT_IDLE, metric_groups, thinned
 from async_grpo.app.view.vendor import UPLOT, is_there
 from async_grpo.config.load import differing_keys
 
@@ -30,23 +32,28 @@ def run_routes(root: RunsRoot) -> APIRouter:
     @routes.get("/api/runs")
     def runs() -> list[dict[str, Any]]:
         """All runs, the latest first."""
-        return [run.brief() for run in root.runs()]
+        until = time.monotonic() + READ_S
+        return [run.brief(until - time.monotonic()) for run in root.runs()]
 
     @routes.get("/api/runs/{name}")
     def one_run(name: str) -> dict[str, Any]:
         """Figures, settings, evaluations and warnings of a run."""
         return root.run(name).details()
 
+    @routes.get("/api/runs/{name}/summary")
+    def summary(name: str) -> dict[str, Any]:
+        """The figures of the whole run, with its bottleneck and restarts; {} while it is live."""
+        return root.run(name).summary()
+
     @routes.get("/api/runs/{name}/staleness")
     def staleness(name: str, x: Axis = "step") -> dict[str, Any]:
         """Shares of tokens by age, the buffer's capacity, and what became of the groups of a finished run."""
         run = root.run(name)
-        run.columns.update()
-        facts = run.details()
+        brief = run.brief(0)  # the page asks for curves at the same time, and that reads
         return {
             "ages": run.columns.ages(x),
-            "capacity": facts["capacity"],
-            "totals": facts["summary"].get("groups"),
+            "capacity": brief["capacity"],
+            "totals": run.run.written_summary().get("groups"),
         }
 
     @routes.get("/api/runs/{name}/logs/{role}")
@@ -70,9 +77,11 @@ def curve_routes(root: RunsRoot) -> APIRouter:
         return {"groups": metric_groups(), "charts": is_there(UPLOT)}
 
     @routes.get("/api/curves")
-    def curves(run: Runs, key: Keys, x: Axis = "step") -> list[dict[str, Any]]:
+    def curves(run: Runs, key: Keys, x: Axis = "step") -> Response:
         """The curves of each run, key -> [x, y], and its evaluations."""
-        return [curves_of(root.run(one), key, x) for one in run]
+        until = time.monotonic() + READ_S
+        found = [curves_of(root.run(one), key, x, until - time.monotonic()) for one in run]
+        return Response(msgspec.json.encode(found), media_type="application/json")  # 20 times as fast as FastAPI's own
 
     @routes.get("/api/differences")
     def differences(run: Runs) -> list[dict[str, Any]]:
@@ -109,19 +118,19 @@ def report_routes(root: RunsRoot) -> APIRouter:
     return routes
 
 
-def curves_of(run: KnownRun, keys: list[str], axis: Axis) -> dict[str, Any]:
+def curves_of(run: KnownRun, keys: list[str], axis: Axis, budget_s: float) -> dict[str, Any]:
     """The curves of a run that has them; a key that ends in a dot stands for all keys that begin with it."""
-    columns, brief = run.columns, run.brief()
-    columns.update()
-    x, known = columns.x(axis), columns.keys()
-    found = {}
-    for key in keys:
-        for one in [name for name in known if name.startswith(key)] if key.endswith(".") else [key]:
-            points = thinned(x, columns.column(one))
-            if len(points[0]):
-                found[one] = [part.tolist() for part in points]
+    columns, until = run.columns, time.monotonic() + budget_s
+    brief = run.brief(budget_s)
+    read = min(brief["read"], columns.update_servers(until - time.monotonic()) if ROLLOUT_IDLE in keys else 1.0)
     facts = {key: brief[key] for key in ("id", "name", "status", "age_bound", "max_staleness")}
-    return {**facts, "curves": found, "evaluations": _evaluations(run, axis)}
+    with columns.lock:
+        x, known = columns.x(axis), columns.keys()
+        wanted = [one for key in keys for one in (known if key.endswith(".") else [key]) if one.startswith(key)]
+        points = {key: thinned(x, columns.column(key)) for key in wanted}
+        evaluations = _evaluations(run, axis)
+    curves = {key: [part.tolist() for part in xy] for key, xy in points.items() if len(xy[0])}
+    return {**facts, "read": read, "curves": curves, "evaluations": evaluations}
 
 
 def _evaluations(run: KnownRun, axis: Axis) -> list[dict[str, Any]]:

@@ -128,10 +128,11 @@ class SampleIndex:
         until = time.monotonic() + budget_s
         paths = sorted(self._folder.glob("*.jsonl"))
         for path in paths:
-            while self._read_slice(path) and time.monotonic() < until:
-                pass
-        sizes = sum(path.stat().st_size for path in paths)
-        return min(1.0, sum(self._read_to.values()) / sizes) if sizes else 1.0
+            while self._read_slice(path):
+                if time.monotonic() > until:
+                    sizes = sum(path.stat().st_size for path in paths)
+                    return min(1.0, sum(self._read_to.values()) / sizes)
+        return 1.0
 
     def _read_slice(self, path: Path) -> bool:
         """Index the next whole lines of the file; False if there are none."""

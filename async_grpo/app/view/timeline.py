@@ -20,15 +20,18 @@ import numpy.typing as npt
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from async_grpo.app.view.columns import READ_S, read_on
 from async_grpo.app.view.sample_index import Names
 from async_grpo.app.view.sample_search import recent
 from async_grpo.telemetry.idle import GENERATING
+from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
 
 MANY_LANES = 6
 """A track with more lanes is shown as a density unless it is asked for."""
 REBUILD_S, FAST_EVENTS = 1.0, 10_000
-"""Least seconds between two sortings of a track that grows, once it has this many events."""
+"""Least seconds between two sortings of a track that grows, once it has this many events; and four times as many as the
+last one took."""
 WEIGHTS = "weights"
 MOST_LANES = 16
 """Tracks with more are merged into as many times longer pieces, so that an answer stays small."""
@@ -66,7 +69,7 @@ class Track:
         self._kinds = Names()
         self._kind = array("i")
         self._args: list[bytes] = []
-        self._built = (0, 0.0)
+        self._built = (0, 0.0, 0.0)
         self.order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self.start: Floats = np.zeros(0)
         self.end: Floats = np.zeros(0)
@@ -84,8 +87,8 @@ class Track:
 
     def build(self) -> None:
         """Sort what has come by lane and start, unless that takes long and was done a moment ago."""
-        count, at = self._built
-        if not self.is_behind or (count >= FAST_EVENTS and time.monotonic() - at < REBUILD_S):
+        (count, at, took), now = self._built, time.monotonic()
+        if not self.is_behind or (count >= FAST_EVENTS and now - at < max(REBUILD_S, 4 * took)):
             return
         start, end = np.array(self._start), np.array(self._end)
         by_start = np.argsort(start, kind="stable")
@@ -94,7 +97,7 @@ class Track:
         self.order, self.lane = by_start[by_lane], lane[by_lane]
         self.start, self.end, self.kind = start[self.order], end[self.order], np.array(self._kind)[self.order]
         self.lanes = int(lane.max()) + 1
-        self._built = (len(start), time.monotonic())
+        self._built = (len(start), time.monotonic(), time.monotonic() - now)
 
     @property
     def is_behind(self) -> bool:
@@ -175,7 +178,7 @@ class RunTimeline:
         self._folder = run_dir / "timeline"
         self._lock = threading.Lock()
         self._decode = msgspec.json.Decoder(_Event).decode
-        self._read_to: dict[str, int] = {}
+        self._files: dict[Path, RowFollower] = {}
         self._tracks: dict[str, dict[str, Track]] = {}
         self._origin_s: float | None = None
         self._end_s = 0.0
@@ -183,7 +186,7 @@ class RunTimeline:
     def picture(self, query: TimelineQuery) -> dict[str, Any]:
         """What a screen of `pixels` shows of the range."""
         with self._lock:
-            self._update()
+            read = self._update()
             origin_s = self._origin_s or 0.0
             whole_s = max(0.0, self._end_s - origin_s)
             from_s = origin_s + (0.0 if query.start is None else query.start)
@@ -196,7 +199,8 @@ class RunTimeline:
                 "start": from_s - origin_s,
                 "end": to_s - origin_s,
                 "rows": rows,
-                "behind": any(track.is_behind for _, _, track in tracks),
+                "read": read,
+                "behind": read < 1 or any(track.is_behind for _, _, track in tracks),
                 "shares": self._shares(from_s, to_s),
             }
 
@@ -231,25 +235,24 @@ class RunTimeline:
                 track.build()
                 yield role, name, track
 
-    def _update(self) -> None:
-        """Read the whole lines that have come since the last call."""
+    def _update(self) -> float:
+        """Read what has come since the last call; returns the share that has been read."""
         for path in sorted(self._folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read_to.get(path.name, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read_to[path.name] = self._read_to.get(path.name, 0) + len(whole)
-            for line in whole.splitlines():
-                self._add(line)
+            self._files.setdefault(path, RowFollower(path))
+        return read_on([(follower, self._add) for follower in self._files.values()], time.monotonic() + READ_S)
 
-    def _add(self, line: bytes) -> None:
-        try:
-            event = self._decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return
-        self._tracks.setdefault(event.role, {}).setdefault(event.track, Track()).add(event)
-        self._origin_s = event.start_s if self._origin_s is None else min(self._origin_s, event.start_s)
-        self._end_s = max(self._end_s, event.start_s, event.end_s or 0.0)
+    def _add(self, lines: list[bytes]) -> None:
+        for line in lines:
+            try:
+                event = self._decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            tracks = self._tracks.setdefault(event.role, {})
+            if event.track not in tracks:
+                tracks[event.track] = Track()
+            tracks[event.track].add(event)
+            self._origin_s = event.start_s if self._origin_s is None else min(self._origin_s, event.start_s)
+            self._end_s = max(self._end_s, event.start_s, event.end_s or 0.0)
 
 
 def _idle(tracks: dict[str, Track], from_s: float, to_s: float) -> float | None:

@@ -1,7 +1,7 @@
 // Curves over steps or time: of one run, or of several beside each other with the settings in which they differ.
 
 import { chart, loadCharts, missingCharts, smoothed, swatch } from "./charts.js";
-import { el, fetchJson } from "./dom.js";
+import { el, fetchJson, readAgain, stillReading } from "./dom.js";
 
 const OPEN = ["evaluation", "reward", "staleness", "idle", "speed", "rollout"];
 const NAMED = [
@@ -60,6 +60,7 @@ function groupsOfCurves(root, runs, parameters, changed) {
   let metrics = null;
   let found = [];
   let request = 0;
+  let reading = null;
 
   async function refresh() {
     const mine = ++request;
@@ -73,13 +74,16 @@ function groupsOfCurves(root, runs, parameters, changed) {
       if (mine !== request) return;
       found = answer;
       draw();
+      clearTimeout(reading);
+      reading = readAgain(readOf(found), refresh);
     } catch (error) {
       if (mine === request) status.textContent = error.message;
     }
   }
 
   function draw() {
-    status.textContent = found.some((run) => Object.keys(run.curves).length) ? "" : "No step has been trained yet.";
+    const none = found.some((run) => Object.keys(run.curves).length) ? "" : "No step has been trained yet.";
+    status.textContent = stillReading(readOf(found)) || none;
     legend.replaceChildren(...found.map(legendItem));
     for (const { group, metrics: members } of [evaluationGroup(), ...metrics.groups, ...NAMED.map((named) => byName(found, named))]) {
       for (const metric of members) drawMetric(group, metric);
@@ -128,10 +132,13 @@ function groupsOfCurves(root, runs, parameters, changed) {
   refresh();
   const close = () => {
     request += 1;
+    clearTimeout(reading);
     for (const each of charts.values()) each.close();
   };
   return { refresh, close };
 }
+
+const readOf = (runs) => Math.min(...runs.map((run) => run.read));
 
 /** Held-out scores: answers that were sampled, and greedy ones as a second line. */
 function evaluationGroup() {

@@ -39,6 +39,10 @@ export function figure(value, digits = 2) {
   return Number(value).toLocaleString("en", { maximumFractionDigits: digits });
 }
 
+/** What to say while only the share `read` of the files has been read, and when to ask for more; "" and null at the end. */
+export const stillReading = (read) => (read < 1 ? `Still reading: ${Math.floor(100 * read)} %. ` : "");
+export const readAgain = (read, refresh) => (read < 1 ? setTimeout(refresh, 100) : null);
+
 /** JSON of an address of this server. Throws an Error with the server's own words. */
 export async function fetchJson(address, options = {}) {
   const answer = await fetch(address, options);

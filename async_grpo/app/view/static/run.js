@@ -1,6 +1,6 @@
 // One run: its figures and settings, its report, its logs. And sweeps, which have reports too.
 
-import { el, fetchJson, figure, visible } from "./dom.js";
+import { el, fetchJson, figure, readAgain, stillReading, visible } from "./dom.js";
 import { duration } from "./runs.js";
 
 const FACTS = [
@@ -9,7 +9,7 @@ const FACTS = [
   ["Reward of the last step", (run) => figure(run.reward, 3)],
   ["Held-out score", (run) => heldOut(run.evaluations)],
   ["Oldest trained token", (run) => `${figure(run.age_max, 0)} steps (bound ${figure(run.age_bound, 0)})`],
-  ["Tokens trained per second", (run) => figure(run.summary.tokens_per_s ?? run.tokens_per_s, 0)],
+  ["Tokens trained per second", (run, summary) => figure(summary.tokens_per_s ?? run.tokens_per_s, 0)],
   ["Duration", (run) => duration(run.duration_s)],
   ["Folder", (run) => run.path],
 ];
@@ -26,19 +26,36 @@ function failed(root) {
 
 /** Figures, warnings and settings. */
 export function overviewView(root, name) {
-  const refresh = () =>
-    fetchJson(`/api/runs/${encodeURIComponent(name)}`).then((run) => root.replaceChildren(...overview(run)), failed(root));
+  const path = `/api/runs/${encodeURIComponent(name)}`;
+  let reading = null;
+  let summary = {};
+
+  async function refresh() {
+    try {
+      const run = await fetchJson(path);
+      root.replaceChildren(...overview(run, summary));
+      clearTimeout(reading);
+      reading = readAgain(run.read, refresh);
+      if (run.read < 1) return;
+      summary = await fetchJson(`${path}/summary`);
+      root.replaceChildren(...overview(run, summary));
+    } catch (error) {
+      failed(root)(error);
+    }
+  }
+
   refresh();
-  return { refresh };
+  return { refresh, close: () => clearTimeout(reading) };
 }
 
-function overview(run) {
-  const facts = FACTS.map(([title, value]) => el("div", { class: "fact" }, el("dt", {}, title), el("dd", {}, visible(value(run)))));
+function overview(run, summary) {
+  const facts = FACTS.map(([title, value]) => el("div", { class: "fact" }, el("dt", {}, title), el("dd", {}, visible(value(run, summary)))));
   const warning = (row) => el("li", {}, visible(`${row.step === undefined ? "" : `step ${row.step}: `}${row.message}`));
-  const restarts = Object.entries(run.summary.restarts ?? {}).filter(([, count]) => count > 0);
+  const restarts = Object.entries(summary.restarts ?? {}).filter(([, count]) => count > 0);
   return [
     run.reason ? el("p", { class: "error" }, visible(run.reason)) : null,
-    run.summary.bottleneck ? el("p", {}, visible(run.summary.bottleneck)) : null,
+    run.read < 1 ? el("p", { class: "status" }, stillReading(run.read)) : null,
+    summary.bottleneck ? el("p", {}, visible(summary.bottleneck)) : null,
     el("dl", { class: "facts" }, facts),
     restarts.length ? el("p", {}, `Restarts: ${restarts.map(([role, count]) => `${role} ${count}`).join(", ")}`) : null,
     run.warnings.length ? el("section", {}, el("h2", {}, `Warnings (${run.warnings.length})`), el("ul", {}, run.warnings.map(warning))) : null,

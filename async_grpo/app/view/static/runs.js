@@ -1,6 +1,6 @@
 // All runs and their state: sort, filter, open one, or choose several to compare.
 
-import { el, fetchJson, figure } from "./dom.js";
+import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
 
 const COLUMNS = [
   { key: "name", title: "Run", show: (run) => el("a", { href: `#/run/${encodeURIComponent(run.id)}/overview`, "data-focus": `open ${run.id}` }, run.name) },
@@ -34,6 +34,7 @@ export function duration(seconds) {
 export function runsView(root, _, parameters, changed) {
   const chosen = new Set(parameters.getAll("run"));
   let runs = null;
+  let reading = null;
   const filter = el("input", { type: "search", placeholder: "Name", value: parameters.get("q") ?? "", oninput: () => set("q", filter.value) });
   const state = el("select", { onchange: () => set("state", state.value) }, el("option", { value: "" }, "any"), STATES.map((name) => el("option", {}, name)));
   state.value = parameters.get("state") ?? "";
@@ -53,6 +54,8 @@ export function runsView(root, _, parameters, changed) {
     try {
       runs = await fetchJson("/api/runs");
       draw();
+      clearTimeout(reading);
+      reading = readAgain(Math.min(...runs.map((run) => run.read)), refresh);
     } catch (error) {
       status.textContent = error.message;
     }
@@ -62,7 +65,8 @@ export function runsView(root, _, parameters, changed) {
     if (!runs) return;
     const wanted = filter.value.toLowerCase();
     const shown = runs.filter((run) => run.name.toLowerCase().includes(wanted) && (!state.value || run.status === state.value));
-    status.textContent = runs.length ? `${shown.length} of ${runs.length} runs` : "No runs yet: async-grpo run CONFIG makes one.";
+    const told = runs.length ? `${shown.length} of ${runs.length} runs` : "No runs yet: async-grpo run CONFIG makes one.";
+    status.textContent = stillReading(Math.min(...runs.map((run) => run.read))) + told;
     const focus = document.activeElement?.dataset?.focus;
     table.hidden = !runs.length;
     table.replaceChildren(el("table", {}, heads(), el("tbody", {}, sorted(shown).map(row))));
@@ -111,5 +115,5 @@ export function runsView(root, _, parameters, changed) {
   }
 
   refresh();
-  return { refresh };
+  return { refresh, close: () => clearTimeout(reading) };
 }

@@ -1,7 +1,7 @@
 // How old trained tokens were and how old they may be, who waited for whom, and what became of groups.
 
 import { chart, loadCharts, missingCharts } from "./charts.js";
-import { el, fetchJson, figure } from "./dom.js";
+import { el, fetchJson, figure, readAgain, stillReading } from "./dom.js";
 
 const CURVES = ["age_max", "age_mean", "idle.trainer", "idle.rollout", "buffer_groups.", "released_groups."];
 const STRIP_ROW = 22;
@@ -16,6 +16,7 @@ export function stalenessView(root, run) {
   root.replaceChildren(verdict, grid, strip.root, totals);
   const charts = new Map();
   let request = 0;
+  let reading = null;
 
   async function refresh() {
     const mine = ++request;
@@ -25,14 +26,17 @@ export function stalenessView(root, run) {
       if (!(await loadCharts(built)) && !root.querySelector(".note")) root.prepend(missingCharts());
       const query = new URLSearchParams([["run", run], ...CURVES.map((key) => ["key", key])]);
       const [[curves], facts] = await Promise.all([fetchJson(`/api/curves?${query}`), fetchJson(`/api/runs/${path}/staleness`)]);
-      if (mine === request) show(curves, facts);
+      if (mine !== request) return;
+      show(curves, facts);
+      clearTimeout(reading);
+      reading = readAgain(curves.read, refresh);
     } catch (error) {
       if (mine === request) verdict.textContent = error.message;
     }
   }
 
   function show(curves, facts) {
-    verdict.textContent = sentence(curves);
+    verdict.textContent = stillReading(curves.read) + sentence(curves);
     for (const spec of [ageChart(curves), idleChart(curves), groupsChart(curves, facts), releasedChart(curves)]) {
       if (!spec.lines.length) continue;
       if (charts.has(spec.title)) charts.get(spec.title).update(spec);
@@ -48,6 +52,7 @@ export function stalenessView(root, run) {
   refresh();
   const close = () => {
     request += 1;
+    clearTimeout(reading);
     strip.close();
     for (const each of charts.values()) each.close();
   };

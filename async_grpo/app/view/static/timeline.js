@@ -1,6 +1,6 @@
 // When each process did what: spans on a canvas that zooms and pans, and the shares of the range that is seen.
 
-import { el, fetchJson, figure, visible } from "./dom.js";
+import { el, fetchJson, figure, stillReading, visible } from "./dom.js";
 
 const LANE = 15;
 const DENSITY = 44;
@@ -9,6 +9,7 @@ const GUTTER = 8;
 const LEAST_S = 1e-4;
 const FETCH_MS = 60;
 const BEHIND_MS = 1200;
+const READ_MS = 100;
 const KINDS = 7;
 const KEYS = {
   ArrowLeft: ["pan", -0.2],
@@ -38,7 +39,8 @@ export function timelineView(root, run) {
     el("span", { id: "timeline-help" }, "Wheel or + and − zoom, dragging or the arrow keys move, Shift and dragging measure a range."),
   );
   const expanders = el("div", { class: "expanders" });
-  root.replaceChildren(bar, el("div", { class: "canvas-box" }, canvas, tip), expanders, kindsList, readout);
+  const status = el("p", { class: "status", role: "status" });
+  root.replaceChildren(bar, status, el("div", { class: "canvas-box" }, canvas, tip), expanders, kindsList, readout);
 
   const measure = () => (state.width = Math.max(200, canvas.clientWidth));
   const width = () => state.width || measure();
@@ -82,10 +84,13 @@ export function timelineView(root, run) {
     state.fetching = new AbortController();
     try {
       clearTimeout(state.behind);
-      const picture = await ask(state.range, Math.min(5000, Math.max(50, Math.round(width()))), state.fetching.signal);
+      const before = state.range;
+      const seesAll = !before || (before[0] <= 0 && before[1] >= state.picture.whole);
+      const picture = await ask(seesAll ? null : before, Math.min(5000, Math.max(50, Math.round(width()))), state.fetching.signal);
       state.picture = picture;
-      if (picture.behind) state.behind = setTimeout(load, BEHIND_MS);
-      state.range ??= [0, Math.max(LEAST_S, picture.whole)];
+      status.textContent = stillReading(picture.read);
+      if (picture.behind) state.behind = setTimeout(load, picture.read < 1 ? READ_MS : BEHIND_MS);
+      if (seesAll && state.range === before) state.range = [0, Math.max(LEAST_S, picture.whole)];
       learnKinds(picture);
       showExpanders(picture);
       draw();

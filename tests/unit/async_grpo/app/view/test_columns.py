@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from async_grpo.app.view import columns as module
 from async_grpo.app.view.columns import MOST_POINTS, ROLLOUT_IDLE, StepColumns, thinned
 from async_grpo.telemetry.jsonl import JsonLines
 
@@ -33,4 +35,22 @@ def test_the_idle_share_of_servers_follows_their_timelines(tmp_path: Path) -> No
         file.write({"role": "rollout-0", "track": "evaluation", "name": "v 1", "start_s": 111.0, "end_s": 120.0})
     columns = StepColumns(tmp_path)
     columns.update()
+    assert np.isnan(columns.column(ROLLOUT_IDLE)).all(), "timelines that are not read say nothing"
+    assert columns.update_servers() == 1
     assert np.allclose(columns.column(ROLLOUT_IDLE), [0.3, 0.1])
+
+
+def test_a_long_file_is_read_in_parts_and_ends_with_a_torn_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_BYTES", 200)
+    with JsonLines(tmp_path / "metrics.jsonl") as file:
+        for step in (1, 2, 3, 2):
+            file.write({"kind": "step", "step": step, "reward_mean": step / 10, "ages": {"0": step}, "note": "x" * 60})
+    with (tmp_path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"kind": "st')
+    columns = StepColumns(tmp_path)
+    shares = [columns.update(budget_s=0) for _ in range(5)]
+    assert shares == sorted(shares) and 0 < shares[0] < 1 and shares[-1] == 1
+    assert columns.column("step").tolist() == [1, 2, 3] and columns.column("ages.0").tolist() == [1, 2, 3]
+    assert sorted(columns.keys()) == ["ages.0", "reward_mean", "step"]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from async_grpo.app.view import news
+from async_grpo.app.view import columns, news, run_pages
 from async_grpo.app.view.catalog import RunsRoot
 from async_grpo.app.view.news import news_of_runs
 from async_grpo.app.view.server import make_app
@@ -72,6 +72,16 @@ async def test_a_row_that_is_torn_counts_when_it_is_whole_and_a_repeated_step_on
     [curves] = await page.json("/api/curves?run=one&key=reward_mean&key=age_max")
     assert curves["curves"]["reward_mean"][0] == list(range(1, 12))
     assert curves["curves"]["reward_mean"][1][-1] == 1.1
+
+
+async def test_the_list_comes_before_long_runs_are_read(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "SLICE_BYTES", 1000)
+    monkeypatch.setattr(run_pages, "READ_S", 0)
+    found = await page.json("/api/runs")
+    assert [0 < run["read"] < 1 for run in found] == [True, True] and all(run["step"] < 10 for run in found)
+    while any(run["read"] < 1 for run in found):
+        found = await page.json("/api/runs")
+    assert [run["step"] for run in found] == [10, 10]
 
 
 async def test_a_run_that_was_begun_anew_is_read_from_its_start(page: Page) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from async_grpo.app.view import columns
 from async_grpo.app.view import timeline as timeline_of_view
 from async_grpo.app.view.timeline import RunTimeline, TimelineQuery
 
@@ -108,9 +111,19 @@ def test_a_long_track_is_sorted_again_after_a_while(tmp_path: Path, monkeypatch:
     write(tmp_path, "trainer", ("trainer", "train", 2, 3))
     early = timeline.picture(TimelineQuery())
     assert early["behind"] is True and len(row_of(early, "trainer")["spans"]) == 1
-    monkeypatch.setattr(timeline_of_view, "REBUILD_S", 0.0)
+    monkeypatch.setattr(timeline_of_view, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 60))
     late = timeline.picture(TimelineQuery())
     assert late["behind"] is False and len(row_of(late, "trainer")["spans"]) == 2
+
+
+def test_a_long_timeline_is_shown_while_it_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "SLICE_BYTES", 300)
+    monkeypatch.setattr(timeline_of_view, "READ_S", 0)
+    write(tmp_path, "trainer", *[("trainer", "train", step, step + 1) for step in range(12)])
+    timeline = RunTimeline(tmp_path)
+    pictures = [timeline.picture(TimelineQuery()) for _ in range(12)]
+    assert 0 < pictures[0]["read"] < 1 and pictures[0]["behind"] and 0 < pictures[0]["whole"] < 12
+    assert (pictures[-1]["read"], pictures[-1]["behind"], pictures[-1]["whole"]) == (1, False, 12)
 
 
 def test_a_run_without_a_timeline_is_empty(tmp_path: Path) -> None:

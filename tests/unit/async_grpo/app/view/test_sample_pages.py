@@ -120,6 +120,7 @@ def test_rows_that_come_later_are_seen_and_a_torn_one_waits(tmp_path: Path, samp
     with path.open("a") as file:
         file.write('{"seq": 8, "completions"')
     assert seqs(samples) == [7, 1, 2, 0]
+    assert samples.page(SamplesQuery())["indexed"] == 1, "a torn line is not waited for"
     with path.open("a") as file:
         file.write(': [], "time_s": 1.0}\nnot json\n{"seq": "wrong", "completions": []}\n')
     page = samples.page(SamplesQuery(sort="oldest"))
