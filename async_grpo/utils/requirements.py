@@ -25,7 +25,6 @@ VLLM_ASCEND = "0.23.0"
 TRANSFORMER_ENGINE = "2.18.0"
 STAND_IN = "0.99.0"
 """Version of the empty distributions in deploy/stand-ins."""
-INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_CORE}"
 INSTALL_CPU = "async-grpo install cpu"
 INSTALL_STAND_INS = "async-grpo install cpu --only stand-ins"
 INSTALL_CUDA = "async-grpo install cuda"
@@ -82,8 +81,8 @@ Check = Callable[[], Finding]
 def exactly(name: str, distribution: str, wanted: str, fix: str) -> Finding:
     """Check a package of which only one version is right."""
     version = installed(distribution)
-    found = version or "not installed"
-    return Finding(name, version == wanted, found if version == wanted else f"{found}, not {wanted}", fix)
+    found = f"{version}, not {wanted}" if version not in (None, wanted) else version or "not installed"
+    return Finding(name, version == wanted, found, fix)
 
 
 def present(name: str, distribution: str, fix: str) -> Finding:

@@ -11,10 +11,10 @@ from async_grpo.config import RunConfig
 from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.models.shapes import ModelShape
-from async_grpo.utils.requirements import Check
+from async_grpo.utils.requirements import INSTALL, Check
 from trainer.platform.base import MemoryUse, Platform, import_package, require_megatron, set_defaults
 from trainer.platform.memory import RESERVED_BYTES, TrainerMemory, trainer_memory
-from trainer.platform.probes import COMMON_PROBES, check_devices, check_driver
+from trainer.platform.probes import check_devices, check_driver, common_probes
 
 
 class Accelerator(Platform, Protocol):
@@ -34,7 +34,7 @@ class Accelerator(Platform, Protocol):
     def probes(self) -> Sequence[Check]:
         """Driver, devices, the packages of this platform and those that all platforms need."""
         driver, devices = (partial(check, self, self.driver_fix) for check in (check_driver, check_devices))
-        return (driver, devices, *self.package_probes(), *COMMON_PROBES)
+        return (driver, devices, *self.package_probes(), *common_probes(INSTALL[self.name]))
 
     def package_probes(self) -> Sequence[Check]:
         """Checks of the packages that only this platform needs."""

@@ -30,7 +30,7 @@ from async_grpo.config.trainer import TrainerConfig
 from async_grpo.errors import ConfigError, DependencyError
 from async_grpo.models.shapes import ModelShape
 from async_grpo.utils.requirements import (
-    INSTALL_MEGATRON,
+    INSTALL,
     MEGATRON_CORE,
     Check,
     installed,
@@ -198,7 +198,7 @@ def require_megatron(platform: str, *, unimported: str = "") -> None:
     if found != MEGATRON_CORE:
         raise ConfigError(
             f"the {platform} platform is written for megatron-core {MEGATRON_CORE}, but {found or 'none'} is "
-            f"installed. Run: {INSTALL_MEGATRON}"
+            f"installed. Run: {INSTALL[platform]}"
         )
 
 

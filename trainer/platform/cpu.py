@@ -21,7 +21,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.utils.private_names import check_private_names
 from async_grpo.utils.requirements import INSTALL_CPU, INSTALL_STAND_INS, STAND_IN, Check, Finding, installed, present
 from trainer.platform.base import MemoryUse, Platform, require_megatron
-from trainer.platform.probes import COMMON_PROBES
+from trainer.platform.probes import common_probes
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1"
 """Freed memory is kept, in large pages. Otherwise the kernel would map and zero every activation again: a sixth of a
@@ -38,7 +38,7 @@ class CpuPlatform(Platform):
 
     def probes(self) -> Sequence[Check]:
         """The installation for CPUs."""
-        return (partial(present, "PyTorch", "torch", INSTALL_CPU), check_torchvision, *COMMON_PROBES)
+        return (partial(present, "PyTorch", "torch", INSTALL_CPU), check_torchvision, *common_probes(INSTALL_CPU))
 
     def activate(self, config: TrainerConfig) -> None:
         """Install the replacements and set the number of torch threads.

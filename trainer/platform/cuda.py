@@ -185,7 +185,7 @@ def transformer_engine_layers() -> dict[LayerRole, type]:
 def check_torch() -> Finding:
     """Whether torch is a build for CUDA: one with `+cpu` in its version is not."""
     version = installed("torch")
-    fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)"
+    fix = "pip install --force-reinstall torch (from PyPI: its builds are for CUDA)" if version else INSTALL_CUDA
     return Finding("PyTorch", version is not None and "+cpu" not in version, version or "not installed", fix)
 
 

@@ -202,7 +202,7 @@ def check_torch() -> Finding:
     """Whether torch has the release that torch_npu is built for."""
     version = installed("torch")
     right = version is not None and release(version) == TORCH_ASCEND
-    found = (version or "not installed") + ("" if right else f", not {TORCH_ASCEND}")
+    found = f"{version}, not {TORCH_ASCEND}" if version and not right else version or "not installed"
     return Finding("PyTorch", right, found, INSTALL_TORCH_NPU)
 
 

@@ -10,8 +10,6 @@ from functools import partial
 
 from async_grpo.utils.private_names import PRIVATE_NAMES
 from async_grpo.utils.requirements import (
-    INSTALL_CPU,
-    INSTALL_MEGATRON,
     MEGATRON_CORE,
     Check,
     Finding,
@@ -78,14 +76,17 @@ def check_private_names(run: Run = partial(run_tool, timeout_s=IMPORT_TIMEOUT_S)
     return Finding("Private names", True, f"all there: {', '.join(package for package, _ in pairs)}")
 
 
-check_megatron = partial(exactly, "Megatron-core", "megatron-core", MEGATRON_CORE, INSTALL_MEGATRON)
-COMMON_PROBES: tuple[Check, ...] = (
-    partial(present, "transformers", "transformers", INSTALL_CPU),
-    check_megatron,
-    partial(optional, "TensorBoard", "tensorboard", "pip install tensorboard"),
-    check_private_names,
-)
-"""The checks of the installation that all platforms share."""
+check_megatron = partial(exactly, "Megatron-core", "megatron-core", MEGATRON_CORE)
+
+
+def common_probes(install: str) -> tuple[Check, ...]:
+    """The checks of the installation that all platforms share; `install` is the command for one of them."""
+    return (
+        partial(present, "transformers", "transformers", install),
+        partial(check_megatron, install),
+        partial(optional, "TensorBoard", "tensorboard", "pip install tensorboard"),
+        check_private_names,
+    )
 
 
 def _kinds(devices: Sequence[Device]) -> list[str]:

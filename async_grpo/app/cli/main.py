@@ -247,16 +247,19 @@ def doctor(
 
 
 def _print_findings(findings: Sequence[Finding], title: str) -> None:
-    """The findings as a table; below it, whole and on lines of their own, what to do about each."""
+    """The findings as a table; below it, whole and on a line of its own, each thing to do about them."""
     table = Table("", "what", "found", title=title)
     for finding in findings:
         table.add_row(MARKS[finding.ok], finding.name, escape(finding.found))
     console = Console()
     console.print(table)
+    fixes: dict[tuple[bool | None, str], list[str]] = {}
     for finding in findings:
         if not finding.ok and finding.fix:
-            console.print(f"{MARKS[finding.ok]} {escape(finding.name)}:", soft_wrap=True)
-            console.print(f"  {finding.fix}", markup=False, highlight=False, soft_wrap=True)
+            fixes.setdefault((finding.ok, finding.fix), []).append(finding.name)
+    for (ok, fix), names in fixes.items():
+        console.print(f"{MARKS[ok]} {escape(', '.join(names))}:", soft_wrap=True)
+        console.print(f"  {fix}", markup=False, highlight=False, soft_wrap=True)
 
 
 def command_of(config: Path, override: list[str] | None, steps: int | None) -> str:

@@ -87,8 +87,8 @@ def check_trackers(config: RunConfig) -> None:
     for name in config.telemetry.trackers:
         if importlib.util.find_spec(name) is None:
             raise DependencyError(
-                f"telemetry.trackers names {name}, but its package is not installed: "
-                f"pip install {name}, or leave it out of telemetry.trackers"
+                f"telemetry.trackers names {name}, but its package is not installed. "
+                f"Run: pip install {name}, or leave it out of telemetry.trackers"
             )
 
 
