@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/zh").glob("*.md"))]
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy/README.md", ROOT / "benchmarks/trl/README.md"]
 
 
@@ -38,6 +38,13 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{target}: there is no such heading"
 
 
+def test_the_readme_leads_to_the_pages_of_the_navigation_in_its_order() -> None:
+    nav = [file for file in leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]) if file != "index.md"]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where to read next")[1].split("\n\n")[2]
+    linked = [target.removeprefix("docs/") for target in re.findall(r"\]\(([^)]*)\)", table)]
+    assert [target.replace("CONTRIBUTING", "contributing") for target in linked] == nav
+
+
 def leaves(nav: Any) -> Iterator[str]:
     if isinstance(nav, str):
         yield nav
@@ -49,7 +56,9 @@ def leaves(nav: Any) -> Iterator[str]:
 def test_every_page_stands_once_in_the_navigation() -> None:
     found = sorted(leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     outside = ["index.md", "contributing.md", "deploy/README.md", "benchmarks/trl/README.md"]
-    assert found == sorted([*outside, *(page.name for page in DOCS)]), "name new pages in mkdocs.yml"
+    assert found == sorted([*outside, *(str(page.relative_to(ROOT / "docs")) for page in DOCS)]), (
+        "name new pages in mkdocs.yml"
+    )
 
 
 @pytest.mark.parametrize("page", [*OUTSIDE, *DOCS], ids=lambda page: str(page.relative_to(ROOT)))
