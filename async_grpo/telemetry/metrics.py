@@ -94,7 +94,7 @@ class Metric:
         ['gradient norm', 'weight, max', 'effective sample size', 'step']
         """
         words = _LABELS.get(self.key) or self.key.removesuffix("_s").replace("_", " ")
-        return re.sub(r" (mean|max|std)$", r", \1", words.replace("logprob", "log-probability"))
+        return re.sub(r",? (mean|max|std)$", r", \1", words.replace("logprob", "log-probability"))
 
     @property
     def unit(self) -> str:

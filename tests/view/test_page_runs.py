@@ -11,7 +11,7 @@ import pytest
 
 from async_grpo.app.view.vendor import UPLOT, is_there
 from tests.support.view_runs import HOSTILE, write_metrics, write_run
-from tests.view.conftest import HOSTILE_RUN, serving, view_of
+from tests.view.conftest import HOSTILE_RUN, NARROW, serving, view_of
 
 needs_charts = pytest.mark.skipif(not is_there(UPLOT), reason="needs uPlot: python -m async_grpo.app.view.vendor")
 
@@ -69,7 +69,7 @@ def test_a_chart_is_read_by_keyboard_and_a_run_can_be_hidden(
 def test_a_live_run_grows_in_its_chart_without_a_reload(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:
     page = open_page(view_of(shown[0], "first", "staleness"))
     page.locator(".verdict-line").filter(has_text="oldest trained token was 2 steps").wait_for()
-    page.locator(".age-strip p").filter(has_text="From step 10: age 0 50 %, age 1 50 %").wait_for()
+    page.locator(".age-strip p").filter(has_text="From step 10: age 0: 50 %, age 1: 50 %").wait_for()
     write_metrics(shown[1] / "first", range(11, 14))
     page.locator("#live").filter(has_text="live").wait_for(timeout=4000)
     page.locator(".age-strip canvas").focus()
@@ -94,6 +94,28 @@ def test_without_uplot_the_page_says_how_to_get_it(shown: tuple[str, Path], open
     page.goto(f"{shown[0]}/#/run/first/curves")
     page.locator(".note").filter(has_text="python -m async_grpo.app.view.vendor").wait_for()
     page.locator(".chart .values").filter(has_text="first").first.wait_for()
+
+
+def test_a_sweep_leads_to_the_reports_of_its_runs(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    sweep = tmp_path / "runs" / "grid"
+    run = write_run(sweep / "runs" / "S=0")
+    (sweep / "points.json").write_text('{"points": [{}]}')
+    (sweep / "sweep.json").write_text('{"choice": {"label": "max_staleness=0"}}')
+    (sweep / "report.md").write_text(
+        "| setting | figures |\n|---|--:|\n| [S=0](runs/S=0/report.md) | " + "9 " * 200 + "|\n"
+    )
+    (run / "report.md").write_text("# Done\n\n<details><summary>settings</summary>\n\nsteps: 10\n\n</details>\n")
+    with serving(tmp_path / "runs") as address:
+        page = open_page(f"{address}/#/sweeps", viewport=NARROW)
+        page.get_by_role("row", name="max_staleness=0").get_by_role("link").click()
+        frame = page.frame_locator("iframe")
+        frame.get_by_role("link", name="S=0").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+        frame.get_by_role("link", name="S=0").click()
+        page.get_by_role("heading", name="grid/runs/S=0: report").wait_for()
+        frame.get_by_text("settings").click()
+        frame.get_by_text("steps: 10").wait_for()
+        page.close()
 
 
 def test_a_report_has_its_tables_and_no_scripts(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:

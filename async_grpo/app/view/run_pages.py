@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import FileResponse, HTMLResponse, Response
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
-from async_grpo.app.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot
+from async_grpo.app.runs.run import RunStatus
+from async_grpo.app.view.catalog import SWEEP_RECORD, KnownRun, RunsRoot, is_run
 from async_grpo.app.view.columns import READ_S, ROLLOUT_IDLE, metric_groups, thinned
 from async_grpo.app.view.vendor import UPLOT, is_there
 from async_grpo.config.load import differing_keys
 
 LOG_BYTES = 64 << 10
 """Bytes of the end of a log that are shown."""
+_FOLD = re.compile(r"<details><summary>(.+)</summary>|</details>")
+"""A line with which a report begins or ends a section that folds."""
 Axis = Literal["step", "time"]
 Runs = Annotated[list[str], Query(max_length=50)]
 Keys = Annotated[list[str], Query(max_length=200)]
@@ -98,12 +106,16 @@ def report_routes(root: RunsRoot) -> APIRouter:
     @routes.get("/api/sweeps")
     def sweeps() -> list[dict[str, Any]]:
         """The sweeps, the newest first."""
-        return [_sweep_facts(root, path) for path in root.sweeps()]
+        runs = root.runs()
+        return [_sweep_facts(root, path, runs) for path in root.sweeps()]
 
     @routes.get("/reports/{kind}/{name}/report")
     def report(kind: Literal["runs", "sweeps"], name: str, theme: Literal["light", "dark"] = "light") -> HTMLResponse:
         """report.md as a page."""
-        return HTMLResponse(markdown_page(_file_in(folder_of(kind, name), "report.md"), theme))
+        file = _file_in(folder_of(kind, name), "report.md")
+        return HTMLResponse(
+            markdown_page(file.read_text("utf-8", "replace"), theme, lambda href: other_report(file, href))
+        )
 
     @routes.get("/reports/{kind}/{name}/plots/{plot}")
     def plot(kind: Literal["runs", "sweeps"], name: str, plot: str) -> FileResponse:
@@ -114,6 +126,12 @@ def report_routes(root: RunsRoot) -> APIRouter:
 
     def folder_of(kind: str, name: str) -> Path:
         return root.find(name) if kind == "runs" else root.sweep(name)
+
+    def other_report(file: Path, href: str) -> str | None:
+        """The page of the run whose report.md is linked from this one; None for any other link."""
+        linked = (file.parent / href).resolve()
+        is_run_report = linked.name == file.name and is_run(linked.parent) and linked.is_relative_to(root.path)
+        return f"/#/run/{quote(root.id_of(linked.parent), safe='')}/report" if is_run_report else None
 
     return routes
 
@@ -159,20 +177,27 @@ def _value(settings: Any, key: str) -> Any:
     return settings
 
 
-def _sweep_facts(root: RunsRoot, path: Path) -> dict[str, Any]:
-    try:
-        points = json.loads((path / SWEEP_RECORD).read_text()).get("points") or []
-    except (OSError, ValueError, AttributeError):
-        points = []
-    runs = [root.id_of(run.run.path) for run in root.runs() if run.run.path.is_relative_to(path)]
+def _sweep_facts(root: RunsRoot, path: Path, runs: list[KnownRun]) -> dict[str, Any]:
+    own = [run for run in runs if run.run.path.is_relative_to(path)]
     return {
         "id": root.id_of(path),
         "name": str(path.relative_to(root.path)) if path != root.path else path.name,
-        "points": len(points),
-        "runs": runs,
+        "points": len(_json_of(path / SWEEP_RECORD).get("points") or []),
+        "runs": [run.id for run in own],
+        "finished": sum(run.run.status() is RunStatus.FINISHED for run in own),
+        "recommended": (_json_of(path / "sweep.json").get("choice") or {}).get("label"),
         "has_report": (path / "report.md").is_file(),
         "changed_s": path.stat().st_mtime,
     }
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """The object in the file; {} if it is missing or torn."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _file_in(folder: Path, *parts: str) -> Path:
@@ -184,13 +209,28 @@ def _file_in(folder: Path, *parts: str) -> Path:
     raise HTTPException(404, f"{folder.name} has no {'/'.join(parts)} yet")
 
 
-def markdown_page(file: Path, theme: str) -> str:
-    """The file as HTML. Markup in it stays text, and only links to http and https work."""
+def markdown_page(text: str, theme: str, page_of: Callable[[str], str | None]) -> str:
+    """Markdown as HTML. Markup in it stays text, but for sections that fold. Links of http and https open a window of
+    their own; `page_of` gives the page for any other link, or None if there is none."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(file.read_text("utf-8", "replace"))
-    for token in tokens:
+    tokens = parser.parse(text)
+    for token in [each for block in tokens for each in (block, *(block.children or []))]:
         if token.attrs.pop("style", None) == "text-align:right":  # which the page's policy forbids
             token.attrs["class"] = "number"
+        if token.type == "link_open" and urlsplit(href := str(token.attrs["href"])).scheme in ("http", "https"):
+            token.attrs.update(target="_blank", rel="noopener noreferrer")
+        elif token.type == "link_open" and (page := page_of(unquote(href))):
+            token.attrs.update(href=page, target="_top")
+    _fold(tokens)
     body = parser.renderer.render(tokens, parser.options, {})
     head = '<meta charset="utf-8"><title>Report</title><link rel="stylesheet" href="/static/page.css">'
     return f'<!doctype html><html lang="en" data-theme="{theme}"><head>{head}</head><body class="report">{body}</body>'
+
+
+def _fold(tokens: list[Token]) -> None:
+    """Let the sections of a report that fold do so."""
+    for place, token in enumerate(tokens):
+        if token.type == "inline" and (found := _FOLD.fullmatch(token.content)):
+            token.type, token.children = "html_block", None
+            token.content = f"<details><summary>{escape(found[1])}</summary>\n" if found[1] else "</details>\n"
+            tokens[place - 1].hidden = tokens[place + 1].hidden = True  # its paragraph

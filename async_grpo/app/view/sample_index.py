@@ -187,7 +187,7 @@ class SampleIndex:
         passing = np.ones(len(group), np.bool_)
         limits = (
             (reward, wanted.reward_min, wanted.reward_max),
-            (_column(self._age), wanted.age_min, wanted.age_max),
+            (self.ages(), wanted.age_min, wanted.age_max),
             (_column(self._newest), wanted.version_min, None),
             (_column(self._oldest), None, wanted.version_max),
         )
@@ -216,8 +216,14 @@ class SampleIndex:
 
     def steps(self) -> npt.NDArray[np.int64]:
         """Step that trained each group, or UNTRAINED."""
-        of = self.trained
-        return np.array([of[seq]["step"] if seq in of else UNTRAINED for seq in self._seq], np.int64)
+        trained = self.trained
+        return np.array([trained[seq]["step"] if seq in trained else UNTRAINED for seq in self._seq], np.int64)
+
+    def ages(self) -> npt.NDArray[np.int64]:
+        """Age of each completion's oldest token: counted to the step that trained it, or else to the version that its
+        server had when the group was finished."""
+        steps, tokens = self.steps()[_column(self._group)], _column(self._tokens)
+        return np.where((steps == UNTRAINED) | (tokens == 0), _column(self._age), steps - 1 - _column(self._oldest))
 
     def _sort_keys(self, sort: str) -> npt.NDArray[Any]:
         """What groups are sorted by, ascending."""
@@ -227,7 +233,7 @@ class SampleIndex:
             steps = self.steps()
             return np.where(steps == UNTRAINED, np.iinfo(np.int64).max, steps)
         if sort == "age":
-            return -self._per_group(_column(self._age), np.maximum)
+            return -self._per_group(self.ages(), np.maximum)
         if sort == "length":
             return -self._per_group(_column(self._tokens), np.maximum)
         reward = _column(self._reward)
@@ -253,6 +259,7 @@ class SampleIndex:
         first, end = self._first[group], self._first[group + 1]
         rewards = [None if value != value else value for value in self._reward[first:end]]
         facts = self.trained.get(self._seq[group], {})
+        versions = [min(self._oldest[first:end], default=0), max(self._newest[first:end], default=0)]
         return {
             "id": f"{self.files.all[self._file[group]]}@{self._offset[group]}",
             "seq": self._seq[group],
@@ -261,8 +268,8 @@ class SampleIndex:
             "step": facts.get("step"),
             "rewards": rewards,
             "tokens": list(self._tokens[first:end]),
-            "age": max(self._age[first:end], default=0),
-            "versions": [min(self._oldest[first:end], default=0), max(self._newest[first:end], default=0)],
+            "age": facts["step"] - 1 - versions[0] if facts else max(self._age[first:end], default=0),
+            "versions": versions,
         }
 
     def span_of(self, group: int) -> slice:
@@ -292,7 +299,7 @@ class SampleIndex:
             "finishes": sorted(filter(None, self.finishes.all)),
             "servers": sorted(filter(None, self.servers.all)),
             "rewards": [float(judged.min()), float(judged.max())] if len(judged) else None,
-            "age": int(max(self._age, default=0)),
+            "age": int(self.ages().max(initial=0)),
             "versions": [int(min(self._oldest, default=0)), int(newest.max()) if len(newest) else 0],
             "steps": int(max((facts["step"] for facts in self.trained.values()), default=0)),
             "growth": self._growth(),

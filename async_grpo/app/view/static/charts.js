@@ -95,10 +95,10 @@ export function chart(first) {
   function read(place) {
     const at = place === null || !plot ? null : plot.data[0][place];
     const shown = spec.lines.filter((line) => !line.hidden);
-    const item = (line) => el("li", {}, swatch(line.style), ` ${line.label} `, el("b", {}, figure(valueAt(line, at), 4)));
+    const item = (line) => el("li", {}, swatch(line.style), ` ${line.label} `, el("b", {}, reading(valueAt(line, at))));
     const head = at === null ? "last" : `${spec.axis === "time" ? `${figure(at, 1)} s` : `step ${at}`}`;
     values.replaceChildren(el("li", { class: "at" }, head), ...shown.map(item));
-    box.setAttribute("aria-label", `${spec.title}: ${shown.map((line) => `${line.label} ${figure(valueAt(line, at), 4)}`).join(", ")}, ${head}. Arrow keys read it`);
+    box.setAttribute("aria-label", `${spec.title}: ${shown.map((line) => `${line.label} ${reading(valueAt(line, at))}`).join(", ")}, ${head}. Arrow keys read it`);
   }
 
   function steer(event) {
@@ -169,13 +169,30 @@ function options(width, spec, read, marks) {
   return {
     width,
     height: HEIGHT,
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high) } },
     legend: { show: false },
     cursor: { drag: { x: true, y: false }, sync: spec.axis ? { key: `${SYNC}-${spec.axis}` } : undefined },
-    axes: [{ ...axis, label: AXES[spec.axis ?? "step"], labelSize: 18, labelFont: "12px system-ui" }, { ...axis, size: 62 }],
+    axes: [
+      { ...axis, label: AXES[spec.axis ?? "step"], size: 30, labelSize: 18, labelFont: "12px system-ui" },
+      { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : reading(tick))) },
+    ],
     series: [{}, ...spec.lines.map(series)],
     hooks: { drawAxes: [(plot) => drawMarks(plot, marks(), text)], setCursor: [(plot) => read(plot.cursor.idx ?? null)] },
   };
+}
+
+/** uPlot's own range, but for curves that never change: it draws those from 0 to 100. */
+function rangeOf(low, high) {
+  if (low !== high) return library.rangeNum(low, high, 0.1, true);
+  return low ? [Math.min(low / 2, low * 1.5), Math.max(low / 2, low * 1.5)] : [0, 1];
+}
+
+/** A value with about four digits: 24.99B, 14,436, 0.0124. */
+function reading(value) {
+  const size = Math.abs(value);
+  if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 2 });
+  if (size > 0 && size < 1e-3) return value.toExponential(2);
+  return figure(value, size >= 1000 ? 0 : size >= 10 ? 2 : 4);
 }
 
 /** Dotted lines across, such as those of evaluations. */

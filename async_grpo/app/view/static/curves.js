@@ -5,7 +5,7 @@ import { el, fetchJson, readAgain, stillReading } from "./dom.js";
 
 const OPEN = ["evaluation", "reward", "staleness", "idle", "speed", "rollout"];
 const NAMED = [
-  { prefix: "reward_by_function.", group: "reward", title: "", unit: "", doc: "Mean score of this reward function, before weights." },
+  { prefix: "reward_by_function.", group: "reward", title: "reward by ", unit: "", doc: "Mean score of this reward function, before weights." },
   { prefix: "buffer_groups.", group: "buffer", title: "groups ", unit: "groups", doc: "Groups in this state after each step." },
   { prefix: "released_groups.", group: "buffer", title: "groups released as ", unit: "groups", doc: "Groups released for this reason since the run began." },
 ];

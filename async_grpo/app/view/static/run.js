@@ -49,7 +49,7 @@ export function overviewView(root, name) {
 }
 
 function overview(run, summary) {
-  const facts = FACTS.map(([title, value]) => el("div", { class: "fact" }, el("dt", {}, title), el("dd", {}, visible(value(run, summary)))));
+  const facts = FACTS.map(([title, value]) => el("div", { class: title === "Folder" ? "fact wide" : "fact" }, el("dt", {}, title), el("dd", {}, visible(value(run, summary)))));
   const warning = (row) => el("li", {}, visible(`${row.step === undefined ? "" : `step ${row.step}: `}${row.message}`));
   const restarts = Object.entries(summary.restarts ?? {}).filter(([, count]) => count > 0);
   return [
@@ -78,8 +78,12 @@ function flat(value, path = "") {
 function reportFrame(kind, name) {
   const theme = document.documentElement.dataset.theme;
   const src = `/reports/${kind}/${encodeURIComponent(name)}/report?theme=${theme}`;
-  const frame = el("iframe", { class: "report", sandbox: "allow-same-origin", src, title: `Report of ${name}` });
-  frame.addEventListener("load", () => (frame.height = frame.contentDocument.documentElement.scrollHeight + 20));
+  const frame = el("iframe", { class: "report", sandbox: "allow-same-origin allow-popups allow-popups-to-escape-sandbox allow-top-navigation-by-user-activation", src, title: `Report of ${name}` });
+  const fit = () => (frame.height = frame.contentDocument.body.scrollHeight + 20);
+  frame.addEventListener("load", () => {
+    fit();
+    frame.contentDocument.addEventListener("toggle", fit, true);
+  });
   return frame;
 }
 
@@ -124,25 +128,34 @@ export function logsView(root, name, parameters, changed) {
 
 /** The sweeps below the folder. */
 export function sweepsView(root) {
-  const item = (sweep) =>
-    el("li", {}, el("a", { href: `#/sweep/${encodeURIComponent(sweep.id)}` }, sweep.name), ` ${sweep.points} points, ${new Date(1000 * sweep.changed_s).toLocaleString()}`);
+  const cells = (sweep) => [
+    el("td", {}, el("a", { href: `#/sweep/${encodeURIComponent(sweep.id)}` }, sweep.name)),
+    el("td", { class: "number" }, `${sweep.finished} of ${sweep.points}`),
+    el("td", {}, sweep.recommended ?? "–"),
+    el("td", { class: "number" }, new Date(1000 * sweep.changed_s).toLocaleString()),
+  ];
+  const heads = [["Sweep"], ["Runs finished", "number"], ["Recommended"], ["Last written", "number"]];
+  const table = (found) =>
+    el("table", {}, el("thead", {}, el("tr", {}, heads.map(([title, kind]) => el("th", { scope: "col", class: kind }, title)))), el("tbody", {}, found.map((sweep) => el("tr", {}, cells(sweep)))));
+  const box = (found) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sweeps" }, table(found));
   const none = el("p", {}, "There are no sweeps here: async-grpo sweep CONFIG --grid KEY=A,B makes one.");
-  const refresh = () => fetchJson("/api/sweeps").then((found) => root.replaceChildren(found.length ? el("ul", {}, found.map(item)) : none), failed(root));
+  const refresh = () => fetchJson("/api/sweeps").then((found) => root.replaceChildren(found.length ? box(found) : none), failed(root));
   refresh();
   return { refresh };
 }
 
-/** The report of a sweep: its table, plots and recommendation; and the curves of its runs. */
+/** The report of a sweep: its table, plots and recommendation; and the curves of its runs. A report that is shown stays. */
 export function sweepView(root, name) {
-  async function refresh() {
+  async function show() {
     const sweep = (await fetchJson("/api/sweeps")).find((each) => each.id === name);
     if (!sweep) throw new Error(`There is no sweep ${name}: it may have been removed or renamed.`);
     const curves = el("a", { href: `#/compare?${new URLSearchParams(sweep.runs.map((run) => ["run", run]))}` }, `Curves of its ${sweep.runs.length} runs`);
     const report = sweep.has_report ? reportFrame("sweeps", name) : el("p", {}, "There is no report yet: it is written when the sweep ends.");
     root.replaceChildren(el("p", {}, sweep.runs.length ? curves : null), report);
   }
-  const again = () => refresh().catch(failed(root));
+  const again = () => show().catch(failed(root));
+  const refresh = () => root.querySelector("iframe") ?? again();
   again();
   window.addEventListener("themechange", again);
-  return { close: () => window.removeEventListener("themechange", again) };
+  return { refresh, close: () => window.removeEventListener("themechange", again) };
 }

@@ -262,7 +262,7 @@ function groupItem(item, open) {
   const button = el(
     "button",
     { type: "button", "data-id": item.id, onclick: open },
-    el("span", { class: "group-title" }, `Group ${item.seq}`, el("small", {}, ` ${facts.join(" · ")}`)),
+    el("span", { class: "group-title" }, `Group ${item.seq}`, el("small", {}, facts.join(" · "))),
     el("span", { class: "prompt" }, visible(item.prompt)),
     item.snippet && el("span", { class: "snippet" }, visible(item.snippet[0]), el("mark", {}, visible(item.snippet[1])), visible(item.snippet[2])),
     el("span", { class: "rewards", role: "img", "aria-label": rewardWords(item.rewards) }, rewards),
@@ -322,7 +322,7 @@ function completionCard(completion, place, versions, facts, show) {
     ["advantage", facts.advantage === null ? "–" : figure(facts.advantage, 3)],
     ["tokens", figure((completion.spans ?? []).at(-1)?.[2])],
     ["finish", completion.finish_reason],
-    ["age", figure(completion.age)],
+    ["age", figure(facts.trained && completion.spans?.length ? facts.atVersion - completion.spans[0][0] : completion.age)],
   ];
   return el(
     "article",

@@ -106,7 +106,7 @@ function totalsTable(totals) {
 function ageStrip() {
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": "Ages of tokens by step" });
   const read = el("p", { class: "status" });
-  const root = el("section", { class: "age-strip", hidden: true }, el("h2", {}, "Ages of the tokens of each step"), canvas, read);
+  const root = el("section", { class: "age-strip", hidden: true }, el("h2", {}, "Ages of the trained tokens, by step"), canvas, read);
   const state = { ages: null, bound: null, place: null };
   const resized = new ResizeObserver(() => draw());
 
@@ -139,7 +139,7 @@ function ageStrip() {
     if (!ages?.x.length) return;
     state.place = Math.min(ages.x.length - 1, Math.max(0, place));
     const shares = ages.ages.map((age, row) => [age, ages.share[row][state.place]]).filter(([, share]) => share > 0);
-    read.textContent = `From step ${ages.x[state.place]}: ${shares.map(([age, share]) => `age ${age} ${figure(100 * share, 1)} %`).join(", ")}`;
+    read.textContent = `From step ${ages.x[state.place]}: ${shares.map(([age, share]) => `age ${age}: ${figure(100 * share, 1)} %`).join(", ")}`;
   }
 
   const placeAt = (pixel) => Math.floor(((pixel - STRIP_LABEL) / (canvas.clientWidth - STRIP_LABEL)) * (state.ages?.x.length ?? 0));

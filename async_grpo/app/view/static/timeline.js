@@ -142,7 +142,7 @@ export function timelineView(root, run) {
           else state.expand.delete(name);
           load();
         };
-        return el("label", {}, el("input", { type: "checkbox", onchange: toggle }), ` each of the ${row.lanes} lanes of `, visible(name));
+        return el("label", {}, el("input", { type: "checkbox", onchange: toggle }), ` show each of the ${row.lanes} lanes of `, visible(name));
       }),
     );
   }
@@ -245,7 +245,8 @@ export function timelineView(root, run) {
     pen.strokeStyle = colors.line;
     for (let at = Math.ceil(state.range[0] / step) * step; at <= state.range[1]; at += step) {
       const x = Math.round(toPixel(at)) + 0.5;
-      pen.fillText(`${Number(at.toPrecision(10))} s`, x + 3, 12);
+      const label = `${Number(at.toPrecision(10))} s`;
+      if (x + 3 + pen.measureText(label).width <= width()) pen.fillText(label, x + 3, 12);
       pen.strokeRect(x, 0, 0, 16);
     }
     if (state.selection) {

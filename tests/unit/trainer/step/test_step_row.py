@@ -72,4 +72,5 @@ def test_every_metric_has_a_name_without_its_unit_and_a_known_unit() -> None:
         *("age, mean", "steps"),
         "staleness",
     )
+    assert by_key["completion_tokens_max"].label == "completion length, max"
     assert len({metric.label for metric in METRICS}) == len(METRICS)

@@ -142,10 +142,12 @@ async def test_the_end_of_a_log_is_shown_and_links_and_paths_out_of_the_folder_a
 
 
 async def test_a_report_is_markup_of_ours_alone(page: Page) -> None:
-    text = f"# Title\n\n{HOSTILE}\n\n[link](javascript:alert(1))\n\n| a |\n|--:|\n| 1 |\n"
+    fold = f"<details><summary>more {HOSTILE[:8]}</summary>\n\n```\n</details>\n```\n\n</details>"
+    text = f"# Title\n\n{HOSTILE}\n\n{fold}\n\n[link](javascript:alert(1))\n\n| a |\n|--:|\n| 1 |\n"
     (page.root / "one" / "report.md").write_text(text)
     html = (await page.ask("/reports/runs/one/report?theme=dark")).text
     assert 'data-theme="dark"' in html and "<h1>Title</h1>" in html and '<td class="number">1</td>' in html
+    assert "<details><summary>more &lt;script&gt;</summary>\n<pre><code>&lt;/details&gt;" in html
     assert "<script" not in html and "<img" not in html and "style=" not in html and 'href="javascript' not in html
     await page.ask("/reports/runs/one/report?theme=%22onload", 422)
 
@@ -153,10 +155,16 @@ async def test_a_report_is_markup_of_ours_alone(page: Page) -> None:
 async def test_sweeps_are_listed_with_their_runs_and_reports(page: Page) -> None:
     sweep = page.root / "folder"
     (sweep / "points.json").write_text('{"points": [{}, {}]}')
-    (sweep / "report.md").write_text("# Choice")
+    (sweep / "sweep.json").write_text('{"choice": {"label": "max_staleness=4"}}')
+    (sweep / "report.md").write_text("# Choice\n[a run](two/report.md) [none](../secret.md) <https://ui.perfetto.dev>")
+    (sweep / "two" / "run.json").write_text('{"finished_steps": 10}')
     [found] = await page.json("/api/sweeps")
     assert (found["id"], found["points"], found["runs"], found["has_report"]) == ("folder", 2, ["folder~two"], True)
-    assert "<h1>Choice</h1>" in (await page.ask("/reports/sweeps/folder/report")).text
+    assert (found["finished"], found["recommended"]) == (1, "max_staleness=4")
+    html = (await page.ask("/reports/sweeps/folder/report")).text
+    assert "<h1>Choice</h1>" in html and '<a href="/#/run/folder~two/report" target="_top">a run</a>' in html
+    assert '<a href="../secret.md">none</a>' in html
+    assert '<a href="https://ui.perfetto.dev" target="_blank" rel="noopener noreferrer">' in html
     await page.ask("/reports/sweeps/one/report", 404)
 
 

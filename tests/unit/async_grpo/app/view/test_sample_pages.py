@@ -91,6 +91,15 @@ def test_a_page_says_which_completions_were_found(samples: RunSamples) -> None:
     assert of_prompt["matches"] == [0, 1] and "snippet" not in of_prompt
 
 
+def test_ages_are_counted_to_the_step_that_trained_the_group(tmp_path: Path) -> None:
+    write(tmp_path, *[{"seq": seq, "completions": [completion(version=3, age=1)]} for seq in (0, 1)])
+    (tmp_path / "trained.jsonl").write_text('{"step": 6, "groups": {"0": [0.0]}}\n')
+    samples = RunSamples(tmp_path)
+    page = samples.page(SamplesQuery(sort="age"))
+    assert [(item["seq"], item["age"]) for item in page["items"]] == [(0, 2), (1, 1)] and page["facts"]["age"] == 2
+    assert seqs(samples, age_min=2) == [0] and seqs(samples, age_max=1) == [1]
+
+
 def test_the_mean_reward_is_that_of_the_judged(tmp_path: Path) -> None:
     half = [completion(reward=0.8), completion(reward=None), completion(reward=None)]
     write(tmp_path, {"seq": 0, "completions": [completion(reward=0.7)]}, {"seq": 1, "completions": half})
