@@ -100,7 +100,7 @@ class TrainerCollector(Collector):
         yield _gauge("epoch", "Epoch of this trainer; rises by one each time a trainer takes over", progress.epoch)
         yield _gauge("target_version", "Version at which the run ends", config.steps)
         yield _gauge("age_bound_steps", "Largest age that a trained token can have", config.replay_policy.age_bound)
-        yield from _of_steps(progress, config.group_size)
+        yield from _step_metrics(progress, config.group_size)
         for metric in METRICS:
             if metric.gauge and metric.key in progress.latest:
                 yield _gauge(metric.gauge, metric.doc, progress.latest[metric.key])
@@ -110,8 +110,8 @@ class TrainerCollector(Collector):
         for name, mean in progress.latest.get("reward_by_function", {}).items():
             rewards.add_metric([name], mean)
         yield rewards
-        yield from _of_disk(config.run_dir)
-        yield from _of_groups(self.stats)
+        yield from _disk_metrics(config.run_dir)
+        yield from _group_metrics(self.stats)
         if self.stats is not None:
             used, limit = self.memory
             name, stated = "async_grpo_run_redis_memory", "Bytes that the buffer's server"
@@ -119,7 +119,7 @@ class TrainerCollector(Collector):
             yield GaugeMetricFamily(f"{name}_limit_bytes", f"{stated} may use; 0: it has no limit", value=limit)
 
 
-def _of_disk(folder: Path) -> Iterable[Metric]:
+def _disk_metrics(folder: Path) -> Iterable[Metric]:
     try:
         there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
         disk = shutil.disk_usage(there)
@@ -129,7 +129,7 @@ def _of_disk(folder: Path) -> Iterable[Metric]:
     yield _gauge("disk_size_bytes", "Size of that disk in bytes", disk.total)
 
 
-def _of_steps(progress: TrainerProgress, group_size: int) -> Iterable[Metric]:
+def _step_metrics(progress: TrainerProgress, group_size: int) -> Iterable[Metric]:
     yield _count("steps", "Steps made by this process, including skipped ones", progress.steps)
     yield _count("skipped_steps", "Steps whose loss or gradient was not finite", progress.skipped)
     yield _count("replayed_steps", "Steps repeated after a crash", progress.replayed)
@@ -141,7 +141,7 @@ def _of_steps(progress: TrainerProgress, group_size: int) -> Iterable[Metric]:
         yield _gauge("last_step_timestamp_seconds", "When the last step ended, as Unix time", progress.latest["time_s"])
 
 
-def _of_groups(stats: BufferStats | None) -> Iterable[Metric]:
+def _group_metrics(stats: BufferStats | None) -> Iterable[Metric]:
     yield _gauge("buffer_up", "1 if the buffer answered", float(stats is not None))
     if stats is None:
         return

@@ -155,7 +155,7 @@ def _token_mean(statistic: str, key: str, doc: str, group: str = "train", gauge:
     return Metric(key, doc, f"{group}/{key}", sums=(statistic,), value=lambda t: t.per_token(statistic), gauge=gauge)
 
 
-def _of_gap(total: float, totals: StepTotals) -> float | None:
+def _if_measured(total: float, totals: StepTotals) -> float | None:
     return total if totals.sums["gap_tokens"] else None
 
 
@@ -278,7 +278,7 @@ METRICS: tuple[Metric, ...] = (
         "logprob_gap/mean",
         gauge="logprob_gap_mean",
         sums=("gap", "gap_tokens"),
-        value=lambda t: _of_gap(t.sums["gap"] / max(1.0, t.sums["gap_tokens"]), t),
+        value=lambda t: _if_measured(t.sums["gap"] / max(1.0, t.sums["gap_tokens"]), t),
     ),
     Metric(
         "logprob_gap_max",
@@ -286,7 +286,7 @@ METRICS: tuple[Metric, ...] = (
         "logprob_gap/max",
         gauge="logprob_gap_max",
         maxima=("gap",),
-        value=lambda t: _of_gap(t.maxima["gap"], t),
+        value=lambda t: _if_measured(t.maxima["gap"], t),
     ),
     Metric(
         "gap_tokens",

@@ -49,7 +49,7 @@ def last_of_each(rows: Iterable[Row], key: str) -> list[Row]:
     return [latest[value] for value in sorted(latest)]
 
 
-def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+def rows_of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
     """The rows of one kind, in file order."""
     return [row for row in rows if row.get("kind") == kind]
 

@@ -76,7 +76,7 @@ class Dispatcher:
         self._maker = SampleMaker(
             context.workflow,
             context.config.rollout.workflow,
-            SampleDeadline.of_training(context.config),
+            SampleDeadline.for_training(context.config),
             clock_s=lambda: watcher.awake_s,
         )
         self.admission = AdmissionGate()

@@ -78,7 +78,7 @@ class CompletionApi:
         """Completions of one or more prompts."""
         body = await self._read(request, CompletionBody)
         self._check(body, prompts=len(body.prompts))
-        prompts = [await self._http.prompts.of_text(prompt) for prompt in body.prompts]
+        prompts = [await self._http.prompts.encode_text(prompt) for prompt in body.prompts]
         return await self._answer(
             request, CompletionRequest(prompts, body, body.max_tokens, self._format(body, chat=False))
         )
@@ -87,7 +87,7 @@ class CompletionApi:
         """Completions of a conversation."""
         body = await self._read(request, ChatBody)
         self._check(body, prompts=1)
-        prompt = await self._http.prompts.of_chat(body.messages)
+        prompt = await self._http.prompts.encode_chat(body.messages)
         max_tokens = body.max_completion_tokens or body.max_tokens
         return await self._answer(request, CompletionRequest([prompt], body, max_tokens, self._format(body, chat=True)))
 

@@ -55,12 +55,12 @@ class ServerCollector(Collector):
             "http_responses_total": http.responses,
         }
         if http.server is not None:
-            values |= _of_engine(http.server) | _of_groups(http.server)
-            values |= _of_window(self._recent.stats, http.server.context.engine.version)
+            values |= _engine_values(http.server) | _group_values(http.server)
+            values |= _window_values(self._recent.stats, http.server.context.engine.version)
         return [_family(metric, values[metric.key]) for metric in SERVER_METRICS if metric.key in values]
 
 
-def _of_engine(server: ReadyServer) -> Values:
+def _engine_values(server: ReadyServer) -> Values:
     engine, watcher, load = server.context.engine, server.watcher, server.context.engine.load()
     proof = server.context.proof
     return {
@@ -79,7 +79,7 @@ def _of_engine(server: ReadyServer) -> Values:
     }
 
 
-def _of_groups(server: ReadyServer) -> Values:
+def _group_values(server: ReadyServer) -> Values:
     dispatcher = server.dispatcher
     return {
         "concurrency_limit_samples": dispatcher.slots.capacity,
@@ -93,7 +93,7 @@ def _of_groups(server: ReadyServer) -> Values:
     }
 
 
-def _of_window(stats: BufferStats | None, version: int) -> Values:
+def _window_values(stats: BufferStats | None, version: int) -> Values:
     if stats is None:
         return {"buffer_up": 0}
     capacity = (stats.max_staleness + 1) * stats.groups_per_step

@@ -24,11 +24,11 @@ class PromptEncoder:
         self._vocabulary = vocabulary
         self._limits = limits
 
-    async def of_text(self, prompt: str | list[int]) -> list[int]:
+    async def encode_text(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt without a chat template. Raises HttpError 400."""
         return self._checked(await _tried(self._tokenizer.encode, prompt) if isinstance(prompt, str) else prompt)
 
-    async def of_chat(self, messages: Sequence[Message]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's own chat template. Raises HttpError 400."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise HttpError(

@@ -45,7 +45,7 @@ class SampleDeadline:
     tokens: int = 0
 
     @classmethod
-    def of_training(cls, config: RunConfig) -> SampleDeadline:
+    def for_training(cls, config: RunConfig) -> SampleDeadline:
         """The deadline of training: rollout.sample_deadline_s if it is set, else derived."""
         is_given = config.rollout.sample_deadline_s is not None
         return cls(config.longest_sample_s, 0 if is_given else config.sampling.max_tokens)

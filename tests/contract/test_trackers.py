@@ -61,7 +61,7 @@ class Counting:
             raise OSError("the tracker's server is gone")
 
 
-def of_tensorboard(run: TrackedRun) -> Written:
+def read_tensorboard(run: TrackedRun) -> Written:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.config.run_dir / "tensorboard"))
@@ -75,7 +75,7 @@ def of_tensorboard(run: TrackedRun) -> Written:
     return Written(points, text("config"), text("report.md") if "report.md" in texts else "")
 
 
-def of_wandb(run: TrackedRun) -> Written:
+def read_wandb(run: TrackedRun) -> Written:
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -95,7 +95,7 @@ def of_wandb(run: TrackedRun) -> Written:
     return written
 
 
-def of_mlflow(run: TrackedRun) -> Written:
+def read_mlflow(run: TrackedRun) -> Written:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.config.run_dir.parent.resolve()}/mlflow.db")
@@ -109,7 +109,7 @@ def of_mlflow(run: TrackedRun) -> Written:
     return Written(points, found.data.params, report.read_text() if report.exists() else "")
 
 
-def of_swanlab(run: TrackedRun) -> Written:
+def read_swanlab(run: TrackedRun) -> Written:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
@@ -128,7 +128,7 @@ def of_swanlab(run: TrackedRun) -> Written:
     return written
 
 
-def of_trackio(run: TrackedRun) -> Written:
+def read_trackio(run: TrackedRun) -> Written:
     from trackio.sqlite_storage import SQLiteStorage
 
     written = Written()
@@ -142,11 +142,11 @@ def of_trackio(run: TrackedRun) -> Written:
 
 
 READERS: dict[str, Callable[[TrackedRun], Written]] = {
-    "tensorboard": of_tensorboard,
-    "wandb": of_wandb,
-    "mlflow": of_mlflow,
-    "swanlab": of_swanlab,
-    "trackio": of_trackio,
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
+    "swanlab": read_swanlab,
+    "trackio": read_trackio,
 }
 
 

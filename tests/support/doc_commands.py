@@ -55,10 +55,10 @@ class DocCommand:
 
 def commands() -> list[DocCommand]:
     """Every command of every page, in order; generated pages are left out."""
-    return [command for page in PAGES if page.name not in GENERATED for command in _of_page(page)]
+    return [command for page in PAGES if page.name not in GENERATED for command in _commands_of_page(page)]
 
 
-def _of_page(page: Path) -> Iterator[DocCommand]:
+def _commands_of_page(page: Path) -> Iterator[DocCommand]:
     name, fenced, pending, start = str(page.relative_to(ROOT)), False, "", 0
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):

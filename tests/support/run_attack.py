@@ -195,12 +195,12 @@ class AttackedRun:
             return
         attack = self._attacks[0]
         chance = random.Random(f"{attack.kind}{attack.step}")
-        targets = self._family.of_kind(attack.kind)
+        targets = self._family.processes_of_kind(attack.kind)
         if not targets and attack.step < self.steps and now_s - self._moved_s < KIND_TIMEOUT_S:
             return
         if not targets:  # the end does not wait: another process in its place
             attack.kind, targets = next(
-                (kind, of) for kind in chance.sample(KINDS, len(KINDS)) if (of := self._family.of_kind(kind))
+                (kind, of) for kind in chance.sample(KINDS, len(KINDS)) if (of := self._family.processes_of_kind(kind))
             )
         self._strike(attack, chance.choice(targets))
         self._attacks.pop(0)

@@ -75,7 +75,7 @@ class RunFamily:
                 if process.pid != spare and process.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(process.pid, os.WNOHANG)
 
-    def of_kind(self, kind: str) -> list[psutil.Process]:
+    def processes_of_kind(self, kind: str) -> list[psutil.Process]:
         """The processes of that kind that run now, in the order of their start."""
         return [process for process in self.alive() if role_of(process) == kind]
 

@@ -22,7 +22,7 @@ from async_grpo.app.accept.lab import HOST_RANKS, STEPS, TEMPERATURE, Lab
 from async_grpo.app.doctor import checks_of
 from async_grpo.errors import RoleFailed
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import of_kind
+from async_grpo.telemetry.rows import rows_of_kind
 
 PROMPTS, NEW_TOKENS = 16, 48
 MOST_SERVERS = 4
@@ -196,7 +196,7 @@ async def run(lab: Lab) -> list[Figure]:
     finally:
         if (config.run_dir / "logs").is_dir():
             shutil.copytree(config.run_dir / "logs", lab.logs / "ten-steps", dirs_exist_ok=True)
-    rows = of_kind(read_rows(config.run_dir / "metrics.jsonl"), "step")
+    rows = rows_of_kind(read_rows(config.run_dir / "metrics.jsonl"), "step")
     summary = json.loads((config.run_dir / "summary.json").read_text())
     ages = [int(age) for row in rows for age, tokens in row["age_histogram"].items() if tokens]
     gap, allowed = summary["logprob_gap_mean"], TOLERANCES[lab.precision]

@@ -137,7 +137,7 @@ def exit_with(work: Callable[[], int], *, config_code: int = 1) -> None:
 
             report_fatal(error)
             raise typer.Exit(config_code if isinstance(error, CONFIG_FAULTS) else 1) from None
-        said = _of_file(error) if isinstance(error, OSError) else str(error)
+        said = _explain_os_error(error) if isinstance(error, OSError) else str(error)
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(said)}", highlight=False)
         code = config_code if isinstance(error, CONFIG_FAULTS) else 1
     raise typer.Exit(code)
@@ -155,7 +155,7 @@ _FIXES = {
 }
 
 
-def _of_file(error: OSError) -> str:
+def _explain_os_error(error: OSError) -> str:
     """What is wrong with which file, and what to do."""
     place = f"{error.filename}: " if error.filename is not None else ""
     fix = _FIXES.get(error.errno or 0, "")

@@ -22,7 +22,7 @@ from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import of_kind
+from async_grpo.telemetry.rows import rows_of_kind
 from async_grpo.utils.aio import Overtaken, race, stop_signals
 from async_grpo.utils.files import is_locked
 from buffer import attach, connect_board, is_over, knows_run
@@ -142,7 +142,7 @@ class RunFollower:
 
     async def _report(self, plane: StatePlane, *, over: bool) -> None:
         state, rows = self._keep_time(), read_rows(self._folder.path / "metrics.jsonl")
-        epochs = {row.get("epoch") for row in of_kind(rows, "step")}
+        epochs = {row.get("epoch") for row in rows_of_kind(rows, "step")}
         state.restarts = {"trainer": max(0, len(epochs) - 1)}
         state.finished_steps = self._config.steps if over else 0
         self._folder.write_state(state)

@@ -36,7 +36,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import AsyncGrpoError, BufferFault, ConfigError, RoleFailed, ServerLost
 from async_grpo.telemetry.jsonl import read_rows
 from async_grpo.telemetry.logging import bind_process, redact_secrets
-from async_grpo.telemetry.rows import RESTARTS_PREFIX, of_kind
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, rows_of_kind
 from async_grpo.telemetry.timeline import merge_timelines
 from async_grpo.telemetry.trackers import make_trackers
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
@@ -54,8 +54,8 @@ async def write_results(plane: StatePlane, folder: RunFolder, state: RunState, s
     evaluations = await plane.board.evaluations()
     summary = summarize(
         plane.config,
-        of_kind(rows, "step"),
-        of_kind(rows, "probe"),
+        rows_of_kind(rows, "step"),
+        rows_of_kind(rows, "probe"),
         evaluations,
         {**asdict(stats), "active": stats.active},
         {**await plane.board.counters(), **restarts},

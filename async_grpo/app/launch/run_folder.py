@@ -261,13 +261,13 @@ def find_run(config: Path | None, overrides: Sequence[str], run_dir: Path | None
     Raises ConfigError if no run or two runs are named, or if the named run was not started or does not run any more.
     """
     if (folder := named_folder(config, overrides, run_dir)) is not None:
-        found = _of_folder(folder)
+        found = _config_in(folder)
     elif config is None:
         raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
     else:
         asked = load(config, overrides)
         asked = asked.model_copy(update={"name": run_name(asked.name, overrides)})
-        found = asked if asked.redis.url is not None else _of_folder(RunFolder(asked.run_dir))
+        found = asked if asked.redis.url is not None else _config_in(RunFolder(asked.run_dir))
     redis = found.redis.model_copy(update={"timeout_s": min(found.redis.timeout_s, PATIENCE_S)})
     return found.model_copy(update={"redis": redis})
 
@@ -289,7 +289,7 @@ def named_folder(config: Path | None, overrides: Sequence[str], run_dir: Path | 
     return RunFolder(run_dir)
 
 
-def _of_folder(folder: RunFolder) -> RunConfig:
+def _config_in(folder: RunFolder) -> RunConfig:
     if not folder.roles_file.is_file():
         raise ConfigError(
             f"{folder.path} holds no run that was started (it has no {folder.roles_file.name}). Check the name: "

@@ -16,7 +16,7 @@ from async_grpo.app.report.plots import write_plots
 from async_grpo.app.report.summary import score_format
 from async_grpo.evaluation.summary import INTERVALS, no_vote, rows_of, shown
 from async_grpo.telemetry.jsonl import each_row, read_rows
-from async_grpo.telemetry.rows import Facts, Row, of_kind
+from async_grpo.telemetry.rows import Facts, Row, rows_of_kind
 from async_grpo.utils.files import write_atomic
 from async_grpo.utils.text import fenced, figure
 from async_grpo.wire.board import EvalMetrics
@@ -164,7 +164,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
     """
     rows = read_rows(run_dir / "metrics.jsonl")
     servers = [read_rows(path) for path in sorted((run_dir / "timeline").glob("rollout-*.jsonl"))]
-    plots = write_plots(run_dir, of_kind(rows, "step"), summary, servers)
+    plots = write_plots(run_dir, rows_of_kind(rows, "step"), summary, servers)
     write_atomic(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     sections = [
         f"# {summary.get('name', run_dir.name)}",
@@ -175,7 +175,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
         _bound(summary),
         _gap(summary),
         _time(summary),
-        _warnings(of_kind(rows, "warning")),
+        _warnings(rows_of_kind(rows, "warning")),
         samples_section(run_dir),
         _reproduce(run_dir, summary),
         _timeline(run_dir),

@@ -26,7 +26,7 @@ from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, last_of_each, number, of_kind
+from async_grpo.telemetry.rows import RESTARTS_PREFIX, Facts, Row, last_of_each, number, rows_of_kind
 from async_grpo.wire.board import Evaluation
 
 SUMMARY = "summary.json"
@@ -113,11 +113,11 @@ class Run:
 
     def steps(self) -> list[Row]:
         """One row for each optimizer step; of a step that was repeated after a restart, the last."""
-        return last_of_each(of_kind(self.rows(), "step"), "step")
+        return last_of_each(rows_of_kind(self.rows(), "step"), "step")
 
     def warnings(self) -> list[Row]:
         """The warnings, oldest first."""
-        return of_kind(self.rows(), "warning")
+        return rows_of_kind(self.rows(), "warning")
 
     def evaluations(self) -> list[Facts]:
         """The evaluations by version: fields of `wire.board.Evaluation`, and `time_s` where it is known."""
@@ -149,7 +149,7 @@ class Run:
         """The summary from the other files. `stats` (fields of BufferStats) and `counters` are those of the server;
         without them, the groups' account and the generated tokens are missing."""
         rows, state = self.rows(), self.state()
-        steps = of_kind(rows, "step")
+        steps = rows_of_kind(rows, "step")
         times = [time_s for row in steps if (time_s := number(row, "time_s")) is not None]
         restarts = {f"{RESTARTS_PREFIX}{role}": count for role, count in state.restarts.items()}
         evaluations = [_evaluation(row) for row in self.evaluations()]
@@ -159,7 +159,7 @@ class Run:
         except (ConfigError, OSError):
             return {"name": self.name, "steps": len(last_of_each(steps, "step")), "wall_s": wall_s}
         servers = [read_rows(path) for path in self.files("timeline") if path.name.startswith("rollout-")]
-        probes, counters = of_kind(rows, "probe"), {**(counters or {}), **restarts}
+        probes, counters = rows_of_kind(rows, "probe"), {**(counters or {}), **restarts}
         return summarize(
             config,
             steps,

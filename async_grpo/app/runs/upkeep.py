@@ -61,7 +61,7 @@ async def _ask_server(run: Run) -> tuple[Facts, dict[str, int]] | None:
 
 
 class Part(StrEnum):
-    """What is deleted of a run."""
+    """Part of a run that `clean` can delete."""
 
     FOLDER = "folder"
     """The whole folder, and the run's keys on a shared server."""
@@ -73,19 +73,19 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which runs to clean, and what of them. Every condition that is given has to hold."""
+    """Which runs to clean, and which part of each. A run must meet every condition that is given."""
 
     part: Part = Part.FOLDER
     older_than_days: float | None = None
     keep_last: int = 0
-    """Number of runs, the latest, that are left alone."""
+    """Number of latest runs to keep."""
     failed: bool = False
     """Only runs that failed or were interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One deletion."""
+    """A part of a run that will be deleted."""
 
     run: Run
     part: Part
@@ -122,7 +122,8 @@ def _paths(run: Run, part: Part) -> tuple[Path, ...]:
 
 
 def _shared_server(run: Run) -> RedisConfig | None:
-    """Where the run has keys beside its folder. A configuration that this release refuses tells only the address."""
+    """The shared server that holds keys of the run. Of a configuration that this release refuses, only the address is
+    used."""
     settings = run.settings().get("redis") or {}
     if not settings.get("url"):
         return None

@@ -26,8 +26,8 @@ from async_grpo.telemetry.rows import (
     mean,
     number,
     numbers,
-    of_kind,
     rate,
+    rows_of_kind,
     tokens_per_s,
 )
 
@@ -96,7 +96,7 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
 def read_metrics(point: Point, values: dict[str, str], *, error: str = "", at_once: int = 1) -> PointMetrics:
     """The figures of a point's run as its folder is now. `error` is that of the last attempt."""
     folder = RunFolder(point.config.run_dir)
-    rows = last_of_each(of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
+    rows = last_of_each(rows_of_kind(read_rows(folder.path / "metrics.jsonl"), "step"), "step")
     servers = [read_rows(path) for path in sorted((folder.path / "timeline").glob("rollout-*.jsonl"))]
     summary = folder.path / "summary.json"
     finished = point.is_finished

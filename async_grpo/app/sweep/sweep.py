@@ -36,7 +36,7 @@ from async_grpo.app.sweep.runner import AttemptOutcome, AttemptResult, SweepRunn
 from async_grpo.config import load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import last_of_each, of_kind
+from async_grpo.telemetry.rows import last_of_each, rows_of_kind
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -132,5 +132,5 @@ def _future(point: Point, asked: bool) -> str:
         return "finished, is kept"
     if not asked:
         return "not in this grid, stays as it is"
-    rows = last_of_each(of_kind(read_rows(point.config.run_dir / "metrics.jsonl"), "step"), "step")
+    rows = last_of_each(rows_of_kind(read_rows(point.config.run_dir / "metrics.jsonl"), "step"), "step")
     return f"is resumed after step {rows[-1]['step']}" if rows else "is run"

@@ -1,4 +1,4 @@
-"""RunsRoot: the runs and sweeps below a folder, by ids that name nothing else; KnownRun: one run, as it grows."""
+"""RunsRoot: the runs and sweeps below a folder, by unique ids. KnownRun: one run, read again when its files grow."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from async_grpo.config.load import renew
 from async_grpo.errors import ConfigError
 
 SEPARATOR = "~"
-"""Stands for the slash in an id, so that the id of a run in a folder is one part of an address."""
+"""Replaces the slash in ids, so that the id of a run in a subfolder is one segment of a URL."""
 SWEEP_RECORD = "points.json"
 SIGNS = ("config.yaml", "metrics.jsonl", "run.json", "summary.json", "evaluations/*.jsonl")
-"""Files from which the figures of a run are computed."""
+"""Files that the figures of a run are computed from."""
 
 
 class KnownRun:
@@ -36,13 +36,13 @@ class KnownRun:
         self._summary: tuple[Any, dict[str, Any]] = (None, {})
 
     def sign(self) -> tuple[Any, ...]:
-        """What differs once the run has written something, began or ended."""
+        """A value that changes when the run writes, starts or ends."""
         stats = [(path.name, path.stat()) for pattern in SIGNS for path in self.run.path.glob(pattern)]
         return (self.run.folder.is_at_work(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
     def brief(self, budget_s: float = READ_S) -> dict[str, Any]:
-        """What a list shows of the run. Where `read`, a share, is less than 1, there are more steps than it shows, and
-        the next call reads on."""
+        """The figures of the run in the list. `read` is the share of its steps that has been read; while it is below 1,
+        each call reads further."""
         with self._lock:
             sign = self.sign()
             if sign != self._sign or self._brief["read"] < 1:
@@ -86,7 +86,7 @@ class KnownRun:
             return None
 
     def details(self) -> dict[str, Any]:
-        """What the run's own page shows."""
+        """The data of the run's overview page."""
         brief, folder = self.brief(), self.run.path
         return {
             **brief,
@@ -99,7 +99,8 @@ class KnownRun:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the whole run; {} while it is live. Those that the run did not write itself take seconds."""
+        """The figures of the whole run; {} while it is live. Computing them takes seconds if a long run has not written
+        its summary.json."""
         with self._summary_lock:
             if self.brief()["status"] == RunStatus.LIVE:
                 return {}
@@ -158,7 +159,7 @@ class RunsRoot:
         return self._known[path]
 
     def _named(self, name: str) -> Iterator[Path]:
-        """The folders that an id may mean: a name may contain the separator itself."""
+        """The folders that an id can refer to: names may contain the separator themselves."""
         if "/" in name or "\0" in name:
             return
         if name == self.path.name:
@@ -169,7 +170,7 @@ class RunsRoot:
                 yield path
 
     def _is_inside(self, path: Path) -> bool:
-        """Whether the folder lies below the root, and no part of its path is a link."""
+        """Whether the folder lies below the root and its path contains no link."""
         return path.resolve() == path and path.is_relative_to(self.path)
 
 

@@ -1,10 +1,10 @@
-"""StepColumns: what the steps of a run measured, as columns that grow with its file; and curves of them for a screen.
+"""StepColumns: the metrics of a run's steps as columns that grow with its file, and curves of them for the screen.
 
     metrics.jsonl         --StepColumns.update-->  key -> one number a step   --thinned-->  at most MOST_POINTS a curve
     timeline/rollout-*    --ServerSpans.update-->  spans  -->  idle share of the servers
 
-Reading takes turns with showing: an update ends after its time and says which share is read; the next one reads on.
-A run of 100,000 steps takes about 50 MB. Keys of fields in fields have a dot: `age_histogram.2`.
+Long files are read in parts: an update stops after its time budget and returns the share that has been read; the next
+update continues. A run of 100,000 steps takes about 50 MB. Nested fields have dotted keys: `age_histogram.2`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from async_grpo.telemetry.jsonl import RowFollower, parse_rows
 from async_grpo.telemetry.metrics import METRICS
 
 READ_S = 0.25
-"""Seconds that an answer may spend on reading what is new. The page asks again until everything is read."""
+"""Seconds that a request may spend on reading new rows. The page asks again until everything has been read."""
 SLICE_BYTES = 1 << 20
-"""Bytes that are read between two looks at the clock."""
+"""Bytes read between two checks of the time budget."""
 MOST_POINTS = 2000
-"""Points of one curve: more than a screen has columns."""
+"""Most points of a curve, more than a screen has columns."""
 MOST_WARNINGS = 200
 TRAINER_IDLE, ROLLOUT_IDLE = "idle.trainer", "idle.rollout"
 AGES = "age_histogram."
@@ -41,12 +41,12 @@ Floats = npt.NDArray[np.float64]
 
 
 class StepColumns:
-    """The steps of one run; of a step that was repeated after a restart, the last row. Threads may share it."""
+    """The steps of one run. A step that was repeated after a restart has the values of its last row. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir
         self.lock = threading.RLock()
-        """Who holds it sees the same steps in several calls."""
+        """Hold it to see the same steps in several calls."""
         self._begin()
 
     def _begin(self) -> None:
@@ -58,15 +58,16 @@ class StepColumns:
         self.warnings: deque[dict[str, Any]] = deque(maxlen=MOST_WARNINGS)
 
     def update(self, budget_s: float = math.inf) -> float:
-        """Read what is new for about `budget_s` seconds; from the start if the file is another one by now. Returns the
-        share of the file that has been read, 1 if nothing is left."""
+        """Read new rows for about `budget_s` seconds, from the start if the file has become shorter. Returns the share
+        of the file that has been read; 1 means all of it."""
         with self.lock:
             if self._follower.unread_bytes() < 0:
                 self._begin()
             return read_on([(self._follower, self._add)], time.monotonic() + budget_s)
 
     def update_servers(self, budget_s: float = math.inf) -> float:
-        """The same of the timelines, from which the idle shares of the servers are."""
+        """Read new spans of the timelines, which give the idle shares of the servers; budget and result as for
+        `update`."""
         with self.lock:
             return self._servers.update(time.monotonic() + budget_s)
 
@@ -81,7 +82,7 @@ class StepColumns:
         self._rows += len(steps)
 
     def _order(self) -> npt.NDArray[np.int64]:
-        """The place of the last row of each step, by step."""
+        """Index of the last row of each step, sorted by step."""
         if self._ordered[0] != self._rows:
             _, from_end = np.unique(self._raw("step")[::-1], return_index=True)
             self._ordered = (self._rows, self._rows - 1 - from_end)
@@ -98,12 +99,13 @@ class StepColumns:
             return len(self._order())
 
     def keys(self) -> list[str]:
-        """The keys that any step has."""
+        """The keys that at least one step has."""
         with self.lock:
             return list(self._columns)
 
     def column(self, key: str) -> Floats:
-        """One number for each step, by step; NaN where it is missing. Shares of idle time have keys of their own."""
+        """One number for each step, sorted by step, NaN where it is missing. TRAINER_IDLE and ROLLOUT_IDLE are keys
+        too."""
         with self.lock:
             if key == TRAINER_IDLE:
                 with np.errstate(invalid="ignore", divide="ignore"):
@@ -120,12 +122,13 @@ class StepColumns:
         return float(known[-1]) if len(known) else None
 
     def x(self, axis: str) -> Floats:
-        """Where each step stands on the axis: `step`, or `time` in seconds since the end of the first step."""
+        """The steps' coordinates on the axis: `step`, or `time` in seconds since the end of the first step."""
         values = self.column("time_s" if axis == "time" else "step")
         return values - values[0] if axis == "time" and len(values) else values
 
     def ages(self, axis: str, most: int = 400) -> dict[str, Any]:
-        """The share of the trained tokens that had each age, [age][column]; neighbouring steps share a column."""
+        """Share of the trained tokens at each age, [age][column]. Adjacent steps share a column if there are too
+        many."""
         with self.lock:
             ages = sorted(int(key.removeprefix(AGES)) for key in self.keys() if key.startswith(AGES))
             x = self.x(axis)
@@ -139,7 +142,7 @@ class StepColumns:
 
 
 class ServerSpans:
-    """When each rollout server of a run generated."""
+    """The times at which each rollout server of a run generated."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "timeline"
@@ -148,7 +151,7 @@ class ServerSpans:
         self._is_whole = False
 
     def update(self, until: float) -> float:
-        """Read what is new until this time of `time.monotonic`; returns the share that has been read."""
+        """Read new spans until `time.monotonic()` reaches `until`; returns the share that has been read."""
         for path in sorted(self._folder.glob("rollout-*.jsonl")):
             self._files.setdefault(path, RowFollower(path))
             self._spans.setdefault(path, (array("d"), array("d")))
@@ -164,8 +167,8 @@ class ServerSpans:
             column.frombytes(values[known].tobytes())
 
     def idle_shares(self, ends: Floats, lengths: Floats) -> Floats:
-        """Of each step, from its end and length in seconds: the share in which a server generated nothing, mean over
-        the servers. NaN where it is not known, and as long as not everything is read."""
+        """Share of each step in which a server generated nothing, mean over the servers, given the ends and lengths of
+        the steps in seconds. NaN where it is unknown, and until all timelines have been read."""
         shares = np.full(len(ends), np.nan)
         known = ~np.isnan(ends) & (lengths > 0)
         if self._is_whole and self._spans:
@@ -176,7 +179,7 @@ class ServerSpans:
 
 
 def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Floats]:
-    """At most `most` points of a curve: the lowest and the highest of each of equally many neighbours, in order."""
+    """At most `most` points of a curve: the lowest and the highest of each run of neighbouring points, in order."""
     known = ~np.isnan(y) & ~np.isnan(x)
     x, y = x[known], y[known]
     if len(y) <= most:
@@ -190,7 +193,8 @@ def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Floa
 
 
 def metric_groups() -> list[dict[str, Any]]:
-    """Groups of METRICS that have curves, each metric with key, label, unit and a sentence; idle shares come first."""
+    """The metrics that have curves, by group: key, label, unit and description of each. Reward, staleness and idle
+    shares come first."""
     idle = [
         {"key": TRAINER_IDLE, "label": "trainer idle", "unit": "share", "doc": "Share of a step spent waiting."},
         {"key": ROLLOUT_IDLE, "label": "rollout idle", "unit": "share", "doc": "Share without any generation."},
@@ -204,8 +208,8 @@ def metric_groups() -> list[dict[str, Any]]:
 
 
 def read_on(files: Sequence[tuple[RowFollower, Callable[[list[bytes]], None]]], until: float) -> float:
-    """Give new lines of each file to its function, at least some, and no more after this time of `time.monotonic`.
-    Returns the share of the bytes that has been read, 1 if nothing is left."""
+    """Pass new lines of each file to its function until `time.monotonic()` reaches `until`, but at least one slice.
+    Returns the share of all bytes that has been read; 1 means that nothing is left."""
     for follower, take in files:
         while lines := follower.new_lines(SLICE_BYTES):
             take(lines)
@@ -217,7 +221,7 @@ def read_on(files: Sequence[tuple[RowFollower, Callable[[list[bytes]], None]]], 
 
 
 def _columns_of(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[tuple[str, Floats]]:
-    """Key -> its number in each row, NaN where there is none; keys that no row has a number for are left out."""
+    """Key -> its number in each row, NaN where the row has none. Keys without any number are left out."""
     for key in dict.fromkeys(chain.from_iterable(rows)):
         values = [row.get(key) for row in rows]
         if dict in set(map(type, values)):
@@ -228,7 +232,7 @@ def _columns_of(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator
 
 
 def _numbers(values: Sequence[Any]) -> Floats:
-    """NaN for what is no number."""
+    """The values as floats, NaN for anything that is not a number."""
     if not set(map(type, values)) <= {float, int, bool, type(None)}:
         values = [value if isinstance(value, (int, float)) else None for value in values]
     return np.array(values, dtype=np.float64)

@@ -1,4 +1,5 @@
-"""What the page shows of runs and sweeps, as JSON, and their reports as pages for a frame without scripts."""
+"""The routes of runs, curves, sweeps and reports: JSON for the page, and reports as HTML for a frame without
+scripts."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from async_grpo.app.view.vendor import UPLOT, is_there
 from async_grpo.config.load import differing_keys
 
 LOG_BYTES = 64 << 10
-"""Bytes of the end of a log that are shown."""
+"""Most bytes of a log that are shown, from its end."""
 _FOLD = re.compile(r"<details><summary>(.+)</summary>|</details>")
-"""A line with which a report begins or ends a section that folds."""
+"""A line that opens or closes a collapsible section of a report."""
 Axis = Literal["step", "time"]
 Runs = Annotated[list[str], Query(max_length=50)]
 Keys = Annotated[list[str], Query(max_length=200)]
@@ -81,7 +82,7 @@ def curve_routes(root: RunsRoot) -> APIRouter:
 
     @routes.get("/api/metrics")
     def metrics() -> dict[str, Any]:
-        """The metrics that can be drawn, and whether this installation has the charts."""
+        """The metrics that have curves, and whether this installation has the chart library."""
         return {"groups": metric_groups(), "charts": is_there(UPLOT)}
 
     @routes.get("/api/curves")
@@ -137,7 +138,7 @@ def report_routes(root: RunsRoot) -> APIRouter:
 
 
 def curves_of(run: KnownRun, keys: list[str], axis: Axis, budget_s: float) -> dict[str, Any]:
-    """The curves of a run that has them; a key that ends in a dot stands for all keys that begin with it."""
+    """The curves of a run and its evaluations. A key that ends in a dot stands for all keys that begin with it."""
     columns, until = run.columns, time.monotonic() + budget_s
     brief = run.brief(budget_s)
     read = min(brief["read"], columns.update_servers(until - time.monotonic()) if ROLLOUT_IDLE in keys else 1.0)
@@ -152,7 +153,7 @@ def curves_of(run: KnownRun, keys: list[str], axis: Axis, budget_s: float) -> di
 
 
 def _evaluations(run: KnownRun, axis: Axis) -> list[dict[str, Any]]:
-    """The evaluations with their place on the axis; over time, the moment at which their version was made."""
+    """The evaluations with their coordinate on the axis; on the time axis, when their version was trained."""
     steps, times = run.columns.column("step"), run.columns.x("time")
     found = []
     for row in run.run.evaluations():
@@ -210,8 +211,8 @@ def _file_in(folder: Path, *parts: str) -> Path:
 
 
 def markdown_page(text: str, theme: str, page_of: Callable[[str], str | None]) -> str:
-    """Markdown as HTML. Markup in it stays text, but for sections that fold. Links of http and https open a window of
-    their own; `page_of` gives the page for any other link, or None if there is none."""
+    """Markdown as HTML. Markup in it is escaped, except for collapsible sections. Links to http and https open a new
+    window; `page_of` returns the page for any other link, or None if there is none."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
     for token in [each for block in tokens for each in (block, *(block.children or []))]:
@@ -228,7 +229,7 @@ def markdown_page(text: str, theme: str, page_of: Callable[[str], str | None]) -
 
 
 def _fold(tokens: list[Token]) -> None:
-    """Let the sections of a report that fold do so."""
+    """Render the collapsible sections of a report."""
     for place, token in enumerate(tokens):
         if token.type == "inline" and (found := _FOLD.fullmatch(token.content)):
             token.type, token.children = "html_block", None

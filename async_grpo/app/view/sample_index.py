@@ -1,10 +1,10 @@
-"""Where every group of a run lies in its samples/*.jsonl, and what one filters and sorts by.
+"""SampleIndex: where each group of a run is in samples/*.jsonl, with the columns to filter and sort by.
 
     samples/NAME.jsonl --SampleIndex.update, a slice at a time--> columns --select--> places --read--> rows
     trained.jsonl ------------------------------------------------^
 
-Texts stay on disk: columns take about 50 bytes a completion, so that a million of them fit. A page can be shown while
-the index is still being built.
+Texts stay on disk. The columns take about 50 bytes per completion, so a million completions fit into memory. Pages are
+shown while the index is being built.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from async_grpo.telemetry.jsonl import RowFollower
 
 SLICE_BYTES = 4 << 20
-"""Bytes that are read between two looks at the clock."""
+"""Bytes read between two checks of the time budget."""
 GROWTH_WINDOW, GROWTH = 32, 1.5
-"""Completions have grown where the mean length of this many groups is this multiple of the first ones' mean."""
+"""Completions count as grown once the mean length over a window of GROWTH_WINDOW groups is GROWTH times that of the
+first window."""
 UNTRAINED = -1
 """Step of a group that no step has trained (yet)."""
 
 
 class _Completion(msgspec.Struct):
-    """What is read of a completion; decoding skips its texts and tokens."""
+    """The indexed fields of a completion; decoding skips texts and tokens."""
 
     spans: list[tuple[int, int, int]] = []
     reward: float | None = None
@@ -47,7 +48,7 @@ class _Row(msgspec.Struct):
 
 
 class SamplesQuery(BaseModel):
-    """Which completions are wanted, and in which order their groups. None and "" mean any; limits are inclusive."""
+    """A filter on completions and the order of their groups. None and "" match all; limits are inclusive."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,14 +74,14 @@ class SamplesQuery(BaseModel):
 
 
 class Names:
-    """Short numbers for the few texts of a column."""
+    """Assigns numbers to the distinct texts of a column, such as server names."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """The number of the name, a new one for a new name."""
+        """The number of the name; a new name gets the next number."""
         if name not in self._numbers:
             self._numbers[name] = len(self.all)
             self.all.append(name)
@@ -92,7 +93,7 @@ class Names:
 
 
 class SampleIndex:
-    """The groups of one run folder. Methods must not run at the same time."""
+    """The groups of one run folder. Not thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "samples"
@@ -100,7 +101,8 @@ class SampleIndex:
         self._read_to: dict[str, int] = {}
         self._trained_rows = RowFollower(run_dir / "trained.jsonl")
         self.trained: dict[int, dict[str, Any]] = {}
-        """Of each trained group, by sequence number: step, skipped, mask_below, advantages. The last step counts."""
+        """Sequence number of a trained group -> step, skipped, mask_below and advantages of the last step that trained
+        it."""
         self.unreadable = 0
         self.files, self.servers, self.finishes = Names(), Names(), Names()
         # one entry a group
@@ -120,7 +122,8 @@ class SampleIndex:
         return len(self._group)
 
     def update(self, budget_s: float) -> float:
-        """Read on for `budget_s` seconds at most. Returns the share of the bytes that is indexed, 1 at the end."""
+        """Continue reading for at most `budget_s` seconds. Returns the share of the bytes that is indexed; 1 means
+        all."""
         for row in self._trained_rows.new_rows():
             facts = {key: row.get(key) for key in ("step", "skipped", "mask_below")}
             for seq, advantages in (row.get("groups") or {}).items():
@@ -175,8 +178,8 @@ class SampleIndex:
         self._first.append(len(self._group))
 
     def select(self, wanted: SamplesQuery) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Groups with a completion that passes the filters, sorted, int64 [groups], and which completions pass, bool
-        [completions]. Texts are not looked at."""
+        """The groups with a completion that passes the filters, sorted, int64 [groups], and which completions pass,
+        bool [completions]. Texts are not searched."""
         passing = self._passing(wanted)
         groups = np.unique(_column(self._group)[passing]).astype(np.int64)
         keys = self._sort_keys(wanted.sort)[groups]
@@ -207,7 +210,7 @@ class SampleIndex:
         return passing
 
     def _trained_within(self, wanted: SamplesQuery) -> npt.NDArray[np.bool_]:
-        """Whether each group was trained, or was not, and by which steps."""
+        """Whether each group meets the filters on its state and on the step that trained it, bool [groups]."""
         steps = self.steps()
         if wanted.state == "untrained":
             return steps == UNTRAINED
@@ -220,13 +223,13 @@ class SampleIndex:
         return np.array([trained[seq]["step"] if seq in trained else UNTRAINED for seq in self._seq], np.int64)
 
     def ages(self) -> npt.NDArray[np.int64]:
-        """Age of each completion's oldest token: counted to the step that trained it, or else to the version that its
-        server had when the group was finished."""
+        """Age of each completion's oldest token in the step that trained it. For an untrained group, its age when the
+        group was finished."""
         steps, tokens = self.steps()[_column(self._group)], _column(self._tokens)
         return np.where((steps == UNTRAINED) | (tokens == 0), _column(self._age), steps - 1 - _column(self._oldest))
 
     def _sort_keys(self, sort: str) -> npt.NDArray[Any]:
-        """What groups are sorted by, ascending."""
+        """The sort key of each group, ascending."""
         if sort in ("newest", "oldest"):
             return _column(self._time) * (1 if sort == "oldest" else -1)
         if sort == "step":
@@ -246,7 +249,7 @@ class SampleIndex:
         return -self._per_group(np.where(judged, reward, 0.0), np.add) / np.maximum(count, 1)
 
     def _per_group(self, values: npt.NDArray[Any], fold: np.ufunc) -> npt.NDArray[Any]:
-        """The values of each group's completions, folded; 0 for a group without any."""
+        """Reduce the values of each group's completions with `fold`; 0 for a group without completions."""
         first = _column(self._first)
         filled = first[1:] > first[:-1]
         folded = np.zeros(len(self), values.dtype)
@@ -255,7 +258,7 @@ class SampleIndex:
         return folded
 
     def brief(self, group: int) -> dict[str, Any]:
-        """What a list shows of a group, apart from its texts."""
+        """The fields of a group in the list, without its texts."""
         first, end = self._first[group], self._first[group + 1]
         rewards = [None if value != value else value for value in self._reward[first:end]]
         facts = self.trained.get(self._seq[group], {})
@@ -273,7 +276,7 @@ class SampleIndex:
         }
 
     def span_of(self, group: int) -> slice:
-        """Places of the group's completions among those of the run."""
+        """Slice of the group's completions among all completions of the run."""
         return slice(self._first[group], self._first[group + 1])
 
     def line(self, group: int) -> bytes:
@@ -292,7 +295,7 @@ class SampleIndex:
         return int(places[0]) if len(places) else None
 
     def facts(self) -> dict[str, Any]:
-        """What can be filtered by, and where completions have grown."""
+        """The values to filter by, and where completions have grown."""
         reward, newest = _column(self._reward), _column(self._newest)
         judged = reward[~np.isnan(reward)]
         return {
@@ -306,7 +309,7 @@ class SampleIndex:
         }
 
     def _growth(self) -> dict[str, Any] | None:
-        """The first group in time at which the mean length of GROWTH_WINDOW groups has grown GROWTH-fold."""
+        """The first group, in time, at which completions count as grown; None if they have not."""
         if len(self) < 2 * GROWTH_WINDOW:
             return None
         counts = np.maximum(np.diff(_column(self._first)), 1)
@@ -321,5 +324,5 @@ class SampleIndex:
 
 
 def _column(values: Sequence[Any]) -> npt.NDArray[Any]:
-    """A copy as an array: a view would forbid the column to grow."""
+    """A copy as an array, because a column cannot grow while a view of it exists."""
     return np.array(values)

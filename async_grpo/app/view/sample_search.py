@@ -1,7 +1,7 @@
-"""Pages of groups: filtered and sorted by the index, and searched in their texts as far as the time allows.
+"""Pages of groups, filtered and sorted by the index, with a search of their texts within a time budget.
 
-A page ends after `limit` groups or SEARCH_S seconds. Its `next` is the place to go on from, so that a search over any
-number of samples answers at once and may be continued or given up.
+A page ends after `limit` groups or SEARCH_S seconds. Its `next` is where to continue, so a search answers quickly
+regardless of the number of samples, and can be continued or abandoned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastapi import APIRouter, HTTPException, Query
 from async_grpo.app.view.sample_index import SampleIndex, SamplesQuery
 
 SEARCH_S, INDEX_S, MATCH_S = 1.0, 0.25, 0.05
-"""Most seconds that a request searches, that it indexes, and that a pattern has for one text."""
+"""Time limits in seconds: for searching in a request, for indexing in a request, and for a pattern on one text."""
 SNIPPET = 160
 """Characters of a text that a list shows."""
 KEPT_RUNS = 8
@@ -41,7 +41,7 @@ class _Texts(msgspec.Struct):
 
 
 class RunSamples:
-    """The samples of one run folder. Threads may share it."""
+    """The samples of one run folder. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class RunSamples:
         self._decode = msgspec.json.Decoder(_Texts).decode
 
     def page(self, query: SamplesQuery) -> dict[str, Any]:
-        """A page of groups. Raises ValueError for a pattern that is none."""
+        """A page of groups. Raises ValueError for an invalid pattern."""
         matches = matcher(query.q, query.regex)
         with self._lock:
             indexed = self._index.update(INDEX_S)
@@ -74,7 +74,7 @@ class RunSamples:
             }
 
     def _item(self, group: int, passing: Any, within: str, matches: Matches | None) -> dict[str, Any] | None:
-        """The group as a list shows it, with the completions that pass the filter and match; None without any."""
+        """The group's item in the list, with the completions that pass the filter and match; None if none does."""
         texts = self._decode(self._index.line(group))
         places = [place for place, passes in enumerate(passing) if passes]
         snippet = {}
@@ -91,7 +91,7 @@ class RunSamples:
         return {**self._index.brief(group), **shown, **snippet}
 
     def group(self, identity: str) -> dict[str, Any] | None:
-        """Everything that is known of a group; None if there is none of this identity."""
+        """All data of a group; None if no group has this identity."""
         with self._lock:
             self._index.update(INDEX_S)
             group = self._index.find(identity)
@@ -102,13 +102,14 @@ class RunSamples:
 
 
 def matcher(text: str, is_regex: bool) -> Matches | None:
-    """What finds the text: as a pattern, or anywhere in either case. None for an empty one. Raises ValueError."""
+    """A function that finds the text, as a regular expression or literally and ignoring case; None for an empty text.
+    Raises ValueError for an invalid pattern."""
     if not text:
         return None
     try:
         pattern = regex.compile(text) if is_regex else regex.compile(regex.escape(text), regex.IGNORECASE)
     except (regex.error, RecursionError) as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from error
 
     def search(in_text: str) -> tuple[int, int] | None:
         try:
@@ -121,14 +122,14 @@ def matcher(text: str, is_regex: bool) -> Matches | None:
 
 
 def _around(text: str, start: int, end: int) -> list[str]:
-    """The text before, in and after a match, as long as a list shows."""
+    """The text before, in and after a match, shortened for the list."""
     before = max(0, start - SNIPPET // 4)
     matched = text[start : min(end, start + SNIPPET)]
     return [text[before:start], matched, text[start + len(matched) : start + SNIPPET]]
 
 
 def recent(runs: dict[Path, R], path: Path, make: Callable[[Path], R]) -> R:
-    """The run of this folder, made if it is new; the one that was asked for longest ago makes room."""
+    """The run of this folder, created if it is new. Beyond KEPT_RUNS, the least recently used one is dropped."""
     runs[path] = runs.pop(path) if path in runs else make(path)
     if len(runs) > KEPT_RUNS:
         del runs[next(iter(runs))]

@@ -1,10 +1,10 @@
-"""The page of runs as an application: its files, what runs hold as JSON, and news of runs that are being written.
+"""The web application of `async-grpo view`: the page's files, the data of runs as JSON, and events of live runs.
 
     request --> LocalNamesOnly --> PageHeaders --> /            the page (static/)
                                                    /api/        runs, curves, sweeps, samples, timelines, changes
                                                    /reports/    reports for a frame
 
-It only reads. The page may load nothing from elsewhere, and no script but its own files (Content-Security-Policy).
+It only reads. The Content-Security-Policy lets the page load nothing from other hosts, and no scripts but its own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HEADERS = {
 
 
 def make_app(root: RunsRoot, ending: asyncio.Event, *, local_only: bool = True) -> ASGIApp:
-    """The application without its socket. `ending` ends the news that pages follow. `local_only`: answer requests for
-    this machine's own names alone."""
+    """The ASGI application. Setting `ending` ends the event streams. `local_only`: refuse requests whose Host header
+    does not name this machine."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/")
@@ -67,7 +67,7 @@ def make_app(root: RunsRoot, ending: asyncio.Event, *, local_only: bool = True) 
 
 
 class PageHeaders:
-    """Adds HEADERS to every answer."""
+    """Adds HEADERS to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,8 +1,9 @@
-"""What of a run's timeline a screen can show: spans merged below a pixel, busy tracks as a density, shares of a range.
+"""A run's timeline at screen resolution: spans below a pixel are merged, busy tracks become a density, and each range
+has its shares.
 
     timeline/ROLE.jsonl --RunTimeline--> Track (sorted, on lanes) --picture(start, end, pixels)--> one span a pixel
 
-Queries and answers have seconds since the run's first event.
+Times in queries and answers are seconds since the run's first event.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from async_grpo.telemetry.jsonl import RowFollower
 from async_grpo.telemetry.timeline import TRACK, WAIT, lane_numbers, role_order
 
 MANY_LANES = 6
-"""A track with more lanes is shown as a density unless it is asked for."""
+"""Tracks with more lanes are shown as a density unless the query expands them."""
 REBUILD_S, FAST_EVENTS = 1.0, 10_000
-"""Least seconds between two sortings of a track that grows, once it has this many events; and four times as many as the
-last one took."""
+"""A track of FAST_EVENTS events or more is sorted again at most every REBUILD_S seconds, or four times as long as the
+last sort took."""
 WEIGHTS = "weights"
 MOST_LANES = 16
-"""Tracks with more are merged into as many times longer pieces, so that an answer stays small."""
+"""Tracks with more lanes merge their spans into proportionally longer pieces, which keeps the answer small."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -49,7 +50,7 @@ class _Event(msgspec.Struct):
 
 
 class TimelineQuery(BaseModel):
-    """The part of a timeline that a screen shows; without `start` and `end` the whole of it."""
+    """The range of a timeline to show; the whole timeline without `start` and `end`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +58,7 @@ class TimelineQuery(BaseModel):
     end: float | None = None
     pixels: int = Field(default=1000, ge=50, le=5000)
     expand: list[str] = Field(default=[], max_length=100)
-    """ROLE/TRACK of the tracks whose lanes are shown however many there are."""
+    """ROLE/TRACK of the tracks whose lanes are shown even if there are many."""
 
 
 class Track:
@@ -78,7 +79,7 @@ class Track:
         self.lanes = 0
 
     def add(self, event: _Event) -> None:
-        """Take in one row."""
+        """Add a row of the timeline."""
         self._start.append(event.start_s)
         self._end.append(event.start_s if event.end_s is None else max(event.start_s, event.end_s))
         self._names.append(event.name)
@@ -86,7 +87,7 @@ class Track:
         self._args.append(bytes(event.args))
 
     def build(self) -> None:
-        """Sort what has come by lane and start, unless that takes long and was done a moment ago."""
+        """Sort the events by lane and start, unless the last sort was too recent (REBUILD_S)."""
         (count, at, took), now = self._built, time.monotonic()
         if not self.is_behind or (count >= FAST_EVENTS and now - at < max(REBUILD_S, 4 * took)):
             return
@@ -101,14 +102,14 @@ class Track:
 
     @property
     def is_behind(self) -> bool:
-        """Whether events have come that are not sorted yet."""
+        """Whether some events are not sorted yet."""
         return self._built[0] < len(self._start)
 
     def spans(self, from_s: float, to_s: float, pixel_s: float) -> list[list[Any]]:
-        """[lane, start, end, name, count, kind, args] of what is visible.
+        """The visible spans: [lane, start, end, name, count, kind, args].
 
-        Spans below a pixel that begin in the same one are merged: `count` says how many, the kind is that which took
-        the most time, and they have no args.
+        Spans shorter than a pixel that begin in the same pixel are merged: `count` is their number, `kind` the one that
+        took the most time, and `args` is None.
         """
         seen = np.flatnonzero((self.end >= from_s) & (self.start <= to_s))
         if not len(seen):
@@ -134,18 +135,18 @@ class Track:
         return [self._names[event], count, shown, msgspec.json.decode(args) if args else None]
 
     def density(self, edges: Floats) -> list[float]:
-        """The mean number of open spans between one edge and the next."""
+        """The mean number of open spans in each interval between two edges."""
         starts, ends = np.sort(self.start), np.sort(self.end)
         opened = _integral(starts, edges) - _integral(ends, edges)
         return [round(float(value), 3) for value in np.diff(opened) / np.diff(edges)]
 
     def busy(self, from_s: float, to_s: float) -> dict[str, float]:
-        """By kind of span, the share of the range in which at least one was open."""
+        """Kind of span -> share of the range in which at least one such span was open."""
         kinds = ((kind, self.within(from_s, to_s, number)) for number, kind in enumerate(self._kinds.all))
         return {kind: union(*spans) / (to_s - from_s) for kind, spans in kinds if len(spans[0])}
 
     def within(self, from_s: float, to_s: float, kind: int | None = None) -> tuple[Floats, Floats]:
-        """Starts and ends of the spans (of a kind) that are open in the range, cut to it."""
+        """Starts and ends of the spans (of a kind) that overlap the range, clipped to it."""
         seen = (self.end > from_s) & (self.start < to_s)
         if kind is not None:
             seen &= self.kind == kind
@@ -158,7 +159,7 @@ def kind_of(name: str) -> str:
 
 
 def _integral(moments: Floats, at: Floats) -> Floats:
-    """For sorted moments, the seconds since each of them, summed, at the times `at`."""
+    """Sum over the sorted `moments` of the seconds from each to `at`, for each time in `at`."""
     before = np.searchsorted(moments, at)
     return before * at - np.concatenate([[0.0], np.cumsum(moments)])[before]
 
@@ -172,7 +173,7 @@ def union(start: Floats, end: Floats) -> float:
 
 
 class RunTimeline:
-    """The timeline of one run folder. Threads may share it."""
+    """The timeline of one run folder. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "timeline"
@@ -184,7 +185,7 @@ class RunTimeline:
         self._end_s = 0.0
 
     def picture(self, query: TimelineQuery) -> dict[str, Any]:
-        """What a screen of `pixels` shows of the range."""
+        """The rows and shares of the range, at a resolution of `pixels`."""
         with self._lock:
             read = self._update()
             origin_s = self._origin_s or 0.0
@@ -217,7 +218,7 @@ class RunTimeline:
         }
 
     def _shares(self, from_s: float, to_s: float) -> list[dict[str, Any]]:
-        """Of each role: the share of the range that each kind of span took, and the share that it was idle."""
+        """For each role: the share of the range that each kind of span took, and its idle share."""
         found = []
         for role in sorted(self._tracks, key=role_order):
             tracks = self._tracks[role]
@@ -236,7 +237,7 @@ class RunTimeline:
                 yield role, name, track
 
     def _update(self) -> float:
-        """Read what has come since the last call; returns the share that has been read."""
+        """Read new events for READ_S seconds; returns the share that has been read."""
         for path in sorted(self._folder.glob("*.jsonl")):
             self._files.setdefault(path, RowFollower(path))
         return read_on([(follower, self._add) for follower in self._files.values()], time.monotonic() + READ_S)
@@ -256,8 +257,8 @@ class RunTimeline:
 
 
 def _idle(tracks: dict[str, Track], from_s: float, to_s: float) -> float | None:
-    """As `telemetry.idle` has it: the trainer is idle while it waits for a batch (not for the first one), a server
-    while it generates nothing. None for other roles."""
+    """Idle share as `telemetry.idle` defines it: the trainer is idle while it waits for a batch (except for the first),
+    a server while it generates nothing. None for other roles."""
     generating = [tracks[name].within(from_s, to_s) for name in GENERATING if name in tracks]
     if generating:
         starts, ends = zip(*generating, strict=True)
@@ -274,7 +275,7 @@ def timeline_routes(find_run: Callable[[str], Path]) -> APIRouter:
 
     @routes.get("/api/runs/{name}/timeline")
     def timeline(name: str, query: Annotated[TimelineQuery, Query()]) -> dict[str, Any]:
-        """What a screen shows of a range."""
+        """The timeline of a range."""
         return recent(runs, find_run(name), RunTimeline).picture(query)
 
     return routes

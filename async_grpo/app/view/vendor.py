@@ -1,4 +1,4 @@
-"""The page's packages of others: fetched by npm into static/vendor when a wheel is built, and never committed.
+"""Third-party packages of the page: fetched by npm into static/vendor when a wheel is built, and never committed.
 
     npm pack NAME@VERSION  -->  sha512 as pinned here?  -->  static/vendor/NAME/ with its licence
 
@@ -31,7 +31,7 @@ class VendorError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class NpmPackage:
-    """A release on npm, and which of its files the page needs."""
+    """A release on npm and the files of it that the page needs."""
 
     name: str
     version: str
@@ -97,7 +97,7 @@ def _packed(package: NpmPackage, folder: Path) -> bytes:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Fetch everything; 1 if something could not be had."""
+    """Fetch all packages; returns 1 if one could not be fetched."""
     if arguments:
         print("usage: python -m async_grpo.app.view.vendor", file=sys.stderr)
         return 2

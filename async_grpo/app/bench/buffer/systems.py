@@ -244,14 +244,14 @@ class GroupMaker:
 
     def group(self, ticket: Ticket, *, finished_s: float = 0.0) -> Group:
         """8 samples whose tokens are all of the ticket's version."""
-        samples = [_of_version(sample, ticket.version) for sample in self._pick.choice(self._templates)]
+        samples = [_written_by(sample, ticket.version) for sample in self._pick.choice(self._templates)]
         return _finished(ticket, samples, finished_s)
 
 
 def tiny_group(ticket: Ticket) -> Group:
     """One sample of one token."""
     sample = Sample(tokens=tokens_to_bytes([1]), logprobs=logprobs_to_bytes([-0.5]), spans=[])
-    return _finished(ticket, [_of_version(sample, ticket.version)], 0.0)
+    return _finished(ticket, [_written_by(sample, ticket.version)], 0.0)
 
 
 def _finished(ticket: Ticket, samples: list[Sample], finished_s: float) -> Group:
@@ -280,7 +280,7 @@ def _sample(rng: np.random.Generator) -> Sample:
     )
 
 
-def _of_version(sample: Sample, version: int) -> Sample:
+def _written_by(sample: Sample, version: int) -> Sample:
     return msgspec.structs.replace(sample, spans=[VersionSpan(version, 0, len(sample.token_ids()))])
 
 

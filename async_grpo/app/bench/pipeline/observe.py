@@ -21,7 +21,7 @@ from async_grpo.app.bench.pipeline.workload import FixedWork, StepPlan
 from async_grpo.errors import EngineError
 from async_grpo.telemetry.idle import Span, length, merged, overlap
 from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, of_kind
+from async_grpo.telemetry.rows import Row, last_of_each, number, numbers, rows_of_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Observed:
 
 def read_record(run_dir: Path) -> RunRecord:
     """The record of the run in this folder."""
-    steps = last_of_each(of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
+    steps = last_of_each(rows_of_kind(read_rows(run_dir / "metrics.jsonl"), "step"), "step")
     timelines = sorted((run_dir / "timeline").glob("rollout-*.jsonl"))
     return RunRecord(steps, [_server(read_rows(path)) for path in timelines])
 
@@ -90,7 +90,7 @@ def read_record(run_dir: Path) -> RunRecord:
 def check(record: RunRecord, work: FixedWork, plan: StepPlan, run: str) -> None:
     """Raise EngineError unless the run generated and trained exactly the work, in one go: less would look faster."""
     made = {group.seq: group.tokens for server in record.servers for group in server.groups}
-    wanted = {seq: sum(work.of_group(seq)) for seq in range(plan.steps * work.groups_per_step)}
+    wanted = {seq: sum(work.group_lengths(seq)) for seq in range(plan.steps * work.groups_per_step)}
     _compare(run, "generated", "group", made, wanted)
     for verb, tokens_of in (("trained", work.tokens_of_step), ("read", work.read_in_step)):
         done = {int(row["version"]): int(number(row, f"{verb}_tokens") or 0) for row in record.steps}

@@ -150,7 +150,7 @@ def rotated_turns(staleness: Sequence[int], repetitions: int) -> list[tuple[int,
 
 def figures_of(results: Results) -> list[Measurement]:
     """The figures of every S, then those of the two sides. Values are medians over the repetitions."""
-    found = [figure for staleness in results.staleness for figure in _of_staleness(results, staleness)]
+    found = [figure for staleness in results.staleness for figure in _measurements_at(results, staleness)]
     sides = (
         ("T_gen, S=0", "s/step", lambda one: one.gen_s),
         ("T_train, S=0", "s/step", lambda one: one.train_s),
@@ -177,7 +177,7 @@ def view(title: str, figures: Sequence[Measurement], machine: Machine) -> Render
     return Group(shown, table("", rest, machine))
 
 
-def _of_staleness(results: Results, staleness: int) -> list[Measurement]:
+def _measurements_at(results: Results, staleness: int) -> list[Measurement]:
     name = f"S={staleness}"
     speed = results.spread(staleness, _tokens_per_s)
     sync = (results.spread(0, _tokens_per_s).median, _SYNC, results.speedup(staleness).median) if staleness else ()

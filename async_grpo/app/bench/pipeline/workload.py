@@ -124,7 +124,7 @@ class FixedWork:
         """Tokens of the longest possible sequence, prompt included."""
         return max(self.prompt_tokens) + self.longest_completion
 
-    def of_group(self, seq: int) -> tuple[int, ...]:
+    def group_lengths(self, seq: int) -> tuple[int, ...]:
         """Lengths of the samples of the group whose ticket has that number."""
         place = seq % (self.steps * self.groups_per_step) * self.group_size
         return self.lengths[place : place + self.group_size]
@@ -132,7 +132,7 @@ class FixedWork:
     def tokens_of_step(self, version: int) -> int:
         """Completion tokens of the step `version` -> `version + 1`."""
         first = version * self.groups_per_step
-        return sum(sum(self.of_group(seq)) for seq in range(first, first + self.groups_per_step))
+        return sum(sum(self.group_lengths(seq)) for seq in range(first, first + self.groups_per_step))
 
     def read_in_step(self, version: int) -> int:
         """Tokens that the trainer reads for it: prompt and completion of every sample, without the last token, behind
@@ -150,7 +150,7 @@ class FixedWork:
         for seq in range(self.steps * self.groups_per_step):
             size = self.prompt_tokens[seq // self.groups_per_step]
             digits = np.random.default_rng([self.seed, seq]).integers(0, 10, size).tolist()
-            yield {"question": " ".join(map(str, digits)), "answer": answer_for(self.of_group(seq))}
+            yield {"question": " ".join(map(str, digits)), "answer": answer_for(self.group_lengths(seq))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,13 +294,13 @@ def run_config(tmp_path: Path, *overrides: str, text: str = "name: demo\nmodel: 
     return load(tmp_path / "run.yaml", [f"runs_dir={tmp_path}", *overrides])
 
 
-def of_run(config: RunConfig) -> dict[str, Finding]:
+def findings_about(config: RunConfig) -> dict[str, Finding]:
     """The findings about a configuration, by name."""
     return {finding.name: finding for finding in (check() for check in doctor.checks_of_run(config))}
 
 
 def test_a_configuration_that_can_run_here_is_in_order(tmp_path: Path) -> None:
-    findings = of_run(run_config(tmp_path))
+    findings = findings_about(run_config(tmp_path))
     assert [finding for finding in findings.values() if not finding.ok] == []
     assert "earns 0 from answer_tag" in findings["First row"].found
 
@@ -324,7 +324,7 @@ def test_what_the_run_lacks_is_named_with_what_to_type(tmp_path: Path, monkeypat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = [f"rollout.http.port={port}", "rollout.servers=2", "redis.url=redis://127.0.0.1:1"]
-        findings = of_run(run_config(tmp_path, *words))
+        findings = findings_about(run_config(tmp_path, *words))
     wrong = {name: finding for name, finding in findings.items() if finding.ok is False}
     assert wrong.keys() == {"Shared memory", "Memory of the run", "Disk", "Ports of the run", "Redis"}
     assert "4 * 15.0 = 60.0 GiB are needed" in wrong["Shared memory"].found

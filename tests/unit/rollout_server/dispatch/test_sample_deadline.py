@@ -135,7 +135,7 @@ async def test_time_in_which_the_engine_sleeps_does_not_count() -> None:
 
 def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> None:
     config = config_of(sampling={"max_tokens": 200}, rollout={"vllm": {"max_model_len": 256}})
-    deadline = SampleDeadline.of_training(config)
+    deadline = SampleDeadline.for_training(config)
     assert deadline.deadline_s == config.trainer.take_timeout_s / 2
     deadline.record(10.0, 1000)
     assert deadline.deadline_s == 120
@@ -145,7 +145,7 @@ def test_the_deadline_follows_from_lengths_and_speed_unless_it_is_given() -> Non
     assert deadline.deadline_s == pytest.approx(200)
     deadline.record(1000.0, 0)
     assert deadline.deadline_s == config.trainer.take_timeout_s / 2
-    assert SampleDeadline.of_training(config_of(rollout={"sample_deadline_s": 7})).deadline_s == 7
+    assert SampleDeadline.for_training(config_of(rollout={"sample_deadline_s": 7})).deadline_s == 7
 
 
 async def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def sync_record() -> RunRecord:
         begin_s = version * STEP_S
         updates.append(Update(version, (begin_s, begin_s + UPDATE_S)))
         for seq in range(version * WORK.groups_per_step, (version + 1) * WORK.groups_per_step):
-            groups.append(Generated(seq, version, sum(WORK.of_group(seq)), (begin_s, begin_s + UPDATE_S + GEN_S)))
+            groups.append(Generated(seq, version, sum(WORK.group_lengths(seq)), (begin_s, begin_s + UPDATE_S + GEN_S)))
         rows.append(row(WORK, version, begin_s + STEP_S, wait_s=UPDATE_S + GEN_S))
     return RunRecord(rows, [Server(tuple(groups), tuple(updates))])
 
@@ -172,7 +172,7 @@ def test_a_run_is_given_the_work_as_it_was_drawn(tmp_path: Path) -> None:
     assert not source.dropped
     for index in range(3 * source.training_rows):
         task = source.task(index)
-        assert lengths_in(task.answer) == list(WORK.of_group(index)) and len(task.prompt_ids()) == 4
+        assert lengths_in(task.answer) == list(WORK.group_lengths(index)) and len(task.prompt_ids()) == 4
     (held_out,) = source.held_out()
     assert lengths_in(held_out.answer)[0] <= config.sampling.max_tokens
 
@@ -213,7 +213,7 @@ def test_a_lead_that_is_used_up_counts_for_nothing() -> None:
     plan = StepPlan(2, WORK.steps)
     rows = [row(WORK, version, 10.0 + version, wait_s=0.0, age=1) for version in range(plan.steps)]
     spans = [(0.0, 13.0)] * 16 + [(14.0, 18.0)] * 6  # the clock runs from 14 to 18
-    groups = tuple(Generated(seq, 0, sum(WORK.of_group(seq)), span) for seq, span in enumerate(spans))
+    groups = tuple(Generated(seq, 0, sum(WORK.group_lengths(seq)), span) for seq, span in enumerate(spans))
     seen = observe(RunRecord(rows, [Server(groups, ())]), WORK, plan)
     made = sum(group.tokens for group in groups[16:])
     assert seen.generated == pytest.approx(made / WORK.tokens) and seen.generated < 1

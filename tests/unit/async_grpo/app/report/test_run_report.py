@@ -16,7 +16,7 @@ from async_grpo.app.report.run_report import write_report
 from async_grpo.app.report.summary import summarize
 from async_grpo.config import RunConfig
 from async_grpo.telemetry.jsonl import JsonLines, read_rows
-from async_grpo.telemetry.rows import of_kind
+from async_grpo.telemetry.rows import rows_of_kind
 from async_grpo.telemetry.timeline import Timeline, merge_timelines
 from async_grpo.wire.board import Estimate, EvalMetrics, Evaluation
 
@@ -118,7 +118,9 @@ def summary(run_dir: Path) -> dict[str, Any]:
     released = {"trained": 1920, "stale": 0, "filtered": 7, "failed": 1}
     stats = {"admitted": 1960, "released": released, "inflight": 20, "ready": 12, "taken": 0}
     counters = {"generated_tokens": 300_000, "restarts.trainer": 1, "restarts.rollout-0": 2}
-    return summarize(config(), of_kind(rows, "step"), of_kind(rows, "probe"), evaluations, stats, counters, 400.0)
+    return summarize(
+        config(), rows_of_kind(rows, "step"), rows_of_kind(rows, "probe"), evaluations, stats, counters, 400.0
+    )
 
 
 def test_a_repeated_step_counts_once(summary: dict[str, Any]) -> None:

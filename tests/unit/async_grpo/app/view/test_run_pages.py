@@ -171,7 +171,7 @@ async def test_sweeps_are_listed_with_their_runs_and_reports(page: Page) -> None
 async def test_a_run_that_is_written_comes_or_goes_is_news_of_the_list(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "LOOK_S", 0.01)
+    monkeypatch.setattr(news, "POLL_S", 0.01)
     ending = asyncio.Event()
     stream = news_of_runs(RunsRoot(page.root), ending)
     await anext(stream)

@@ -73,7 +73,7 @@ async def test_wrong_parameters_are_named(runs: Path) -> None:
 
 
 async def test_a_row_that_is_written_is_news(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "LOOK_S", 0.01)
+    monkeypatch.setattr(news, "POLL_S", 0.01)
     ending = asyncio.Event()
     stream = news_of(runs / "one", ending)
     assert await anext(stream) == "retry: 2000\n\n"
