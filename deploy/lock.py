@@ -173,7 +173,8 @@ def lines_of(platform: str, packages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def environment(machine: str, python: str) -> dict[str, str]:
-    """A marker's environment. Python's patch release is a late one: locks are not for early ones."""
+    """A marker's environment. Python's patch release is the first: backports for the early ones are in the locks,
+    because Debian 12 has 3.11.2."""
     return {
         "platform_machine": machine,
         "sys_platform": "linux",
@@ -182,7 +183,7 @@ def environment(machine: str, python: str) -> dict[str, str]:
         "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
         "python_version": python,
-        "python_full_version": f"{python}.7",
+        "python_full_version": f"{python}.0",
         "extra": "",
     }
 

@@ -135,6 +135,7 @@ def test_mindspeed_may_come_from_a_folder_or_a_mirror(tmp_path: Path) -> None:
 def test_locks_are_of_the_versions_that_the_code_is_written_for() -> None:
     cpu, cuda, ascend = map(pins, PLATFORMS)
     assert {lock["megatron-core"] for lock in (cpu, cuda, ascend)} == {requirements.MEGATRON_CORE}
+    assert all("async-timeout" in lock for lock in (cpu, cuda, ascend)), "redis needs it on Python 3.11.2, of Debian 12"
     assert cuda["transformer-engine"] == cuda["transformer-engine-torch"] == requirements.TRANSFORMER_ENGINE
     assert arguments_of(DEPLOY / "cuda.Dockerfile")["VLLM_IMAGE"] == f"vllm/vllm-openai:v{cuda['vllm']}"
     assert ascend["vllm"] == ascend["vllm-ascend"] == requirements.VLLM_ASCEND
