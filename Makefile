@@ -87,7 +87,8 @@ check: $(VENV)/.installed docs  ## Lint, types, import rules, the documentation'
 # MkDocs' dependencies are none of the project's own.
 $(DOCS_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5,<10'
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --progress-bar off 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5,<10' \
+		'jieba>=0.42,<1'
 	touch $@
 
 docs: $(DOCS_VENV)/.installed  ## The documentation as a site in build/site; a broken link is an error

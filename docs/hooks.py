@@ -6,11 +6,13 @@ Headings get the anchors that forges give them.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+import jieba
 from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
@@ -22,6 +24,11 @@ OUTSIDE = {
     "benchmarks/trl/README.md": "benchmarks/trl/README.md",
 }
 """Pages outside of docs/, by their path in the repository, and their place in the site."""
+
+jieba.setLogLevel(logging.WARNING)  # it cuts Chinese text into words for the search, and says so at every start
+for word in ("陈旧度", "推理服务", "训练端", "对数概率", "检查点", "留出集", "优化步", "缓冲区"):
+    jieba.add_word(word)
+
 _LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
