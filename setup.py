@@ -15,7 +15,8 @@ from setuptools.command.build_py import build_py
 
 
 def load_vendor() -> ModuleType:
-    """The module that fetches, without its package, whose dependencies are not there yet."""
+    """Load the module that fetches the packages by its path, because the dependencies of its package are not
+    installed."""
     path = Path(__file__).parent / "async_grpo" / "app" / "view" / "vendor.py"
     spec = importlib.util.spec_from_file_location("vendor", path)
     assert spec is not None and spec.loader is not None
@@ -25,7 +26,7 @@ def load_vendor() -> ModuleType:
 
 
 class BuildWithCharts(build_py):
-    """build_py, after the page's packages are in place."""
+    """build_py that first fetches the page's packages."""
 
     def run(self) -> None:
         load_vendor().main()

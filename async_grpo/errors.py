@@ -57,7 +57,7 @@ class WireError(AsyncGrpoError):
 
 
 class HubUnreachable(ConfigError):
-    """A hub does not answer or may not be asked, and what is needed of it is not in its cache."""
+    """A hub does not answer or must not be asked, and the required files are not cached."""
 
 
 class DependencyError(AsyncGrpoError):

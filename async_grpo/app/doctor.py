@@ -138,7 +138,7 @@ def checks_of_run(config: RunConfig) -> Iterator[Check]:
 
 
 def _as_finding(name: str, check: Callable[[], object]) -> Finding:
-    """A check that raises, as a finding; one that returns text says it."""
+    """Turn a check into a finding: it failed if it raises, and text that it returns is shown."""
     try:
         found = check()
     except AsyncGrpoError as error:
@@ -148,9 +148,9 @@ def _as_finding(name: str, check: Callable[[], object]) -> Finding:
 
 
 def _ask_hub(config: RunConfig) -> str:
-    """What a start would download. Raises ConfigError if a hub has it not, or cannot be asked."""
+    """What starting the run would download. Raises ConfigError if a hub lacks it or cannot be reached."""
     missing = inputs.to_download(inputs.pin(config))
-    return "; ".join(f"{key}: {what}" for key, what in missing.items()) or "all that it has is here"
+    return "; ".join(f"{key}: {what}" for key, what in missing.items()) or "everything is already downloaded"
 
 
 def _placed(config: RunConfig) -> str:
@@ -159,7 +159,7 @@ def _placed(config: RunConfig) -> str:
 
 
 def _reach_redis(config: RunConfig) -> str:
-    """Connect to the configured server and check that it may hold a run. Raises BufferFault."""
+    """Connect to the configured server and check that it is fit for a run. Raises BufferFault."""
     if config.redis.url is None:
         return "embedded: started with the run, on an append-only file in its folder"
     redis = config.redis.model_copy(update={"timeout_s": min(config.redis.timeout_s, PATIENCE_S)})
@@ -168,7 +168,7 @@ def _reach_redis(config: RunConfig) -> str:
 
 
 def _check_plan_of_memory(config: RunConfig) -> Finding:
-    """/dev/shm: two copies of the weights for the publisher and two for the receiver of a machine."""
+    """Check /dev/shm: it holds two copies of the weights for the publisher and two for the machine's receiver."""
     copy, free = model_bytes(config), shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if copy is None:
         return Finding("Shared memory", True, f"{gib(free)} GiB free; the model is made here and small, or not known")
@@ -179,8 +179,8 @@ def _check_plan_of_memory(config: RunConfig) -> Finding:
 
 
 def _check_memory_of(config: RunConfig) -> Finding:
-    """The memory of roles that compute on the CPU: 16 bytes a parameter to train, weights and cache to generate, and
-    about 1 GiB of programs for each process."""
+    """Check the memory of roles that run on the CPU: 16 bytes per parameter for training, weights and cache for
+    generation, and about 1 GiB of code for each process."""
     copy, limits, there = model_bytes(config) or 0, config.rollout.limits, psutil.virtual_memory().available
     ranks = config.trainer.processes_per_node if config.trainer.platform == "cpu" else 0
     servers = config.rollout.servers if limits.platform == "cpu" else 0
@@ -191,7 +191,7 @@ def _check_memory_of(config: RunConfig) -> Finding:
 
 
 def _check_disk(config: RunConfig) -> Finding:
-    """Room for the checkpoints: weights, master weights and two moments, `keep` and one that is being written."""
+    """Check the disk space for `keep` + 1 checkpoints of weights, master weights and two moments."""
     folder = next(place for place in (config.run_dir.absolute(), *config.run_dir.absolute().parents) if place.is_dir())
     free, kept = shutil.disk_usage(folder).free, config.trainer.checkpoint.keep + config.trainer.checkpoint.keep_best
     copy = model_bytes(config)
@@ -204,7 +204,7 @@ def _check_disk(config: RunConfig) -> Finding:
 
 
 def _check_ports_of(config: RunConfig) -> Finding:
-    """The ports that the configuration fixes, on the addresses where roles of this machine listen."""
+    """Check that the ports which the configuration fixes are free on this machine."""
     fixed = {"rollout.http.port": config.rollout.http, "telemetry.http.port": config.telemetry.http}
     taken = [key for key, at in fixed.items() if at.is_on and at.port and not _can_bind(at.port, at.host)]
     if config.rollout.http.is_on and config.rollout.http.port and config.rollout.servers > 1:
@@ -214,7 +214,8 @@ def _check_ports_of(config: RunConfig) -> Finding:
 
 
 def _check_first_row(config: RunConfig) -> Finding:
-    """The first row of the data through the template and the reward functions, with its own answer as completion."""
+    """Pass the first row of the data through the template and the reward functions, with its own answer as
+    completion."""
     name, data = "First row", config.data
     try:
         if data.kind == "arithmetic":
@@ -242,7 +243,7 @@ async def _judge(config: RunConfig, item: RewardInput) -> RewardResult:
 
 
 def _check_idle_keys(config: RunConfig) -> Finding:
-    """The keys that are written and do nothing, because of the value of another."""
+    """Find keys that have no effect because of the value of another key."""
     rules = (
         ("data.arithmetic", config.data.kind != "arithmetic", f"data.kind is {config.data.kind}"),
         ("data.path", config.data.kind != "jsonl", f"data.kind is {config.data.kind}"),
@@ -268,7 +269,7 @@ def _check_idle_keys(config: RunConfig) -> Finding:
 
 
 def _is_given(key: str, section: BaseModel) -> bool:
-    """Whether a dotted key was written, with another value than it has by itself."""
+    """Whether a dotted key was given a value other than its default."""
     name, _, rest = key.partition(".")
     value, default = getattr(section, name), type(section).model_fields[name].get_default()
     if name not in section.model_fields_set or value == default:

@@ -27,9 +27,9 @@ class DataConfig(StrictModel):
     hub: Hub = "huggingface"
     """The hub of an id in `path`: `huggingface` or `modelscope`."""
     subset: str = ""
-    """Of a data set on a hub: its folder or configuration, such as `main`; "" for the one that is known or the only."""
+    """Subset of a data set on a hub: its folder or configuration, such as `main`. Empty: the known or the only one."""
     split: str = "train"
-    """Of a data set on a hub: the split to train on. A split named `test` is held out if the data set is known to have
+    """Split of a data set on a hub to train on. A split named `test` is held out if the data set is known to have
     one (docs/data.md)."""
     eval_path: Path | None = None
     """A JSON-lines file of held-out prompts; without it the last `eval.prompts` rows are held out. A prepared folder

@@ -12,9 +12,9 @@ from async_grpo.errors import ConfigError
 _MAX_CHARACTERS_PER_TOKEN = 256
 """The most characters that a token has on average. Longer tokens are white space."""
 _PART = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer writes for bytes that are only a part of a character."""
+"""The replacement character, which a tokenizer returns for bytes that are only part of a character."""
 _MOST_BYTES = 4
-"""Bytes of the longest character in UTF-8: no more tokens than that make one."""
+"""Bytes of the longest UTF-8 character, and so the most tokens that form one."""
 
 
 class Tokenizer(Protocol):
@@ -86,7 +86,7 @@ class TokenPieces:
         self._known: dict[int, str] = {}
 
     def of(self, ids: list[int]) -> list[str]:
-        """The text of each id. Where several tokens make one character, the last of them has it and the others ""."""
+        """The text of each id. If several tokens form one character, the last has the character and the others ""."""
         pieces = [self._piece(token) for token in ids]
         start: int | None = None
         for place, piece in enumerate(pieces):

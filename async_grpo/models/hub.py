@@ -30,30 +30,30 @@ from async_grpo.utils.files import write_atomic
 Kind = Literal["model", "dataset"]
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What trainer and engine read: files in the top folder of a checkpoint. Pickled weights are not among them."""
+"""Files that trainer and engine read, in the top folder of a checkpoint. Pickled weights are excluded."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 MODEL_COPIES = ("*/*", "consolidated*")
 """Copies of the weights in other formats, in folders of their own or under other names."""
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json")
 
 LOCAL_FOLDERS = frozenset({"checkpoints", "data", "datasets", "model", "models", "outputs", "runs"})
-"""Usual names of folders: a path that begins with one is never an id."""
+"""Common names of local folders: a path that begins with one is never taken for an id."""
 
 _ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VARIABLES = {"huggingface": ("HF_ENDPOINT", "HF_TOKEN"), "modelscope": ("MODELSCOPE_ENDPOINT", "MODELSCOPE_API_TOKEN")}
 _NAMES = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
 _WHOLE = ".whole"
-"""File in a snapshot of ModelScope that was downloaded to its end: its client does not tell one that was not."""
+"""Marks a snapshot of ModelScope as complete, which its client does not record."""
 _REFUSED = (401, 403)
 LINE_EVERY_S = 5.0
-"""Seconds between two lines about a download, where there is no terminal for a bar."""
+"""Seconds between two progress lines of a download when the output is not a terminal."""
 _ANSWER_S = 10.0
-"""Seconds that a hub has to answer a question about a repository."""
+"""Seconds to wait for a hub's answer about a repository."""
 
 
 def cache_dir() -> Path:
-    """The folder of what this package makes once and keeps: $ASYNC_GRPO_CACHE, or ~/.cache/async_grpo."""
+    """The folder for files that this package makes once and keeps: $ASYNC_GRPO_CACHE, or ~/.cache/async_grpo."""
     return Path(os.environ.get("ASYNC_GRPO_CACHE") or Path.home() / ".cache" / "async_grpo")
 
 
@@ -74,7 +74,7 @@ class HubRepo:
 
     @property
     def where(self) -> str:
-        """The repository in words, for messages."""
+        """Description of the repository for messages."""
         return f"{self.kind} {self} on {_NAMES[self.hub]}"
 
     def pinned(self) -> HubRepo:
@@ -100,7 +100,7 @@ class HubRepo:
         return replace(self, revision=commit)
 
     def folder(self) -> Path | None:
-        """The folder of the cached files; None if they are not all there. Asks nobody."""
+        """The folder of the cached files; None if some are missing. Makes no requests."""
         with self._explained(), contextlib.suppress(*_absent(self.hub)):
             found = Path(self._snapshot(local_files_only=True))
             return found if self.hub == "huggingface" or (found / _WHOLE).exists() else None
@@ -147,7 +147,7 @@ class HubRepo:
             )
 
     def settings(self) -> HubRepo:
-        """The same model, of which config.json alone matters."""
+        """The same repository, of which only config.json is wanted."""
         return replace(self, wanted=("config.json",))
 
     def _is_wanted(self, name: str) -> bool:

@@ -25,12 +25,12 @@ from async_grpo.models.hub import HubRepo, cache_dir, hub_repo
 from async_grpo.utils.files import atomic_file, write_atomic
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-"""Words by which the files of a split are told from those of others."""
+"""Words in file names that identify a split."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownDataset:
-    """A public data set: where it is and how its rows are read."""
+    """A public data set: its id and how to read its rows."""
 
     id: str
     format: str
@@ -48,7 +48,7 @@ KNOWN = {
 
 
 def known(data_id: str) -> KnownDataset:
-    """What is known of the data set of this id."""
+    """The KnownDataset with this id; for any other id, one whose format is found from its rows."""
     found = (each for each in KNOWN.values() if each.id == data_id)
     return next(found, KnownDataset(data_id, "auto"))
 

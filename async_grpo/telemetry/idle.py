@@ -4,7 +4,7 @@
                                     |                                          +-->  bottleneck: a sentence
     timeline/rollout-*.jsonl      spans              -->  rollout_idle_share --+
 
-A rollout server is idle while it generates nothing; the time that counts is that of the trainer's steps:
+A rollout server is idle while it generates nothing. Only the time of the trainer's steps counts:
 
     trainer      |--wait--|----train----|--wait--|          the run in progress
     rollout-0      |-group 0-|        |--group 1-|          it generates
@@ -116,7 +116,7 @@ def _columns(rows: Iterable[Row], first: str, second: str) -> tuple[Floats, Floa
 
 
 def _covered(starts: Floats, ends: Floats) -> Callable[[Floats], Floats]:
-    """Times -> seconds before each of them that the spans cover."""
+    """A function from times to the seconds before each that the spans cover."""
     order = np.argsort(starts, kind="stable")
     order = order[ends[order] > starts[order]]
     starts, reached = starts[order], np.maximum.accumulate(ends[order])

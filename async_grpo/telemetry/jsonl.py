@@ -51,7 +51,7 @@ class RowFollower:
         """Bytes of the lines that have been read."""
 
     def unread_bytes(self) -> int:
-        """Bytes that have not been read, also of an unfinished line; negative if the file has become shorter."""
+        """Bytes not yet read, including those of an unfinished line; negative if the file has become shorter."""
         return (self._path.stat().st_size if self._path.exists() else 0) - self.read_bytes
 
     def new_rows(self, most_bytes: int = -1) -> list[dict[str, Any]]:
@@ -77,14 +77,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def each_row(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of `read_rows` one after another: files of samples may be larger than the memory."""
+    """Yields the rows of `read_rows` one at a time, because sample files may be larger than the memory."""
     if path.exists():
         with path.open("rb") as lines:
             yield from parse_rows(lines)
 
 
 _decode = msgspec.json.Decoder().decode
-"""Three times faster than json's: pages read rows of 100,000 steps."""
+"""Three times as fast as the json module, which matters for runs of 100,000 steps."""
 
 
 def parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
 FORMAT_VARIABLE = "ASYNC_GRPO_LOG_FORMAT"
 _FIELDS_VARIABLE = "ASYNC_GRPO_LOG_FIELDS"
-"""What `bind_process` has bound, for the processes that this one starts."""
+"""Passes the fields of `bind_process` to child processes."""
 _VLLM_CONFIG = Path(__file__).with_name("vllm_logging.json")
 
 _URL_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@]*:)[^\s]*@")
@@ -76,7 +76,7 @@ def bind_process(**fields: str) -> None:
 
 
 def say_as(role: str) -> Callable[[str], None]:
-    """What tells a person of progress: print, or the log where lines are JSON."""
+    """A function that reports progress to a person: print, or the log if lines are JSON."""
     return configure_logging(role).info if is_json() else print
 
 
@@ -140,7 +140,7 @@ def _json_line(level: str, event: str, fields: dict[str, Any], at_s: float | Non
 
 
 def _plain(value: Any) -> Any:
-    """The value without secrets, and as JSON can have it: NaN and infinity become text."""
+    """The value without secrets, converted to JSON types: NaN and infinity become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return redact_secrets(value) if isinstance(value, str) else value

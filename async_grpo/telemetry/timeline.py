@@ -81,7 +81,7 @@ def _usable(path: Path) -> Iterator[Event]:
 
 
 def role_order(role: str) -> tuple[int, str]:
-    """What roles are sorted by: the trainer's side first, then by name."""
+    """Sort key of roles: the trainer's side first, then by name."""
     rank = _FIRST_ROLES.index(role) if role in _FIRST_ROLES else len(_FIRST_ROLES)
     return rank, role
 
@@ -117,7 +117,7 @@ def _lanes(events: list[Event]) -> list[list[Event]]:
 
 
 def lane_numbers(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """The lowest lane that is free for each (start, end); spans come in order of their start."""
+    """The lowest free lane for each (start, end); spans must be sorted by start."""
     numbers: list[int] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []

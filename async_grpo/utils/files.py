@@ -33,7 +33,7 @@ LOOK_EVERY_S = 0.02
 """Seconds between two looks at a lock: the kernel tells nobody when it falls free."""
 
 LOOK_TAKES_S = 0.2
-"""Seconds after which a lock is held by a process at work, and not by one that only looks at it."""
+"""A lock that stays held for this many seconds belongs to a process at work, not to one that only tests it."""
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def locked(path: Path, busy: Exception) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock file. The look itself shares the lock for a moment, which `locked` waits for."""
+    """Whether a process holds the lock file. The test itself shares the lock for a moment, which `locked` waits for."""
     try:
         with path.open() as lock:
             return not try_lock(lock, shared=True)

@@ -33,8 +33,8 @@ _GRACE_S = 5.0
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Import large packages without searching for garbage, which takes a third of the time; what is there at the end is
-    never searched. Processes that are forked later then share it, because nothing writes to it."""
+    """Import large packages with garbage collection off, which saves a third of the time. Objects that exist at the end
+    are exempt from later collections, so forked processes share their memory."""
     gc.disable()
     try:
         yield

@@ -22,7 +22,7 @@ class EvaluationState(msgspec.Struct, frozen=True):
     done: int
     total: int
     left_s: float | None = None
-    """None: no completion is done."""
+    """Seconds left; None if no completion is done yet."""
 
 
 class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
@@ -43,7 +43,7 @@ class ServerBeat(Record, frozen=True, kw_only=True, tag="server"):
     logprob_gap: float | None = None
     """Largest |reported - recomputed| log-probability in the proof at its start; None: its engine does not sample."""
     evaluation: EvaluationState | None = None
-    """None: it evaluates nothing now."""
+    """The evaluation under way; None if there is none."""
 
 
 class Estimate(msgspec.Struct, frozen=True):

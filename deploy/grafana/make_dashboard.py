@@ -11,7 +11,7 @@ from typing import Any
 
 FILE = Path(__file__).parent / "dashboards" / "async-grpo.json"
 WIDTH, HEIGHT = 8, 7
-"""Of a panel; a row of Grafana has 24 columns."""
+"""Size of a panel; a row of Grafana has 24 columns."""
 
 Panel = tuple[str, str, dict[str, str]]
 """Title, unit as Grafana calls it, and query -> legend."""
@@ -161,7 +161,7 @@ ROWS: dict[str, list[Panel]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """The dashboard in Grafana's JSON model."""
     panels: list[dict[str, Any]] = []
     top = 0
     for row, members in ROWS.items():
@@ -205,7 +205,7 @@ def _panel(title: str, unit: str, queries: dict[str, str], place: dict[str, int]
 
 
 def text() -> str:
-    """The file."""
+    """The text of the dashboard file."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

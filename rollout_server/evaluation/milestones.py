@@ -130,7 +130,7 @@ class MilestoneEvaluator:
             await self._context.board.count("eval_tokens", self._runner.tokens - tokens_before)
 
     def _count_one(self) -> None:
-        """A completion of the evaluation is done; those of the probe before it count too, and are few."""
+        """Count a finished completion of the evaluation. The few completions of the probe count too."""
         if (now := self.progress) is not None:
             done = min(now.done + 1, now.total)
             left_s = (time.time() - self._began_s) / done * (now.total - done)

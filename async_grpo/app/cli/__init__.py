@@ -7,6 +7,6 @@ import signal
 import threading
 
 AT_IMPORT = signal.getsignal(signal.SIGINT)
-"""What Ctrl-C does otherwise; `main` brings it back."""
+"""The usual handler of Ctrl-C; `main` restores it."""
 if AT_IMPORT is signal.default_int_handler and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.SIG_DFL)

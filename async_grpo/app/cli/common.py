@@ -34,7 +34,7 @@ def complete_config(incomplete: str) -> list[str]:
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Folders of runs that begin with what is typed; without anything, those in runs/."""
+    """Folders of runs that begin with what is typed; with nothing typed, those in runs/."""
     return _paths_like(incomplete, ())
 
 
@@ -156,7 +156,7 @@ _FIXES = {
 
 
 def _explain_os_error(error: OSError) -> str:
-    """What is wrong with which file, and what to do."""
+    """The error in one sentence: the file, the problem and the fix."""
     place = f"{error.filename}: " if error.filename is not None else ""
     fix = _FIXES.get(error.errno or 0, "")
     return f"{place}{(error.strerror or str(error)).lower()}. {fix}".rstrip(". ")

@@ -62,7 +62,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _layers(file: Path) -> Iterator[Path]:
-    """The file and those that its `base:` names. Raises ConfigError for a name that is not shipped."""
+    """The file and the files that its `base:` names. Raises ConfigError for a name that is not shipped."""
     if not file.is_relative_to(shipped_configs()):
         raise ConfigError(f"there is no shipped configuration {file}. `async-grpo configs` lists them")
     base = yaml.safe_load(file.read_text(encoding="utf-8")).get("base") or []

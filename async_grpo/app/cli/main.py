@@ -38,7 +38,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.utils.requirements import Finding
 
 INSTALLER = Path(__file__).parents[2] / "deploy" / "install"
-"""A script that needs nothing but Python and pip. In a checkout async_grpo/deploy is a link."""
+"""A script that needs only Python and pip. In a checkout, async_grpo/deploy is a symbolic link."""
 MARKS = {True: "[green]ok[/]", False: "[red]fails[/]", None: "[yellow]note[/]"}
 
 app = typer.Typer(
@@ -71,7 +71,7 @@ def common(
         ),
     ] = False,
 ) -> None:
-    """Options before any command."""
+    """Options that precede the command."""
 
 
 @app.command()
@@ -247,7 +247,7 @@ def doctor(
 
 
 def _print_findings(findings: Sequence[Finding], title: str) -> None:
-    """The findings as a table; below it, whole and on a line of its own, each thing to do about them."""
+    """Print the findings as a table and below it each fix on a line of its own, unabridged."""
     table = Table("", "what", "found", title=title)
     for finding in findings:
         table.add_row(MARKS[finding.ok], finding.name, escape(finding.found))
@@ -263,7 +263,8 @@ def _print_findings(findings: Sequence[Finding], title: str) -> None:
 
 
 def command_of(config: Path, override: list[str] | None, steps: int | None) -> str:
-    """What makes the run from nothing, for its report: what was typed, or, in place of a run's folder, what made it."""
+    """The command that makes the run from scratch, for its report: the command typed, or the one that made the run
+    whose folder was given."""
     first = RunFolder(config).read_state().command if config.is_dir() and not override else ""
     if not first:
         return shlex.join(["async-grpo", *sys.argv[1:]])

@@ -76,7 +76,7 @@ def prepare(
 
 
 def _from_hub(options: dict[str, Any], dataset: str, split: str, subset: str, hub: Hub) -> dict[str, Any]:
-    """The options with files of this machine in place of a name or an id. Raises ConfigError."""
+    """The options with local files in place of a name or an id. Raises ConfigError."""
     from async_grpo.models.hub import TOKENIZER_FILES, hub_repo
     from async_grpo.models.hub_dataset import KNOWN, hub_files
 

@@ -33,7 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 _STYLES = {"live": "green", "finished": "blue", "failed": "red", "interrupted": "yellow"}
 _WIDTH = 160
-"""Columns of a table that is written to a file."""
+"""Width in characters of a table that is written to a file."""
 _NEXT = {
     "live": "async-grpo view {0}; async-grpo buffer stats {0}",
     "finished": "async-grpo eval {0}; async-grpo resume {0} --steps N trains it further",
@@ -236,7 +236,7 @@ def clean(
 
 
 def _check_chosen(root: Path, wanted: Wanted) -> None:
-    """Raise ConfigError if a whole folder of runs would be deleted without a condition."""
+    """Raise ConfigError if all runs of a folder would be deleted because no condition was given."""
     from async_grpo.app.runs.upkeep import Part
 
     chosen = wanted.failed or wanted.keep_last or wanted.older_than_days is not None
@@ -248,7 +248,7 @@ def _check_chosen(root: Path, wanted: Wanted) -> None:
 
 
 def _delete(removals: list[Removal]) -> int:
-    """Carry out all of them; a failure does not keep the others."""
+    """Carry out all removals. If one fails, the others are still carried out."""
     from async_grpo.app.runs.upkeep import carry_out
 
     failures = 0
@@ -269,7 +269,7 @@ def _named(removal: Removal) -> str:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """What the list shows of a run, as JSON has it."""
+    """The fields of a run in the list, as in the JSON output."""
     summary, settings = run.summary(), run.settings()
     keys = ("accuracy_before", "accuracy_after", "reward_last", "tokens_per_s", "wall_s")
     return {
@@ -311,7 +311,7 @@ def _shown_figures(run: Run) -> dict[str, str]:
 
 
 def _files(run: Run) -> dict[str, str]:
-    """What there is in the folder, by what it is for."""
+    """The files in the folder, by purpose."""
     kinds = ("report.md", "summary.json", "timeline.json", "metrics.jsonl", "checkpoints/hf")
     found = {kind: str(run.path / kind) for kind in kinds if (run.path / kind).exists()}
     counted = {kind: len(run.files(kind)) for kind in ("samples", "plots", "logs")}
@@ -353,7 +353,7 @@ def _mean_reward(row: dict[str, Any]) -> float:
 
 
 def _group_lines(row: dict[str, Any], limit: int) -> Iterator[str]:
-    """A group for the terminal: a line a text, equal completions on one."""
+    """The lines of a group for the terminal: one for each text, with equal completions on the same line."""
     yield f"group {row.get('seq')}, policy version {row.get('admitted_version')}, mean reward {_mean_reward(row):.3f}"
     yield f"  prompt: {escape_controls(str(row.get('prompt', '')), limit)}"
     yield f"  answer: {escape_controls(str(row.get('answer', '')), limit)}"

@@ -65,7 +65,7 @@ def _serve_page(runs: Path, port: int, host: str, localhost_only: bool, open_pag
 
 
 async def serve(server: HttpServer, listener: socket.socket, ending: asyncio.Event) -> None:
-    """Serve until SIGINT or SIGTERM; pages that follow a run are let go first."""
+    """Serve until SIGINT or SIGTERM; event streams are ended first."""
 
     def stop() -> None:
         ending.set()

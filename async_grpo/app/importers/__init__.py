@@ -21,7 +21,7 @@ MARK = "<!-- The tables below are written by `make reference`. -->"
 
 
 def with_tables(page: str) -> str:
-    """docs/coming-from.md with the tables of all sources behind MARK; what stands before it is written by hand."""
+    """docs/coming-from.md with the tables of all sources after MARK; the text before MARK is written by hand."""
     tables = "\n".join(line for source in SOURCES.values() for line in _tables(source))
     return f"{page.partition(MARK)[0]}{MARK}\n\n{tables.rstrip()}\n"
 

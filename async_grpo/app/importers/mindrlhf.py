@@ -210,7 +210,7 @@ def read(file: Path, given: Mapping[str, str]) -> GivenKeys:
 
 
 def translate(t: Translation) -> None:
-    """All of a MindRLHF configuration."""
+    """Translate a whole MindRLHF configuration."""
     set_name(t, f"{_RL}none", "from-mindrlhf")
     replicas = t.integer(f"{_GENERATE}{_LAYOUT}data_parallel")
     groups = t.integer(f"{_RL}num_rollouts") * t.integer(f"{_RL}chunk_size") * replicas

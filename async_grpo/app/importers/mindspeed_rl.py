@@ -201,7 +201,7 @@ ROWS = (
 
 
 def translate(t: Translation) -> None:
-    """All of a MindSpeed-RL configuration."""
+    """Translate a whole MindSpeed-RL configuration."""
     set_name(t, f"{_RL}wandb_exp_name", "from-mindspeed-rl")
     groups, mini = t.integer(f"{_TRAINING}global_batch_size"), t.integer(f"{_RL}mini_batch_size")
     t.set("groups_per_step", groups, "prompts")
@@ -224,7 +224,7 @@ def translate(t: Translation) -> None:
 
 
 def _either(t: Translation, name: str) -> str:
-    """The key as `actor_config` has it, or else `megatron_training`."""
+    """The value of the key in `actor_config`, or else in `megatron_training`."""
     return t.first(f"{_ACTOR}{name}", f"{_TRAINING}{name}")
 
 

@@ -1,4 +1,4 @@
-"""What several sources translate alike: model, lengths, objective, devices, rewards, trackers, the number of steps."""
+"""Translations that several sources share: model, lengths, objective, devices, rewards, trackers, number of steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NO_TRUNCATION = "here the log-probabilities are of the whole distribution; a tru
 
 
 def set_name(t: Translation, key: str, fallback: str) -> None:
-    """The run's name from a name or a folder of the other system."""
+    """Set the run's name from a name or a folder of the other system."""
     raw = PurePosixPath(str(t.get(key) or fallback)).name
     kept = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in raw).strip("-._")[:64]
     t.set("name", kept if kept.isascii() and kept else fallback)
 
 
 def set_model(t: Translation, path: Any) -> None:
-    """The policy, and its architecture where the name tells it."""
+    """Set the policy, and its architecture if the name reveals it."""
     shown = str(Path(str(path)).expanduser()) if str(path or "").startswith("~") else str(path or "models/CHANGE-ME")
     t.set("model.path", shown, "a Hugging Face folder with tokenizer")
     name = str(path or "").rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace("qwen25", "qwen2.5")
@@ -38,14 +38,15 @@ def set_model(t: Translation, path: Any) -> None:
 
 
 def set_data(t: Translation, described: Any, command: str, prompt_tokens: int) -> None:
-    """Data in another form than ours: a folder that `async-grpo prepare` has to make."""
+    """Set the data to a folder that `async-grpo prepare` makes, because the formats differ."""
     t.set("data.kind", "jsonl")
     t.set("data.path", "data/prepared", f"make it of {described}: async-grpo prepare {command} --out data/prepared")
     t.set("data.max_prompt_tokens", prompt_tokens)
 
 
 def set_lengths(t: Translation, prompt: int, completion: int, *, longest: int = 0, micro_tokens: int = 0) -> None:
-    """Completion, sequence and micro-batch in tokens; 0: not given. A micro-batch holds the longest sequence."""
+    """Set the lengths of completion, sequence and micro-batch in tokens; 0 means not given. A micro-batch must hold the
+    longest sequence."""
     t.set("sampling.max_tokens", completion)
     length = max(longest, completion + 1) if longest else prompt + completion
     t.set("rollout.vllm.max_model_len", length, "" if longest else f"prompt {prompt} + completion {completion}")
@@ -55,7 +56,8 @@ def set_lengths(t: Translation, prompt: int, completion: int, *, longest: int = 
 
 
 def set_sampling(t: Translation, top_p: str, top_k: str, temperature: str) -> None:
-    """Temperature; truncations of the distribution are listed, because they cannot be had."""
+    """Set the temperature. Truncations of the distribution (top-p, top-k) are listed, because they have no
+    counterpart."""
     if t.number(temperature) <= 0:
         t.drop(temperature, "completions for training are sampled, and greedy ones have no log-probability", "sampling")
     else:
@@ -67,7 +69,7 @@ def set_sampling(t: Translation, top_p: str, top_k: str, temperature: str) -> No
 
 
 def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = False) -> None:
-    """The KL term and the reference model that it needs; nothing for a weight of 0."""
+    """Set the KL term and the reference model that it needs; a weight of 0 sets nothing."""
     if beta <= 0:
         return
     t.set("trainer.objective.kl_beta", beta)
@@ -78,7 +80,7 @@ def set_kl(t: Translation, beta: float, estimator: str, *, in_reward: bool = Fal
 
 
 def set_schedule(t: Translation, style: str, warmup: float, *, key: str, min_lr: float = 0.0) -> None:
-    """Course of the learning rate. `warmup`: steps, or a share of all steps below 1."""
+    """Set the learning-rate schedule. `warmup`: number of steps, or a share of all steps if below 1."""
     if style in ("constant", "linear", "cosine"):
         t.set("trainer.optimizer.schedule", style)
     else:
@@ -91,13 +93,13 @@ def set_schedule(t: Translation, style: str, warmup: float, *, key: str, min_lr:
 
 
 def set_group_size(t: Translation, key: str) -> None:
-    """Samples of a prompt; below 2 there is no group to compare with."""
+    """Set the samples per prompt: at least 2, because advantages compare the samples of a group."""
     size = t.integer(key)
     t.set("group_size", max(2, size), "" if size >= 2 else f"CHANGE ME: {size} there; a group has at least 2 samples")
 
 
 def set_steps(t: Translation, epochs: str, groups: int) -> None:
-    """Steps from epochs, if the number of rows is known; else 100, with a note."""
+    """Set the steps from epochs if the number of rows is known, else 100 with a note."""
     number = t.number(epochs)
     if t.rows:
         t.set("steps", max(1, int(number * t.rows // groups)), f"{number:g} epochs of {t.rows} rows / {groups}")
@@ -105,31 +107,31 @@ def set_steps(t: Translation, epochs: str, groups: int) -> None:
     t.set(
         "steps", 100, f"CHANGE ME: {number:g} epochs are {number:g} * rows / {groups} steps; --rows tells the importer"
     )
-    t.drop(epochs, "a run is counted in steps; pass --rows N, the rows of the data, to have them computed", "steps")
+    t.drop(epochs, "the length of a run is given in steps; pass --rows N (rows of the data) to compute them", "steps")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCount:
-    """The devices of the other system and how it shares them out."""
+    """The devices of the other system and how it assigns them."""
 
     platform: str
     nodes: int
     per_node: int
     block: int
-    """The ranks are a multiple of it: see `block_of`."""
+    """The number of ranks is a multiple of this: see `block_of`."""
     engine: int
     """Devices of one engine."""
     rollout_devices: int = 0
-    """Devices that only generate; 0: trainer and engines take turns on the same ones."""
+    """Devices that only generate; 0 means that trainer and engines take turns on the same devices."""
 
 
 def block_of(tensor: int, pipeline: int, context: int, expert: int) -> int:
-    """Ranks that hold the model once, and whose experts are laid out evenly."""
+    """The smallest number of ranks that hold the model once with its experts distributed evenly."""
     return math.lcm(tensor * pipeline * context, pipeline * max(1, expert))
 
 
 def set_devices(t: Translation, count: DeviceCount) -> None:
-    """Platform, ranks and servers. Devices that both sides shared are dealt out: half train, half generate."""
+    """Set platform, ranks and servers. Devices that both sides shared are split: half train, half generate."""
     t.set("trainer.platform", count.platform)
     t.set("rollout.vllm.platform", _ENGINES[count.platform])
     if count.engine > 1:
@@ -142,7 +144,7 @@ def set_devices(t: Translation, count: DeviceCount) -> None:
         half = nodes * count.per_node if count.nodes > 1 else total // 2
         ranks = max(half // count.block, 1) * count.block
         generating = max(total - ranks, count.engine)
-        why = f"there all {total} devices did both in turn; here {ranks} train and {generating} generate"
+        why = f"all {total} devices took turns there; here {ranks} train and {generating} generate"
     if ranks % nodes:
         nodes = 1
     t.set("trainer.processes", ranks, why)
@@ -160,7 +162,7 @@ def set_devices(t: Translation, count: DeviceCount) -> None:
 def set_rewards(
     t: Translation, key: str, names: Sequence[str], weights: Sequence[float], known: Mapping[str, str]
 ) -> None:
-    """Reward functions by name; unknown ones are listed. There is always at least one."""
+    """Set the reward functions by name. Unknown ones are listed. There is always at least one."""
     chosen = {}
     for name, weight in zip(names, [*weights, *[1.0] * len(names)], strict=False):
         if name in known:
@@ -176,7 +178,7 @@ def set_rewards(
 
 
 def set_trackers(t: Translation, key: str, names: Any) -> None:
-    """Trackers by name; `console` and the like are what every run does anyway."""
+    """Set the trackers by name. `console` and its like are ignored: every run does that."""
     given = [str(name) for name in (names if isinstance(names, list) else [names]) if name]
     t.set("telemetry.trackers", [name for name in _TRACKERS if name in given])
     strange = [name for name in given if name not in (*_TRACKERS, "console", "none")]
@@ -185,7 +187,7 @@ def set_trackers(t: Translation, key: str, names: Any) -> None:
 
 
 def set_precision(t: Translation, key: str, name: Any) -> None:
-    """The data type of the weights in both roles."""
+    """Set the data type of the weights for both roles."""
     if str(name) in ("bfloat16", "float32"):
         t.set("model.precision", str(name), "weights of both sides; the optimizer keeps fp32 masters")
     else:
@@ -195,6 +197,6 @@ def set_precision(t: Translation, key: str, name: Any) -> None:
 
 
 def set_recompute(t: Translation, kind: str) -> None:
-    """Recomputation of activations: none, selective or full."""
+    """Set the recomputation of activations: none, selective or full."""
     if kind != "none":
         t.set("trainer.recompute", kind)

@@ -1,4 +1,4 @@
-"""Launch scripts as text: the words behind the program that they start. Nothing is executed.
+"""Reads launch scripts as text: the arguments of the program that they start. Nothing is executed.
 
 Understood are assignments outside of `if`, `case`, loops and functions, `${NAME}`, `${NAME:-default}`,
 `$((arithmetic))` and arrays. What a script computes otherwise, or takes from its environment, must be told
@@ -24,7 +24,7 @@ _ELEMENTS = re.compile(r"\$\{([A-Za-z_]\w*)\[@\]\}")
 _OPENERS, _CLOSERS = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
 _ENDS = {"|", "||", "&&", ">", ">>", "<", "&", ";", "2>&1", "&>"}
 UNKNOWN = "\x00"
-"""Marks, with the name behind it, a part of a word whose value the script does not say."""
+"""Marks a part of a word whose value is not in the script; the variable's name follows it."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -40,14 +40,14 @@ class LaunchScript:
     """The variables of a script, filled in from its first line to its last."""
 
     given: Mapping[str, str]
-    """What the user says of variables; it wins over the script, as an environment does over `${NAME:-default}`."""
+    """Values that the user gives; they override the script, as an environment overrides `${NAME:-default}`."""
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
-    """Variables that only an `if`, a `case`, a loop or a function sets."""
+    """Variables that are only set inside an `if`, a `case`, a loop or a function."""
 
     def words(self, text: str, program: re.Pattern[str]) -> tuple[str, list[str]]:
-        """The program that matches, and the words behind it, with values filled in. Raises ConfigError."""
+        """The program that matches and its arguments, with variables substituted. Raises ConfigError."""
         found: list[tuple[str, list[str]]] = []
         depth = 0
         for line in _statements(_fold(text)):
@@ -100,7 +100,7 @@ class LaunchScript:
         return words
 
     def _filled(self, text: str) -> str:
-        """The text with its variables; what is not known is marked with UNKNOWN and the name."""
+        """The text with its variables substituted; unknown ones become UNKNOWN and their name."""
         text = _REFERENCE.sub(self._value, text)
         return re.sub("\x01([^\x02]*)\x02", lambda match: self._sum(match.group(1)), text)
 
@@ -116,7 +116,7 @@ class LaunchScript:
         return self._filled(default) if default else f"{UNKNOWN}{name}{UNKNOWN}"
 
     def _sum(self, expression: str) -> str:
-        """`$((expression))` as a number; names in it may stand without `$`."""
+        """The value of `$((expression))`, in which names need no `$`."""
         text = re.sub(r"[A-Za-z_]\w*", lambda match: self._named(match.group()), expression.replace("$", ""))
         if UNKNOWN in text:
             return text
@@ -129,7 +129,7 @@ class LaunchScript:
         return self.given.get(name) or self.variables.get(name) or f"{UNKNOWN}{name}{UNKNOWN}"
 
     def reason(self, key: str, text: str) -> str:
-        """Why the value of a key is not known, and what to do; "" if it is."""
+        """Why the value of a key is unknown and how to give it; "" if it is known."""
         names = re.findall(f"{UNKNOWN}([^{UNKNOWN}]+){UNKNOWN}", text)
         if not names:
             return ""
@@ -139,7 +139,7 @@ class LaunchScript:
         return f"{names[0]} is set{inside}, and nothing is executed here; pass --set {names[0]}=VALUE"
 
     def doubtful(self) -> list[str]:
-        """Variables with a known value that an `if`, a `case` or a loop may change."""
+        """Variables whose known value an `if`, a `case` or a loop may change."""
         return sorted(name for name in self.hidden & self.variables.keys() if UNKNOWN not in self.variables[name])
 
 
@@ -209,7 +209,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _split(line: str) -> list[str] | None:
-    """The words of a line; None where a quote is still open."""
+    """The words of a line; None if a quote is still open."""
     try:
         return shlex.split(line, comments=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""From the keys of another system's configuration to this project's YAML: what every source shares.
+"""Translates the keys of another system's configuration into this project's YAML; shared by all sources.
 
     file --read--> keys and values --translate--> settings, each with a comment  --finish--> Imported
                                             \\--> keys that are left out, each with its reason
@@ -34,17 +34,17 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One key of another system, or with `*` at its end all keys that begin so."""
+    """A key of another system; with a final `*`, all keys with that prefix."""
 
     theirs: str
     ours: str = ""
-    """The keys that it becomes; "": none."""
+    """The keys that it becomes, or "" for none."""
     note: str = ""
-    """What changes on the way; without `ours` the reason why there is no counterpart."""
+    """What the translation changes; without `ours`, why there is no counterpart."""
     default: Any = None
-    """What the other system takes if the file says nothing."""
+    """The other system's default."""
     near: str = ""
-    """Without `ours`: the nearest key."""
+    """The nearest key, if `ours` is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class SourceSystem:
 
     name: str
     title: str
-    """As its authors write it, with what its files are."""
+    """The name as its authors write it, and the kind of file."""
     link: str
     rows: Sequence[KeyRow]
     read: Callable[[Path, Mapping[str, str]], GivenKeys]
@@ -128,12 +128,12 @@ class Imported:
 
 @dataclass(slots=True)
 class Translation:
-    """The state of one import: what was read of the file, and what has been set."""
+    """The state of one import: the keys of the file and the settings so far."""
 
     source: SourceSystem
     given: GivenKeys
     rows: int | None = None
-    """Rows of the training data, which turn epochs into steps."""
+    """Number of rows of the training data, needed to convert epochs into steps."""
     updates_per_step: int = 1
     """Optimizer updates of one of our steps, where the other system counts its schedules in updates."""
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Translation:
         return self.given.values.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """The value in the file, else the other system's default. The key then counts as translated."""
+        """The value in the file, or else the other system's default. Marks the key as translated."""
         self._read.add(key)
         value = self.given.values.get(key)
         return next((row.default for row in self.source.rows if row.theirs == key), None) if value is None else value
@@ -187,7 +187,7 @@ class Translation:
             self.left_out.append(LeftOut(key, self.given.values[key], reason, near))
 
     def finish(self) -> Imported:
-        """Everything that remains is listed, and the result is validated. Raises ConfigError."""
+        """List all remaining keys as left out and validate the result. Raises ConfigError."""
         listed = {item.key for item in self.left_out}
         rest = [key for key, value in self.given.values.items() if value is not None and key not in listed]
         left_out = [*self.left_out, *filter(None, map(self._fate, rest)), *self.given.left_out]
@@ -224,7 +224,7 @@ class Translation:
 
 
 def import_file(source: SourceSystem, file: Path, given: Mapping[str, str], rows: int | None = None) -> Imported:
-    """Read and translate a file. `given`: what --set says. Raises ConfigError."""
+    """Read and translate a file. `given`: the values of --set. Raises ConfigError."""
     found = source.read(file, given)
     if not found.values:
         raise ConfigError(f"{file} holds no key of {source.title}. Is it the right file, and the right --from?")
@@ -250,7 +250,7 @@ def read_text(file: Path) -> str:
 
 
 def parse_yaml(text: str, file: Path) -> Mapping[str, Any]:
-    """A YAML mapping, of plain data. Raises ConfigError."""
+    """Parse a YAML mapping of plain data. Raises ConfigError."""
     try:
         raw = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -261,7 +261,7 @@ def parse_yaml(text: str, file: Path) -> Mapping[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as YAML reads it, and 1e-6 as a number, which YAML 1.1 takes for a text."""
+    """Parse a value as YAML, except that 1e-6 is a number (YAML 1.1 takes it for a string)."""
     try:
         return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
     except yaml.YAMLError:
@@ -284,7 +284,7 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the configuration, in its order; of a list only the list."""
+    """Every dotted key of the configuration, in order; lists are not descended into."""
     for name, info in model.model_fields.items():
         kinds = (info.annotation, *(get_args(info.annotation) if get_origin(info.annotation) is not list else ()))
         section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
@@ -295,7 +295,7 @@ _KEYS = tuple(all_keys())
 
 
 def nearest_key(theirs: str) -> str:
-    """Our key whose last word is most like theirs; "" if none is."""
+    """Our key whose last part is most similar to theirs; "" if none is similar."""
     leaves = {key.rpartition(".")[2]: key for key in reversed(_KEYS)}
     near = difflib.get_close_matches(theirs.rpartition(".")[2], leaves, n=1, cutoff=0.75)
     return leaves[near[0]] if near else ""
@@ -324,5 +324,5 @@ def _yaml_lines(nested: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def renamed(rows: Iterable[KeyRow], prefix: str) -> list[KeyRow]:
-    """The same rows below a section."""
+    """The rows with a section's name in front of their keys."""
     return [replace(row, theirs=f"{prefix}{row.theirs}") for row in rows]

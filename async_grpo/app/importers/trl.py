@@ -182,7 +182,7 @@ def read(file: Path, given: Mapping[str, str]) -> GivenKeys:
 
 
 def translate(t: Translation) -> None:
-    """All of a TRL configuration."""
+    """Translate a whole TRL configuration."""
     set_name(t, t.first("run_name", "output_dir"), "from-trl")
     _batches(t)
     set_model(t, t.get("model_name_or_path"))

@@ -87,7 +87,7 @@ def read(file: Path, given: Mapping[str, str]) -> GivenKeys:
 
 
 def translate(t: Translation) -> None:
-    """All of a verl configuration."""
+    """Translate a whole verl configuration."""
     set_name(t, "trainer.experiment_name", "from-verl")
     _batches(t)
     set_model(t, t.get("actor_rollout_ref.model.path"))

@@ -1,4 +1,4 @@
-"""The keys of verl with their defaults (verl/trainer/config/_generated_ppo_trainer.yaml), and what becomes of them."""
+"""The keys of verl, their defaults (verl/trainer/config/_generated_ppo_trainer.yaml) and their counterparts here."""
 
 from __future__ import annotations
 

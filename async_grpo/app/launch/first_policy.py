@@ -77,7 +77,7 @@ async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
 
 
 def made_in_s(model: Path) -> float:
-    """Seconds that the warm-up of a policy took, also of one that was made long ago; 0 for any other model."""
+    """Seconds that the warm-up of the policy took, even if it was made in an earlier run; 0 for any other model."""
     report = model / "warmup.json"
     return float(json.loads(report.read_text(encoding="utf-8"))["elapsed_s"]) if report.exists() else 0.0
 
@@ -135,7 +135,7 @@ async def _make(argv: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def _progress(line: str, steps: int | None) -> str:
-    """A line of the program's progress in words, with the time left where it says how far it is."""
+    """A progress line of the program as a sentence, with the time left if the line has a count."""
     try:
         fields = json.loads(line)
     except ValueError:

@@ -29,7 +29,7 @@ from buffer import attach, connect_board, is_over, knows_run
 
 LOOK_EVERY_S = 1.0
 KEEP_EVERY_S = 30.0
-"""Seconds between two writes of the wall time, which is all that a kill can cost."""
+"""Seconds between two writes of the wall time: the most that a kill can lose of it."""
 ROLE = "report"
 
 
@@ -105,7 +105,7 @@ class RunFollower:
         return StatePlane(self._config, buffer, board, None)
 
     async def _over(self, plane: StatePlane) -> None:
-        """Wait for the last step and its evaluation, however long that takes, and then for the roles to leave."""
+        """Wait, without a limit, for the last step and its evaluation, and then for the roles to leave."""
         self._say(f"following {self._folder.path}; its report comes when it is over")
         while not await self._if_there(is_over(plane.config, plane.buffer, plane.board)):
             self._keep_time()
@@ -117,14 +117,14 @@ class RunFollower:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _roles_there(self, plane: StatePlane) -> bool:
-        """Whether a role holds its lock in this folder, or a rollout server of another machine is heard of."""
+        """Whether a role holds its lock in this folder, or a rollout server on another machine still reports."""
         locks = (self._folder.path / "roles").glob("*.lock")
         if any(is_locked(lock) for lock in locks if lock.stem != ROLE):
             return True
         return bool(await plane.board.servers())
 
     async def _if_there(self, question: Awaitable[bool]) -> bool:
-        """The answer; False while the server does not give one. The roles wait for it too."""
+        """The answer, or False while the server does not respond. The roles wait for it too."""
         try:
             return await question
         except ServerLost as error:

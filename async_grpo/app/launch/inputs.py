@@ -1,4 +1,4 @@
-"""Models and data that a configuration names by the id of a hub: pinned for the run, and as files of this machine.
+"""Models and data that a configuration names by hub id: pinned for the run, and downloaded to this machine.
 
 configuration --pin--> ids with commits (config.yaml) --fetch--> local files (roles.yaml, checks, roles)
 """
@@ -22,7 +22,7 @@ Section = TypeVar("Section", bound=BaseModel)
 
 
 def hub_inputs(config: RunConfig) -> dict[str, HubRepo]:
-    """Configuration key -> the repository that it names; {} if all inputs are on this machine."""
+    """Configuration key -> the hub repository that it names; {} if all inputs are local."""
     reference = config.trainer.reference.path
     found = {"model.path": model_repo(config), "data.path": data_repo(config.data)}
     if reference is not None:
@@ -51,7 +51,7 @@ def pin(config: RunConfig, *, planning: bool = False) -> RunConfig:
 
 
 def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
-    """The repositories of the run that is in the folder already."""
+    """The repositories that the run already in the folder was pinned to."""
     folder = RunFolder(config.run_dir)
     try:
         return hub_inputs(folder.read_config()) if folder.config_file.exists() else {}
@@ -60,8 +60,7 @@ def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
 
 
 def fetch(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """The configuration with files of this machine in place of ids, downloaded if they are not here. Raises
-    ConfigError."""
+    """The configuration with local files in place of ids, downloaded if they are missing. Raises ConfigError."""
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
         if key == "data.path":

@@ -201,7 +201,7 @@ class DevicePlan:
 
 
 def model_bytes(config: RunConfig) -> int | None:
-    """The bytes of one copy of the weights; None for a model that is made, and for one whose shape is not known."""
+    """Bytes of one copy of the weights; None for a generated model or one of unknown shape."""
     if config.model.path is None:
         return None
     shape = _shape(config.model.path / "config.json", config.model.architecture)

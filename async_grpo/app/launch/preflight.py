@@ -67,7 +67,7 @@ async def _try_verifiers(pool: RewardPool) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless the folder is there, or can be made, and can be written to."""
+    """Raise ConfigError unless the folder exists or can be made, and is writable."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not there.is_dir():
         raise ConfigError(
@@ -124,7 +124,7 @@ def load_named(path: Path, overrides: Sequence[str], steps: int | None = None) -
 
 
 def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What has to hold before a run starts: its name, and a check that raises ConfigError or DependencyError."""
+    """The checks before a run starts, by name. Each raises ConfigError or DependencyError."""
     from_hub = hub_inputs(config)
     excused = [key for key in _absent(config) if planning and (config.model.architecture or key in from_hub)]
     yield "Run folder", lambda: check_folder(config.run_dir)
@@ -197,7 +197,7 @@ def describe(config: RunConfig) -> Table:
 
 
 def _refusal(config: RunConfig) -> str:
-    """Why this machine alone cannot run it; "" if it can, or if it is for several machines."""
+    """Why this machine alone cannot run the configuration; "" if it can, or if the run is for several machines."""
     try:
         if config.trainer.nodes == 1:
             check_machine(config)
@@ -221,7 +221,7 @@ def _absent(config: RunConfig) -> dict[str, Path]:
 
 
 def placement(config: RunConfig) -> list[tuple[str, str]]:
-    """Rows with the cores, devices and device memory of each role. Raises ConfigError for what this machine has not."""
+    """The cores, devices and device memory of each role, as rows. Raises ConfigError for what this machine lacks."""
     return [*_core_rows(config), *_device_rows(config)]
 
 

@@ -121,11 +121,11 @@ class RoleProcess:
 
     @property
     def age_s(self) -> float:
-        """Seconds since its start."""
+        """Seconds since the process started."""
         return time.monotonic() - self._started_s
 
     def stage(self) -> str:
-        """What it does while it starts, by its log."""
+        """The stage of its start, according to its log."""
         stages, log = _STAGES[kind_of(self.spec.name)], _tail(self.spec.log, self._log_start)
         return [stage for stage, sign in stages if re.search(sign, log)][-1]
 
@@ -157,7 +157,7 @@ _FROM_OUTSIDE = {
     -signal.SIGKILL: "the kernel does that where memory runs out (`dmesg`, or memory.events of the container)",
     -signal.SIGTERM: "",
 }
-"""Exit code of a role that something else has ended -> what to say of it; its log has no reason."""
+"""Exit code of a role that was ended from outside -> explanation, because its log has none."""
 
 
 def _signal_name(number: int) -> str:
@@ -192,17 +192,17 @@ def kind_of(role: str) -> str:
 
 
 class StartTimes:
-    """How long the roles of such a run took to start on this machine, from one run to the next."""
+    """How long each kind of role took to start on this machine, remembered between runs."""
 
     def __init__(self, config: RunConfig, file: Path) -> None:
-        """`file` is shared by all runs; one that cannot be read is as good as none."""
+        """`file` is shared by all runs; an unreadable file counts as missing."""
         model = str(config.model.path or ("random" if config.model.random else "warmup"))
         self._keys = {"trainer": f"trainer {config.trainer.platform} {model}"}
         self._keys["rollout"] = f"rollout {config.rollout.limits.platform} {model}"
         self._file = file
 
     def usual_s(self, role: str) -> float | None:
-        """Seconds of the last start of such a role; None if that is not known."""
+        """Seconds of the last start of such a role; None if unknown."""
         return self._read().get(self._keys[kind_of(role)])
 
     def note(self, role: str, seconds: float) -> None:

@@ -204,7 +204,7 @@ def _short(value: str) -> str:
 
 
 def remove_run(folder: RunFolder) -> None:
-    """Remove the folder, but only if a run made it. Raises ConfigError otherwise, and if a process is at work in it."""
+    """Remove the folder of a run. Raises ConfigError if no run made it, or if a process is at work in it."""
     known = folder.config_file.exists() or (folder.path / _LOCK).exists()
     if not known and any(folder.path.iterdir()):
         raise ConfigError(f"{folder.path} is not a run (it has no config.yaml); it is not removed. Choose another name")

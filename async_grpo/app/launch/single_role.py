@@ -20,7 +20,7 @@ from async_grpo.telemetry.logging import say_as
 from buffer import connect_board
 
 LEADER = "trainer-0"
-"""The trainer, or its node 0."""
+"""Name of the trainer, or of its node 0 if it has several."""
 
 
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:

@@ -112,8 +112,7 @@ class RoleSupervisor:
         return role.pid if role else None
 
     def heard_of(self, name: str) -> float | None:
-        """Record that the role has shown that it is ready. Returns the seconds that it took if this is the first time
-        since its start."""
+        """Record that the role is ready. The first time since its start, returns the seconds that the start took."""
         role, process = self.states[name], self._running.get(name)
         if role.state != "starting" or process is None:
             return None
@@ -121,7 +120,7 @@ class RoleSupervisor:
         return process.age_s
 
     def shown(self, usual_s: Callable[[str], float | None]) -> list[RoleState]:
-        """The states of all roles; of those that start, also what they do and since when."""
+        """The states of all roles, with stage and duration of the start for those that are starting."""
         return [self._shown(role, usual_s) for role in self.states.values()]
 
     def _shown(self, role: RoleState, usual_s: Callable[[str], float | None]) -> RoleState:

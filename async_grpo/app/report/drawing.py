@@ -24,7 +24,7 @@ DASHES = ("-", "--", ":", "-.")
 Z_95 = 1.96
 """Standard errors on either side of a mean that make a 95% interval."""
 _COLORS = 128
-"""Colours of a PNG file, which has a palette: a third of the bytes, and no difference to be seen."""
+"""Colours in the palette of a PNG file, which makes it a third of the size without a visible difference."""
 _DPI = 144
 _MANY_MARKS = 20
 
@@ -103,7 +103,7 @@ def smoothing_window(points: int) -> int:
 
 
 def percent(axes: Axes) -> None:
-    """Write the values of the panel in percent, with as many digits as its ticks need."""
+    """Label the y axis in percent, with as many digits as the ticks need."""
     from matplotlib.ticker import PercentFormatter
 
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))

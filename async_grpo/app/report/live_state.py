@@ -17,11 +17,11 @@ class RoleState:
     state: str
     restarts: int = 0
     stage: str = ""
-    """What it does while it starts; "" if that is not known."""
+    """The stage of its start; "" if unknown."""
     since_s: float = 0.0
     """Seconds since its process was started."""
     usual_s: float | None = None
-    """Seconds that its last start on this machine took; None if that is not known."""
+    """Seconds that its last start on this machine took; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

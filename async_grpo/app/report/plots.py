@@ -48,7 +48,7 @@ _PARTS = {
 """Part of the trainer's step -> its colour and hatching, from the bottom up."""
 _OPTIMIZATION = ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ess", "logprob_gap_mean", "lr")
 _MOST_LABELS = 9
-"""Bars of an age histogram that have room for their figures."""
+"""Most bars of an age histogram that are labelled with their figures."""
 _METRICS = {metric.key: metric for metric in METRICS}
 Events = Mapping[str, Sequence[float]]
 
@@ -184,7 +184,7 @@ def _lengths(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | N
 
 
 def _share_axis(axes: Axes, steps: Sequence[Row], key: str) -> None:
-    """Percent from 0 to the largest share, and to 1% at least: shares of 0 lie on the axis."""
+    """Scale the axis from 0 to the largest share in percent, at least to 1%, so that shares of 0 lie on the axis."""
     axes.set_ylim(0, max(0.01, 1.05 * max(numbers(steps, key))))
     percent(axes)
 
@@ -275,7 +275,7 @@ def _buffer(steps: Sequence[Row], summary: Facts, events: Events) -> Figure | No
 
 
 def _named(steps: Sequence[Row], key: str, name: str) -> list[dict[str, Any]]:
-    """Rows with one of the values that `key` has by name, as `value`."""
+    """Rows of step and `value`, the entry `name` of the dictionary `key`."""
     return [{"step": row["step"], "value": (row.get(key) or {}).get(name)} for row in steps]
 
 
@@ -315,7 +315,7 @@ def _draw_idle(axes: Axes, steps: Sequence[Row], servers: Sequence[Sequence[Row]
 
 
 def _ratio(above: Sequence[float], below: Sequence[float], window: int) -> list[float]:
-    """Sums of one over sums of the other, over the window: a rate of all its time, not a mean of rates."""
+    """Ratio of the sums over the window: the rate over all its time, not a mean of rates."""
     return [a / b for a, b in zip(smooth(above, window), smooth(below, window), strict=True)]
 
 

@@ -116,7 +116,7 @@ def samples_section(run_dir: Path) -> str:
 
 
 def _ends_of(run_dir: Path) -> tuple[list[Row], list[Row]]:
-    """The first and the last groups by version. Only these are kept: samples may be larger than the memory."""
+    """The first and the last groups by version. Only these are kept in memory: sample files may be larger than it."""
     first: list[tuple[int, int, Row]] = []
     last: list[tuple[int, int, Row]] = []
     rows = (row for path in sorted((run_dir / "samples").glob("*.jsonl")) for row in each_row(path))
@@ -184,7 +184,7 @@ def write_report(run_dir: Path, summary: Facts) -> Path:
 
 
 def _headline(summary: Facts) -> str:
-    """The table at the top: what was learned, at what cost, and whether it can be trusted."""
+    """The table at the top: results, cost and the checks of the run."""
     score = summary.get("held_out_score", "accuracy")
     form, learned = score_format(score), {}
     for kind, key in (("sampled", "accuracy"), ("greedy", "greedy_accuracy")):
@@ -214,7 +214,8 @@ def _generated(summary: Facts) -> str:
 
 
 def _wall(summary: Facts) -> str:
-    """Wall time and its parts. What was prepared before is named, because it is not in it."""
+    """The wall time and its parts. The time to prepare the first policy is stated separately, because it is not
+    included."""
     wall_s, start_s, steps_s = (summary.get(key) or 0.0 for key in ("wall_s", "start_s", "steps_s"))
     rest_s = max(0.0, wall_s - start_s - steps_s)
     parts = f"{start_s:,.0f} s until the first batch, {steps_s:,.0f} s of steps, {rest_s:,.0f} s of the rest"

@@ -123,7 +123,8 @@ def held_out_score(evaluations: Sequence[Row]) -> str:
 
 
 def learned(summary: Facts) -> str:
-    """A line: the held-out score (sampled) of the first and the last policy measured, or the training reward."""
+    """One line with the held-out score (sampled) of the first and the last policy measured, or else the training
+    reward."""
     if summary["accuracy_before"] is None:
         first, last = (figure(summary[key], ".3f") for key in ("reward_first", "reward_last"))
         return f"training reward {first} -> {last} (means of the first and the last tenth of the steps)"
@@ -134,7 +135,7 @@ def learned(summary: Facts) -> str:
 
 
 def score_format(score: str) -> str:
-    """How a held-out score is written: an accuracy in percent, a reward as a number."""
+    """The format of a held-out score: percent for an accuracy, a number for a reward."""
     return ".1%" if score == "accuracy" else ".3f"
 
 

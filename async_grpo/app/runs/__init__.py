@@ -1,1 +1,1 @@
-"""Runs after their start: read them, list them, compare them, clean them up."""
+"""Runs on disk: read, list, compare, report again and clean up. And `run`, which starts one from Python."""

@@ -1,4 +1,4 @@
-"""Several runs beside each other: the settings in which they differ, and their figures.
+"""Compares runs: the settings in which they differ, and their figures.
 
 Run, Run, ... --compare--> Comparison --> `async-grpo runs compare`: a table, JSON, or a picture
 """
@@ -33,13 +33,13 @@ FIGURES = {
     "mean_age": ("age of trained tokens, mean", ".2f"),
     "logprob_gap_mean": ("log-probability gap, mean", ".1e"),
 }
-"""Key of the summary -> its name and format."""
+"""Key of the summary -> label and format."""
 _PLACE = ("name", "runs_dir")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs, their settings and figures in columns, one column a run."""
+    """The settings that differ and the figures of several runs, one column for each run."""
 
     names: list[str]
     settings: dict[str, list[Any]]
@@ -67,7 +67,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, or whole paths if two have one name."""
+    """The names of the folders, or their paths if two folders have the same name."""
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 

@@ -1,12 +1,12 @@
-"""Run: the folder of a run, read. `list_runs` finds the runs below a folder.
+"""Run: reads the folder of a run. `list_runs` finds the runs below a folder.
 
     config.yaml  run.json  run.lock     -->  config, state
     metrics.jsonl                       -->  steps, probes, warnings
     evaluations/*.jsonl, summary.json   -->  evaluations, summary
     samples/  timeline/  logs/          -->  their files
 
-Nothing here writes, and nothing asks the run's server: what a person may look at is in the files. Files may be torn,
-missing or of an older release; what cannot be read is left out.
+This module only reads files and never asks the run's server. Files may be truncated, missing or of an older release;
+what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from async_grpo.wire.board import Evaluation
 
 SUMMARY = "summary.json"
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Ten times as fast where PyYAML was built with libyaml: lists read the configurations of many runs."""
+"""Ten times as fast if PyYAML was built with libyaml, which matters for lists of many runs."""
 
 
 class RunStatus(StrEnum):
-    """What a run is doing."""
+    """State of a run."""
 
     LIVE = "live"
     """A process is at work in its folder."""
@@ -64,13 +64,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name, of its configuration or else of its folder."""
+        """The run's name from its configuration, or else its folder's name."""
         name = self.settings().get("name")
         return name if isinstance(name, str) else self.path.name
 
     @property
     def folder(self) -> RunFolder:
-        """The same folder as the launcher sees it."""
+        """The folder as the launcher's RunFolder."""
         return RunFolder(self.path)
 
     @property
@@ -94,7 +94,7 @@ class Run:
             return RunState()
 
     def status(self) -> RunStatus:
-        """What the run is doing now. A lock tells a live run, so that the answer is right however it ended."""
+        """State of the run. A held lock means that it is live, so the answer is right however the run ended."""
         if self.folder.is_at_work():
             return RunStatus.LIVE
         state = self.state()
@@ -131,8 +131,8 @@ class Run:
         return [known[version] for version in sorted(known)]
 
     def summary(self) -> Facts:
-        """summary.json, or the same figures from the other files if there is none of all steps yet, without the groups'
-        account."""
+        """summary.json if it covers all steps; otherwise the same figures computed from the other files, without the
+        accounting of groups."""
         written = self.written_summary()
         is_whole = written and int(written.get("steps") or 0) >= len(self.steps())
         return written if is_whole else self.computed_summary()

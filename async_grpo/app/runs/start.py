@@ -33,9 +33,9 @@ from async_grpo.utils.files import write_atomic
 
 Overrides = Mapping[str, Any] | Sequence[str]
 _KILL_AFTER_S = 60.0
-"""Seconds for a child to end in order after an error in this process."""
+"""Seconds that the child may take to shut down after an error in this process."""
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, DependencyError)}
-"""Errors that come back as they are; any other is a RoleFailed with its message."""
+"""Errors that are raised here with their own type; any other becomes a RoleFailed with its message."""
 
 
 def run(
@@ -84,7 +84,7 @@ def _file_of(config: str | Path | Mapping[str, Any] | RunConfig, folder: Path) -
 
 
 def _assignments(overrides: Overrides) -> list[str]:
-    """The overrides as on a command line. JSON is YAML, and a string stands as it is."""
+    """The overrides as KEY=VALUE. Values are written as JSON, which is valid YAML; strings are kept as they are."""
     if not isinstance(overrides, Mapping):
         return [*overrides]
     told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in overrides.items()}
@@ -132,7 +132,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def _plain() -> dict[str, str]:
-    """The environment without what Jupyter's kernel sets, by which rich would draw a live panel into a pipe."""
+    """The environment without the variables of Jupyter's kernel, which would make rich draw a live panel into a
+    pipe."""
     forced = ("FORCE_COLOR", "CLICOLOR_FORCE")
     return {**{key: value for key, value in os.environ.items() if key not in forced}, "TTY_COMPATIBLE": "0"}
 
@@ -143,7 +144,7 @@ def _show_all(lines: Iterable[str], show: Callable[[str], object]) -> None:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """End the child, if an error of this process has left it behind, and close its pipe."""
+    """End the child if an error in this process left it running, and close its pipe."""
     if child.poll() is None:
         child.terminate()
         try:
@@ -163,7 +164,7 @@ def _error(asked: Path, code: int, folder: Path) -> AsyncGrpoError:
 
 
 def main(asked: Path) -> int:
-    """The child: make the run that request.json asks for, and write error.json if that fails."""
+    """Entry point of the child: perform the run that request.json describes, and write error.json if it fails."""
     request = json.loads((asked / "request.json").read_text())
     try:
         config = resolve_here(Path(request["config"]), request["overrides"], steps=request["steps"])

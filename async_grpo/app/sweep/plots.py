@@ -29,11 +29,11 @@ _MOST_NAMED, _LONGEST_NAME = 8, 28
 """Points that are labelled with their values, and the characters of such a label; more or longer ones get a number."""
 _LONGEST_LINE = 60
 _NEAR = 25
-"""Pixels between a point and its label from which a line joins them."""
+"""Distance in pixels from which a line joins a point and its label."""
 _AROUND = [(radius, angle) for radius in range(15, 240, 6) for angle in range(30, 390, 30)]
-"""Places of a label around its point, the nearest first: pixels and degrees."""
+"""Candidate positions of a label around its point, nearest first: distance in pixels and angle in degrees."""
 _TICK_ROOM = 26
-"""Characters of tick labels that have room side by side below a small panel."""
+"""Total characters of tick labels that fit side by side below a small panel."""
 _LOG_FROM = 10
 """Ratio of the fastest to the slowest setting from which the axis of the throughput is logarithmic."""
 
@@ -287,7 +287,7 @@ def _panels(count: int, columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def _turn(ticks: Sequence[str]) -> float:
-    """Degrees by which tick labels of a small panel are turned so that they do not run into each other."""
+    """Rotation in degrees that keeps the tick labels of a small panel apart."""
     return 90 if max(map(len, ticks)) * len(ticks) > _TICK_ROOM else 0
 
 

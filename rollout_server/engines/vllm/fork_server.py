@@ -70,7 +70,7 @@ def _fork_server(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> in
 
 
 class _EngineProcess(ForkServerProcess):
-    """A process with the environment that its parent has when it starts it, as a spawned one would have."""
+    """A process that gets its parent's environment at the time of its start, as a spawned process would."""
 
     def start(self) -> None:
         self._environment = dict(os.environ)
