@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from async_grpo.app.view import columns, news, run_pages
+from async_grpo.app.view import columns, run_pages, server
 from async_grpo.app.view.catalog import RunsRoot
-from async_grpo.app.view.news import news_of_runs
-from async_grpo.app.view.server import make_app
+from async_grpo.app.view.server import list_events, make_app
 from async_grpo.telemetry.jsonl import JsonLines
 from tests.support.view_runs import HOSTILE, STARTED_S, write_metrics
 
@@ -171,9 +170,9 @@ async def test_sweeps_are_listed_with_their_runs_and_reports(page: Page) -> None
 async def test_a_run_that_is_written_comes_or_goes_is_news_of_the_list(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "POLL_S", 0.01)
+    monkeypatch.setattr(server, "POLL_S", 0.01)
     ending = asyncio.Event()
-    stream = news_of_runs(RunsRoot(page.root), ending)
+    stream = list_events(RunsRoot(page.root), ending)
     await anext(stream)
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)

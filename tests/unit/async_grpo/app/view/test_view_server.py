@@ -8,10 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from async_grpo.app.view import news
+from async_grpo.app.view import server
 from async_grpo.app.view.catalog import RunsRoot
-from async_grpo.app.view.news import news_of
-from async_grpo.app.view.server import make_app
+from async_grpo.app.view.server import make_app, run_events
 from async_grpo.errors import ConfigError
 
 
@@ -73,9 +72,9 @@ async def test_wrong_parameters_are_named(runs: Path) -> None:
 
 
 async def test_a_row_that_is_written_is_news(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "POLL_S", 0.01)
+    monkeypatch.setattr(server, "POLL_S", 0.01)
     ending = asyncio.Event()
-    stream = news_of(runs / "one", ending)
+    stream = run_events(runs / "one", ending)
     assert await anext(stream) == "retry: 2000\n\n"
     waiting = asyncio.ensure_future(anext(stream))
     (runs / "one" / "metrics.jsonl").write_text("{}\n")
