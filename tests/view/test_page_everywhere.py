@@ -22,8 +22,6 @@ READY = {
     "timeline": ".readout li",
     "logs": "pre.log",
 }
-SHOWN = {"samples": "samples?sort=age"}
-"""Where a screenshot shows more than the view as it opens."""
 each_view = pytest.mark.parametrize("view", list(READY))
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SAMPLES, STEPS, EVENTS, BUDGET_MS, FRAME_MS = 100_000, 100_000, 100_000, 2000, 50
@@ -166,7 +164,7 @@ def test_a_hundred_thousand_events_zoom_smoothly(tmp_path: Path, open_page: Call
 def test_screenshots(open_page: Callable[..., Any], view: str, theme: str, viewport: dict[str, int]) -> None:
     run = Path(os.environ["UPDATE_SCREENSHOTS"])
     with serving(run.parent) as address:
-        page = open_page(address_of(address, SHOWN.get(view, view), run.name), theme=theme, viewport=viewport)
+        page = open_page(address_of(address, view, run.name), theme=theme, viewport=viewport)
         page.locator(READY[view]).first.wait_for()
         kind = "narrow" if viewport is NARROW else theme
         path = IMAGES / f"view-{view or 'runs'}-{kind}.png"
