@@ -5,6 +5,7 @@ There is no clock and no waiting: `now_s` is passed in, and a call that cannot s
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,10 @@ class BufferState:
     released: Counter[str] = field(default_factory=Counter)
     lengths: Counter[tuple[str, int]] = field(default_factory=Counter)
     endings: OrderedDict[tuple[str, int, int], None] = field(default_factory=OrderedDict)
+    ready_count: int = 0
+    """Number of READY groups."""
+    _no_lease_ends_before_s: float = 0.0
+    """A lower bound on the deadlines of all leases; groups without a holder have deadline 0."""
 
     @property
     def tasks_put(self) -> int:
@@ -122,13 +127,14 @@ class BufferState:
 
     def give_back(self, ticket: Ticket) -> None:
         if self._holds(ticket):
-            self.open[ticket.seq].deadline_s = 0.0
+            self.open[ticket.seq].deadline_s = self._no_lease_ends_before_s = 0.0
 
     def insert(self, ticket: Ticket, group: Group) -> None:
         if self._holds(ticket):
             slot = self.open[ticket.seq]
             slot.group, slot.partial, slot.longest = group, None, group.longest
             self.inserted += 1
+            self.ready_count += 1
         elif not self._inserted_before(ticket):
             raise lease_lost(ticket)
 
@@ -191,8 +197,8 @@ class BufferState:
             version=self.version,
             tasks_put=self.tasks_put,
             waiting=len(self.tasks),
-            inflight=len(self.open) - len(ready),
-            ready=len(ready),
+            inflight=len(self.open) - self.ready_count,
+            ready=self.ready_count,
             taken=len(self.taken),
             admitted=self.admitted,
             released={reason.value: self.released[reason.value] for reason in ReleaseReason},
@@ -211,7 +217,11 @@ class BufferState:
     def unheld(self, now_s: float) -> list[int]:
         """Sequences without a holder, lowest first. Groups without attempts left end as failed, and those whose partial
         is too old to continue as expired."""
-        over = [seq for seq, slot in self.open.items() if slot.group is None and slot.deadline_s <= now_s]
+        if now_s < self._no_lease_ends_before_s:
+            return []
+        held = {seq: slot.deadline_s for seq, slot in self.open.items() if slot.group is None}
+        over = [seq for seq, deadline_s in held.items() if deadline_s <= now_s]
+        self._no_lease_ends_before_s = min(held.values(), default=math.inf)
         for seq in over:
             slot = self.open[seq]
             if slot.expired_leases + (slot.deadline_s > 0) >= self.max_attempts:
@@ -230,15 +240,17 @@ class BufferState:
         its oldest READY group for it."""
         window, rate = self.policy.window, self.policy.rate
         active = len(self.open) + len(self.taken)
-        inserts = self.inserted + len(self.open) - len(self.ready)
+        inserts = self.inserted + len(self.open) - self.ready_count
         if not self.tasks or not rate.insertable(
             inserts=inserts, uses=self.used, size=active, needed_size=self.policy.size_to_take
         ):
             return False
         if rate.limits:
             return active < window.capacity or self._evict_oldest()
+        if active >= window.capacity or self.used + active < window.horizon:
+            return active < window.capacity
         unused = sum(slot.uses == 0 for slot in (self.open | self.taken).values())
-        return active < window.capacity and self.used + unused < window.horizon
+        return self.used + unused < window.horizon
 
     def _evict_oldest(self) -> bool:
         oldest = min(self.ready, default=None)
@@ -257,6 +269,7 @@ class BufferState:
         slot.expired_leases += slot.deadline_s > 0
         slot.attempt += 1
         slot.deadline_s = now_s + self.lease_s
+        self._no_lease_ends_before_s = min(self._no_lease_ends_before_s, slot.deadline_s)
         if slot.partial is None:
             slot.begun = self.version  # nothing is left of earlier attempts
         return Ticket(
@@ -273,11 +286,11 @@ class BufferState:
     def _may_sample(self, least: int, *, begun: bool) -> bool:
         """Whether `least` groups may be taken now. A step that was begun may always be finished."""
         if begun:
-            return len(self.ready) >= least
+            return self.ready_count >= least
         window, policy = self.policy.window, self.policy
         size = max(least, min(policy.rate.min_size, window.horizon - self.used))
         balanced = policy.rate.may_sample(window.groups_per_step, inserts=self.inserted, uses=self.used)
-        return len(self.ready) >= size and balanced
+        return self.ready_count >= size and balanced
 
     def _deliver(self, epoch: int, version: int, seqs: list[int], have: int) -> Batch:
         step = self.steps.setdefault(version, TakenStep(epoch, 0, self.policy.window.groups_per_step))
@@ -285,6 +298,7 @@ class BufferState:
         step.mask_below = max(step.mask_below, self.policy.mask_below(version))  # retuned between two parts
         for seq in seqs:
             slot = self.taken[seq] = self.open.pop(seq)
+            self.ready_count -= 1
             slot.uses += 1
             assert slot.group is not None
             step.groups[seq] = slot.group
@@ -316,6 +330,7 @@ class BufferState:
                 self._release(seq, ReleaseReason.TRAINED, how="insert")
             else:
                 self.open[seq] = self.taken.pop(seq)
+                self.ready_count += 1
 
     def _end_what_is_too_old(self, version: int) -> None:
         for seq, slot in list(self.open.items()):
@@ -332,7 +347,11 @@ class BufferState:
 
     def _release(self, seq: int, reason: ReleaseReason, *, how: str | None) -> None:
         """Release a group, in this one place. A repeated call `how` is recognised from now on."""
-        slot = self.open.pop(seq, None) or self.taken.pop(seq)
+        slot = self.open.pop(seq, None)
+        if slot is None:
+            slot = self.taken.pop(seq)
+        elif slot.group is not None:
+            self.ready_count -= 1
         self.released[reason.value] += 1
         if slot.longest:
             self.lengths[reason.value, length_bucket(slot.longest)] += 1

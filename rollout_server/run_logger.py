@@ -44,13 +44,15 @@ class RolloutLogger:
 
         Raises what the thread met when it wrote an earlier one (OSError).
         """
+        lengths = [sample.length for sample in group.samples]
         self._timeline.span(
             "generation",
             f"group {group.seq}",
             group.started_s,
             group.finished_s,
             version=group.admitted_version,
-            tokens=sum(len(sample.token_ids()) for sample in group.samples),
+            tokens=sum(lengths),
+            lengths=lengths,
         )
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft().result()

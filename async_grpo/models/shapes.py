@@ -83,6 +83,12 @@ class ModelShape:
         layers = self.layers * (self.shared_layer_parameters + self.expert_layer_parameters)
         return embeddings + layers + self.hidden
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through: of the experts, those that it is sent to."""
+        idle = self.experts - self.experts_per_token if self.experts else 0
+        return self.parameters - self.layers * idle * self.mlp_parameters
+
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """The shape in the fields of a config.json. Raises ConfigError naming a missing or invalid field."""

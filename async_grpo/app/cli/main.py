@@ -28,6 +28,7 @@ from async_grpo.app.cli.configs import configs
 from async_grpo.app.cli.evaluate import evaluate
 from async_grpo.app.cli.import_config import import_config
 from async_grpo.app.cli.prepare import prepare
+from async_grpo.app.cli.simulate import simulate
 from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.cli.view import view
 from async_grpo.app.doctor import checks_of, checks_of_run
@@ -54,6 +55,7 @@ app.command()(prepare)
 app.command()(import_config)
 app.command()(configs)
 app.command()(sweep)
+app.command()(simulate)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.export)
 app.command("eval")(evaluate)

@@ -200,6 +200,12 @@ class DevicePlan:
         )
 
 
+def model_shape(config: RunConfig) -> ModelShape | None:
+    """The shape of the first policy; None if neither a checkpoint on this machine nor model.architecture says it."""
+    folder = settings_folder(config) or config.model.path
+    return _shape(Path() if folder is None else folder / "config.json", config.model.architecture)
+
+
 def model_bytes(config: RunConfig) -> int | None:
     """Bytes of one copy of the weights; None for a generated model or one of unknown shape."""
     if config.model.path is None:

@@ -1,0 +1,85 @@
+"""`async-grpo simulate`: what a run would do, before it is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from async_grpo.app.cli.common import ConfigFile, Override, exit_with, say
+from async_grpo.errors import ConfigError
+
+From = Annotated[
+    list[Path] | None,
+    typer.Option("--from", metavar="RUN", help="Fit the timings to this run; two of different S say more."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Estimate them for a100, a800, h100, h800, h200, h20, 910b or 910c."),
+]
+TimingsFile = Annotated[Path | None, typer.Option("--timings", metavar="FILE", help="Read the timings from a file.")]
+Grid = Annotated[
+    list[str] | None,
+    typer.Option("--grid", metavar="KEY=A,B,C", help="Values to try, such as max_staleness=0,2,4; may be repeated."),
+]
+Steps = Annotated[int | None, typer.Option(min=4, metavar="N", help="Steps to simulate (default: those of CONFIG).")]
+Seed = Annotated[int, typer.Option(help="Seed of the lengths and of everything else that is drawn.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to a file.")]
+Plots = Annotated[Path | None, typer.Option(metavar="DIR", help="Write simulation.png into this folder.")]
+WriteTimings = Annotated[
+    Path | None, typer.Option("--write-timings", metavar="FILE", help="Write the timings that were used, to be edited.")
+]
+
+
+def simulate(
+    config: ConfigFile,
+    override: Override = None,
+    runs: From = None,
+    device: Device = None,
+    timings: TimingsFile = None,
+    grid: Grid = None,
+    steps: Steps = None,
+    seed: Seed = 1,
+    json_file: JsonFile = None,
+    plots: Plots = None,
+    write_timings: WriteTimings = None,
+) -> None:
+    """Predict throughput, idle shares and ages of a run, without starting it.
+
+    A discrete-event simulation with this project's own admission, selection and staleness code. Timings come from a
+    run (--from), from rooflines of a device (--device), or from a file (--timings).
+
+    Without --grid it also says what one change would give: one more server, a larger S, faster weights.
+    """
+    from async_grpo.app.launch.preflight import resolve
+    from async_grpo.app.simulate.devices import device_names
+    from async_grpo.app.simulate.prediction import TimingsOptions, draw, predict, table_of, table_of_changes
+    from async_grpo.app.simulate.whatif import changes
+
+    def work() -> int:
+        if device is not None and device not in device_names():
+            raise ConfigError(f"--device {device!r} is not known. Known: {', '.join(device_names())}")
+        base = resolve(config, override or [], planning=True)
+        found, notes = TimingsOptions(runs or [], device, timings).read(base)  # type: ignore[arg-type]
+        for line in notes:
+            say(line)
+        if write_timings is not None:
+            found.write(write_timings)
+        predictions = predict(config, override or [], grid or [], found, steps=steps, seed=seed)
+        console = Console()
+        console.print(table_of(predictions))
+        if not grid:
+            console.print(predictions[0].figures.bottleneck, highlight=False)
+            console.print(table_of_changes(changes(predictions[0].settings, found, seed=seed)))
+        if json_file is not None:
+            rows = [{"point": one.label, **one.figures.row()} for one in predictions]
+            json_file.write_text(json.dumps({"timings": found.model_dump(mode="json"), "points": rows}, indent=2))
+        if plots is not None:
+            for path in draw(predictions, plots):
+                say(f"wrote {path}")
+        return 0
+
+    exit_with(work)

@@ -1,0 +1,1 @@
+"""A run, predicted: discrete events around the replay buffer's own decisions."""

@@ -1,0 +1,167 @@
+"""`async-grpo simulate`: a configuration and timings in, tables and plots out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from async_grpo.app.launch.preflight import resolve
+from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_above, new_figure, percent, save_figures
+from async_grpo.app.simulate.calibrate import calibrate
+from async_grpo.app.simulate.devices import DeviceName, estimate
+from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
+from async_grpo.app.simulate.results import SimulatedFigures, figures_of
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import Timings
+from async_grpo.app.simulate.whatif import Change
+from async_grpo.app.simulate.world import simulate
+from async_grpo.app.sweep.plan import assignments, combinations, parse_axis
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One point: a choice of values and what the simulation says of it."""
+
+    label: str
+    settings: SimulatedSettings
+    figures: SimulatedFigures
+
+
+@dataclass(frozen=True, slots=True)
+class TimingsOptions:
+    """Where timings come from, as typed: exactly one."""
+
+    runs: Sequence[Path]
+    device: DeviceName | None
+    file: Path | None
+
+    def read(self, config: RunConfig) -> tuple[Timings, list[str]]:
+        """The timings, and lines that say how good they are. Raises ConfigError, DataError."""
+        if (bool(self.runs) + (self.device is not None) + (self.file is not None)) != 1:
+            raise ConfigError(
+                "a simulation needs timings from one place: --from runs/NAME (a run of this project, may be repeated), "
+                "--device NAME (an estimate), or --timings FILE"
+            )
+        if self.file is not None:
+            return Timings.read(self.file), []
+        if self.device is not None:
+            timings = estimate(config, self.device)
+            return timings, [timings.source]
+        recorded = [read_recorded(path) for path in self.runs]
+        return calibrated(recorded)
+
+
+def calibrated(recorded: Sequence[RecordedRun]) -> tuple[Timings, list[str]]:
+    """Timings fitted to runs, and lines that say how well, against each of these runs."""
+    found = calibrate(recorded)
+    said = [
+        f"trainer: a step's computing is off by {found.trainer_error:.1%} in the mean; "
+        f"engine: a group's time by {found.engine_error:.1%}",
+        *(f"not known: {note}" for note in found.notes),
+    ]
+    for run in recorded:
+        measured, said_s = (
+            measured_tokens_per_s(run),
+            figures_of(simulate(SimulatedSettings.of(run.config), found.timings)).tokens_per_s,
+        )
+        said.append(
+            f"{run.path}: {said_s:,.0f} tokens/s simulated, {measured:,.0f} measured ({said_s / measured - 1:+.1%})"
+        )
+    return found.timings, said
+
+
+def measured_tokens_per_s(run: RecordedRun) -> float:
+    """Trained tokens a second of a recorded run, over the steps that `results.in_stride` would take."""
+    settings = SimulatedSettings.of(run.config)
+    head = settings.max_staleness + 3
+    rows = run.steps[head : len(run.steps) - settings.max_staleness] or run.steps[1:]
+    return sum(row["trained_tokens"] for row in rows) / sum(row["step_s"] for row in rows)
+
+
+def predict(
+    file: Path, overrides: Sequence[str], grid: Sequence[str], timings: Timings, *, steps: int | None, seed: int
+) -> list[Prediction]:
+    """Simulate a configuration, or every point of a grid around it. Raises ConfigError."""
+    found = []
+    for values in combinations([parse_axis(text) for text in grid]):
+        typed = assignments(values)
+        config = resolve(file, [*overrides, *typed], planning=True)
+        settings = SimulatedSettings.of(config)
+        settings = settings if steps is None else settings.with_steps(steps)
+        own = timings.model_copy(update={"lengths": timings.lengths.at_most(config.sampling.max_tokens)})
+        label = ", ".join(typed) or config.name
+        found.append(Prediction(label, settings, figures_of(simulate(settings, own, seed=seed))))
+    return found
+
+
+def table_of(predictions: Sequence[Prediction]) -> Table:
+    """The figures of all points, one a row."""
+    table = Table(title="simulated", title_justify="left")
+    table.add_column("point", overflow="fold", min_width=16)
+    for column in ("tokens/s", "step", "trainer idle", "servers idle", "age (max)", "wasted"):
+        table.add_column(column, justify="right")
+    for one in predictions:
+        figures = one.figures
+        table.add_row(
+            one.label,
+            f"{figures.tokens_per_s:,.0f}",
+            f"{figures.step_s:.3g} s",
+            f"{figures.trainer_idle:.0%}",
+            f"{figures.rollout_idle:.0%}",
+            f"{figures.age_mean:.2f} ({figures.age_max})",
+            f"{figures.wasted:.0%}",
+        )
+    return table
+
+
+def table_of_changes(found: Sequence[Change]) -> Table:
+    """What one change would give, the best first."""
+    table = Table(title="what one change would give", title_justify="left")
+    table.add_column("change", min_width=24, overflow="fold")
+    for column in ("tokens/s", "trainer idle", "servers idle", "age"):
+        table.add_column(column, justify="right")
+    for change in found:
+        figures = change.figures
+        idle = (f"{figures.trainer_idle:.0%}", f"{figures.rollout_idle:.0%}")
+        label = change.label + (f" ({change.key})" if change.key else "")
+        table.add_row(label, f"{change.speedup - 1:+.0%}", *idle, f"{figures.age_mean:.2f}")
+    return table
+
+
+def draw(predictions: Sequence[Prediction], folder: Path) -> list[Path]:
+    """Write simulation.png into the folder: speed, idle shares and ages of all points."""
+    return save_figures(folder, {"simulation": _figure(predictions)})
+
+
+def _figure(predictions: Sequence[Prediction]) -> Figure:
+    figure, (speed, idle, ages) = new_figure(3, 1, (8, 8))
+    places = range(len(predictions))
+    figures = [one.figures for one in predictions]
+    speed.bar(places, [one.tokens_per_s for one in figures], color=BLUE)
+    speed.set_title("tokens per second", loc="left", fontweight="bold")
+    idle.bar(
+        [place - 0.2 for place in places], [one.trainer_idle for one in figures], 0.4, color=ORANGE, label="trainer"
+    )
+    idle.bar(
+        [place + 0.2 for place in places], [one.rollout_idle for one in figures], 0.4, color=GREEN, label="servers"
+    )
+    idle.set_title("idle share", loc="left", fontweight="bold")
+    percent(idle)
+    legend_above(idle)
+    ages.bar(places, [one.age_mean for one in figures], color=GREY, label="mean")
+    ages.plot(places, [one.age_max for one in figures], "k_", markersize=14, label="largest")
+    ages.set_title("age in optimizer steps", loc="left", fontweight="bold")
+    legend_above(ages)
+    for axes in (speed, idle, ages):
+        axes.set_xticks(list(places), [one.label for one in predictions] if axes is ages else [""] * len(predictions))
+    ages.tick_params("x", rotation=30 if len(predictions) > 4 else 0)
+    return figure

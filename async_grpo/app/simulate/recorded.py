@@ -1,0 +1,161 @@
+"""What the files of a finished or live run say about its speed.
+
+metrics.jsonl               steps: waits, computing, tokens read
+timeline/trainer.jsonl      when the trainer computed, when it published which version
+timeline/rollout-*.jsonl    groups: begin, end, lengths; when weights were loaded; evaluations; waits for tickets
+samples/*.jsonl             lengths, for runs whose timeline has none
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_grpo.app.runs.run import Run
+from async_grpo.config import RunConfig
+from async_grpo.errors import DataError
+from async_grpo.telemetry.idle import Span, merged
+from async_grpo.telemetry.jsonl import each_row
+from async_grpo.telemetry.metrics import COMPUTE
+from async_grpo.telemetry.rows import Row, number
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group as a server generated it. Times are Unix seconds; it ends when it is judged."""
+
+    seq: int
+    version: int
+    """Version of its ticket."""
+    started_s: float
+    ended_s: float
+    lengths: tuple[int, ...]
+    """Completion tokens of its samples; () if the run did not write them."""
+
+
+@dataclass(slots=True)
+class RecordedServer:
+    """One rollout server of a recorded run."""
+
+    groups: list[RecordedGroup] = field(default_factory=list)
+    loads: list[tuple[float, float, int]] = field(default_factory=list)
+    """Begin, end and version of every update of the weights."""
+    evaluations: list[Span] = field(default_factory=list)
+    ticket_waits: list[Span] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RecordedRun:
+    """A run, as far as its speed goes."""
+
+    path: Path
+    config: RunConfig
+    steps: list[Row]
+    servers: list[RecordedServer]
+    computing: list[Span]
+    """When the trainer computed."""
+    waits: list[Span]
+    """When it waited for a batch."""
+    published: dict[int, Span]
+    """Version -> when the trainer published it, first."""
+
+    @property
+    def groups(self) -> list[RecordedGroup]:
+        """The groups of all servers, by sequence."""
+        return sorted((group for server in self.servers for group in server.groups), key=lambda group: group.seq)
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Completion tokens of the samples, for each group whose lengths are known; by sequence."""
+        return [list(group.lengths) for group in self.groups if group.lengths]
+
+
+def read_recorded(path: Path) -> RecordedRun:
+    """Read the folder of a run. Raises ConfigError if it is none, DataError if it has too little to say."""
+    run = Run.open(path)
+    steps = [row for row in run.steps() if not row.get("replayed")]
+    trainer = _spans(path / "timeline" / "trainer.jsonl")
+    lengths = _sampled_lengths(path / "samples")
+    servers = [
+        _server(_spans(file), lengths)
+        for file in sorted((path / "timeline").glob("*.jsonl"))
+        if file.stem not in ("trainer", "publisher", "supervisor")
+    ]
+    recorded = RecordedRun(
+        path,
+        run.config,
+        steps,
+        [server for server in servers if server.groups],
+        merged((begin, end) for name, begin, end, _, _ in trainer if name in COMPUTE),
+        [(begin, end) for name, begin, end, _, _ in trainer if name == "wait"],
+        _published(trainer),
+    )
+    if len(steps) < 4 or not recorded.servers:
+        raise DataError(
+            f"{path} has {len(steps)} steps and {len(recorded.groups)} groups in its timeline: too little to calibrate "
+            "from. Give a run of at least 4 steps whose folder has metrics.jsonl and timeline/"
+        )
+    return recorded
+
+
+_Span = tuple[str, float, float, str, dict[str, Any]]
+"""Name, begin, end, track and arguments."""
+
+
+def _spans(path: Path) -> list[_Span]:
+    found = []
+    for row in each_row(path) if path.exists() else ():
+        begin, end, name = number(row, "start_s"), number(row, "end_s"), row.get("name")
+        if begin is not None and end is not None and isinstance(name, str):
+            found.append((name, begin, end, str(row.get("track")), row.get("args") or {}))
+    return found
+
+
+def _published(spans: Iterable[_Span]) -> dict[int, Span]:
+    found: dict[int, Span] = {}
+    for name, begin, end, _, args in spans:
+        if name == "publish" and isinstance(args.get("version"), int):
+            found.setdefault(args["version"], (begin, end))
+    return found
+
+
+def _server(spans: Sequence[_Span], sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
+    server = RecordedServer()
+    for name, begin, end, track, args in spans:
+        kind, _, about = name.partition(" ")
+        if track == "generation" and about.isdigit():
+            lengths = tuple(args.get("lengths") or sampled.get(int(about), ()))
+            server.groups.append(RecordedGroup(int(about), args.get("version", 0), begin, end, lengths))
+        elif track == "weights" and about.isdigit():
+            server.loads.append((begin, end, int(about)))
+        elif track == "evaluation":
+            server.evaluations.append((begin, end))
+        elif track == "wait" and kind == "ticket":
+            server.ticket_waits.append((begin, end))
+    return server
+
+
+def _sampled_lengths(folder: Path) -> dict[int, tuple[int, ...]]:
+    """Sequence -> completion tokens, of the groups that were written as samples."""
+    found: dict[int, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for row in each_row(file):
+            completions = row.get("completions")
+            if isinstance(row.get("seq"), int) and isinstance(completions, list):
+                found[row["seq"]] = tuple(one["spans"][-1][2] for one in completions if one.get("spans"))
+    return found
+
+
+def overlap_share(span: Span, others: Sequence[Span]) -> float:
+    """Share of the span that the others, which are in order and apart, cover."""
+    begin, end = span
+    first = max(0, bisect_left(others, (begin, begin)) - 1)
+    covered = 0.0
+    for since, until in others[first:]:
+        if since >= end:
+            break
+        covered += max(0.0, min(end, until) - max(begin, since))
+    return covered / (end - begin) if end > begin else 0.0

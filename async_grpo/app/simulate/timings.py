@@ -1,0 +1,142 @@
+"""Timings: how fast each part of a run is, as a file that people can read, write and compare.
+
+    --from runs/NAME   calibrate.py fits them to a run       --device h100   devices.py estimates them
+    --timings FILE     this file, by hand
+
+    one token of every running sample takes   step_s + request_s * running + context_s * tokens in the KV cache
+    reading a prompt takes                    prefill_s a token, in which the engine's other samples wait
+    a training step takes                     base_s + token_s * tokens read (prompts and completions)
+    weights arrive                            transfer_s after the trainer went on; loading pauses an engine for load_s
+
+All times are seconds, all speeds those of one server, or of all ranks of the trainer together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError
+
+from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.config.base import PositiveInt, StrictModel
+from async_grpo.errors import ConfigError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Span = Annotated[float, Field(ge=0)]
+Factor = Annotated[float, Field(ge=1)]
+
+
+class EngineTimings(StrictModel):
+    """One rollout server and its engine."""
+
+    step_s: Span = 0.005
+    """Seconds of a decoding step with no request in it: reading the weights, and Python."""
+    request_s: Span = 0.0001
+    """Seconds that each running sample adds to a decoding step."""
+    context_s: Span = 0.0
+    """Seconds that each token in the KV cache adds to a decoding step: attention reads it."""
+    prefill_s: Span = 0.00005
+    """Seconds to read one token of a prompt."""
+    shared_prompt: bool = True
+    """Whether the samples of a group share one reading of their prompt (prefix cache)."""
+    call_s: Span = 0.001
+    """Seconds from a free slot to a sample that runs in the engine: the buffer, Python."""
+    cache_tokens: PositiveInt | None = None
+    """Tokens for which the KV cache has room; used where rollout.min_concurrency lets the engine's load decide. None:
+    no limit."""
+
+
+class TrainerTimings(StrictModel):
+    """The trainer, all ranks together."""
+
+    base_s: Span = 0.1
+    """Seconds of a step whatever its batch."""
+    token_s: Span = 0.00001
+    """Seconds for each token read."""
+    part_s: Span = 0.0
+    """trainer.streaming: seconds that each part of a batch adds."""
+    variation: Span = 0.0
+    """Standard deviation of a step's time over its mean."""
+    checkpoint_s: Span = 0.0
+    """Seconds that a checkpoint stops the trainer."""
+    take_s: Span = 0.002
+    """Seconds from a batch that is ready to its first micro-batch."""
+
+
+class SyncTimings(StrictModel):
+    """New weights on their way to the engines."""
+
+    stall_s: Span = 0.01
+    """Seconds for which publishing stops the trainer."""
+    transfer_s: Span = 0.05
+    """Seconds from then until a server has them, while both sides work."""
+    load_s: Span = 0.05
+    """Seconds for which an engine pauses to load them."""
+
+
+class VerifierTimings(StrictModel):
+    """Rewards."""
+
+    latency_s: Span = 0.0
+    """Seconds from the last token of a group to its insert, beside judging: the pool, the buffer."""
+    sample_s: Span = 0.0
+    """Seconds to judge one sample."""
+    workers: PositiveInt = 1
+    """Samples judged at the same time, on each server."""
+    filtered: Share = 0.0
+    """rollout.dynamic_sampling: share of the groups whose rewards are all equal."""
+
+
+class FaultTimings(StrictModel):
+    """Failures and restarts. 0 seconds between failures: none."""
+
+    server_every_s: Span = 0.0
+    """Mean seconds between two failures of one server."""
+    server_restart_s: Span = 60.0
+    """Seconds until a server that died generates again."""
+    trainer_every_s: Span = 0.0
+    """Mean seconds between two failures of the trainer."""
+    trainer_restart_s: Span = 120.0
+    """Seconds until a trainer that died has loaded its checkpoint."""
+
+
+class Timings(StrictModel):
+    """Everything that a simulation must know beside the configuration of the run."""
+
+    source: str = "defaults"
+    """Where these figures come from, in words."""
+    prompt_tokens: Annotated[float, Field(gt=0)] = 64
+    """Mean length of a prompt."""
+    lengths: LengthModel = LengthModel(mean=256)
+    engine: EngineTimings = EngineTimings()
+    trainer: TrainerTimings = TrainerTimings()
+    sync: SyncTimings = SyncTimings()
+    verifier: VerifierTimings = VerifierTimings()
+    faults: FaultTimings = FaultTimings()
+    engine_beside: Factor = 1.0
+    """How much slower engines are while the trainer computes: they share processors, power or memory."""
+    trainer_beside: Factor = 1.0
+    """How much slower the trainer is while an engine generates."""
+    first_step_s: Span = 0.0
+    """Seconds before the first training step beside waiting: both sides start."""
+
+    @classmethod
+    def read(cls, path: Path) -> Timings:
+        """The timings in a YAML file. Raises ConfigError."""
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text()) or {})
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read timings from {path}: {error}. Write one with --write-timings") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{path}: {key or 'the file'}: {first['msg']}. See docs/simulate.md") from error
+
+    def write(self, path: Path) -> None:
+        """Write them as YAML, without what is at its default."""
+        text = yaml.safe_dump(
+            self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=120, default_flow_style=None
+        )
+        path.write_text(f"# Timings of `async-grpo simulate --timings`; docs/simulate.md explains every key.\n{text}")

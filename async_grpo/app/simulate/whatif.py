@@ -1,0 +1,68 @@
+"""What one change would give: the same run, simulated with one more server, a larger S, faster weights, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from async_grpo.app.simulate.results import SimulatedFigures, figures_of
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import Timings
+from async_grpo.app.simulate.world import simulate
+
+MOST_STEPS = 120
+"""Steps that a simulation of a change has at most: enough for its mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change to a run and what comes of it."""
+
+    label: str
+    key: str
+    """The configuration key, with its new value; "" for a change of the machine."""
+    figures: SimulatedFigures
+    speedup: float
+    """Tokens a second over those without the change."""
+
+
+def changes(settings: SimulatedSettings, timings: Timings, *, seed: int = 1) -> list[Change]:
+    """Every change of `_candidates` simulated, the best first."""
+    settings = settings.with_steps(min(settings.steps, MOST_STEPS))
+    now = figures_of(simulate(settings, timings, seed=seed))
+    found = []
+    for label, key, changed, faster in _candidates(settings, timings):
+        figures = figures_of(simulate(changed, faster, seed=seed))
+        found.append(Change(label, key, figures, figures.tokens_per_s / now.tokens_per_s))
+    return sorted(found, key=lambda change: -change.speedup)
+
+
+def with_staleness(settings: SimulatedSettings, max_staleness: int) -> SimulatedSettings:
+    """The same run with another S."""
+    policy = settings.policy
+    window = replace(policy.window, max_staleness=max_staleness)
+    return replace(settings, policy=replace(policy, window=window))
+
+
+def _candidates(settings: SimulatedSettings, timings: Timings) -> Iterator[tuple[str, str, SimulatedSettings, Timings]]:
+    further = max(1, 2 * settings.max_staleness)
+    yield "one more server", f"rollout.servers={settings.servers + 1}", _more_servers(settings), timings
+    yield "twice the staleness", f"max_staleness={further}", with_staleness(settings, further), timings
+    slots = settings.max_concurrency * 3 // 2
+    more = replace(settings, max_concurrency=slots)
+    yield "half as many slots again", f"rollout.max_concurrency={slots}", more, timings
+    yield "a trainer twice as fast", "", settings, _faster(timings, "trainer", "base_s", "token_s", "part_s")
+    yield "engines twice as fast", "", settings, _faster(timings, "engine", "step_s", "request_s", "context_s")
+    yield "weights in half the time", "", settings, _faster(timings, "sync", "stall_s", "transfer_s", "load_s")
+    yield "verifiers in half the time", "", settings, _faster(timings, "verifier", "sample_s", "latency_s")
+
+
+def _more_servers(settings: SimulatedSettings) -> SimulatedSettings:
+    return replace(settings, servers=settings.servers + 1)
+
+
+def _faster(timings: Timings, section: str, *keys: str) -> Timings:
+    """The timings with these keys of a section halved."""
+    part = getattr(timings, section)
+    halved = part.model_copy(update={key: getattr(part, key) / 2 for key in keys})
+    return timings.model_copy(update={section: halved})

@@ -1,0 +1,316 @@
+"""A simulated run: servers, trainer and the replay buffer of this project on a simulated clock.
+
+    SimulatedServer x N --admit, insert--> BufferState <--take, release-- SimulatedTrainer
+            ^                                                                  |
+            +----------------------- weights, after a transfer ----------------+
+
+The buffer's decisions are those of `buffer.state.BufferState`, the state of `InMemoryBuffer` and the reference of the
+Lua scripts: what is admitted, which groups make a batch, what is too old, what a trainer that comes back gets again.
+Only the waiting is of this file: after every change of the buffer, whoever waits asks again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_grpo.app.simulate.engine import SimulatedSample
+from async_grpo.app.simulate.events import EventQueue
+from async_grpo.app.simulate.server import SimulatedGroup, SimulatedServer
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import Timings
+from async_grpo.app.simulate.trainer import SimulatedStep, SimulatedTrainer
+from async_grpo.errors import ConfigError, LeaseLost, RunEnded
+from async_grpo.staleness import WALKING
+from async_grpo.wire import Batch, ReleaseReason, Task, Ticket
+from buffer.state import BufferState
+from rollout_server.evaluation.milestones import milestone_of
+
+DRAWN_AT_ONCE = 512
+TASKS_AHEAD = 2
+
+
+@dataclass(slots=True)
+class SimulatedRun:
+    """What came out of a simulation."""
+
+    settings: SimulatedSettings
+    steps: list[SimulatedStep]
+    released: dict[str, int]
+    admitted: int
+    generated_tokens: float
+    """For training."""
+    inserted: int
+    ended_s: float
+
+
+class World:
+    """Everything of a simulated run. `simulate` makes one and runs it."""
+
+    def __init__(self, settings: SimulatedSettings, timings: Timings, seed: int) -> None:
+        self.settings = settings
+        self.timings = timings
+        self.events = EventQueue()
+        self.buffer = BufferState(settings.policy, math.inf, settings.max_attempts)
+        self.groups: dict[int, SimulatedGroup] = {}
+        self.before_queue: dict[int, int] = {}
+        self._generator = np.random.default_rng(seed)
+        self._lengths = timings.lengths
+        self._drawn: list[list[float]] = []
+        self._drawn_so_far = 0
+        self._counted_busy_s = 0.0
+        self._engines_work = False
+        self._claimed = -1
+        self.evaluation_tokens = 0.0
+        self._expired = self._stale = 0
+        self.servers = [SimulatedServer(self, f"rollout-{number}") for number in range(settings.servers)]
+        self.trainer = SimulatedTrainer(self)
+
+    def run(self) -> SimulatedRun:
+        """Simulate to the last step. Raises ConfigError if the run would stall."""
+        self._plan_faults()
+        self.trainer.start()
+        for server in self.servers:
+            server.first()
+        if not self.events.run(lambda: self.trainer.is_over):
+            raise ConfigError(
+                f"the simulated run stalls at version {self.trainer.version}, after {self.events.now_s:.0f} s: nothing "
+                "is left that could happen. This combination of selector, admission and faults would stall for real"
+            )
+        return SimulatedRun(
+            self.settings,
+            self.trainer.steps,
+            dict(self.buffer.released),
+            self.buffer.admitted,
+            sum(server.engine.generated for server in self.servers) - self.evaluation_tokens,
+            self.buffer.inserted,
+            self.events.now_s,
+        )
+
+    def random(self) -> float:
+        """A number in [0, 1)."""
+        return float(self._generator.random())
+
+    def noise(self, variation: float) -> float:
+        """A positive factor with mean 1 and that standard deviation."""
+        if variation == 0:
+            return 1.0
+        shape = 1 / variation**2
+        return float(self._generator.gamma(shape, 1 / shape))
+
+    # For servers
+
+    def admit(self, limit: int, holder: str) -> list[Ticket]:
+        """Tickets for at most so many groups; none if there is no room."""
+        buffer, most = self.buffer, self.settings.groups_in_flight
+        if most is not None:
+            limit = min(1, most - sum(len(server.groups) for server in self.servers))
+            if limit <= 0:
+                return []
+        if len(buffer.tasks) <= limit:
+            first = buffer.tasks_put
+            ahead = max(limit, TASKS_AHEAD * self.settings.policy.window.capacity)
+            buffer.put_tasks([_task(index) for index in range(first, first + ahead)])
+        try:
+            return buffer.admit(limit, holder, self.events.now_s)
+        except RunEnded:
+            return []
+
+    def group_of(self, ticket: Ticket) -> SimulatedGroup:
+        """The group of a ticket: new, or as an earlier attempt left it."""
+        found = self.groups.get(ticket.seq)
+        if found is None:
+            if not self._drawn:
+                size = self.settings.started_samples
+                first, self._drawn_so_far = self._drawn_so_far, self._drawn_so_far + DRAWN_AT_ONCE
+                drawn = self._lengths.groups(self._generator, DRAWN_AT_ONCE, size, first=first)
+                self._drawn = drawn[::-1].tolist()
+            found = SimulatedGroup(ticket.seq, [], self.settings.group_size)
+            found.samples = [SimulatedSample(found, length) for length in self._drawn.pop()]
+            self.groups[ticket.seq] = found
+        return found
+
+    def settle(self, group: SimulatedGroup) -> None:
+        """A group is judged: insert or discard it."""
+        assert group.ticket is not None
+        filtered = self.timings.verifier.filtered
+        try:
+            if filtered and self.random() < filtered:
+                self.buffer.discard(group.ticket, ReleaseReason.FILTERED)
+                del self.groups[group.seq]
+            else:
+                self.buffer.insert(group.ticket, group.record())
+                self.before_queue[group.seq] = self.buffer.version - group.ticket.version
+        except LeaseLost:
+            self._forget(group)
+        self._changed()
+
+    def let_ask(self, server: SimulatedServer) -> None:
+        """A server has room for a group; where groups in flight are limited, another may have more."""
+        if self.settings.groups_in_flight is None:
+            server.ask()
+        else:
+            self._ask()
+
+    def give_back(self, group: SimulatedGroup) -> None:
+        """A server lets go of a group; another goes on with it."""
+        assert group.ticket is not None
+        self.buffer.give_back(group.ticket)
+        self._changed()
+
+    def claim_evaluation(self, version: int) -> list[SimulatedSample]:
+        """The samples of an evaluation that this version is due for; none if there is none or it is taken."""
+        settings = self.settings
+        milestone = milestone_of(version, every_steps=settings.eval_every, final=settings.steps)
+        if milestone <= self._claimed or settings.eval_samples == 0 or not (version == 0 or milestone > 0):
+            return []
+        self._claimed = milestone
+        lengths = self._lengths.groups(self._generator, 1, settings.eval_samples)[0]
+        return [SimulatedSample(None, float(length)) for length in lengths]
+
+    def note_busy(self) -> None:
+        """Samples began or ended: the trainer is slower while an engine of its machine works."""
+        if self.timings.trainer_beside > 1:
+            works = any(server.engine.running for server in self.servers)
+            if works != self._engines_work:
+                self._engines_work = works
+                self.trainer.slow_down(self.timings.trainer_beside if works else 1.0)
+
+    # For the trainer
+
+    @property
+    def ready(self) -> int:
+        """Groups that are READY."""
+        return self.buffer.ready_count
+
+    @property
+    def running(self) -> int:
+        """Samples that run now, over all servers."""
+        return sum(server.engine.running for server in self.servers)
+
+    def take(self, epoch: int, version: int, *, have: int, whole: bool) -> Batch | None:
+        """What the buffer gives for the step `version`; then servers let go of what it found too old."""
+        batch = self.buffer.take(epoch, version, self.events.now_s, have=have, whole=whole)
+        expired = self.buffer.released[ReleaseReason.EXPIRED]
+        if expired != self._expired:
+            self._expired = expired
+            if not self.settings.finishes_stale:
+                self.events.after(self.settings.lease_s / 6, self._forget_expired)  # heartbeats: every lease_s / 3
+        if self.settings.recycles and self.buffer.released[ReleaseReason.STALE] != self._stale:
+            self._stale = self.buffer.released[ReleaseReason.STALE]
+            self._recycle()
+        if batch is not None or self.settings.policy.selector not in WALKING:
+            self._ask()
+        return batch
+
+    def publish(self, epoch: int, version: int) -> None:
+        """Let new tickets carry `version`, and send it to the servers."""
+        self.buffer.publish_version(epoch, version)
+        self.events.after(self.timings.sync.transfer_s, lambda: self._weights_came(version))
+
+    def release(self, batch: Batch) -> None:
+        """A batch is trained: its groups end, or go back until their last use."""
+        self.buffer.release(batch)
+        if self.settings.policy.max_uses == 1 and self.settings.checkpoint_steps == 0:
+            for group in batch.groups:
+                self.groups.pop(group.seq, None)
+        elif len(self.groups) > 4 * self.settings.policy.window.capacity:
+            self._forget_ended()
+        self._ask()
+
+    def trainer_changed(self) -> None:
+        """The trainer began or ended computing: engines beside it are slower or faster."""
+        if self.timings.engine_beside > 1:
+            beside = self.timings.engine_beside if self.trainer.computing else 1.0
+            for server in self.servers:
+                server.engine.slow_down(self.events.now_s, beside)
+                server.reschedule()
+
+    def busy_since_last(self) -> float:
+        """Seconds in which engines generated since this was asked last, mean over the servers."""
+        for server in self.servers:
+            server.engine.advance(self.events.now_s)
+        total = sum(server.engine.busy_s for server in self.servers) / len(self.servers)
+        since, self._counted_busy_s = total - self._counted_busy_s, total
+        return since
+
+    # Within
+
+    def _changed(self) -> None:
+        self.trainer.poll()
+        self._ask()
+
+    def _ask(self) -> None:
+        if self.settings.groups_in_flight is None:
+            for server in self.servers:
+                if server.asking:
+                    server.ask()
+        else:
+            self._ask_the_emptiest()
+
+    def _ask_the_emptiest(self) -> None:
+        """Let the server with the fewest groups ask, until nothing more is given."""
+        while True:
+            server = min(self.servers, key=lambda server: len(server.groups))
+            had = len(server.groups)
+            server.ask()
+            if len(server.groups) == had:
+                return
+
+    def _weights_came(self, version: int) -> None:
+        for server in self.servers:
+            server.weights_came(version)
+
+    def _forget_expired(self) -> None:
+        for server in self.servers:
+            for group in [group for seq, group in server.groups.items() if seq not in self.buffer.open]:
+                server.forget(group)
+
+    def _forget_ended(self) -> None:
+        """Forget groups that no batch can contain any more."""
+        for seq in self._ended():
+            del self.groups[seq]
+
+    def _ended(self) -> list[int]:
+        """The groups that are known here and that no batch can contain any more."""
+        known = self.buffer
+        kept = {seq for step in known.steps.values() for seq in step.groups}
+        return [seq for seq in self.groups if seq not in known.open and seq not in known.taken and seq not in kept]
+
+    def _recycle(self) -> None:
+        """Generate the groups again that were too old, with completions of the same lengths. Those that a server still
+        makes come once they have ended."""
+        for group in [self.groups[seq] for seq in self._ended()]:
+            if not group.missing:
+                self._forget(group)
+
+    def _forget(self, group: SimulatedGroup) -> None:
+        del self.groups[group.seq]
+        if self.settings.recycles:
+            self._drawn.append([sample.done for sample in group.samples])
+
+    def _plan_faults(self) -> None:
+        faults = self.timings.faults
+        if faults.server_every_s:
+            for server in self.servers:
+                self._plan_death(faults.server_every_s, server)
+        if faults.trainer_every_s:
+            self._plan_death(faults.trainer_every_s, self.trainer)
+
+    def _plan_death(self, every_s: float, role: SimulatedServer | SimulatedTrainer) -> None:
+        def die() -> None:
+            role.die()
+            self._plan_death(every_s, role)
+
+        self.events.after(float(self._generator.exponential(every_s)), die)
+
+
+def simulate(settings: SimulatedSettings, timings: Timings, *, seed: int = 1) -> SimulatedRun:
+    """Simulate a run. The same arguments give the same run. Raises ConfigError if it would stall."""
+    return World(settings, timings, seed).run()
+
+
+def _task(index: int) -> Task:
+    return Task(index=index, prompt="", prompt_tokens=b"", answer="")

@@ -1,0 +1,1 @@
+"""Published measurements of other systems, predicted: `python -m benchmarks.published`."""
