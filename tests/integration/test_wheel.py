@@ -138,7 +138,6 @@ def test_a_whole_run_works_from_an_empty_folder(installed: Path, tmp_path: Path)
         ("doctor", 1, "PyTorch, Megatron-core, vLLM:\n  async-grpo install cpu\n"),
         ("install cpu --print", 0, "torch: pip install --no-deps --require-hashes torch=="),
         ("install ascend --only mindspeed --print", 0, "mindspeed: pip install"),
-        ("runs list", 0, "runs"),
     ],
 )
 def test_the_wheel_alone_says_what_to_type(bare: Path, tmp_path: Path, words: str, code: int, shown: str) -> None:
@@ -151,7 +150,7 @@ def test_the_wheel_alone_says_what_to_type(bare: Path, tmp_path: Path, words: st
 def test_every_shipped_configuration_is_planned_and_examined_by_the_wheel_alone(
     bare: Path, tmp_path: Path, name: str
 ) -> None:
-    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 8)
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 80)
     given = ("-o", "data.path=train.jsonl") if name == "gsm8k_tiny" else ()
     assert "dry run: nothing is started" in type_in(bare, tmp_path, "async-grpo", "run", name, *given, "--dry-run")
     found = json.loads(type_in(bare, tmp_path, "async-grpo", "doctor", name, *given, "--json", code=1))
