@@ -71,11 +71,12 @@ def test_a_live_run_grows_in_its_chart_without_a_reload(shown: tuple[str, Path],
     page.locator(".verdict-line").filter(has_text="oldest trained token was 2 steps").wait_for()
     page.locator(".age-strip p").filter(has_text="From step 10: age 0: 50 %, age 1: 50 %").wait_for()
     write_metrics(shown[1] / "first", range(11, 14))
-    page.locator("#live").filter(has_text="live").wait_for(timeout=4000)
+    page.locator(".chart .values").filter(has_text="trained 52").wait_for()  # 4 groups a step
+    assert page.locator("#live").inner_text() == "live"
     page.locator(".age-strip canvas").focus()
     for _ in range(5):
         page.keyboard.press("ArrowRight")
-    page.locator(".age-strip p").filter(has_text="From step 13").wait_for(timeout=4000)
+    page.locator(".age-strip p").filter(has_text="From step 13").wait_for()
 
 
 def test_warnings_and_logs_stay_text(shown: tuple[str, Path], open_page: Callable[..., Any]) -> None:
