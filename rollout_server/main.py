@@ -26,6 +26,7 @@ import uvloop
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, EngineError, RoleFailed
 from async_grpo.telemetry.logging import bind_process, configure_logging, is_json, redact_secrets, report_fatal
+from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.aio import root_cause, watched_loop
 from async_grpo.utils.processes import exit_with_owner
 from rollout_server.engines import import_engine
@@ -48,6 +49,8 @@ def main() -> None:
     structlog.contextvars.bind_contextvars(role=arguments.name)
     bind_process(role="rollout", replica=arguments.name)
     code = run(arguments.config, arguments.model, arguments.name)
+    if code == 0:
+        record_end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of the engine that have not ended must not hold the process

@@ -35,6 +35,7 @@ import structlog
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.errors import CONFIG_FAULTS, EXIT_CONFIG, AsyncGrpoError, NodeLost, TrainingError
 from async_grpo.telemetry.logging import bind_process, configure_logging, report_fatal
+from async_grpo.telemetry.role_history import record_end
 from async_grpo.utils.aio import Overtaken, cancel_and_wait, race, stop_signals
 from async_grpo.utils.network import LOOPBACK
 from trainer.peers import Ended, Hello, Peers, Start, Stop, Stopped, StoppedEarly
@@ -242,6 +243,7 @@ def main() -> None:
         bind_process(run=config.name)
         node = Node(config, arguments.config, arguments.model, arguments.node_rank)
         asyncio.run(node.run())
+        record_end()
     except AsyncGrpoError as error:
         report_fatal(error)
         if isinstance(error, CONFIG_FAULTS):

@@ -32,6 +32,8 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
+from async_grpo.telemetry.role_history import record_error
+
 FORMAT_VARIABLE = "ASYNC_GRPO_LOG_FORMAT"
 _FIELDS_VARIABLE = "ASYNC_GRPO_LOG_FIELDS"
 """Passes the fields of `bind_process` to child processes."""
@@ -81,8 +83,10 @@ def say_as(role: str) -> Callable[[str], None]:
 
 
 def report_fatal(error: BaseException) -> None:
-    """Write the error that ends this process, as the last line of its log: `ErrorName: message`."""
+    """Write the error that ends this process, as the last line of its log and in the history of a role that was started
+    on its own: `ErrorName: message`."""
     line = redact_secrets(f"{type(error).__name__}: {error}")
+    record_error(line)
     print(_json_line("critical", line, {}) if is_json() else line, file=sys.stderr)
 
 

@@ -104,6 +104,10 @@ class Containers:
         self._processes[name].send_signal(signal.SIGTERM)
         return self.wait(name, 60)
 
+    def kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait()
+
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 200.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
@@ -233,6 +237,10 @@ def test_the_commands_of_the_containers_end_with_a_report_and_show_the_page(cont
     containers.until(lambda: "following" in report.read_text(), "run that the report follows")
     assert containers.stop("report") == 0, report.read_text()
     containers.start("report")  # as the engine does after a restart of the machine
+    folder = containers.folder / "runs" / "small"
+    containers.until(lambda: (folder / "roles" / "rollout-container.jsonl").exists(), "rollout server")
+    containers.kill("rollout")
+    containers.start("rollout")
     containers.until(lambda: answer(containers.page, "localhost:8765") == 200, "page")
     assert answer(containers.page, "evil.example") == 403
 
@@ -240,12 +248,12 @@ def test_the_commands_of_the_containers_end_with_a_report_and_show_the_page(cont
     assert (containers.wait("trainer"), containers.wait("rollout")) == (0, 0)
     if prometheus:
         check_queries(prometheus, began_s)
-    folder = containers.folder / "runs" / "small"
     summary, state = (json.loads((folder / file).read_text()) for file in ("summary.json", "run.json"))
     check_books(summary, steps=STEPS)
     assert [row["version"] for row in summary["evaluations"]] == [0, STEPS]
     assert state["finished_steps"] == STEPS and 0 < summary["steps_s"] < state["wall_s"] == summary["wall_s"]
     assert "balanced: yes" in report.read_text()
+    assert summary["restarts"] == state["restarts"] == {"trainer": 0, "rollout-container": 1} and not state["failure"]
     for file in ("report.md", "timeline.json", "plots/reward.png"):
         assert (folder / file).stat().st_size > 0, file
 

@@ -20,9 +20,7 @@ from async_grpo.app.launch.preflight import load_named
 from async_grpo.app.launch.run_folder import RunFolder, RunState
 from async_grpo.app.launch.state_plane import StatePlane
 from async_grpo.config import RunConfig
-from async_grpo.errors import ConfigError, RoleFailed, ServerLost
-from async_grpo.telemetry.jsonl import read_rows
-from async_grpo.telemetry.rows import rows_of_kind
+from async_grpo.errors import AsyncGrpoError, ConfigError, RoleFailed, ServerLost
 from async_grpo.utils.aio import Overtaken, race, stop_signals
 from async_grpo.utils.files import is_locked
 from buffer import attach, connect_board, is_over, knows_run
@@ -58,6 +56,16 @@ class RunFollower:
 
     async def follow(self) -> int:
         """Wait for the end or SIGTERM, then write run.json and the report; returns the exit code."""
+        try:
+            return await self._follow()
+        except AsyncGrpoError as error:
+            if self._folder.config_file.exists():
+                state = self._folder.read_state()
+                state.failure = f"{type(error).__name__}: {error}"
+                self._folder.write_state(state)
+            raise
+
+    async def _follow(self) -> int:
         stopped = asyncio.Event()
         with stop_signals(stopped.set):
             try:
@@ -132,19 +140,19 @@ class RunFollower:
             return False
 
     def _keep_time(self) -> RunState:
-        """Write the wall time to run.json every KEEP_EVERY_S; returns the state with that of this moment."""
+        """Write wall time and restarts to run.json every KEEP_EVERY_S; returns the state of this moment."""
         now_s, state = time.monotonic(), self._folder.read_state()
         state.wall_s = self._wall_before_s + now_s - self._started_s
+        state.restarts = self._folder.restarts()
         if now_s - self._kept_s > KEEP_EVERY_S:
             self._kept_s = now_s
             self._folder.write_state(state)
         return state
 
     async def _report(self, plane: StatePlane, *, over: bool) -> None:
-        state, rows = self._keep_time(), read_rows(self._folder.path / "metrics.jsonl")
-        epochs = {row.get("epoch") for row in rows_of_kind(rows, "step")}
-        state.restarts = {"trainer": max(0, len(epochs) - 1)}
+        state = self._keep_time()
         state.finished_steps = self._config.steps if over else 0
+        state.failure = "" if over else self._folder.role_failure()
         self._folder.write_state(state)
         summary = await write_results(plane, self._folder, state, await plane.buffer.stats())
         self._say(headline(summary, self._folder))

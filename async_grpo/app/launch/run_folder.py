@@ -28,6 +28,7 @@ import yaml
 from async_grpo.config import RunConfig, dump, load
 from async_grpo.config.load import MACHINE_SECTIONS, RESOLVED, differing_keys, is_at_or_below
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.role_history import failure, record_start, restarts
 from async_grpo.utils.files import is_locked, locked, try_lock, write_atomic
 from buffer import PASSWORD_VARIABLE
 
@@ -46,6 +47,8 @@ PATIENCE_S = 5.0
 """Seconds to wait for the server in `find_run`, at most: a person at a terminal waits for the answer."""
 _STATE = "run.json"
 _ID = "run.id"
+LEADER = "trainer-0"
+"""Name of the trainer, or of its node 0 if it has several."""
 _LOCK = "run.lock"
 """The file that the process at work in the folder holds."""
 _SAFE_VALUE = re.compile(r"^[A-Za-z0-9._]{1,24}$")
@@ -122,6 +125,30 @@ class RunFolder:
     def is_at_work(self) -> bool:
         """Whether a process of this machine is at work here: `async-grpo run`, or a role started on its own."""
         return any(is_locked(lock) for lock in (self.path / _LOCK, *(self.path / "roles").glob("*.lock")))
+
+    def begin(self, role: str) -> None:
+        """Hold the role's lock and record its start, for a role that was started on its own."""
+        self.hold(role)
+        record_start(self.path / "roles" / f"{role}.jsonl")
+
+    def restarts(self) -> dict[str, int]:
+        """Restarts of the roles that were started one by one: of the trainer, and of the servers that had any."""
+        counts = {file.stem: restarts(file) for file in self._histories()}
+        trainer = counts.pop(LEADER, 0)
+        return {"trainer": trainer, **{role: count for role, count in counts.items() if count}}
+
+    def role_failure(self) -> str:
+        """Why a role has failed without which the run cannot go on: a node of the trainer, or the last of the rollout
+        servers. "" if none has."""
+        failures: dict[bool, list[str]] = {True: [], False: []}
+        for file in self._histories():
+            at_work = is_locked(file.with_suffix(".lock"))
+            failures[file.stem.startswith("trainer-")].append("" if at_work else failure(file))
+        servers = failures[False]
+        return next(filter(None, failures[True]), "") or (servers[-1] if servers and all(servers) else "")
+
+    def _histories(self) -> list[Path]:
+        return sorted((self.path / "roles").glob("*.jsonl"))
 
     def hold(self, role: str) -> None:
         """Lock a file for a role that was started on its own, until this process and the program that replaces it have

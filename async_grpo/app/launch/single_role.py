@@ -13,14 +13,11 @@ from async_grpo.app.launch.first_policy import made_in_s, prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.role_specs import rollout_argv, trainer_argv, trainer_environment
-from async_grpo.app.launch.run_folder import RunFolder, find_run, open_run, write_config, write_role
+from async_grpo.app.launch.run_folder import LEADER, RunFolder, find_run, open_run, write_config, write_role
 from async_grpo.config import RunConfig, load
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.logging import say_as
 from buffer import connect_board
-
-LEADER = "trainer-0"
-"""Name of the trainer, or of its node 0 if it has several."""
 
 
 def prepare_inputs(path: Path, overrides: Sequence[str]) -> int:
@@ -42,7 +39,7 @@ def join_run(run_dir: Path, name: str) -> int:
     model = asyncio.run(_prepare_to_join(find_run(None, [], run_dir), name))
     folder = RunFolder(run_dir)
     file = write_role(folder, name, load(folder.roles_file))
-    folder.hold(name)
+    folder.begin(name)
     return _become(rollout_argv(file, model, name))
 
 
@@ -103,7 +100,7 @@ def _make_ready(config: RunConfig, role: str) -> tuple[Path, Path]:
         folder.write_state(state)
     write_config(folder, config, for_roles=local)
     file = write_role(folder, role, local)
-    folder.hold(role)
+    folder.begin(role)
     return file, model
 
 
