@@ -226,6 +226,10 @@ def test_containers_train_scale_and_survive_kills_and_the_books_balance(stack: S
     assert stack.restarts("trainer") == 1
     goes_on(stack, "trainer killed")
 
+    stack.kill("rollout")
+    until(lambda: stack.restarts("rollout") == 1, "rollout server that was started again", EVENT_S)
+    goes_on(stack, "rollout server killed")
+
     stack.kill("redis")
     until(lambda: stack.restarts("redis") == 1, "server that was started again", EVENT_S)
     goes_on(stack, "redis killed")
@@ -241,5 +245,10 @@ def test_containers_train_scale_and_survive_kills_and_the_books_balance(stack: S
     assert stats["released"]["trained"] == STEPS * GROUPS_PER_STEP
     reported = docker("exec", *stack.containers("view"), "cat", "/runs/deploy-test/summary.json").stdout
     summary = json.loads(reported)
-    assert (summary["steps"], summary["balanced"], summary["restarts"]) == (STEPS, True, {"trainer": 1})
+    restarts = {"trainer": 1, f"rollout-{stack.containers('rollout')[0][:12]}": 1}
+    assert (summary["steps"], summary["balanced"], summary["restarts"]) == (STEPS, True, restarts)
+    listed = json.loads(
+        docker("exec", *stack.containers("view"), "async-grpo", "runs", "list", "/runs", "--json").stdout
+    )
+    assert [row["state"] for row in listed] == ["finished"]
     assert stack.restarts("trainer") == 1, "nothing but the kill may have ended the trainer"
