@@ -8,6 +8,7 @@ process, so that the doctor works where nothing is installed. `checks_of_run` ad
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -27,7 +28,7 @@ from async_grpo.config import RunConfig
 from async_grpo.data.arithmetic import STREAM, ProblemSet
 from async_grpo.data.jsonl import usable_rows
 from async_grpo.data.prepare.formats import Rejections
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.rewards.base import RewardInput, RewardResult
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.utils.requirements import Check, Finding, installed
@@ -124,10 +125,13 @@ def checks_of(platform: str, engine: str = "vllm") -> tuple[Check, ...]:
 def checks_of_run(config: RunConfig) -> Iterator[Check]:
     """The checks of a configuration on this machine."""
     if inputs.hub_inputs(config):
-        yield partial(_as_finding, "Hub", lambda: _ask_hub(config))
-    for name, check in preflight.checks(inputs.here(config), planning=bool(inputs.hub_inputs(config))):
+        yield partial(_as_finding, "Hub", partial(_ask_hub, config))
+        with contextlib.suppress(ConfigError):  # the finding above tells
+            config = inputs.pin(config, planning=True)
+    local = inputs.here(config)
+    for name, check in preflight.checks(local, planning=bool(inputs.hub_inputs(local))):
         yield partial(_as_finding, name, check)
-    yield partial(_check_first_row, config)
+    yield partial(_check_first_row, local)
     yield partial(_as_finding, "Placement", lambda: _placed(config))
     yield partial(_check_plan_of_memory, config)
     yield partial(_check_memory_of, config)

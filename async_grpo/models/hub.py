@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import io
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +54,10 @@ LINE_EVERY_S = 5.0
 """Seconds between two progress lines of a download when the output is not a terminal."""
 _ANSWER_S = 10.0
 """Seconds to wait for a hub's answer about a repository."""
+_SILENT_S = 60.0
+"""Seconds for which a hub that let a question time out is not asked again: a plan has several questions."""
+_silent_since: dict[str, float] = {}
+"""Address of a hub -> when it let a question time out."""
 
 
 def cache_dir() -> Path:
@@ -87,63 +95,108 @@ class HubRepo:
             return replace(self, revision=self.revision or "master")
         if self.revision and _COMMIT.fullmatch(self.revision):
             return self
-        remembered = cache_dir() / "hub" / f"{self.hub}-{self.kind}-{self}".replace("/", "--")
+        seen = self.seen()
         try:
             commit = str(self._info().sha)
         except HubUnreachable:
-            if not remembered.exists():
+            if not seen:
                 raise
-            commit = remembered.read_text()
+            commit = seen[-1]
         else:
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(remembered, commit)
+            self._remember("commits", "\n".join([*(one for one in seen if one != commit), commit]))
         return replace(self, revision=commit)
 
+    def seen(self) -> list[str]:
+        """The commits that this revision has been on this machine, the newest last."""
+        file = self._memory("commits")
+        return file.read_text().split() if file.exists() else []
+
     def folder(self) -> Path | None:
-        """The folder of the cached files; None if some are missing. Makes no requests."""
-        with self._explained(), contextlib.suppress(*_absent(self.hub)):
-            found = Path(self._snapshot(local_files_only=True))
-            return found if self.hub == "huggingface" or (found / _WHOLE).exists() else None
-        return None
+        """The folder of the cached files; None if some are missing. Makes no requests.
+
+        Other programs share the cache of Hugging Face and leave some files of a commit there, so the files are compared
+        with what the hub listed; without a listing, a model must have every file of its weights.
+        """
+        with self._explained():
+            try:
+                found = Path(self._snapshot(local_files_only=True))
+            except _absent(self.hub):
+                return None
+        if self.hub == "modelscope":
+            return found if (found / _WHOLE).exists() else None
+        listing = self._memory("files")
+        if listing.exists():
+            names = [name for name in json.loads(listing.read_text()) if self._is_wanted(name)]
+            return found if all((found / name).is_file() for name in names) else None
+        return found if self._looks_whole(found) else None
+
+    def _looks_whole(self, folder: Path) -> bool:
+        paths = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        found = {name for name in paths if self._is_wanted(name)}
+        needed = {pattern for pattern in self.wanted if "*" not in pattern}
+        if "*.safetensors" in self.wanted:
+            indexes = [json.loads(file.read_text()) for file in folder.glob("*.safetensors.index.json")]
+            needed |= {"tokenizer_config.json", *(name for index in indexes for name in index["weight_map"].values())}
+            return needed <= found and any(name.endswith(".safetensors") for name in found)
+        return bool(found) and needed <= found
+
+    def _memory(self, what: str) -> Path:
+        return cache_dir() / "hub" / f"{self.hub}-{self.kind}-{self}.{what}".replace("/", "--")
+
+    def _remember(self, what: str, text: str) -> None:
+        file = self._memory(what)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, text)
 
     def files(self) -> dict[str, int]:
         """Name -> size in bytes of every file that would be fetched. Raises ConfigError, HubUnreachable."""
+        return {name: size for name, (size, _) in self._listed().items()}
+
+    def _listed(self) -> dict[str, tuple[int, str]]:
+        """Name -> size and SHA-256 ("" if the hub does not tell) of every file that would be fetched."""
         with self._explained():
             if self.hub == "modelscope":
                 listed = _modelscope().list_repo_files(self.id, self.kind, revision=self.revision, recursive=True)
-                sizes = {str(file.path): int(file.size or 0) for file in listed}
+                found = {str(file.path): (int(file.size or 0), "") for file in listed}  # the client compares hashes
             else:
-                sizes = {file.rfilename: int(file.size or 0) for file in self._info().siblings or ()}
-        return {name: size for name, size in sorted(sizes.items()) if self._is_wanted(name)}
+                told = self._info().siblings or ()
+                found = {file.rfilename: (int(file.size or 0), file.lfs.sha256 if file.lfs else "") for file in told}
+                if _COMMIT.fullmatch(self.revision or ""):
+                    self._remember("files", json.dumps(sorted(found)))
+        return {name: facts for name, facts in sorted(found.items()) if self._is_wanted(name)}
 
     def fetch(self, say: Callable[[str], None]) -> Path:
         """The folder of the files, downloaded if need be; reports through `say`. Raises ConfigError."""
         if (cached := self.folder()) is not None:
             return cached
-        files = self.files()
+        files = self._listed()
         if not files:
             raise ConfigError(
                 f"{self.key}: the {self.where} has none of {', '.join(self.wanted)}. "
                 + ("Weights are read as safetensors only" if self.kind == "model" else "Export it as Parquet or JSON")
             )
-        say(f"downloading the {self.where}: {len(files)} files, {sum(files.values()) / 1e6:,.1f} MB")
+        say(
+            f"downloading the {self.where}: {len(files)} files, {sum(size for size, _ in files.values()) / 1e6:,.1f} MB"
+        )
         with self._explained():
             folder = Path(self._snapshot(local_files_only=False, say=say))
-        self._check_sizes(folder, files)
+        self._check(folder, files)
         if self.hub == "modelscope":
             (folder / _WHOLE).touch()
         return folder
 
-    def _check_sizes(self, folder: Path, files: Mapping[str, int]) -> None:
-        """Remove files that are not as long as the hub says, and raise ConfigError."""
-        wrong = [name for name, size in files.items() if (folder / name).stat().st_size != size]
+    def _check(self, folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+        """Remove files whose length or SHA-256 is not what the hub says, and raise ConfigError."""
+        with ThreadPoolExecutor() as pool:  # a hash of a large file leaves the interpreter free
+            wholes = pool.map(lambda name: _is_whole(folder / name, *files[name]), files)
+            wrong = [name for name, whole in zip(files, wholes, strict=True) if not whole]
         for name in wrong:
             (folder / name).resolve().unlink(missing_ok=True)
             (folder / name).unlink(missing_ok=True)
         if wrong:
             raise ConfigError(
-                f"{self.key}: {', '.join(wrong)} of the {self.where} came with another length than the hub states, and "
-                "has been removed. Start again; if it stays so, the mirror or a proxy changes files"
+                f"{self.key}: {', '.join(wrong)} of the {self.where} came with another length or SHA-256 than the hub "
+                "states, and has been removed. Start again; if it stays so, the mirror or a proxy changes files"
             )
 
     def settings(self) -> HubRepo:
@@ -158,10 +211,18 @@ class HubRepo:
 
         if constants.HF_HUB_OFFLINE:
             raise HubUnreachable(self._offline("HF_HUB_OFFLINE is set"))
-        with self._explained():
-            return HfApi().repo_info(
-                self.id, repo_type=self.kind, revision=self.revision, files_metadata=True, timeout=_ANSWER_S
-            )
+        if time.monotonic() - _silent_since.get(constants.ENDPOINT, -_SILENT_S) < _SILENT_S:
+            raise HubUnreachable(self._offline("it has just let a question time out", _VARIABLES[self.hub][0]))
+        asked_s = time.monotonic()
+        try:
+            with self._explained():
+                return HfApi().repo_info(
+                    self.id, repo_type=self.kind, revision=self.revision, files_metadata=True, timeout=_ANSWER_S
+                )
+        except HubUnreachable:
+            if time.monotonic() - asked_s >= _ANSWER_S:
+                _silent_since[constants.ENDPOINT] = time.monotonic()
+            raise
 
     def _snapshot(self, *, local_files_only: bool, say: Callable[[str], None] = print) -> str:
         filters: dict[str, Any] = {"allow_patterns": list(self.wanted), "ignore_patterns": list(self.unwanted)}
@@ -185,8 +246,6 @@ class HubRepo:
         endpoint, token = _VARIABLES[self.hub]
         try:
             yield
-        except _absent(self.hub):
-            raise
         except Exception as error:
             refused, missing, away = _failures(self.hub)
             status = getattr(getattr(error, "response", None), "status_code", None)
@@ -227,6 +286,13 @@ def _progress_lines(say: Callable[[str], None]) -> type:
                 say(f"downloaded {self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB")
 
     return ProgressLines
+
+
+def _is_whole(file: Path, size: int, sha256: str) -> bool:
+    if not file.is_file() or file.stat().st_size != size:
+        return False
+    with file.open("rb") as stream:
+        return not sha256 or hashlib.file_digest(stream, "sha256").hexdigest() == sha256
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

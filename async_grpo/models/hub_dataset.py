@@ -60,17 +60,25 @@ def split_files(names: Iterable[str], split: str, subset: str) -> list[str]:
     """
     names = sorted(names)
     below = [name for name in names if not subset or subset in Path(name).parts[:-1] or Path(name).stem == subset]
-    found = [name for name in below if split in _words(name)]
+    found = [name for name in below if split == _shard_of(name)] or [name for name in below if split in _words(name)]
     if not found and split == "train" and not any(set(SPLITS) & _words(name) for name in below):
         found = below
     folders = {str(Path(name).parent) for name in found}
-    if not found or len(folders) > 1:
-        problem = f"has no files of the split {split!r}" if not found else f"has that split in {sorted(folders)}"
+    shards = {shard for shard in map(_shard_of, found) if shard and split in _words(shard)}
+    if not found or len(folders) > 1 or len(shards) > 1:
+        several = sorted(folders if len(folders) > 1 else shards)
+        problem = f"has no files of the split {split!r}" if not found else f"has that split in {several}"
         raise ConfigError(
             f"the data set {problem}{f' in {subset!r}' if subset else ''}. Its files: {', '.join(names[:20])}. Choose "
             "with data.split and data.subset (--split and --subset)"
         )
     return found
+
+
+def _shard_of(name: str) -> str | None:
+    """`train_sft` of `data/train_sft-00000-of-00003.parquet`; None for a file that is named otherwise."""
+    found = re.fullmatch(r"(.+)-\d{5}-of-\d{5}", Path(name).stem)
+    return found and found[1]
 
 
 def _words(name: str) -> set[str]:
@@ -115,27 +123,41 @@ def hub_files(data_id: str, hub: Hub, split: str, subset: str, say: Callable[[st
     return HubFiles(train, held_out, facts.format)
 
 
+def written_files(data: DataConfig, repo: HubRepo) -> tuple[Path, Path | None] | None:
+    """`training_files` if they have been written before, else None. Asks nobody."""
+    paths = [_target(data, repo, split) for split in _splits(data, repo)]
+    return (paths[0], paths[1] if len(paths) > 1 else None) if all(path.exists() for path in paths) else None
+
+
 def training_files(data: DataConfig, repo: HubRepo, say: Callable[[str], None]) -> tuple[Path, Path | None]:
     """JSON-lines files with the training rows and, if a split is known to be held out, its rows.
 
     Raises ConfigError for a data set that has neither the known fields nor those of `data.prompt_field` and
     `data.answer_field`.
     """
-    facts = known(repo.id)
-    subset = data.subset or facts.subset
-    train = _written(data, repo, subset, data.split, say)
-    if not facts.held_out or data.eval_path is not None or facts.held_out == data.split:
-        return train, None
-    return train, _written(data, repo, subset, facts.held_out, say)
+    paths = [_written(data, repo, split, say) for split in _splits(data, repo)]
+    return paths[0], paths[1] if len(paths) > 1 else None
 
 
-def _written(data: DataConfig, repo: HubRepo, subset: str, split: str, say: Callable[[str], None]) -> Path:
+def _splits(data: DataConfig, repo: HubRepo) -> list[str]:
+    """The split to train on and, if another is known to be held out and is wanted, that one."""
+    held_out = known(repo.id).held_out
+    wanted = held_out not in ("", data.split) and data.eval_path is None
+    return [data.split, held_out] if wanted else [data.split]
+
+
+def _target(data: DataConfig, repo: HubRepo, split: str) -> Path:
+    subset = data.subset or known(repo.id).subset
     parts = [repo.hub, repo.id, repo.revision, subset, split, data.prompt_field, data.answer_field]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-    target = cache_dir() / "data" / f"{repo.id.replace('/', '--')}-{split}-{digest}.jsonl"
+    return cache_dir() / "data" / f"{repo.id.replace('/', '--')}-{split}-{digest}.jsonl"
+
+
+def _written(data: DataConfig, repo: HubRepo, split: str, say: Callable[[str], None]) -> Path:
+    target = _target(data, repo, split)
     if target.exists():
         return target
-    files = fetch_split(repo, split, subset, say)
+    files = fetch_split(repo, split, data.subset or known(repo.id).subset, say)
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(target) as out:
         for row in _rows(files, data):

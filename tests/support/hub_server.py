@@ -41,6 +41,10 @@ class HubServer:
     """Bytes after which the body of the next file breaks off, once."""
     short_by: int = 0
     """Bytes that each file has less than the facts of the repository say."""
+    file_refusal: tuple[int, str] | None = None
+    """Status and error code of every answer to a question for a file, while the facts are open."""
+    flips: bool = False
+    """Whether the last byte of each file comes as another."""
     url: str = ""
 
     def downloads(self) -> list[str]:
@@ -109,10 +113,14 @@ class _Handler(BaseHTTPRequestHandler):
         commit, files = found
         if rest[:1] == ["tree"]:
             listed: Any = [
-                {"type": "file", "path": path, "size": len(data), "oid": _oid(data)} for path, data in files.items()
+                {"type": "file", "path": path, "size": len(data), "oid": _oid(data), **_lfs(path, data, "oid")}
+                for path, data in files.items()
             ]
         else:
-            siblings = [{"rfilename": path, "size": len(data), "blobId": _oid(data)} for path, data in files.items()]
+            siblings = [
+                {"rfilename": path, "size": len(data), "blobId": _oid(data), **_lfs(path, data, "sha256")}
+                for path, data in files.items()
+            ]
             listed = {"id": name.partition("/")[2], "sha": commit, "siblings": siblings}
         self._send(200, json.dumps(listed).encode(), {"content-type": "application/json"}, body)
 
@@ -120,11 +128,12 @@ class _Handler(BaseHTTPRequestHandler):
         if (found := self._repo(name, revision)) is None:
             return
         commit, files = found
-        if path not in files:
-            self._error(404, "EntryNotFound")
+        if self.hub.file_refusal or path not in files:
+            self._error(*(self.hub.file_refusal or (404, "EntryNotFound")))
             return
         data = files[path][: len(files[path]) - self.hub.short_by]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+        data = data[:-1] + bytes([data[-1] ^ self.hub.flips])
         start = int((self.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         status = 206 if self.headers.get("range") else 200
         if status == 206:
@@ -145,6 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code}, self.command == "GET")
+
+
+def _lfs(path: str, data: bytes, key: str) -> dict[str, Any]:
+    """What the hub tells of a large file: weights, in these tests."""
+    facts = {key: hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return {"lfs": facts} if path.endswith(".safetensors") else {}
 
 
 def _oid(data: bytes) -> str:

@@ -16,7 +16,9 @@ Convert = Callable[[Callable[[int, int], None]], None]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder or Megatron checkpoint.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder or id, or Megatron checkpoint.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to create; it must not exist.")],
 ) -> None:
     """Convert a Hugging Face folder into a Megatron distributed checkpoint, or back.
@@ -31,19 +33,22 @@ def convert(
     """
 
     def work() -> int:
+        from async_grpo.models.hub import hub_repo
         from trainer.checkpoint.convert import is_megatron, to_hugging_face, to_megatron
 
-        if not source.is_dir():
+        repo = hub_repo(source, "model", "huggingface", "SOURCE")
+        folder = source if repo is None else repo.pinned().fetch(print_line)
+        if not folder.is_dir():
             raise ConfigError(f"there is no folder {source}. Give a Hugging Face folder or a Megatron checkpoint")
-        if not is_megatron(source):
-            return _with_progress("Megatron", target, lambda progress: to_megatron(source, target, progress))
-        if not (source / "config.json").is_file():
+        if not is_megatron(folder):
+            return _with_progress("Megatron", target, lambda progress: to_megatron(folder, target, progress))
+        if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{source} has no config.json, so its architecture and tokenizer are unknown: `async-grpo convert` did "
                 "not write it. For the checkpoint of a run, use `async-grpo export runs/NAME TARGET`"
             )
         return _with_progress(
-            "Hugging Face", target, lambda progress: to_hugging_face(source, source, target, progress)
+            "Hugging Face", target, lambda progress: to_hugging_face(folder, folder, target, progress)
         )
 
     exit_with(work)

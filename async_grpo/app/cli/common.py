@@ -100,7 +100,7 @@ RunDir = Annotated[
 CheckpointPath = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", help="Hugging Face folder or checkpoint of a run (default: the run's final checkpoint)."
+        metavar="PATH|ID", help="Hugging Face folder or id, or checkpoint of a run (default: the run's final one)."
     ),
 ]
 Live = Annotated[bool, typer.Option("--live", help="Ask the rollout servers of a run in progress.")]
@@ -179,6 +179,7 @@ class PolicyOptions:
         live run cannot be reached.
         """
         from async_grpo.app.evaluate.policy_source import chosen_run, differences, find_checkpoint, find_live
+        from async_grpo.models.hub import hub_repo
 
         if self.live and self.checkpoint is not None:
             raise ConfigError("--live and --checkpoint are two policies. Give one of them")
@@ -187,7 +188,10 @@ class PolicyOptions:
             found = asyncio.run(find_live(self.config, overrides, self.run_dir))
             return found.config, found
         config, folder = chosen_run(self.config, overrides, self.run_dir)
-        policy = find_checkpoint(folder, self.checkpoint)
+        repo = None
+        if self.checkpoint is not None:
+            repo = hub_repo(self.checkpoint, "model", config.model.hub, "--checkpoint")
+        policy = find_checkpoint(folder, self.checkpoint if repo is None else repo.pinned().fetch(say))
         if differing := differences(config, folder):
             say(f"note: {folder.path} was made with other values of {', '.join(differing)}")
         return config, policy

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from async_grpo.app.evaluate.policy_source import Checkpoint, LiveRun, open_context, open_policy
+from async_grpo.app.launch.inputs import fetch, pin
 from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig, validate
 from async_grpo.data.jsonl import ALSO_TRAINED_ON
@@ -117,6 +118,7 @@ async def evaluate(
     Raises what any part raises, and WaitTimeout if neither a completion nor a grade comes for `patience_s`.
     """
     check_length(config, policy)
+    config = await asyncio.to_thread(fetch, pin(config, planning=True), say, ("data.path",))
     kept, config = config.eval.prompts, with_prompts(config, plan.prompts)
     async with (
         open_policy(config, policy, "eval", patience_s, say) as (sampler, tokenizer_folder),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.app.launch.first_policy import check_model, prepare_model
+from async_grpo.app.launch.inputs import pin
 from async_grpo.app.launch.run_folder import RunFolder, changed_keys, find_run, named_folder, run_name
 from async_grpo.config import RunConfig, load
 from async_grpo.data import make_source
@@ -73,7 +74,7 @@ def chosen_run(path: Path | None, overrides: Sequence[str], run_dir: Path | None
     if path is None:
         raise ConfigError("which run? Give its folder, such as runs/NAME, or the CONFIG (and -o) it was started with")
     config = load(path, overrides)
-    config = config.model_copy(update={"name": run_name(config.name, overrides)})
+    config = pin(config.model_copy(update={"name": run_name(config.name, overrides)}), planning=True)
     return config, RunFolder(config.run_dir)
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from async_grpo.app.importers.translation import Translation
 from async_grpo.config.launch import TelemetryConfig
+from async_grpo.models.hub import hub_repo
 from async_grpo.models.shapes import SHAPES
 
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
@@ -29,7 +30,9 @@ def set_name(t: Translation, key: str, fallback: str) -> None:
 def set_model(t: Translation, path: Any) -> None:
     """Set the policy, and its architecture if the name reveals it."""
     shown = str(Path(str(path)).expanduser()) if str(path or "").startswith("~") else str(path or "models/CHANGE-ME")
-    t.set("model.path", shown, "a Hugging Face folder with tokenizer")
+    folder = "yours to check: a Hugging Face folder with its tokenizer"
+    is_id = hub_repo(Path(shown), "model", "huggingface", "model.path") is not None
+    t.set("model.path", shown, "an id of Hugging Face; model.hub names the other hub" if is_id else folder)
     name = str(path or "").rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace("qwen25", "qwen2.5")
     for suffix in ("-instruct", "-chat", "-base"):
         name = name.removesuffix(suffix)

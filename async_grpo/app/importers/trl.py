@@ -40,6 +40,7 @@ from async_grpo.app.importers.translation import (
     read_yaml,
 )
 from async_grpo.errors import ConfigError
+from async_grpo.models.hub import hub_repo
 
 _OBJECTIVE, _VLLM = "trainer.objective.", "rollout.vllm."
 _IS = "vllm_importance_sampling_"
@@ -62,7 +63,7 @@ ROWS = (
     KeyRow("model_name_or_path", "model.path"),
     KeyRow("dtype", "model.precision", "", "bfloat16"),
     KeyRow("torch_dtype", "model.precision", "the older name"),
-    KeyRow("model_revision", note="the folder is one revision", near="model.path"),
+    KeyRow("model_revision", note="an id takes it: OWNER/NAME@REVISION", near="model.path"),
     KeyRow("dataset_name", "data.path", "a folder that async-grpo prepare makes"),
     KeyRow("dataset_prompt_column", "data.path", "async-grpo prepare --prompt-field"),
     KeyRow("dataset_*", note="async-grpo prepare reads the files of one split", near="data.path"),
@@ -195,7 +196,9 @@ def translate(t: Translation) -> None:
         if t.has("dataset_prompt_column")
         else ""
     )
-    set_data(t, str(t.get("dataset_name")), f"FILE {field}--max-prompt-tokens {prompt} --model MODEL", prompt)
+    name, model = str(t.get("dataset_name")), t.settings["model.path"].value
+    rows = "FILE" if hub_repo(Path(name), "dataset", "huggingface", "dataset_name") is None else f"--dataset {name}"
+    set_data(t, name, f"{rows} {field}--max-prompt-tokens {prompt} --model {model}", prompt)
     t.set("data.shuffle", t.flag("shuffle_dataset"))
     set_lengths(t, prompt, completion, longest=t.integer("vllm_max_model_length"))
     set_sampling(t, "top_p", "top_k", "temperature")

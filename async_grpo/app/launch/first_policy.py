@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from async_grpo.app.launch.inputs import fetch
 from async_grpo.config import RunConfig
 from async_grpo.data.tokenizer import find_tokenizer
 from async_grpo.errors import ConfigError, DataError, EngineError, RoleFailed
-from async_grpo.models.hub import cache_dir, model_repo
+from async_grpo.models.hub import cache_dir
 from async_grpo.utils.child_process import child_argv
 from rollout_server.engines.model_files import read_settings, tensor_shapes
 from trainer.model.families import FAMILIES, known_families
@@ -53,13 +54,30 @@ def check_model(path: Path) -> Path:
     return path
 
 
+def check_reference(folder: Path, model: Path | None) -> None:
+    """Check the reference's folder as far as its weights go; `model`: the first policy. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"trainer.reference.path: there is no folder {folder}. Correct the path, or leave it out")
+    try:
+        shapes = tensor_shapes(folder)
+        ours = tensor_shapes(model) if model is not None and model.is_dir() else {}
+    except (DataError, EngineError) as error:
+        raise ConfigError(f"trainer.reference.path: {error}") from None
+    other = [name for name, shape in ours.items() if shapes.get(name, shape) != shape]
+    if other:
+        raise ConfigError(
+            f"trainer.reference.path {folder} has {other[0]} of shape {shapes[other[0]]}, and the policy of shape "
+            f"{ours[other[0]]}: its weights would not fit. Give a checkpoint of the same architecture"
+        )
+
+
 async def prepare_model(config: RunConfig, say: Callable[[str], None]) -> Path:
     """The folder of the first policy; making one reports through `say`. Raises ConfigError for a folder that cannot be
     used, RoleFailed if making one fails."""
+    made_of = "data.path" if config.model.path is None else "model.path"
+    config = await asyncio.to_thread(fetch, config, say, (made_of,))
     if config.model.path is not None:
-        repo = model_repo(config)
-        path = config.model.path.absolute() if repo is None else await asyncio.to_thread(repo.pinned().fetch, say)
-        return check_first_policy(path, config)
+        return check_first_policy(config.model.path.absolute(), config)
     if config.model.warmup is not None:
         source, module, recipe = "warmup", "trainer.warmup", config.model.warmup.model_dump_json()
     else:

@@ -6,7 +6,7 @@ configuration --pin--> ids with commits (config.yaml) --fetch--> local files (ro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +16,12 @@ from async_grpo.app.launch.run_folder import RunFolder
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigError, HubUnreachable
 from async_grpo.models.hub import HubRepo, hub_repo, model_repo
-from async_grpo.models.hub_dataset import data_repo, training_files
+from async_grpo.models.hub_dataset import data_repo, training_files, written_files
 
 Section = TypeVar("Section", bound=BaseModel)
+
+KEYS = ("model.path", "data.path", "trainer.reference.path")
+"""Configuration keys that take the id of a hub."""
 
 
 def hub_inputs(config: RunConfig) -> dict[str, HubRepo]:
@@ -31,23 +34,26 @@ def hub_inputs(config: RunConfig) -> dict[str, HubRepo]:
     return {key: repo for key, repo in found.items() if repo is not None}
 
 
-def pin(config: RunConfig, *, planning: bool = False) -> RunConfig:
-    """The configuration with a commit for every id without a revision: the one that the run has had so far, else the
-    newest. Raises ConfigError; with `planning` an id stays as it is if the hub cannot be asked."""
+def pin(config: RunConfig, *, planning: bool = False, held: Sequence[HubRepo] = ()) -> RunConfig:
+    """The configuration with a commit for every id: the one that the run, or else another of `held`, has had so far,
+    else the newest. Raises ConfigError; with `planning` an id stays as it is if the hub cannot be asked."""
     inputs = hub_inputs(config)
-    before = _earlier(config) if inputs else {}
+    before = [*_earlier(config).values(), *held] if inputs else []
     paths: dict[str, Path] = {}
     for key, repo in inputs.items():
-        earlier = before.get(key)
-        if repo.revision is None and earlier is not None and (earlier.id, earlier.hub) == (repo.id, repo.hub):
-            paths[key] = Path(str(earlier))
-            continue
+        earlier = next((one for one in before if _is_of(one, repo)), None)
         try:
-            paths[key] = Path(str(repo.pinned()))
+            paths[key] = Path(str(earlier or repo.pinned()))
         except HubUnreachable:
             if not planning:
                 raise
     return _with(config, paths)
+
+
+def _is_of(earlier: HubRepo, repo: HubRepo) -> bool:
+    """Whether `earlier` is a commit that `repo`, without a revision or on a branch, has been."""
+    same = (earlier.key, earlier.id, earlier.hub) == (repo.key, repo.id, repo.hub)
+    return same and (repo.revision is None or earlier.revision in repo.seen())
 
 
 def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
@@ -59,39 +65,48 @@ def _earlier(config: RunConfig) -> Mapping[str, HubRepo]:
         return {}
 
 
-def fetch(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+def fetch(config: RunConfig, say: Callable[[str], None], keys: Collection[str] = KEYS) -> RunConfig:
     """The configuration with local files in place of ids, downloaded if they are missing. Raises ConfigError."""
     paths: dict[str, Path] = {}
     for key, repo in hub_inputs(config).items():
+        if key not in keys:
+            continue
         if key == "data.path":
-            paths["data.path"], held_out = training_files(config.data, repo.pinned(), say)
-            if held_out is not None:
-                paths["data.eval_path"] = held_out
+            paths |= _data_paths(training_files(config.data, repo.pinned(), say))
         else:
             paths[key] = repo.pinned().fetch(say)
     return _with(config, paths)
 
 
+def _data_paths(files: tuple[Path, Path | None]) -> dict[str, Path]:
+    trained, held_out = files
+    return {"data.path": trained} | ({} if held_out is None else {"data.eval_path": held_out})
+
+
 def here(config: RunConfig) -> RunConfig:
-    """The configuration with the folders of models that have been downloaded; other ids stay. Of the first policy's
-    model, config.json is fetched if the hub answers, for the plan of memory."""
+    """The configuration with models and data that have been downloaded; other ids stay. Of the first policy's model,
+    config.json is fetched if the hub answers, for the plan of memory."""
     if repo := model_repo(config):
         with contextlib.suppress(ConfigError):
             repo.settings().fetch(lambda line: None)
-    found = {key: repo.folder() for key, repo in hub_inputs(config).items() if key != "data.path"}
-    return _with(config, {key: folder for key, folder in found.items() if folder is not None})
+    paths: dict[str, Path] = {}
+    for key, repo in hub_inputs(config).items():
+        if key == "data.path":
+            paths |= _data_paths(files) if (files := written_files(config.data, repo)) else {}
+        elif folder := repo.folder():
+            paths[key] = folder
+    return _with(config, paths)
 
 
 def to_download(config: RunConfig) -> dict[str, str]:
     """Configuration key -> what would be downloaded for it, in words; nothing for what is here."""
     found = {}
-    for key, repo in hub_inputs(config).items():
-        if key == "data.path" or repo.folder() is None:
-            try:
-                size = f", {sum(repo.files().values()) / 1e6:,.1f} MB"
-            except ConfigError:
-                size = ""
-            found[key] = f"{repo.where}{size}"
+    for key, repo in hub_inputs(here(config)).items():
+        try:
+            size = f", {sum(repo.files().values()) / 1e6:,.1f} MB"
+        except ConfigError:
+            size = ""
+        found[key] = f"{repo.where}{size}"
     return found
 
 

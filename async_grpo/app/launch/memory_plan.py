@@ -208,9 +208,7 @@ def model_shape(config: RunConfig) -> ModelShape | None:
 
 def model_bytes(config: RunConfig) -> int | None:
     """Bytes of one copy of the weights; None for a generated model or one of unknown shape."""
-    if config.model.path is None:
-        return None
-    shape = _shape(config.model.path / "config.json", config.model.architecture)
+    shape = None if config.model.path is None else model_shape(config)
     return None if shape is None else ELEMENT_BYTES[config.model.precision] * shape.parameters
 
 

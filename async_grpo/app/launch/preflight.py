@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.app.launch.first_policy import check_first_policy, missing_files
+from async_grpo.app.launch.first_policy import check_first_policy, check_reference, missing_files
 from async_grpo.app.launch.inputs import fetch, here, hub_inputs, pin, to_download
 from async_grpo.app.launch.memory_plan import device_plan
 from async_grpo.app.launch.role_process import cores_here, role_cores
@@ -27,6 +27,7 @@ from async_grpo.data.jsonl import check_rows
 from async_grpo.data.prepare.formats import Rejections
 from async_grpo.data.prepared_source import open_folder
 from async_grpo.errors import ConfigError, DataError, DependencyError
+from async_grpo.models.hub import HubRepo
 from async_grpo.rewards.pool import RewardPool
 from async_grpo.rewards.registry import BUILTIN, NEED_PACKAGES
 from async_grpo.telemetry.trackers import check_trackers
@@ -88,15 +89,17 @@ def resolve(
     steps: int | None = None,
     planning: bool = False,
     say: Callable[[str], None] = print,
+    held: Sequence[HubRepo] = (),
 ) -> RunConfig:
     """Load, name and check a run: configuration, reward functions, objective, model, data, memory. Raises ConfigError,
     and DependencyError for a tracker that is not installed.
 
     `path` may be the folder of a run. `steps` replaces the configured ones without a change of the run's name. Ids of a
     hub get a commit, and what they name is downloaded, which `say` reports. With `planning` nothing is downloaded, and
-    missing files are no error if model.architecture is set or a hub has them; `describe` names them.
+    missing files are no error if model.architecture is set or a hub has them; `describe` names them. `held`: commits to
+    take in place of newer ones.
     """
-    config = pin(load_named(path, overrides, steps), planning=planning)
+    config = pin(load_named(path, overrides, steps), planning=planning, held=held)
     for _, check in checks(here(config) if planning else fetch(config, say), planning=planning):
         check()
     return config
@@ -137,6 +140,8 @@ def checks(config: RunConfig, *, planning: bool = False) -> Iterator[tuple[str, 
         yield "Objective", lambda: _check_objective(config)
     if (model := config.model.path) is not None and "model.path" not in excused:
         yield "Model", lambda: check_first_policy(model, config)
+    if (reference := config.trainer.reference.path) is not None and "trainer.reference.path" not in excused:
+        yield "Reference", lambda: check_reference(reference, config.model.path)
     if not any(key in excused for key in data_files(config.data)):
         yield "Data", lambda: _check_data(config)
     yield "Device memory", lambda: _check_devices(config)
@@ -189,9 +194,10 @@ def describe(config: RunConfig) -> Table:
         table.add_row(what, found)
     if refusal := _refusal(config):
         table.add_row("on this machine", Text(f"a start would be refused: {refusal}"))
-    if absent := {**_absent(here(config)), **to_download(config)}:
+    local = here(config)
+    if absent := {**_absent(local), **to_download(config)}:
         table.add_row("not here yet", Text("; ".join(f"{key} ({what})" for key, what in absent.items())))
-    elif rejected := check_data(config):
+    elif rejected := check_data(local):
         table.add_row("rows not taken", Text(str(rejected)))
     return table
 
@@ -215,7 +221,8 @@ def _ranks(config: RunConfig) -> str:
 
 def _absent(config: RunConfig) -> dict[str, Path]:
     """Configuration key -> file or folder that the run needs and that is missing or incomplete."""
-    absent = {key: path for key, path in data_files(config.data).items() if not path.exists()}
+    paths = {"trainer.reference.path": config.trainer.reference.path, **data_files(config.data)}
+    absent = {key: path for key, path in paths.items() if path is not None and not path.exists()}
     model = config.model.path
     return absent if model is None or not missing_files(model) else {"model.path": model, **absent}
 

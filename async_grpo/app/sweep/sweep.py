@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.app.launch.inputs import hub_inputs
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.launch.run_folder import run_name
 from async_grpo.app.sweep.folder import SweepFolder, SweepRecord
@@ -70,7 +71,9 @@ def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
     folder = SweepFolder(options.out or base.runs_dir / f"{name}-sweep")
     seeds = parse_seeds(options.seeds) if options.seeds is not None else (base.seed,)
     request = SweepRequest(name, options.overrides, axes, seeds, folder.runs_dir)
-    return folder, lay_out(request, folder.points(folder.read()), partial(resolve, options.config))
+    known = folder.points(folder.read())
+    held = [repo for point in known for repo in hub_inputs(point.config).values()]
+    return folder, lay_out(request, known, partial(resolve, options.config, held=held))
 
 
 async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions) -> int:

@@ -11,11 +11,19 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from async_grpo.app.cli.main import app
+from async_grpo.app.doctor import checks_of_run
+from async_grpo.app.evaluate import evaluate as evaluating
+from async_grpo.app.evaluate.policy_source import Checkpoint, chosen_run, differences
+from async_grpo.app.launch import first_policy, single_role
 from async_grpo.app.launch.first_policy import prepare_model
 from async_grpo.app.launch.inputs import fetch
 from async_grpo.app.launch.preflight import describe, resolve
-from async_grpo.app.launch.run_folder import open_run, write_config
+from async_grpo.app.launch.run_folder import RunFolder, open_run, write_config
+from async_grpo.app.sweep.folder import SweepRecord
+from async_grpo.app.sweep.sweep import SweepOptions, make_plan
+from async_grpo.config import RunConfig, load
 from async_grpo.config.model import RandomModelConfig
+from async_grpo.errors import ConfigError
 from async_grpo.models.random_model import make_random_model
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
 
@@ -78,10 +86,8 @@ def test_a_run_keeps_its_commits_and_its_roles_get_local_files(
     config = resolve(config_file, [])
     assert (str(config.model.path), str(config.data.path)) == (f"acme/tiny@{FIRST}", f"openai/gsm8k@{FIRST}")
     assert "downloading the model acme/tiny" in capsys.readouterr().out
-    folder = open_run(config)
-    write_config(folder, config, for_roles=fetch(config, print))
-    for repo in hub.repos.values():
-        repo.commits[SECOND], repo.head = repo.commits[FIRST], SECOND
+    folder = begun(config)
+    move_on(hub)
     assert resolve(config_file, []).model.path == config.model.path
     assert resolve(config_file, [], steps=9).data.path == config.data.path
     of_roles = yaml.safe_load(folder.roles_file.read_text())
@@ -108,6 +114,124 @@ def test_everything_starts_without_the_hub_after_the_first_time(
     hub.requests.clear()
     assert fetch(resolve(config_file, []), print) == first
     assert hub.requests == []
+
+
+REFERENCE = ("trainer.reference.path=acme/ref", "trainer.reference.source=frozen", "trainer.objective.kl_beta=0.1")
+
+
+def begun(config: RunConfig) -> RunFolder:
+    folder = open_run(config)
+    write_config(folder, config, for_roles=fetch(config, print))
+    return folder
+
+
+def move_on(hub: HubServer) -> None:
+    """A new commit of every repository, with the same files."""
+    for repo in hub.repos.values():
+        repo.commits[SECOND], repo.head = repo.commits[FIRST], SECOND
+
+
+def test_a_reference_by_id_is_pinned_fetched_and_checked(
+    hub: HubServer, config_file: Path, model_files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.repos["models/acme/ref"] = Repo({FIRST: model_files})
+    assert "trainer.reference.path (model acme/ref@1" in invoke(
+        "run", config_file, "--dry-run", *(word for one in REFERENCE for word in ("-o", one))
+    ).output.replace("\n", "")
+    config = resolve(config_file, REFERENCE)
+    assert str(config.trainer.reference.path) == f"acme/ref@{FIRST}"
+    reference = fetch(config, print).trainer.reference.path
+    assert reference is not None and (reference / "model.safetensors").is_file()
+    make_random_model(SHAPE.model_copy(update={"hidden_size": 32}), ["1 + 1"], tmp_path / "small", 1)
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path .*small has .* would not fit"):
+        resolve(config_file, [f"trainer.reference.path={tmp_path / 'small'}", *REFERENCE[1:]])
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path: there is no folder /nowhere"):
+        resolve(config_file, ["trainer.reference.path=/nowhere", *REFERENCE[1:]])
+
+
+def test_roles_that_start_alone_get_the_same_local_files(
+    hub: HubServer, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(single_role.os, "execve", lambda path, argv, environment: started.append(argv))
+    server = ["redis.url=redis://127.0.0.1:1"]
+    single_role.run_trainer(config_file, server, None)
+    move_on(hub)
+    single_role.run_rollout(config_file, server, "rollout-0")
+    models = [argv[argv.index("--model") + 1] for argv in started]
+    files = [load(Path(argv[argv.index("--config") + 1])) for argv in started]
+    assert models[0] == models[1] and Path(models[0]).name == FIRST
+    assert files[0].data.path == files[1].data.path and str(files[0].model.path) == models[0]
+    assert len([path for path in hub.downloads() if path.endswith(".safetensors")]) == 1
+
+
+def test_a_run_on_a_branch_resumes_with_its_commit(hub: HubServer, config_file: Path) -> None:
+    on_main = ["model.path=acme/tiny@main", "name=on-main"]
+    folder = begun(resolve(config_file, on_main))
+    move_on(hub)
+    again = resolve(config_file, on_main)
+    assert str(again.model.path) == f"acme/tiny@{FIRST}"
+    assert open_run(again) == folder
+
+
+async def test_an_evaluation_reads_the_data_and_finds_the_commits_of_the_run(
+    hub: HubServer, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(resolve(config_file, []))
+    move_on(hub)
+    config, found = chosen_run(config_file, [], None)
+    assert differences(config, found) == []
+    read: list[RunConfig] = []
+
+    def no_policy(config: RunConfig, *_: object) -> None:
+        read.append(config)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(evaluating, "open_policy", no_policy)
+    plan = evaluating.plan_of(config, prompts=None, samples=None, temperature=None)
+    with pytest.raises(ConfigError, match="far enough"):
+        await evaluating.evaluate(
+            folder.read_config(), Checkpoint(folder.path, 1), plan, patience_s=1, say=print, on_answer=print
+        )
+    assert read[0].data == load(folder.roles_file).data
+
+
+async def test_a_model_made_for_data_of_a_hub_is_found_again(
+    hub: HubServer, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    async def make(argv: object, say: object) -> None:
+        made.append(argv)
+
+    monkeypatch.setattr(first_policy, "_make", make)
+    monkeypatch.setattr(first_policy, "check_model", lambda path: path)
+    settings = yaml.safe_load(config_file.read_text()) | {"model": {"random": SHAPE.model_dump()}}
+    config_file.write_text(yaml.safe_dump(settings))
+    config = resolve(config_file, [])
+    assert await prepare_model(config, print) == await prepare_model(fetch(config, print), print)
+
+
+def test_a_sweep_keeps_its_commits(hub: HubServer, config_file: Path) -> None:
+    first = SweepOptions(config_file, ["max_staleness=1"], None, [], None)
+    folder, plan = make_plan(first)
+    folder.write_configs(plan.points)
+    folder.write(SweepRecord(command="", points=list(folder.records(plan.points).values())))
+    move_on(hub)
+    _, plan = make_plan(SweepOptions(config_file, ["max_staleness=1,2"], None, [], None))
+    assert [str(point.config.model.path) for point in plan.points] == [f"acme/tiny@{FIRST}"] * 2
+
+
+def test_what_is_in_the_cache_is_checked_before_a_start(hub: HubServer, config_file: Path) -> None:
+    fetch(resolve(config_file, []), print)
+    assert "not here yet" not in invoke("run", config_file, "--dry-run").output
+    row = next(check for check in checks_of_run(load(config_file)) if "first_row" in repr(check))()
+    assert "prompt 'What is 0 + 0?', answer '0'" in row.found
+
+
+def test_an_id_can_be_converted(hub: HubServer, tmp_path: Path) -> None:
+    refused = invoke("convert", "acme/none", tmp_path / "out")
+    assert "SOURCE is acme/none: there is no such folder here, and no such model" in refused.output.replace("\n", " ")
 
 
 def test_prepare_takes_a_name_an_id_and_a_model_of_the_hub(hub: HubServer, tmp_path: Path) -> None:

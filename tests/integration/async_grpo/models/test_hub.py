@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import ConfigError, HubUnreachable
+from async_grpo.models import hub as hub_module
 from async_grpo.models.hub import HubRepo, hub_repo
 from async_grpo.models.hub_dataset import fetch_split, split_files
 from tests.support.hub_server import FIRST, SECOND, HubServer, Repo, hub_for_this_process
@@ -101,6 +103,23 @@ def test_files_that_are_not_all_there_are_no_model(hub: HubServer) -> None:
     assert (fetched() / "model.safetensors").read_bytes() == WEIGHTS
 
 
+def test_files_that_another_program_left_in_the_cache_are_no_model(hub: HubServer) -> None:
+    from huggingface_hub import hf_hub_download
+
+    hf_hub_download("acme/tiny", "config.json")
+    assert MODEL.pinned().folder() is None
+    assert (fetched() / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_model_that_another_program_has_downloaded_needs_no_hub(hub: HubServer) -> None:
+    from huggingface_hub import snapshot_download
+
+    downloaded = snapshot_download("acme/tiny", revision=FIRST)
+    hub.requests.clear()
+    assert HubRepo("acme/tiny", "model", revision=FIRST).fetch(lambda line: None) == Path(downloaded)
+    assert hub.requests == []
+
+
 def test_two_processes_at_once_download_once(hub: HubServer, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FETCH, "acme/tiny"]
     both = [subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE) for _ in range(2)]
@@ -131,9 +150,12 @@ def test_what_cannot_be_had_is_explained(
 
 def test_a_file_that_is_not_what_the_hub_said_is_refused(hub: HubServer) -> None:
     hub.short_by = 1
-    with pytest.raises(ConfigError, match="came with another length than the hub states, and has been removed"):
+    with pytest.raises(ConfigError, match="another length or SHA-256 than the hub states, and has been removed"):
         fetched()
-    hub.short_by = 0
+    hub.short_by, hub.flips = 0, True
+    with pytest.raises(ConfigError, match=r"model\.safetensors of the model acme/tiny@1+ on Hugging Face came with"):
+        fetched()
+    hub.flips = False
     assert (fetched() / "model.safetensors").read_bytes() == WEIGHTS
 
 
@@ -141,6 +163,30 @@ def test_a_repository_without_safetensors_is_refused_before_a_download(hub: HubS
     hub.repos["models/acme/old"] = Repo({FIRST: {"pytorch_model.bin": b"pickled"}})
     with pytest.raises(ConfigError, match="Weights are read as safetensors only"):
         fetched(HubRepo("acme/old", "model"))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [((410, "Gone"), "set HF_ENDPOINT to a mirror"), ((403, "GatedRepo"), "Accept its terms on its page there")],
+)
+def test_files_that_are_refused_after_the_facts_are_explained(
+    hub: HubServer, refusal: tuple[int, str], words: str
+) -> None:
+    hub.file_refusal = refusal
+    with pytest.raises(ConfigError, match=words):
+        fetched()
+
+
+def test_a_hub_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("ASYNC_GRPO_CACHE", str(tmp_path))
+        monkeypatch.setattr(hub_module, "_ANSWER_S", 0.05)
+        for said in ("timed out", "it has just let a question time out"):
+            with pytest.raises(HubUnreachable, match=said):
+                MODEL.pinned()
 
 
 def test_a_hub_that_does_not_answer_names_the_mirror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,6 +217,7 @@ GSM8K = [
     "main/train-00000-of-00001.parquet",
     "socratic/train-00000-of-00001.parquet",
 ]
+SEVERAL = ["data/train_gen-00000-of-00001.parquet", "data/train_sft-00000-of-00001.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -181,12 +228,18 @@ GSM8K = [
         (["deepscaler.json"], "train", "", ["deepscaler.json"]),
         (["data/dapo-math-17k.parquet"], "train", "", ["data/dapo-math-17k.parquet"]),
         (["train.jsonl", "test.jsonl"], "train", "", ["train.jsonl"]),
+        (SEVERAL, "train_sft", "", SEVERAL[1:]),
     ],
 )
 def test_the_files_of_a_split_are_told_by_their_names(
     files: list[str], split: str, subset: str, found: list[str]
 ) -> None:
     assert split_files(files, split, subset) == found
+
+
+def test_two_splits_of_one_word_are_not_mixed() -> None:
+    with pytest.raises(ConfigError, match=r"\['train_gen', 'train_sft'\]"):
+        split_files(SEVERAL, "train", "")
 
 
 @pytest.mark.parametrize(("split", "subset"), [("train", ""), ("validation", "main")])

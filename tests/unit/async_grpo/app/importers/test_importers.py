@@ -311,6 +311,16 @@ def test_the_objectives_of_trl(tmp_path: Path, given: str, found: dict[str, Any]
     assert {key: getattr(objective, key) for key in found} == found
 
 
+def test_ids_stay_ids_and_folders_are_yours_to_check(tmp_path: Path) -> None:
+    shared = "per_device_train_batch_size: 8\ndataset_name: acme/sums\nmodel_name_or_path: "
+    for path, said in (("Qwen/Qwen2.5-7B", "an id of Hugging Face"), ("/data/qwen", "yours to check")):
+        result = import_file(SOURCES["trl"], write(tmp_path, "trl.yaml", shared + path), {})
+        settings = {setting.key: setting for setting in result.settings}
+        assert str(result.config.model.path) == path and said in settings["model.path"].comment
+        assert "async-grpo prepare --dataset acme/sums" in settings["data.path"].comment
+        assert f"--model {path} " in settings["data.path"].comment
+
+
 def test_completions_that_make_no_whole_groups_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "trl.yaml", "per_device_train_batch_size: 6\nnum_generations: 4\n")
     with pytest.raises(ConfigError, match="--set num_processes=N"):
