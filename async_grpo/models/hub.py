@@ -285,6 +285,9 @@ def _progress_lines(say: Callable[[str], None]) -> type:
             if self._counts_bytes and self.n:
                 say(f"downloaded {self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB")
 
+        def __del__(self) -> None:
+            """Say nothing: a bar that the client leaves open is collected long after the download."""
+
     return ProgressLines
 
 
