@@ -53,6 +53,8 @@ class RolloutLogger:
             version=group.admitted_version,
             tokens=sum(lengths),
             lengths=lengths,
+            queued_s=round(min(sample.started_s for sample in group.samples) - group.started_s, 4),
+            judged_s=round(group.finished_s - max(sample.finished_s for sample in group.samples), 4),
         )
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft().result()

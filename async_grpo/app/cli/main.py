@@ -31,6 +31,7 @@ from async_grpo.app.cli.prepare import prepare
 from async_grpo.app.cli.simulate import simulate
 from async_grpo.app.cli.sweep import sweep
 from async_grpo.app.cli.view import view
+from async_grpo.app.cli.why import why
 from async_grpo.app.doctor import checks_of, checks_of_run
 from async_grpo.app.launch.preflight import load_named
 from async_grpo.app.launch.run_folder import RunFolder
@@ -56,6 +57,7 @@ app.command()(import_config)
 app.command()(configs)
 app.command()(sweep)
 app.command()(simulate)
+app.command()(why)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.export)
 app.command("eval")(evaluate)

@@ -26,7 +26,7 @@ from async_grpo.errors import DataError
 from async_grpo.telemetry.idle import merged
 from async_grpo.telemetry.rows import Row, number
 
-PROMPT_AGAIN_S = 0.5
+MOST_CALL_S = 0.1
 """Longest time between a publication and the ticket that it made room for."""
 _BESIDES = np.linspace(1.0, 2.5, 61)
 
@@ -155,7 +155,7 @@ def _takes(runs: Sequence[RecordedRun]) -> list[float]:
     for run in runs:
         ends = np.array(sorted(group.ended_s for group in run.groups))
         for begin, end in run.waits:
-            place = int(np.searchsorted(ends, end)) - 1
+            place = int(np.searchsorted(ends, end, side="right")) - 1
             if place >= 0 and end - begin > 0.01 and ends[place] > begin:
                 found.append(float(end - ends[place]))
     return found
@@ -206,8 +206,8 @@ def _calls(runs: Sequence[RecordedRun]) -> list[float]:
     for run in runs:
         ends = np.array(sorted(end for _, end in run.published.values()))
         for server in run.servers:
-            for _, end in server.ticket_waits:
-                place = int(np.searchsorted(ends, end)) - 1
-                if place >= 0 and end - ends[place] < PROMPT_AGAIN_S:
+            for begin, end in server.ticket_waits:
+                place = int(np.searchsorted(ends, end, side="right")) - 1
+                if place >= 0 and begin < ends[place] and end - ends[place] < MOST_CALL_S:
                     found.append(float(end - ends[place]))
     return found

@@ -11,6 +11,7 @@ length. Both are solved in turn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from async_grpo.telemetry.idle import Span, merged
 Times = npt.NDArray[np.float64]
 ROUNDS = 4
 """How often samples' ends and speeds are solved in turn."""
+USUAL_HALF, PRIOR = 50, 0.1
+"""Samples beside which a step takes twice as long, and the weight of that guess: it decides only where the engine was
+always as full, so that the groups do not say how its speed depends on that."""
 LEAST_GROUPS = 8
 """Groups that a fit needs."""
 
@@ -54,13 +58,17 @@ def fit_engine(runs: Sequence[RecordedRun], *, fits_beside: bool) -> EngineFit |
     def errors(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.concatenate([server.errors(*speeds_of(logs)) for server in servers])
 
+    def errors_and_prior(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        usual = PRIOR * (logs[1] - logs[0] + math.log(USUAL_HALF))
+        return np.append(errors(logs), usual)
+
     alone_s = float(np.median(np.concatenate([server.pace for server in servers])))
     logs = np.log([alone_s / 2, alone_s / 100, 0.003, 0.1])
     low, high = np.log([alone_s / 1000, alone_s / 1e5, 1e-5, 1e-3]), np.log([alone_s * 2, alone_s, 1.0, 4.0])
     for _ in range(ROUNDS):
         for server in servers:
             server.end_samples(*speeds_of(logs))
-        logs = least_squares(errors, logs, bounds=(low, high), loss="soft_l1", f_scale=0.05).x
+        logs = least_squares(errors_and_prior, logs, bounds=(low, high), loss="soft_l1", f_scale=0.05).x
     step_s, request_s, latency_s, beside = speeds_of(logs)
     return EngineFit(step_s, request_s, latency_s, beside, float(np.abs(errors(logs)).mean()))
 

@@ -34,6 +34,10 @@ class RecordedGroup:
     ended_s: float
     lengths: tuple[int, ...]
     """Completion tokens of its samples; () if the run did not write them."""
+    queued_s: float = 0.0
+    """Seconds until its first sample had a slot."""
+    judged_s: float = 0.0
+    """Seconds from its last token to its end."""
 
 
 @dataclass(slots=True)
@@ -128,7 +132,8 @@ def _server(spans: Sequence[_Span], sampled: dict[int, tuple[int, ...]]) -> Reco
         kind, _, about = name.partition(" ")
         if track == "generation" and about.isdigit():
             lengths = tuple(args.get("lengths") or sampled.get(int(about), ()))
-            server.groups.append(RecordedGroup(int(about), args.get("version", 0), begin, end, lengths))
+            waited = {key: number(args, key) or 0.0 for key in ("queued_s", "judged_s")}
+            server.groups.append(RecordedGroup(int(about), args.get("version", 0), begin, end, lengths, **waited))
         elif track == "weights" and about.isdigit():
             server.loads.append((begin, end, int(about)))
         elif track == "evaluation":

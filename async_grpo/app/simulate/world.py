@@ -112,7 +112,7 @@ class World:
         if len(buffer.tasks) <= limit:
             first = buffer.tasks_put
             ahead = max(limit, TASKS_AHEAD * self.settings.policy.window.capacity)
-            buffer.put_tasks([_task(index) for index in range(first, first + ahead)])
+            buffer.put_tasks([task_of(index) for index in range(first, first + ahead)])
         try:
             return buffer.admit(limit, holder, self.events.now_s)
         except RunEnded:
@@ -312,5 +312,6 @@ def simulate(settings: SimulatedSettings, timings: Timings, *, seed: int = 1) ->
     return World(settings, timings, seed).run()
 
 
-def _task(index: int) -> Task:
+def task_of(index: int) -> Task:
+    """A task without text."""
     return Task(index=index, prompt="", prompt_tokens=b"", answer="")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,13 +11,11 @@ from async_grpo.app.simulate.lengths import LengthModel
 from async_grpo.app.simulate.prediction import measured_tokens_per_s
 from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.app.simulate.results import figures_of
-from async_grpo.app.simulate.server import SimulatedGroup
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.app.simulate.world import World, simulate
-from async_grpo.config import validate
+from async_grpo.app.simulate.world import simulate
 from async_grpo.errors import DataError
-from async_grpo.wire import Batch
+from tests.support.recorded_runs import recorded_run, settings_of
 
 TRUE = Timings(
     prompt_tokens=20,
@@ -33,104 +29,10 @@ TRUE = Timings(
 )
 
 
-class RecordingWorld(World):
-    """A simulated run that keeps what a real one writes to its timeline and metrics."""
-
-    def __init__(self, settings: SimulatedSettings, timings: Timings) -> None:
-        super().__init__(settings, timings, seed=3)
-        self.rollout: list[dict[str, Any]] = []
-        self.train: list[dict[str, Any]] = []
-        self._computing_since = 0.0
-
-    def settle(self, group: SimulatedGroup) -> None:
-        assert group.ticket is not None
-        lengths = [round(sample.done) for sample in group.samples]
-        args = {"version": group.ticket.version, "lengths": lengths}
-        self._span(self.rollout, "generation", f"group {group.seq}", group.started_s, self.events.now_s, args)
-        super().settle(group)
-
-    def publish(self, epoch: int, version: int) -> None:
-        now_s, sync = self.events.now_s, self.timings.sync
-        self._span(self.train, "trainer", "publish", now_s - sync.stall_s, now_s, {"version": version})
-        came_s = now_s + sync.transfer_s
-        self._span(self.rollout, "weights", f"version {version}", came_s, came_s + sync.load_s, {})
-        super().publish(epoch, version)
-
-    def trainer_changed(self) -> None:
-        if self.trainer.computing:
-            self._computing_since = self.events.now_s
-        else:
-            self._span(self.train, "trainer", "train", self._computing_since, self.events.now_s, {})
-        super().trainer_changed()
-
-    def release(self, batch: Batch) -> None:
-        self._span(self.rollout, "wait", "ticket", self.events.now_s - 0.1, self.events.now_s + 0.003, {})
-        super().release(batch)
-
-    @staticmethod
-    def _span(
-        rows: list[dict[str, Any]], track: str, name: str, begin: float, end: float, args: dict[str, Any]
-    ) -> None:
-        rows.append({"track": track, "name": name, "start_s": begin, "end_s": end, "args": args})
-
-    def write(self, folder: Path, config: str) -> None:
-        (folder / "timeline").mkdir(parents=True)
-        (folder / "config.yaml").write_text(config)
-        _write(folder / "timeline" / "trainer.jsonl", self.train)
-        _write(folder / "timeline" / "rollout-0.jsonl", self.rollout)
-        prompts = 20 * 8 * 8
-        _write(
-            folder / "metrics.jsonl",
-            [
-                {
-                    "kind": "step",
-                    "step": row.version + 1,
-                    "version": row.version,
-                    "time_s": row.ended_s,
-                    "step_s": row.step_s,
-                    "wait_s": row.wait_s + self.timings.trainer.take_s,
-                    "publish_s": self.timings.sync.stall_s,
-                    "groups": 8,
-                    "trained_tokens": round(row.tokens),
-                    "read_tokens": round(row.tokens) + prompts - 64,
-                    "completion_tokens_mean": row.tokens / 64,
-                }
-                for row in self.trainer.steps
-            ],
-        )
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def settings_of(folder: Path, max_staleness: int) -> tuple[SimulatedSettings, str]:
-    plain = {
-        "name": f"run-{max_staleness}",
-        "runs_dir": str(folder),
-        "steps": 40,
-        "max_staleness": max_staleness,
-        "group_size": 8,
-        "groups_per_step": 8,
-        "model": {"random": {}},
-        "data": {"kind": "arithmetic"},
-        "sampling": {"max_tokens": 200},
-        "rollout": {"max_concurrency": 64},
-    }
-    return SimulatedSettings.of(validate(plain, source="a test")), json.dumps(plain)
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[RecordedRun]:
     folder = tmp_path_factory.mktemp("runs")
-    runs = []
-    for max_staleness in (0, 2):
-        settings, config = settings_of(folder, max_staleness)
-        world = RecordingWorld(settings, TRUE)
-        world.run()
-        world.write(folder / f"run-{max_staleness}", config)
-        runs.append(read_recorded(folder / f"run-{max_staleness}"))
-    return runs
+    return [recorded_run(folder, max_staleness, TRUE) for max_staleness in (0, 2)]
 
 
 def test_two_runs_tell_every_speed(recorded: list[RecordedRun]) -> None:

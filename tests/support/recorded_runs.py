@@ -1,0 +1,203 @@
+"""Folders of runs that were only simulated: what a real run writes of its speed, with timings that a test knows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_grpo.app.simulate.engine import SimulatedSample
+from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
+from async_grpo.app.simulate.server import SimulatedGroup, SimulatedServer
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import Timings
+from async_grpo.app.simulate.world import World, task_of
+from async_grpo.config import validate
+from async_grpo.wire import Batch, Ticket
+
+Row = dict[str, Any]
+GROUPS, SIZE = 8, 8
+PLAIN: dict[str, Any] = {
+    "steps": 40,
+    "group_size": SIZE,
+    "groups_per_step": GROUPS,
+    "model": {"random": {}},
+    "data": {"kind": "arithmetic"},
+    "sampling": {"max_tokens": 200},
+    "rollout": {"max_concurrency": 64},
+}
+
+
+class RecordingWorld(World):
+    """A simulated run that keeps what a real one writes to its timeline and metrics. `slow`: how many times slower the
+    engine of the last server is; `starve_s`: seconds between two tasks."""
+
+    def __init__(
+        self, settings: SimulatedSettings, timings: Timings, *, slow: float = 1.0, starve_s: float = 0.0
+    ) -> None:
+        super().__init__(settings, timings, seed=3)
+        self.rollout: dict[str, list[Row]] = defaultdict(list)
+        self.train: list[Row] = []
+        self._starve_s = starve_s
+        self._computing_since = 0.0
+        self._asking: dict[str, float] = {}
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._waiting: list[int] = []
+        for server in self.servers:
+            self._watch(server)
+        self.servers[-1].engine.slow_down(0.0, slow)
+        if starve_s:
+            self.events.after(starve_s, self._one_task)
+
+    def admit(self, limit: int, holder: str) -> list[Ticket]:
+        if self._starve_s:
+            found = self.buffer.admit(min(limit, len(self.buffer.tasks)), holder, self.events.now_s)
+        else:
+            found = super().admit(limit, holder)
+        if not found:
+            self._asking.setdefault(holder, self.events.now_s)
+        elif holder in self._asking:
+            got_s = self.events.now_s + self.timings.engine.call_s
+            self._span(self.rollout[holder], "wait", "ticket", self._asking.pop(holder), got_s, {})
+        return found
+
+    def settle(self, group: SimulatedGroup) -> None:
+        assert group.ticket is not None
+        now_s, began_s = self.events.now_s, group.started_s + self.timings.engine.call_s
+        args = {
+            "version": group.ticket.version,
+            "lengths": [round(sample.done) for sample in group.samples],
+            "queued_s": max(0.0, self._first[group.seq] - began_s),
+            "judged_s": now_s - self._last[group.seq],
+        }
+        name = f"group {group.seq}"
+        self._span(self.rollout[group.ticket.holder], "generation", name, began_s, now_s, args)
+        super().settle(group)
+
+    def publish(self, epoch: int, version: int) -> None:
+        now_s, sync = self.events.now_s, self.timings.sync
+        self._span(self.train, "trainer", "publish", now_s - sync.stall_s, now_s, {"version": version})
+        super().publish(epoch, version)
+
+    def trainer_changed(self) -> None:
+        if self.trainer.computing:
+            self._computing_since = self.events.now_s
+        else:
+            self._span(self.train, "trainer", "train", self._computing_since, self.events.now_s, {})
+        super().trainer_changed()
+
+    def release(self, batch: Batch) -> None:
+        super().release(batch)
+        self._waiting.append(len(self.buffer.tasks))
+
+    def write(self, folder: Path, config: str) -> RecordedRun:
+        """Write the folder, and read it again."""
+        (folder / "timeline").mkdir(parents=True)
+        (folder / "config.yaml").write_text(config)
+        _write(folder / "timeline" / "trainer.jsonl", [*self.train, *self._waits()])
+        for name, spans in self.rollout.items():
+            _write(folder / "timeline" / f"{name}.jsonl", spans)
+        _write(folder / "metrics.jsonl", [self._row(place) for place in range(len(self.trainer.steps))])
+        return read_recorded(folder)
+
+    def _row(self, place: int) -> Row:
+        row = self.trainer.steps[place]
+        timings, settings = self.timings, self.settings
+        saves = settings.checkpoint_steps and place and place % settings.checkpoint_steps == 0
+        saved_s = timings.trainer.checkpoint_s if saves else 0.0
+        wait_s = row.wait_s + timings.trainer.take_s
+        return {
+            "kind": "step",
+            "step": row.version + 1,
+            "version": row.version,
+            "time_s": row.ended_s,
+            "step_s": row.step_s,
+            "wait_s": wait_s,
+            "publish_s": timings.sync.stall_s,
+            "checkpoint_s": saved_s,
+            "train_s": row.step_s - wait_s - timings.sync.stall_s - saved_s,
+            "groups": GROUPS,
+            "trained_tokens": round(row.tokens),
+            "read_tokens": round(row.tokens + (timings.prompt_tokens - 1) * GROUPS * SIZE),
+            "completion_tokens_mean": row.tokens / GROUPS / SIZE,
+            "buffer_groups": {"waiting": self._waiting[place]},
+        }
+
+    def _waits(self) -> list[Row]:
+        """The trainer waited from the end of a publication (or of a checkpoint) until it computed."""
+        found: list[Row] = []
+        trains = [span for span in self.train if span["name"] == "train"]
+        ends = [row.ended_s for row in self.trainer.steps]
+        for end, train in zip(ends, trains[1:], strict=False):
+            self._span(found, "trainer", "wait", min(end, train["start_s"]), train["start_s"], {})
+        return found
+
+    def _watch(self, server: SimulatedServer) -> None:
+        start, judged, load = server.engine.start, server._judged_s, server.engine.load
+        begin, unpin = server._evaluate_if_due, server._unpin
+        pinned: list[float] = []
+
+        def watched_start(now_s: float, sample: SimulatedSample, *, prompt: bool) -> None:
+            if isinstance(sample.group, SimulatedGroup):
+                self._first.setdefault(sample.group.seq, now_s)
+            start(now_s, sample, prompt=prompt)
+
+        def watched_judged(samples: int) -> float:
+            whole = [seq for seq, group in server.groups.items() if not group.missing]
+            for seq in whole:
+                self._last.setdefault(seq, self.events.now_s)
+            return judged(samples)
+
+        def watched_load(now_s: float, version: int, load_s: float, *, encode_again: bool = False) -> float:
+            done_s = load(now_s, version, load_s, encode_again=encode_again)
+            self._span(self.rollout[server.name], "weights", f"version {version}", now_s, done_s, {})
+            return done_s
+
+        def watched_begin() -> None:
+            begin()
+            if server._pinned:
+                pinned.append(self.events.now_s)
+
+        def watched_unpin() -> None:
+            self._span(self.rollout[server.name], "evaluation", "version", pinned.pop(), self.events.now_s, {})
+            unpin()
+
+        replaced: dict[str, Callable[..., Any]] = {"_judged_s": watched_judged, "_evaluate_if_due": watched_begin}
+        for name, function in {**replaced, "_unpin": watched_unpin}.items():
+            setattr(server, name, function)
+        for name, function in {"start": watched_start, "load": watched_load}.items():
+            setattr(server.engine, name, function)
+
+    def _one_task(self) -> None:
+        first = self.buffer.tasks_put
+        self.buffer.put_tasks([task_of(first)])
+        self._ask()
+        self.events.after(self._starve_s, self._one_task)
+
+    @staticmethod
+    def _span(rows: list[Row], track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+        rows.append({"track": track, "name": name, "start_s": begin, "end_s": end, "args": args})
+
+
+def settings_of(folder: Path, max_staleness: int, **changed: Any) -> tuple[SimulatedSettings, str]:
+    """The settings of a run of 40 steps of 8 groups of 8 samples, and its configuration as text."""
+    own = {"name": f"run-{max_staleness}", "runs_dir": str(folder), "max_staleness": max_staleness}
+    plain = {**PLAIN, **changed, **own}
+    return SimulatedSettings.of(validate(plain, source="a test")), json.dumps(plain)
+
+
+def recorded_run(
+    folder: Path, max_staleness: int, timings: Timings, *, slow: float = 1.0, starve_s: float = 0.0, **changed: Any
+) -> RecordedRun:
+    """Simulate a run, write its folder, and read it."""
+    settings, config = settings_of(folder, max_staleness, **changed)
+    world = RecordingWorld(settings, timings, slow=slow, starve_s=starve_s)
+    world.run()
+    return world.write(folder / f"run-{max_staleness}", config)
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

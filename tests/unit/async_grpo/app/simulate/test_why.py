@@ -1,0 +1,56 @@
+"""What made a run slow is found in its files: one planted cause after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
+from async_grpo.app.simulate.why import ADVICE, Cause, explain
+from tests.support.recorded_runs import recorded_run
+
+BALANCED = Timings(
+    prompt_tokens=20,
+    lengths=LengthModel(kind="lognormal", mean=60, sigma=0.3, cap=200),
+    engine=EngineTimings(step_s=0.004, request_s=0.0001, prefill_s=0.0, call_s=0.003),
+    trainer=TrainerTimings(base_s=0.3, token_s=2e-5, take_s=0.002),
+    sync=SyncTimings(stall_s=0.01, transfer_s=0.01, load_s=0.01),
+    verifier=VerifierTimings(latency_s=0.002),
+)
+LONG = LengthModel(kind="lognormal", mean=40, sigma=1.3, cap=200)
+PLANTED: dict[Cause, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    Cause.COMPUTING: (2, {"trainer": TrainerTimings(base_s=3.0)}, {}),
+    Cause.CHECKPOINTS: (
+        2,
+        {"trainer": TrainerTimings(base_s=0.5, token_s=0, checkpoint_s=2.0)},
+        {"trainer": {"checkpoint": {"every_steps": 1}}},
+    ),
+    Cause.PUBLISHING: (2, {"sync": SyncTimings(stall_s=2.0)}, {}),
+    Cause.WEIGHTS: (2, {"sync": SyncTimings(stall_s=0.01, transfer_s=0.01, load_s=1.5)}, {}),
+    Cause.VERIFIERS: (2, {"verifier": VerifierTimings(sample_s=0.05)}, {}),
+    Cause.WINDOW: (0, {"lengths": LengthModel(mean=60)}, {"rollout": {"max_concurrency": 256}}),
+    Cause.TAIL: (0, {"lengths": LONG}, {}),
+    Cause.SLOTS: (2, {}, {"rollout": {"max_concurrency": 8}}),
+    Cause.ENGINE: (2, {"engine": EngineTimings(step_s=0.02, request_s=0.0005)}, {}),
+    Cause.TASKS: (2, {}, {"starve_s": 0.3}),
+    Cause.SLOW_SERVER: (2, {}, {"rollout": {"servers": 3, "max_concurrency": 32}, "slow": 8.0}),
+    Cause.EVALUATION: (1, {}, {"eval": {"every_steps": 2, "prompts": 200, "samples": 8}}),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
+    max_staleness, timings, changed = PLANTED[cause]
+    run = recorded_run(tmp_path, max_staleness, BALANCED.model_copy(update=timings), **changed)
+    found = explain(run)
+    assert found.cause is cause, found.shares()
+    assert ADVICE[cause]
+
+
+def test_the_parts_make_up_the_whole(tmp_path: Path) -> None:
+    found = explain(recorded_run(tmp_path, 1, BALANCED))
+    assert sum(share for _, _, share in found.shares()) == pytest.approx(1.0, abs=0.01)
+    assert found.other < 0.02 * found.seconds
