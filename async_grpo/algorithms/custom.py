@@ -49,6 +49,12 @@ def correction_of(name: str) -> Correction:
     return _function("correction", name, CORRECTIONS)
 
 
+_UNJUDGED = (
+    " for a group with a sample that no verifier could judge: rewards_BG is NaN where valid_BG is false. Replace it "
+    "first, rewards_BG.nan_to_num() * valid_BG, and leave such samples at advantage 0"
+)
+
+
 def check_objective(config: ObjectiveConfig) -> None:
     """Import every function of the user and try it on five tokens, before anything starts.
 
@@ -96,7 +102,7 @@ def _check_numbers(role: str, name: str, values: Any, shape: tuple[int, ...]) ->
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise _wrong(role, name, f"returned {found} instead of a tensor of shape {shape}")
     if not values.isfinite().all():
-        raise _wrong(role, name, "returned numbers that are not finite")
+        raise _wrong(role, name, f"returned numbers that are not finite{_UNJUDGED if role == 'advantage' else ''}")
 
 
 def _wrong(role: str, name: str, what: str) -> ConfigError:

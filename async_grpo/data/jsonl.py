@@ -154,7 +154,9 @@ def _check_kind(path: Path, data: DataConfig) -> None:
     key = "data.path" if path == data.path else "data.eval_path"
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there"
-        raise DataError(f"{key}: the file {path} {what}. Set {key} to a JSON-lines file")
+        raise DataError(
+            f"{key}: the file {path} {what}. Set {key} to a JSON-lines file, or make it with async-grpo prepare"
+        )
     kind = kind_of(path)
     if kind in ("json", "parquet"):
         what = "one JSON array" if kind == "json" else "a Parquet file"

@@ -239,8 +239,9 @@ def doctor(
         except ConfigError as error:
             findings.append(Finding("Configuration", False, str(error), f"correct {config}, or the overrides"))
     chosen: PlatformName = platform or (checked.trainer.platform if checked is not None else "cpu")
-    findings += [check() for check in checks_of(chosen)]
-    findings += [check() for check in checks_of_run(checked)] if checked is not None else []
+    with Console(stderr=True).status("looking; private names of packages take ten seconds"):
+        findings += [check() for check in checks_of(chosen)]
+        findings += [check() for check in checks_of_run(checked)] if checked is not None else []
     healthy = all(finding.ok is not False for finding in findings)
     if as_json:
         document = {"platform": chosen, "ok": healthy, "findings": [asdict(finding) for finding in findings]}

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from async_grpo.app.cli.common import ConfigFile, Override, exit_with, say
-from async_grpo.errors import ConfigError
 
 From = Annotated[
     list[Path] | None,
@@ -55,31 +54,25 @@ def simulate(
     Without --grid it also says what one change would give: one more server, a larger S, faster weights.
     """
     from async_grpo.app.launch.preflight import resolve
-    from async_grpo.app.simulate.devices import device_names
-    from async_grpo.app.simulate.prediction import TimingsOptions, draw, predict, table_of, table_of_changes
+    from async_grpo.app.simulate.prediction import TimingsOptions, as_plain, draw, predict, table_of, table_of_changes
     from async_grpo.app.simulate.whatif import changes
 
     def work() -> int:
-        if device is not None and device not in device_names():
-            raise ConfigError(f"--device {device!r} is not known. Known: {', '.join(device_names())}")
         base = resolve(config, override or [], planning=True)
-        found, notes = TimingsOptions(runs or [], device, timings).read(base)  # type: ignore[arg-type]
+        found, notes = TimingsOptions(runs or [], device, timings).read(base)
         for line in notes:
             say(line)
         if write_timings is not None:
             found.write(write_timings)
         predictions = predict(config, override or [], grid or [], found, steps=steps, seed=seed)
-        console = Console()
-        console.print(table_of(predictions))
+        Console().print(table_of(predictions))
         if not grid:
-            console.print(predictions[0].figures.bottleneck, highlight=False)
-            console.print(table_of_changes(changes(predictions[0].settings, found, seed=seed)))
+            Console().print(predictions[0].figures.bottleneck, highlight=False)
+            Console().print(table_of_changes(changes(predictions[0].settings, found, seed=seed)))
         if json_file is not None:
-            rows = [{"point": one.label, **one.figures.row()} for one in predictions]
-            json_file.write_text(json.dumps({"timings": found.model_dump(mode="json"), "points": rows}, indent=2))
-        if plots is not None:
-            for path in draw(predictions, plots):
-                say(f"wrote {path}")
+            json_file.write_text(json.dumps(as_plain(predictions, found), indent=2))
+        for path in draw(predictions, plots) if plots is not None else []:
+            say(f"wrote {path}")
         return 0
 
     exit_with(work)

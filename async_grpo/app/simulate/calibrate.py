@@ -7,11 +7,13 @@
     lengths   those of the run, in the order of its groups
 
 One run has one mixture of overlap, so that how much the two sides slow each other follows only from two runs that
-differ, such as S = 0 and S = 2.
+differ, such as S = 0 and S = 2. At the end the engine's speed is scaled so that the runs, simulated, are as fast and as
+idle as they were.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,14 +22,19 @@ import numpy as np
 
 from async_grpo.app.simulate.engine_fit import fit_engine
 from async_grpo.app.simulate.lengths import LengthModel
-from async_grpo.app.simulate.recorded import RecordedRun, overlap_share
+from async_grpo.app.simulate.recorded import RecordedGroup, RecordedRun, overlap_share
+from async_grpo.app.simulate.results import WARM_STEPS, SimulatedFigures, figures_of
+from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
+from async_grpo.app.simulate.world import simulate
 from async_grpo.errors import DataError
-from async_grpo.telemetry.idle import merged
-from async_grpo.telemetry.rows import Row, number
+from async_grpo.telemetry.idle import merged, rollout_idle_share, trainer_idle_share
+from async_grpo.telemetry.rows import Row, number, numbers
 
 MOST_CALL_S = 0.1
 """Longest time between a publication and the ticket that it made room for."""
+MOST_SCALE = 1.0
+"""Largest logarithm of the factor by which the engine's speed is adjusted to whole runs."""
 _BESIDES = np.linspace(1.0, 2.5, 61)
 
 
@@ -61,7 +68,69 @@ def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
         trainer_beside=trainer_beside,
         engine_beside=engine_beside,
     )
-    return Calibration(timings, trainer_error, engine_error, tuple(notes))
+    return Calibration(_balanced(timings, runs), trainer_error, engine_error, tuple(notes))
+
+
+def _balanced(timings: Timings, runs: Sequence[RecordedRun]) -> Timings:
+    """The timings with the engine's speed scaled so that the runs, simulated, are as fast and each side as idle as they
+    were: small errors of single groups must not make the wrong side the bottleneck."""
+    from scipy.optimize import minimize_scalar
+
+    measured = [measure(run) for run in runs]
+    settings = [SimulatedSettings.of(run.config) for run in runs]
+
+    def misfit(log_scale: float) -> float:
+        scaled = _scaled(timings, math.exp(log_scale))
+        found = [figures_of(simulate(each, scaled)) for each in settings]
+        return sum(_distance(figures, actual) for figures, actual in zip(found, measured, strict=True))
+
+    best = minimize_scalar(misfit, bounds=(-MOST_SCALE, MOST_SCALE), method="bounded", options={"xatol": 0.01})
+    return _scaled(timings, math.exp(best.x)) if best.fun < 0.8 * misfit(0.0) else timings
+
+
+def _scaled(timings: Timings, scale: float) -> Timings:
+    engine = timings.engine
+    slower = {"step_s": engine.step_s * scale, "request_s": engine.request_s * scale}
+    return timings.model_copy(update={"engine": engine.model_copy(update=slower)})
+
+
+def _distance(figures: SimulatedFigures, actual: Measured) -> float:
+    idle = (figures.trainer_idle - actual.trainer_idle) ** 2
+    if actual.rollout_idle is not None:
+        idle += (figures.rollout_idle - actual.rollout_idle) ** 2
+    return idle + math.log(figures.tokens_per_s / actual.tokens_per_s) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The figures of a recorded run, over the steps that `results.in_stride` would take."""
+
+    tokens_per_s: float
+    trainer_idle: float
+    rollout_idle: float | None
+    age_mean: float
+
+
+def measure(run: RecordedRun) -> Measured:
+    """The figures of a run that was made."""
+    head = run.config.max_staleness + 1 + WARM_STEPS
+    rows = run.steps[head : len(run.steps) - run.config.max_staleness]
+    rows = rows if len(rows) >= 2 else run.steps[1:]
+    spent_s, tokens = sum(numbers(rows, "step_s")), sum(numbers(rows, "trained_tokens"))
+    ages = sum((number(row, "age_mean") or 0.0) * (number(row, "trained_tokens") or 0.0) for row in rows)
+    busy = [
+        [{"track": "generation", "start_s": g.started_s, "end_s": g.ended_s} for g in s.groups] for s in run.servers
+    ]
+    return Measured(
+        tokens_per_s=tokens / spent_s,
+        trainer_idle=trainer_idle_share(rows) or 0.0,
+        rollout_idle=rollout_idle_share(rows, busy),
+        age_mean=ages / max(1.0, tokens),
+    )
+
+
+def _generation(group: RecordedGroup) -> Row:
+    return {"track": "generation", "start_s": group.started_s, "end_s": group.ended_s}
 
 
 def _most_lengths(runs: Sequence[RecordedRun]) -> list[list[int]]:
@@ -93,8 +162,8 @@ def _prompt_tokens(runs: Sequence[RecordedRun]) -> float:
 
 
 def _whole(steps: Iterable[Row]) -> list[Row]:
-    """The steps after the first that were trained."""
-    return [row for row in list(steps)[1:] if number(row, "read_tokens") and number(row, "step_s")]
+    """The steps that were trained, apart from the first of every process."""
+    return [row for row in steps if number(row, "read_tokens") and number(row, "step_s") and not number(row, "start_s")]
 
 
 # The trainer
@@ -133,7 +202,7 @@ def _computing(runs: Sequence[RecordedRun]) -> list[tuple[float, float, float]]:
         working = merged((group.started_s, group.ended_s) for group in run.groups)
         for row in _whole(run.steps):
             end, step_s = number(row, "time_s") or 0.0, number(row, "step_s") or 0.0
-            idle = sum(number(row, key) or 0.0 for key in ("wait_s", "publish_s", "checkpoint_s", "start_s"))
+            idle = sum(number(row, key) or 0.0 for key in ("wait_s", "publish_s", "checkpoint_s"))
             spent = step_s - idle
             found.append((number(row, "read_tokens") or 0.0, spent, overlap_share((end - spent, end), working)))
     if not found:

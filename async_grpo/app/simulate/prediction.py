@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from async_grpo.app.launch.preflight import resolve
 from async_grpo.app.report.drawing import BLUE, GREEN, GREY, ORANGE, legend_above, new_figure, percent, save_figures
-from async_grpo.app.simulate.calibrate import calibrate
-from async_grpo.app.simulate.devices import DeviceName, estimate
+from async_grpo.app.simulate.calibrate import calibrate, measure
+from async_grpo.app.simulate.devices import estimate
 from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.app.simulate.results import SimulatedFigures, figures_of
 from async_grpo.app.simulate.settings import SimulatedSettings
@@ -25,6 +26,10 @@ from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+ROUGH_ERROR = 0.3
+ROUGH = "these timings are rough: the run is short, or its machine did other things too. A longer run tells more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class TimingsOptions:
     """Where timings come from, as typed: exactly one."""
 
     runs: Sequence[Path]
-    device: DeviceName | None
+    device: str | None
     file: Path | None
 
     def read(self, config: RunConfig) -> tuple[Timings, list[str]]:
@@ -67,24 +72,16 @@ def calibrated(recorded: Sequence[RecordedRun]) -> tuple[Timings, list[str]]:
         f"trainer: a step's computing is off by {found.trainer_error:.1%} in the mean; "
         f"engine: a group's time by {found.engine_error:.1%}",
         *(f"not known: {note}" for note in found.notes),
+        *([ROUGH] if max(found.trainer_error, found.engine_error) > ROUGH_ERROR else []),
     ]
     for run in recorded:
-        measured, said_s = (
-            measured_tokens_per_s(run),
-            figures_of(simulate(SimulatedSettings.of(run.config), found.timings)).tokens_per_s,
-        )
+        actual, simulated = measure(run), figures_of(simulate(SimulatedSettings.of(run.config), found.timings))
+        speed, real = simulated.tokens_per_s, actual.tokens_per_s
         said.append(
-            f"{run.path}: {said_s:,.0f} tokens/s simulated, {measured:,.0f} measured ({said_s / measured - 1:+.1%})"
+            f"{run.path}: {speed:,.0f} tokens/s simulated, {real:,.0f} measured ({speed / real - 1:+.1%}); mean age "
+            f"{simulated.age_mean:.2f} simulated, {actual.age_mean:.2f} measured"
         )
     return found.timings, said
-
-
-def measured_tokens_per_s(run: RecordedRun) -> float:
-    """Trained tokens a second of a recorded run, over the steps that `results.in_stride` would take."""
-    settings = SimulatedSettings.of(run.config)
-    head = settings.max_staleness + 3
-    rows = run.steps[head : len(run.steps) - settings.max_staleness] or run.steps[1:]
-    return sum(row["trained_tokens"] for row in rows) / sum(row["step_s"] for row in rows)
 
 
 def predict(
@@ -105,7 +102,7 @@ def predict(
 
 def table_of(predictions: Sequence[Prediction]) -> Table:
     """The figures of all points, one a row."""
-    table = Table(title="simulated", title_justify="left")
+    table = Table(title="simulated", title_justify="left", box=SIMPLE)
     table.add_column("point", overflow="fold", min_width=16)
     for column in ("tokens/s", "step", "trainer idle", "servers idle", "age (max)", "wasted"):
         table.add_column(column, justify="right")
@@ -125,7 +122,7 @@ def table_of(predictions: Sequence[Prediction]) -> Table:
 
 def table_of_changes(found: Sequence[Change]) -> Table:
     """What one change would give, the best first."""
-    table = Table(title="what one change would give", title_justify="left")
+    table = Table(title="what one change would give", title_justify="left", box=SIMPLE)
     table.add_column("change", min_width=24, overflow="fold")
     for column in ("tokens/s", "trainer idle", "servers idle", "age"):
         table.add_column(column, justify="right")
@@ -135,6 +132,12 @@ def table_of_changes(found: Sequence[Change]) -> Table:
         label = change.label + (f" ({change.key})" if change.key else "")
         table.add_row(label, f"{change.speedup - 1:+.0%}", *idle, f"{figures.age_mean:.2f}")
     return table
+
+
+def as_plain(predictions: Sequence[Prediction], timings: Timings) -> dict[str, object]:
+    """All figures and the timings, as JSON takes them."""
+    points = [{"point": one.label, **asdict(one.figures)} for one in predictions]
+    return {"timings": timings.model_dump(mode="json"), "points": points}
 
 
 def draw(predictions: Sequence[Prediction], folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ The first steps are left out, in which the window fills, and the last S ones, in
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from async_grpo.app.simulate.trainer import SimulatedStep
 from async_grpo.app.simulate.world import SimulatedRun
@@ -48,10 +48,6 @@ class SimulatedFigures:
     """Share of the generated tokens that was not trained."""
     released: dict[str, int]
     bottleneck: str
-
-    def row(self) -> dict[str, object]:
-        """The figures as a flat object for JSON."""
-        return asdict(self)
 
 
 def figures_of(run: SimulatedRun) -> SimulatedFigures:

@@ -51,7 +51,7 @@ def test_an_own_correction_may_ask_for_the_whole_batch() -> None:
         ({"loss": f"{HERE}:takes_nothing"}, "failed on a trial of five tokens .*TypeError"),
         ({"loss": f"{HERE}:gives_a_bare_tensor"}, "returned a Tensor"),
         ({"loss": f"{HERE}:forgets_the_gradient"}, "lost the gradient"),
-        ({"advantage": f"{HERE}:gives_nan"}, "not finite"),
+        ({"advantage": f"{HERE}:gives_nan"}, "rewards_BG is NaN where valid_BG is false"),
         ({"advantage": f"{HERE}:takes_nothing"}, "TypeError"),
         ({"corrections": [f"{HERE}:gives_one_number"]}, r"returned \(\) instead of a tensor of shape \(5,\)"),
         ({"corrections": [":"]}, "cannot be imported"),

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.app.simulate.calibrate import calibrate
+from async_grpo.app.simulate.calibrate import calibrate, measure
 from async_grpo.app.simulate.lengths import LengthModel
-from async_grpo.app.simulate.prediction import measured_tokens_per_s
 from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.app.simulate.results import figures_of
 from async_grpo.app.simulate.settings import SimulatedSettings
@@ -35,8 +34,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[RecordedRun]:
     return [recorded_run(folder, max_staleness, TRUE) for max_staleness in (0, 2)]
 
 
-def test_two_runs_tell_every_speed(recorded: list[RecordedRun]) -> None:
-    found = calibrate(recorded).timings
+@pytest.fixture(scope="module")
+def found(recorded: list[RecordedRun]) -> Timings:
+    return calibrate(recorded).timings
+
+
+def test_two_runs_tell_every_speed(found: Timings) -> None:
     assert found.prompt_tokens == pytest.approx(20, abs=0.1)
     assert found.engine.step_s == pytest.approx(TRUE.engine.step_s, rel=0.1)
     assert found.engine.request_s == pytest.approx(TRUE.engine.request_s, rel=0.1)
@@ -48,8 +51,7 @@ def test_two_runs_tell_every_speed(recorded: list[RecordedRun]) -> None:
     assert found.engine.call_s == pytest.approx(0.003)
 
 
-def test_it_predicts_the_staleness_bounds_that_it_has_not_seen(recorded: list[RecordedRun], tmp_path: Path) -> None:
-    found = calibrate(recorded).timings
+def test_it_predicts_the_staleness_bounds_that_it_has_not_seen(found: Timings, tmp_path: Path) -> None:
     for max_staleness in (1, 4):
         settings, _ = settings_of(tmp_path, max_staleness)
         true, predicted = (figures_of(simulate(settings, timings)) for timings in (TRUE, found))
@@ -57,17 +59,16 @@ def test_it_predicts_the_staleness_bounds_that_it_has_not_seen(recorded: list[Re
         assert predicted.age_mean == pytest.approx(true.age_mean, abs=0.15)
 
 
-def test_what_it_was_calibrated_on_is_simulated_again(recorded: list[RecordedRun]) -> None:
-    found = calibrate(recorded).timings
+def test_what_it_was_calibrated_on_is_simulated_again(recorded: list[RecordedRun], found: Timings) -> None:
     for run in recorded:
         simulated = figures_of(simulate(SimulatedSettings.of(run.config), found)).tokens_per_s
-        assert simulated == pytest.approx(measured_tokens_per_s(run), rel=0.04)
+        assert simulated == pytest.approx(measure(run).tokens_per_s, rel=0.04)
 
 
 def test_one_run_does_not_tell_how_much_the_sides_slow_each_other(recorded: list[RecordedRun]) -> None:
-    found = calibrate(recorded[1:])
-    assert (found.timings.engine_beside, found.timings.trainer_beside) == (1.0, 1.0)
-    assert len([note for note in found.notes if "one run does not tell" in note]) == 2
+    alone = calibrate(recorded[1:])
+    assert (alone.timings.engine_beside, alone.timings.trainer_beside) == (1.0, 1.0)
+    assert len([note for note in alone.notes if "one run does not tell" in note]) == 2
 
 
 def test_a_folder_with_too_little_is_refused(recorded: list[RecordedRun], tmp_path: Path) -> None:
