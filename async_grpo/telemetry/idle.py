@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from async_grpo.staleness import Selector
 from async_grpo.telemetry.rows import Row, number, numbers, rate
 
 Floats = npt.NDArray[np.float64]
@@ -35,7 +36,13 @@ _TURNS = 0.15
 """Where both sides wait longer than this share of the time, they do not overlap."""
 
 
-def bottleneck(trainer_idle: float | None, rollout_idle: float | None, evaluating: float | None = None) -> str:
+def bottleneck(
+    trainer_idle: float | None,
+    rollout_idle: float | None,
+    evaluating: float | None = None,
+    *,
+    selector: Selector = "fifo",
+) -> str:
     """A sentence with the idle shares and what follows from them; "" if the trainer's is not known.
 
     All shares are of the trainer's time, 0 to 1. `evaluating`: the share in which servers evaluated.
@@ -46,13 +53,15 @@ def bottleneck(trainer_idle: float | None, rollout_idle: float | None, evaluatin
     if rollout_idle is None:
         return f"{waited}; how long the rollout servers waited is not known."
     tested = f" Evaluations kept the servers busy for {evaluating:.0%} of it." if (evaluating or 0) >= 0.05 else ""
-    reading = _reading(trainer_idle, rollout_idle)
+    reading = _reading(trainer_idle, rollout_idle, selector)
     return f"{waited}, and the rollout servers generated nothing for {rollout_idle:.0%} of it: {reading}.{tested}"
 
 
-def _reading(trainer_idle: float, rollout_idle: float) -> str:
+def _reading(trainer_idle: float, rollout_idle: float, selector: Selector) -> str:
     ahead = trainer_idle - rollout_idle
     if min(trainer_idle, rollout_idle) >= _TURNS:
+        if selector == "exact_age":
+            return "the two sides took turns, as they must with the selector exact_age"
         return "the two sides took turns, and a larger max_staleness would let them work at the same time"
     if ahead >= _NOTICEABLE:
         return "generation was the bottleneck, and more rollout servers would make the run faster"

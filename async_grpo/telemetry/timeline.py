@@ -23,7 +23,7 @@ from async_grpo.utils.files import write_atomic
 
 Event = dict[str, Any]
 
-TRACK = "trainer"
+TRACK, CPU_TRACK = "trainer", "cpu"
 START, WAIT = "start", "wait"
 """Spans of waiting for a batch: `start` for the first batch of a process, while engines load; `wait` for later ones."""
 _FIRST_ROLES = ("supervisor", "trainer", "publisher")

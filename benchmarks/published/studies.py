@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -39,58 +39,15 @@ MILES_STEPS = {1: 40, 2: 40, 4: 60, 8: 110}
 """Steps to simulate by S, so that a queue that fills has filled."""
 
 
+MILES_CALIBRATING = ((4, 2), (4, 4))
+
+
 def miles_grid() -> Study:
     """Qwen3-4B on 64 H100: staleness by the split between trainer and rollout nodes, stale groups made again."""
-    calibrating = ((4, 2), (4, 4))
-    (two, *_), (four, *_) = (MILES[cell] for cell in calibrating)
-    slope = (two - four) / (1 / 2 - 1 / 4)
-    base = max(0.0, four - slope / 4)
-    lengths = _truncated(MILES_MEAN, MILES_CAP, MILES_TRUNCATED)
-
-    def predicted(cell: tuple[int, int], speeds: Sequence[float], steps: int = 30) -> SimulatedFigures:
-        (staleness, nodes), (step_s, request_s) = cell, speeds
-        settings = settings_like(
-            groups=192,
-            max_staleness=staleness,
-            window=192 + 1000 + 2 * 192,
-            steps=steps,
-            group_size=16,
-            servers=8 * (8 - nodes),
-            concurrency=192 * 16,
-            groups_in_flight=192,
-            slots_by_group=True,
-            prefetches=True,
-            finishes_stale=True,
-            recycles=True,
-        )
-        token_s = slope / nodes / (192 * 16 * MILES_MEAN)
-        timings = Timings(
-            prompt_tokens=1,
-            lengths=lengths,
-            engine=EngineTimings(step_s=step_s, request_s=request_s, prefill_s=0),
-            trainer=TrainerTimings(base_s=base, token_s=token_s),
-            sync=SyncTimings(stall_s=0, transfer_s=3, load_s=2),
-        )
-        return run(settings, timings)
-
     speeds = solve(
         (0.010, 0.00014),
-        lambda speeds: [predicted(cell, speeds).groups_per_s / MILES[cell][1] - 1 for cell in calibrating],
+        lambda tried: [_miles(cell, tried).groups_per_s / MILES[cell][1] - 1 for cell in MILES_CALIBRATING],
     )
-    baseline = hindsight([(cell[0], figures[3]) for cell, figures in MILES.items() if cell[0] >= 4])
-    early = hindsight([(cell[0], figures[3]) for cell, figures in MILES.items()])
-
-    def cells() -> Iterator[Cell]:
-        for cell, (_, groups_per_s, age, period) in MILES.items():
-            figures = predicted(cell, speeds, steps=MILES_STEPS[cell[0]])
-            where = f"S = {cell[0]}, {cell[1]} : {8 - cell[1]} nodes"
-            limit = 0.1 if cell[0] >= 4 else 0.15
-            used = cell in calibrating
-            yield Cell(where, "groups/s", groups_per_s, figures.groups_per_s, used, limit)
-            expected = (baseline if cell[0] >= 4 else early)(cell[0])
-            yield Cell(where, "s a step", period, figures.step_s, False, limit, baseline=expected)
-            yield Cell(where, "staleness", age, figures.group_age, False, 0.5, absolute=True)
-
     return Study(
         "Staleness by split, with stale groups made again (Qwen3-4B, 64 H100)",
         "https://github.com/okoge-kaz/miles, experiments/outputs/reasoning_eval/staleness-ratio-sweep",
@@ -104,10 +61,54 @@ def miles_grid() -> Study:
             "A stale group is generated again with the same lengths. Weights take 3 s to arrive and 2 s to load; the "
             "source does not say.",
         ],
-        list(cells()),
+        list(_miles_cells(speeds)),
     )
 
 
+def _miles(cell: tuple[int, int], speeds: Sequence[float], steps: int = 30) -> SimulatedFigures:
+    """A cell, simulated with two speeds of the engine: of a step, and of each request in it."""
+    (staleness, nodes), (step_s, request_s) = cell, speeds
+    settings = settings_like(
+        groups=192,
+        max_staleness=staleness,
+        window=192 + 1000 + 2 * 192,
+        steps=steps,
+        group_size=16,
+        servers=8 * (8 - nodes),
+        concurrency=192 * 16,
+        groups_in_flight=192,
+        slots_by_group=True,
+        prefetches=True,
+        finishes_stale=True,
+        recycles=True,
+    )
+    (two, *_), (four, *_) = (MILES[each] for each in MILES_CALIBRATING)
+    slope = (two - four) / (1 / 2 - 1 / 4)
+    timings = Timings(
+        prompt_tokens=1,
+        lengths=_truncated(MILES_MEAN, MILES_CAP, MILES_TRUNCATED),
+        engine=EngineTimings(step_s=step_s, request_s=request_s, prefill_s=0),
+        trainer=TrainerTimings(base_s=max(0.0, four - slope / 4), token_s=slope / nodes / (192 * 16 * MILES_MEAN)),
+        sync=SyncTimings(stall_s=0, transfer_s=3, load_s=2),
+    )
+    return run(settings, timings)
+
+
+def _miles_cells(speeds: Sequence[float]) -> Iterator[Cell]:
+    """Three figures of every cell beside what was published."""
+    baseline = hindsight([(cell[0], figures[3]) for cell, figures in MILES.items() if cell[0] >= 4])
+    early = hindsight([(cell[0], figures[3]) for cell, figures in MILES.items()])
+    for cell, (_, groups_per_s, age, period) in MILES.items():
+        figures = _miles(cell, speeds, steps=MILES_STEPS[cell[0]])
+        where = f"S = {cell[0]}, {cell[1]} : {8 - cell[1]} nodes"
+        limit = 0.1 if cell[0] >= 4 else 0.15
+        yield Cell(where, "groups/s", groups_per_s, figures.groups_per_s, cell in MILES_CALIBRATING, limit)
+        expected = (baseline if cell[0] >= 4 else early)(cell[0])
+        yield Cell(where, "s a step", period, figures.step_s, False, limit, baseline=expected)
+        yield Cell(where, "staleness", age, figures.group_age, False, 0.5, absolute=True)
+
+
+@cache
 def _truncated(mean: float, cap: int, share: float) -> LengthModel:
     """The lognormal with that mean after the cut, of which that share reaches the cap."""
     for sigma in np.arange(0.3, 2.0, 0.02):
@@ -125,35 +126,10 @@ VERL_UPDATE_S = 98.77
 
 def verl_fractions() -> Study:
     """Qwen2.5-Math-7B on 64 + 64 H20: a fraction of a batch may be generated ahead."""
-    mean, steps = 2500.0, 12
-
-    def predicted(fraction: float, step_s: float) -> SimulatedFigures:
-        window = int((1 + fraction) * 512)
-        settings = settings_like(
-            groups=512,
-            max_staleness=math.ceil(fraction),
-            window=window,
-            steps=steps,
-            group_size=16,
-            servers=64,
-            concurrency=window * 16,
-            groups_in_flight=window,
-            streaming=True,
-            least_part=128,
-        )
-        timings = Timings(
-            prompt_tokens=1,
-            lengths=LengthModel(kind="lognormal", mean=mean, sigma=1.1, cap=28_672),
-            engine=EngineTimings(step_s=step_s, request_s=step_s / 64, prefill_s=0),
-            trainer=TrainerTimings(base_s=0, token_s=VERL_UPDATE_S / (512 * 16 * mean)),
-            sync=SyncTimings(stall_s=0, transfer_s=4, load_s=0),
-        )
-        return run(settings, timings)
-
-    (step_s,) = solve((0.006,), lambda speed: [predicted(0.0, *speed).step_s / VERL[0.0][0] - 1])
+    (step_s,) = solve((0.006,), lambda speed: [_verl(0.0, *speed).step_s / VERL[0.0][0] - 1])
     baseline = hindsight([(fraction, period) for fraction, (period, _) in VERL.items()])
     cells = [
-        Cell(f"s = {fraction:g}", "s a step", period, predicted(fraction, step_s).step_s, fraction == 0.0, 0.15,
+        Cell(f"s = {fraction:g}", "s a step", period, _verl(fraction, step_s).step_s, fraction == 0.0, 0.15,
              baseline=baseline(fraction))
         for fraction, (period, _) in VERL.items()
     ]  # fmt: skip
@@ -169,6 +145,32 @@ def verl_fractions() -> Study:
         ],
         cells,
     )
+
+
+def _verl(fraction: float, step_s: float) -> SimulatedFigures:
+    """A row, simulated with that speed of the engine."""
+    mean = 2500.0
+    window = int((1 + fraction) * 512)
+    settings = settings_like(
+        groups=512,
+        max_staleness=math.ceil(fraction),
+        window=window,
+        steps=12,
+        group_size=16,
+        servers=64,
+        concurrency=window * 16,
+        groups_in_flight=window,
+        streaming=True,
+        least_part=128,
+    )
+    timings = Timings(
+        prompt_tokens=1,
+        lengths=LengthModel(kind="lognormal", mean=mean, sigma=1.1, cap=28_672),
+        engine=EngineTimings(step_s=step_s, request_s=step_s / 64, prefill_s=0),
+        trainer=TrainerTimings(base_s=0, token_s=VERL_UPDATE_S / (512 * 16 * mean)),
+        sync=SyncTimings(stall_s=0, transfer_s=4, load_s=0),
+    )
+    return run(settings, timings)
 
 
 ONE_STEP_OFF = {
@@ -295,32 +297,10 @@ AREAL = {0: 27_100.0, 4: 49_000.0, 8: 51_500.0, 16: 52_000.0}
 
 def areal_table() -> Study:
     """R1-Distill-Qwen 1.5B, 8 GPUs, context 8K: throughput against the staleness bound."""
-    mean = 3000.0
-
-    def predicted(staleness: int, speeds: list[float]) -> float:
-        step_s, token_s = speeds
-        settings = settings_like(
-            groups=64,
-            max_staleness=staleness,
-            window=64 * (staleness + 1),
-            steps=3 * staleness + 12,
-            group_size=16,
-            servers=6,
-            concurrency=256,
-        )
-        timings = Timings(
-            prompt_tokens=1,
-            lengths=LengthModel(kind="lognormal", mean=mean, sigma=0.8, cap=8192),
-            engine=EngineTimings(step_s=step_s, request_s=step_s / 64, prefill_s=0),
-            trainer=TrainerTimings(base_s=0, token_s=token_s),
-            sync=SyncTimings(stall_s=0, transfer_s=1, load_s=0.5),
-        )
-        return run(settings, timings).tokens_per_s
-
-    speeds = solve((0.003, 1 / 52_000), lambda tried: [predicted(at, list(tried)) / AREAL[at] - 1 for at in (0, 8)])
+    speeds = solve((0.003, 1 / 52_000), lambda tried: [_areal(at, tried) / AREAL[at] - 1 for at in (0, 8)])
     baseline = hindsight([(staleness, 1 / speed) for staleness, speed in AREAL.items()])
     cells = [
-        Cell(f"eta = {staleness}", "tokens/s", speed, predicted(staleness, speeds), staleness in (0, 8),
+        Cell(f"eta = {staleness}", "tokens/s", speed, _areal(staleness, speeds), staleness in (0, 8),
              baseline=1 / baseline(staleness))
         for staleness, speed in AREAL.items()
     ]  # fmt: skip
@@ -336,6 +316,28 @@ def areal_table() -> Study:
     )
 
 
+def _areal(staleness: int, speeds: Sequence[float]) -> float:
+    """Tokens a second, simulated with a speed of the engine and one of the trainer."""
+    step_s, token_s = speeds
+    settings = settings_like(
+        groups=64,
+        max_staleness=staleness,
+        window=64 * (staleness + 1),
+        steps=3 * staleness + 12,
+        group_size=16,
+        servers=6,
+        concurrency=256,
+    )
+    timings = Timings(
+        prompt_tokens=1,
+        lengths=LengthModel(kind="lognormal", mean=3000.0, sigma=0.8, cap=8192),
+        engine=EngineTimings(step_s=step_s, request_s=step_s / 64, prefill_s=0),
+        trainer=TrainerTimings(base_s=0, token_s=token_s),
+        sync=SyncTimings(stall_s=0, transfer_s=1, load_s=0.5),
+    )
+    return run(settings, timings).tokens_per_s
+
+
 MARIN = (48.79 / 20, 35.87 / 20, 147.4 / 20, 336.2 / 25, 68.06 / 20)
 """Seconds an update: synchronous weight sync and generation; asynchronous weight sync, and the whole; by how much
 asynchronous was slower."""
@@ -343,30 +345,10 @@ asynchronous was slower."""
 
 def marin_sync_bound() -> Study:
     """Qwen3-0.6B on 8 + 8 H100: weights take longer than generation, and asynchronous training loses."""
-    sync_s, generation_s, async_sync_s, whole_s, slower_s = MARIN
+    sync_s, _, async_sync_s, whole_s, slower_s = MARIN
     learner_s = whole_s - async_sync_s
-
-    def predicted(staleness: int, stall_s: float) -> float:
-        settings = settings_like(
-            groups=64,
-            max_staleness=staleness,
-            window=64 * (staleness + 1),
-            steps=40,
-            group_size=4,
-            servers=8,
-            concurrency=32,
-        )
-        timings = Timings(
-            prompt_tokens=1,
-            lengths=LengthModel(kind="lognormal", mean=159, sigma=0.4, cap=1024),
-            engine=EngineTimings(step_s=generation_s / 400, request_s=0, prefill_s=0),
-            trainer=TrainerTimings(base_s=learner_s, token_s=0),
-            sync=SyncTimings(stall_s=stall_s, transfer_s=0, load_s=0),
-        )
-        return run(settings, timings).step_s
-
-    together = predicted(0, sync_s)
-    apart = predicted(1, async_sync_s)
+    together = _marin(0, sync_s, learner_s)
+    apart = _marin(1, async_sync_s, learner_s)
     cells = [
         Cell("asynchronous, age 1", "s an update", whole_s, apart, True, 0.15),
         Cell("asynchronous less synchronous", "s an update", slower_s, apart - together, False, 1.0, absolute=True,
@@ -382,6 +364,27 @@ def marin_sync_bound() -> Study:
         ],
         cells,
     )
+
+
+def _marin(staleness: int, stall_s: float, learner_s: float) -> float:
+    """Seconds of an update, simulated with these seconds of weight sync and of the learner."""
+    settings = settings_like(
+        groups=64,
+        max_staleness=staleness,
+        window=64 * (staleness + 1),
+        steps=40,
+        group_size=4,
+        servers=8,
+        concurrency=32,
+    )
+    timings = Timings(
+        prompt_tokens=1,
+        lengths=LengthModel(kind="lognormal", mean=159, sigma=0.4, cap=1024),
+        engine=EngineTimings(step_s=MARIN[1] / 400, request_s=0, prefill_s=0),
+        trainer=TrainerTimings(base_s=learner_s, token_s=0),
+        sync=SyncTimings(stall_s=stall_s, transfer_s=0, load_s=0),
+    )
+    return run(settings, timings).step_s
 
 
 STUDIES = (miles_grid, verl_fractions, one_step_off, applied_compute, areal_table, marin_sync_bound)

@@ -13,7 +13,7 @@ from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.app.simulate.server import SimulatedGroup, SimulatedServer
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import Timings
-from async_grpo.app.simulate.world import World, task_of
+from async_grpo.app.simulate.world import World
 from async_grpo.config import validate
 from async_grpo.wire import Batch, Ticket
 
@@ -32,15 +32,12 @@ PLAIN: dict[str, Any] = {
 
 class RecordingWorld(World):
     """A simulated run that keeps what a real one writes to its timeline and metrics. `slow`: how many times slower the
-    engine of the last server is; `starve_s`: seconds between two tasks."""
+    engine of the last server is."""
 
-    def __init__(
-        self, settings: SimulatedSettings, timings: Timings, *, slow: float = 1.0, starve_s: float = 0.0
-    ) -> None:
+    def __init__(self, settings: SimulatedSettings, timings: Timings, *, slow: float = 1.0) -> None:
         super().__init__(settings, timings, seed=3)
         self.rollout: dict[str, list[Row]] = defaultdict(list)
         self.train: list[Row] = []
-        self._starve_s = starve_s
         self._computing_since = 0.0
         self._asking: dict[str, float] = {}
         self._first: dict[int, float] = {}
@@ -49,14 +46,9 @@ class RecordingWorld(World):
         for server in self.servers:
             self._watch(server)
         self.servers[-1].engine.slow_down(0.0, slow)
-        if starve_s:
-            self.events.after(starve_s, self._one_task)
 
     def admit(self, limit: int, holder: str) -> list[Ticket]:
-        if self._starve_s:
-            found = self.buffer.admit(min(limit, len(self.buffer.tasks)), holder, self.events.now_s)
-        else:
-            found = super().admit(limit, holder)
+        found = super().admit(limit, holder)
         if not found:
             self._asking.setdefault(holder, self.events.now_s)
         elif holder in self._asking:
@@ -120,6 +112,7 @@ class RecordingWorld(World):
             "checkpoint_s": saved_s,
             "train_s": row.step_s - wait_s - timings.sync.stall_s - saved_s,
             "groups": GROUPS,
+            "age_mean": sum(age * tokens for age, tokens in row.ages.items()) / sum(row.ages.values()),
             "trained_tokens": round(row.tokens),
             "read_tokens": round(row.tokens + (timings.prompt_tokens - 1) * GROUPS * SIZE),
             "completion_tokens_mean": row.tokens / GROUPS / SIZE,
@@ -171,12 +164,6 @@ class RecordingWorld(World):
         for name, function in {"start": watched_start, "load": watched_load}.items():
             setattr(server.engine, name, function)
 
-    def _one_task(self) -> None:
-        first = self.buffer.tasks_put
-        self.buffer.put_tasks([task_of(first)])
-        self._ask()
-        self.events.after(self._starve_s, self._one_task)
-
     @staticmethod
     def _span(rows: list[Row], track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         rows.append({"track": track, "name": name, "start_s": begin, "end_s": end, "args": args})
@@ -190,11 +177,11 @@ def settings_of(folder: Path, max_staleness: int, **changed: Any) -> tuple[Simul
 
 
 def recorded_run(
-    folder: Path, max_staleness: int, timings: Timings, *, slow: float = 1.0, starve_s: float = 0.0, **changed: Any
+    folder: Path, max_staleness: int, timings: Timings, *, slow: float = 1.0, **changed: Any
 ) -> RecordedRun:
     """Simulate a run, write its folder, and read it."""
     settings, config = settings_of(folder, max_staleness, **changed)
-    world = RecordingWorld(settings, timings, slow=slow, starve_s=starve_s)
+    world = RecordingWorld(settings, timings, slow=slow)
     world.run()
     return world.write(folder / f"run-{max_staleness}", config)
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from async_grpo.app.cli.common import ConfigFile, Override, exit_with, say
 
 From = Annotated[
     list[Path] | None,
     typer.Option("--from", metavar="RUN", help="Fit the timings to this run; two of different S say more."),
+]
+Check = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="RUN", help="Compare the simulation with this run, which is not fitted to; may be repeated."),
 ]
 Device = Annotated[
     str | None,
@@ -39,6 +42,7 @@ def simulate(
     runs: From = None,
     device: Device = None,
     timings: TimingsFile = None,
+    check: Check = None,
     grid: Grid = None,
     steps: Steps = None,
     seed: Seed = 1,
@@ -51,27 +55,28 @@ def simulate(
     A discrete-event simulation with this project's own admission, selection and staleness code. Timings come from a
     run (--from), from rooflines of a device (--device), or from a file (--timings).
 
-    Without --grid it also says what one change would give: one more server, a larger S, faster weights.
+    Without --grid it also says what one change would give: one more server, a larger S, faster weights. With --check
+    it says how far it is from runs that it has not seen.
     """
     from async_grpo.app.launch.preflight import resolve
-    from async_grpo.app.simulate.prediction import TimingsOptions, as_plain, draw, predict, table_of, table_of_changes
+    from async_grpo.app.simulate import prediction
+    from async_grpo.app.simulate.recorded import read_recorded
     from async_grpo.app.simulate.whatif import changes
 
     def work() -> int:
         base = resolve(config, override or [], planning=True)
-        found, notes = TimingsOptions(runs or [], device, timings).read(base)
+        seen = [read_recorded(path) for path in check or []]
+        found, notes = prediction.TimingsOptions(runs or [], device, timings).read(base)
         for line in notes:
             say(line)
         if write_timings is not None:
             found.write(write_timings)
-        predictions = predict(config, override or [], grid or [], found, steps=steps, seed=seed)
-        Console().print(table_of(predictions))
-        if not grid:
-            Console().print(predictions[0].figures.bottleneck, highlight=False)
-            Console().print(table_of_changes(changes(predictions[0].settings, found, seed=seed)))
+        predictions = prediction.predict(config, override or [], grid or [], found, steps=steps, seed=seed)
+        compared = prediction.compare(seen, found, seed=seed)
         if json_file is not None:
-            json_file.write_text(json.dumps(as_plain(predictions, found), indent=2))
-        for path in draw(predictions, plots) if plots is not None else []:
+            json_file.write_text(json.dumps(prediction.as_plain(predictions, found, compared), indent=2))
+        prediction.show(predictions, compared, [] if grid else changes(predictions[0].settings, found, seed=seed))
+        for path in prediction.draw(predictions, plots) if plots is not None else []:
             say(f"wrote {path}")
         return 0
 

@@ -16,25 +16,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from async_grpo.app.simulate.engine_fit import fit_engine
 from async_grpo.app.simulate.lengths import LengthModel
-from async_grpo.app.simulate.recorded import RecordedGroup, RecordedRun, overlap_share
+from async_grpo.app.simulate.recorded import RecordedGroup, RecordedRun, overlap_share, slowness
 from async_grpo.app.simulate.results import WARM_STEPS, SimulatedFigures, figures_of
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
 from async_grpo.app.simulate.world import simulate
 from async_grpo.errors import DataError
-from async_grpo.telemetry.idle import merged, rollout_idle_share, trainer_idle_share
+from async_grpo.telemetry.idle import length, merged, overlap, rollout_idle_share, trainer_idle_share
+from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Row, number, numbers
 
 MOST_CALL_S = 0.1
 """Longest time between a publication and the ticket that it made room for."""
-MOST_SCALE = 1.0
-"""Largest logarithm of the factor by which the engine's speed is adjusted to whole runs."""
+MOST_SCALE, MOST_TRIALS = 1.0, 60
+"""Largest logarithm of the factors by which the engine's speed is adjusted to whole runs, and how many are tried."""
+SLOW_JUDGING, STARVED = 0.1, 0.5
+"""Share of a group's time from which on verifiers are slow, and of the run's from which on the source of tasks is."""
+MOST_CONTENDED = 0.95
 _BESIDES = np.linspace(1.0, 2.5, 61)
 
 
@@ -56,7 +60,11 @@ def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
     notes: list[str] = []
     prompt_tokens = _prompt_tokens(runs)
     trainer, trainer_beside, trainer_error = _fit_trainer(runs, notes)
-    engine, verifier, engine_beside, engine_error = _fit_engine(runs, notes)
+    factors = slowness(runs[-1].servers)
+    generating = [_generating_alone(run) for run in runs]
+    engine, latency_s, engine_beside, engine_error = _fit_engine(
+        [_without_slow_servers(run) for run in generating], prompt_tokens, notes
+    )
     timings = Timings(
         source="calibrated on " + ", ".join(str(run.path) for run in runs),
         prompt_tokens=prompt_tokens,
@@ -64,34 +72,45 @@ def calibrate(runs: Sequence[RecordedRun]) -> Calibration:
         engine=engine,
         trainer=trainer,
         sync=_fit_sync(runs),
-        verifier=verifier,
+        verifier=fit_verifier(runs, latency_s),
         trainer_beside=trainer_beside,
         engine_beside=engine_beside,
+        task_s=fit_source(runs),
+        slow_servers=[factor for factor in factors if factor > 1],
+        engine_contended=statistics.fmean(_contended(run) for run in runs),
+        trainer_contended=statistics.fmean(_trainer_contended(run) for run in runs),
     )
-    return Calibration(_balanced(timings, runs), trainer_error, engine_error, tuple(notes))
+    balanced = _balanced(timings, generating, fits_beside=engine_beside > 1)
+    return Calibration(balanced, trainer_error, engine_error, tuple(notes))
 
 
-def _balanced(timings: Timings, runs: Sequence[RecordedRun]) -> Timings:
+def _balanced(timings: Timings, runs: Sequence[RecordedRun], *, fits_beside: bool) -> Timings:
     """The timings with the engine's speed scaled so that the runs, simulated, are as fast and each side as idle as they
-    were: small errors of single groups must not make the wrong side the bottleneck."""
-    from scipy.optimize import minimize_scalar
+    were: small errors of single groups must not make the wrong side the bottleneck. `fits_beside`: how much slower it
+    is beside the trainer is scaled too, since the runs tell the two apart."""
+    from scipy.optimize import minimize
 
     measured = [measure(run) for run in runs]
     settings = [SimulatedSettings.of(run.config) for run in runs]
 
-    def misfit(log_scale: float) -> float:
-        scaled = _scaled(timings, math.exp(log_scale))
-        found = [figures_of(simulate(each, scaled)) for each in settings]
+    def misfit(logs: Sequence[float]) -> float:
+        found = [figures_of(simulate(each, _scaled(timings, *logs))) for each in settings]
         return sum(_distance(figures, actual) for figures, actual in zip(found, measured, strict=True))
 
-    best = minimize_scalar(misfit, bounds=(-MOST_SCALE, MOST_SCALE), method="bounded", options={"xatol": 0.01})
-    return _scaled(timings, math.exp(best.x)) if best.fun < 0.8 * misfit(0.0) else timings
+    start = [0.0, 0.0] if fits_beside else [0.0]
+    simplex = [start, *([0.1 * (axis == other) for other in range(len(start))] for axis in range(len(start)))]
+    options = {"initial_simplex": simplex, "xatol": 0.01, "fatol": 1e-5, "maxfev": MOST_TRIALS}
+    bounds = [(-MOST_SCALE, MOST_SCALE)] * len(start)
+    best = minimize(misfit, start, method="Nelder-Mead", bounds=bounds, options=options)
+    return _scaled(timings, *best.x)
 
 
-def _scaled(timings: Timings, scale: float) -> Timings:
-    engine = timings.engine
-    slower = {"step_s": engine.step_s * scale, "request_s": engine.request_s * scale}
-    return timings.model_copy(update={"engine": engine.model_copy(update=slower)})
+def _scaled(timings: Timings, log_scale: float, log_beside: float = 0.0) -> Timings:
+    """Engines slower by one factor, and beside the trainer by another one as well."""
+    slower = {key: getattr(timings.engine, key) * math.exp(log_scale) for key in ("step_s", "request_s", "prefill_s")}
+    engine = timings.engine.model_copy(update=slower)
+    beside = max(1.0, timings.engine_beside * math.exp(log_beside))
+    return timings.model_copy(update={"engine": engine, "engine_beside": beside})
 
 
 def _distance(figures: SimulatedFigures, actual: Measured) -> float:
@@ -252,7 +271,11 @@ def _median(values: Sequence[float], otherwise: float) -> float:
 # The engine
 
 
-def _fit_engine(runs: Sequence[RecordedRun], notes: list[str]) -> tuple[EngineTimings, VerifierTimings, float, float]:
+def _fit_engine(
+    runs: Sequence[RecordedRun], prompt_tokens: float, notes: list[str]
+) -> tuple[EngineTimings, float, float, float]:
+    """The engine, the seconds from a group's last token to its end, how much slower it is beside the trainer, and the
+    error."""
     beside = [overlap_share((group.started_s, group.ended_s), run.computing) for run in runs for group in run.groups]
     fits_beside = len(runs) > 1 and max(beside) - min(beside) > 0.3
     if not fits_beside:
@@ -264,9 +287,78 @@ def _fit_engine(runs: Sequence[RecordedRun], notes: list[str]) -> tuple[EngineTi
             "release; run it again"
         )
     engine = EngineTimings(
-        step_s=fit.step_s, request_s=fit.request_s, prefill_s=0.0, call_s=_median(_calls(runs), 0.001)
+        step_s=fit.step_s,
+        request_s=fit.request_s,
+        prefill_s=fit.prompt_s / prompt_tokens,
+        call_s=_median(_calls(runs), 0.001),
     )
-    return engine, VerifierTimings(latency_s=fit.latency_s), fit.beside, fit.error
+    return engine, fit.latency_s, fit.beside, fit.error
+
+
+def _without_slow_servers(run: RecordedRun) -> RecordedRun:
+    factors = slowness(run.servers)
+    return replace(run, servers=[server for server, factor in zip(run.servers, factors, strict=True) if factor == 1])
+
+
+def _generating_alone(run: RecordedRun) -> RecordedRun:
+    """The run with groups that end with their last token, if its verifiers are slow."""
+    if not _judges_slowly(run):
+        return run
+    servers = [
+        replace(
+            server,
+            groups=[replace(group, ended_s=group.ended_s - group.judged_s, judged_s=0.0) for group in server.groups],
+        )
+        for server in run.servers
+    ]
+    return replace(run, servers=servers)
+
+
+# What holds engines up
+
+
+def _judges_slowly(run: RecordedRun) -> bool:
+    spans = [group.ended_s - group.started_s for group in run.groups]
+    return statistics.median(group.judged_s for group in run.groups) >= SLOW_JUDGING * statistics.median(spans)
+
+
+def fit_verifier(runs: Sequence[RecordedRun], latency_s: float) -> VerifierTimings:
+    """Slow verifiers: seconds of a sample, from how many were judged while any was."""
+    slow = [run for run in runs if _judges_slowly(run)]
+    if not slow:
+        return VerifierTimings(latency_s=latency_s)
+    found, workers = [], slow[0].config.rewards.workers
+    for run in slow:
+        for server in run.servers:
+            busy_s = length(merged((group.ended_s - group.judged_s, group.ended_s) for group in server.groups))
+            waiting = sum(group.judged_s for group in server.groups) * run.config.group_size / busy_s
+            found.append(busy_s * min(workers, waiting) / (len(server.groups) * run.config.group_size))
+    return VerifierTimings(latency_s=latency_s, sample_s=statistics.fmean(found), workers=workers)
+
+
+def fit_source(runs: Sequence[RecordedRun]) -> float:
+    """Seconds of a slow source for one task: of the time without tasks, what each group took that began in it or right
+    after. 0 if there mostly were tasks."""
+    found = []
+    for run in runs:
+        spans = ((begin, end + MOST_CALL_S) for server in run.servers for begin, end in server.starved)
+        starved = overlap([run.window], merged(spans))
+        begun = sum(any(begin <= group.started_s < end for begin, end in starved) for group in run.groups)
+        if begun and length(starved) >= STARVED * (run.window[1] - run.window[0]):
+            found.append(length(starved) / begun)
+    return _median(found, 0.0)
+
+
+def _contended(run: RecordedRun) -> float:
+    """Share of the time in which engines generated for which they waited for a processor."""
+    waited = sum(server.contended_s(run.window) for server in run.servers)
+    generated = [merged((group.started_s, group.ended_s) for group in server.groups) for server in run.servers]
+    return min(MOST_CONTENDED, waited / max(1e-9, sum(length(overlap([run.window], spans)) for spans in generated)))
+
+
+def _trainer_contended(run: RecordedRun) -> float:
+    computing_s = sum(sum(numbers(run.steps[1:], f"{phase}_s")) for phase in COMPUTE)
+    return min(MOST_CONTENDED, sum(numbers(run.steps[1:], "cpu_wait_s")) / max(1e-9, computing_s))
 
 
 def _calls(runs: Sequence[RecordedRun]) -> list[float]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
+from rich.console import Console
 from rich.table import Table
 
 from async_grpo.app.launch.preflight import resolve
@@ -65,6 +67,71 @@ class TimingsOptions:
         return calibrated(recorded)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedRuns:
+    """What a simulation says of a run that was made, or of several repetitions of one, beside what was measured."""
+
+    runs: Sequence[RecordedRun]
+    simulated: SimulatedFigures
+
+    @property
+    def label(self) -> str:
+        """The runs, and what they have in common."""
+        config = self.runs[0].config
+        times = f" x {len(self.runs)}" if len(self.runs) > 1 else ""
+        return f"{self.runs[0].path.name}{times}, S = {config.max_staleness}"
+
+    @property
+    def tokens_per_s(self) -> list[float]:
+        """Measured, of every repetition."""
+        return [measure(run).tokens_per_s for run in self.runs]
+
+    @property
+    def age_mean(self) -> list[float]:
+        """Measured, of every repetition, in optimizer steps."""
+        return [measure(run).age_mean for run in self.runs]
+
+    @property
+    def speed_error(self) -> float:
+        """Simulated tokens/s over the mean of those measured, minus 1."""
+        return self.simulated.tokens_per_s / fmean(self.tokens_per_s) - 1
+
+    @property
+    def age_error(self) -> float:
+        """Simulated mean age minus the measured one, in optimizer steps."""
+        return self.simulated.age_mean - fmean(self.age_mean)
+
+
+def compare(recorded: Sequence[RecordedRun], timings: Timings, *, seed: int = 1) -> list[CheckedRuns]:
+    """Simulate runs that were made, with these timings; runs of the same settings are repetitions of one."""
+    found: dict[SimulatedSettings, list[RecordedRun]] = {}
+    for run in recorded:
+        found.setdefault(SimulatedSettings.of(run.config), []).append(run)
+    return [CheckedRuns(runs, figures_of(simulate(settings, timings, seed=seed))) for settings, runs in found.items()]
+
+
+def table_of_comparisons(comparisons: Sequence[CheckedRuns]) -> Table:
+    """Simulated and measured figures; of repetitions the mean and half the range."""
+    table = Table(title="simulated and measured", title_justify="left", box=SIMPLE)
+    table.add_column("run", overflow="fold")
+    for column in ("tokens/s", "measured", "error", "age", "measured", "error"):
+        table.add_column(column, justify="right")
+    for one in comparisons:
+        speed = f"{one.simulated.tokens_per_s:,.0f}", _speed(one.tokens_per_s), f"{one.speed_error:+.1%}"
+        age = f"{one.simulated.age_mean:.2f}", _age(one.age_mean), f"{one.age_error:+.2f}"
+        table.add_row(one.label, *speed, *age)
+    return table
+
+
+def _speed(values: Sequence[float]) -> str:
+    mean = fmean(values)
+    return f"{mean:,.0f}" + (f" ±{(max(values) - min(values)) / 2 / mean:.1%}" if len(values) > 1 else "")
+
+
+def _age(values: Sequence[float]) -> str:
+    return f"{fmean(values):.2f}" + (f" ±{(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else "")
+
+
 def calibrated(recorded: Sequence[RecordedRun]) -> tuple[Timings, list[str]]:
     """Timings fitted to runs, and lines that say how well, against each of these runs."""
     found = calibrate(recorded)
@@ -74,12 +141,11 @@ def calibrated(recorded: Sequence[RecordedRun]) -> tuple[Timings, list[str]]:
         *(f"not known: {note}" for note in found.notes),
         *([ROUGH] if max(found.trainer_error, found.engine_error) > ROUGH_ERROR else []),
     ]
-    for run in recorded:
-        actual, simulated = measure(run), figures_of(simulate(SimulatedSettings.of(run.config), found.timings))
-        speed, real = simulated.tokens_per_s, actual.tokens_per_s
+    for one in compare(recorded, found.timings):
         said.append(
-            f"{run.path}: {speed:,.0f} tokens/s simulated, {real:,.0f} measured ({speed / real - 1:+.1%}); mean age "
-            f"{simulated.age_mean:.2f} simulated, {actual.age_mean:.2f} measured"
+            f"{one.label}: {one.simulated.tokens_per_s:,.0f} tokens/s simulated, {_speed(one.tokens_per_s)} "
+            f"measured ({one.speed_error:+.1%}); mean age {one.simulated.age_mean:.2f} simulated, "
+            f"{_age(one.age_mean)} measured"
         )
     return found.timings, said
 
@@ -98,6 +164,17 @@ def predict(
         label = ", ".join(typed) or config.name
         found.append(Prediction(label, settings, figures_of(simulate(settings, own, seed=seed))))
     return found
+
+
+def show(predictions: Sequence[Prediction], compared: Sequence[CheckedRuns], changes: Sequence[Change]) -> None:
+    """Print the tables that have rows; with changes also what the first prediction waits for."""
+    console = Console()
+    console.print(table_of(predictions))
+    if changes:
+        console.print(predictions[0].figures.bottleneck, highlight=False)
+        console.print(table_of_changes(changes))
+    if compared:
+        console.print(table_of_comparisons(compared))
 
 
 def table_of(predictions: Sequence[Prediction]) -> Table:
@@ -134,10 +211,21 @@ def table_of_changes(found: Sequence[Change]) -> Table:
     return table
 
 
-def as_plain(predictions: Sequence[Prediction], timings: Timings) -> dict[str, object]:
+def as_plain(
+    predictions: Sequence[Prediction], timings: Timings, comparisons: Sequence[CheckedRuns] = ()
+) -> dict[str, object]:
     """All figures and the timings, as JSON takes them."""
     points = [{"point": one.label, **asdict(one.figures)} for one in predictions]
-    return {"timings": timings.model_dump(mode="json"), "points": points}
+    checks = [
+        {
+            "runs": [str(run.path) for run in one.runs],
+            "simulated": asdict(one.simulated),
+            "tokens_per_s": one.tokens_per_s,
+            "age_mean": one.age_mean,
+        }
+        for one in comparisons
+    ]
+    return {"timings": timings.model_dump(mode="json"), "points": points, "checks": checks}
 
 
 def draw(predictions: Sequence[Prediction], folder: Path) -> list[Path]:

@@ -2,12 +2,14 @@
 
 metrics.jsonl               steps: waits, computing, tokens read
 timeline/trainer.jsonl      when the trainer computed, when it published which version
-timeline/rollout-*.jsonl    groups: begin, end, lengths; when weights were loaded; evaluations; waits for tickets
+timeline/rollout-*.jsonl    groups: begin, end, lengths; when weights were loaded; evaluations; waits for tickets, tasks
+                            and processors
 samples/*.jsonl             lengths, for runs whose timeline has none
 """
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ from async_grpo.telemetry.idle import Span, merged
 from async_grpo.telemetry.jsonl import each_row
 from async_grpo.telemetry.metrics import COMPUTE
 from async_grpo.telemetry.rows import Row, number
+from async_grpo.telemetry.timeline import CPU_TRACK
+
+SLOW = 1.5
+"""A server whose tokens take so many times those of the others is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,19 @@ class RecordedServer:
     """Begin, end and version of every update of the weights."""
     evaluations: list[Span] = field(default_factory=list)
     ticket_waits: list[Span] = field(default_factory=list)
+    starved: list[Span] = field(default_factory=list)
+    """When no task was waiting while the source of tasks was read."""
+    contended: list[tuple[float, float, float]] = field(default_factory=list)
+    """Begin, end, and the seconds of it for which this server waited for a processor."""
+    name: str = ""
+
+    def contended_s(self, span: Span) -> float:
+        """Seconds within the span for which this server waited for a processor."""
+        return sum(
+            waited_s * max(0.0, min(end, span[1]) - max(begin, span[0])) / (end - begin)
+            for begin, end, waited_s in self.contended
+            if end > begin
+        )
 
 
 @dataclass(slots=True)
@@ -65,6 +84,11 @@ class RecordedRun:
     """When it waited for a batch."""
     published: dict[int, Span]
     """Version -> when the trainer published it, first."""
+
+    @property
+    def window(self) -> Span:
+        """From the begin of the second step to the end of the last, in Unix seconds."""
+        return span_of(self.steps[1:])
 
     @property
     def groups(self) -> list[RecordedGroup]:
@@ -84,7 +108,7 @@ def read_recorded(path: Path) -> RecordedRun:
     trainer = _spans(path / "timeline" / "trainer.jsonl")
     lengths = _sampled_lengths(path / "samples")
     servers = [
-        _server(_spans(file), lengths)
+        _server(file.stem, _spans(file), lengths)
         for file in sorted((path / "timeline").glob("*.jsonl"))
         if file.stem not in ("trainer", "publisher", "supervisor")
     ]
@@ -126,8 +150,8 @@ def _published(spans: Iterable[_Span]) -> dict[int, Span]:
     return found
 
 
-def _server(spans: Sequence[_Span], sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
-    server = RecordedServer()
+def _server(role: str, spans: Sequence[_Span], sampled: dict[int, tuple[int, ...]]) -> RecordedServer:
+    server = RecordedServer(name=role)
     for name, begin, end, track, args in spans:
         kind, _, about = name.partition(" ")
         if track == "generation" and about.isdigit():
@@ -140,6 +164,10 @@ def _server(spans: Sequence[_Span], sampled: dict[int, tuple[int, ...]]) -> Reco
             server.evaluations.append((begin, end))
         elif track == "wait" and kind == "ticket":
             server.ticket_waits.append((begin, end))
+        elif track == "wait" and kind == "tasks":
+            server.starved.append((begin, end))
+        elif track == CPU_TRACK:
+            server.contended.append((begin, end, number(args, "waited_s") or 0.0))
     return server
 
 
@@ -152,6 +180,26 @@ def _sampled_lengths(folder: Path) -> dict[int, tuple[int, ...]]:
             if isinstance(row.get("seq"), int) and isinstance(completions, list):
                 found[row["seq"]] = tuple(one["spans"][-1][2] for one in completions if one.get("spans"))
     return found
+
+
+def span_of(steps: Sequence[Row]) -> Span:
+    """From the begin of the first of these steps to the end of the last, in Unix seconds."""
+    begin = (number(steps[0], "time_s") or 0.0) - (number(steps[0], "step_s") or 0.0)
+    return begin, number(steps[-1], "time_s") or 0.0
+
+
+def slowness(servers: Sequence[RecordedServer]) -> list[float]:
+    """How many times longer than elsewhere the tokens of each server take; 1 for a server that is not slow."""
+    paces = [
+        statistics.median([(group.ended_s - group.judged_s - group.started_s) / max(group.lengths) for group in known])
+        if (known := [group for group in server.groups if group.lengths])
+        else 0.0
+        for server in servers
+    ]
+    usual = statistics.median(paces) if paces else 0.0
+    fastest = min((pace for pace in paces if pace), default=0.0)
+    limit = SLOW * (usual if len(paces) > 2 else fastest)
+    return [pace / fastest if len(paces) > 1 and pace >= limit > 0 else 1.0 for pace in paces]
 
 
 def overlap_share(span: Span, others: Sequence[Span]) -> float:

@@ -47,6 +47,8 @@ class SimulatedFigures:
     wasted: float
     """Share of the generated tokens that was not trained."""
     released: dict[str, int]
+    exchange_s: float
+    """Mean seconds of an exchange with the buffer, its turn included; 0 if they cost nothing."""
     bottleneck: str
 
 
@@ -83,7 +85,8 @@ def figures_of(run: SimulatedRun) -> SimulatedFigures:
         ready=sum(row.ready for row in rows) / count,
         wasted=max(0.0, 1 - trained / run.generated_tokens) if run.generated_tokens else 0.0,
         released={reason: count for reason, count in run.released.items() if count},
-        bottleneck=bottleneck(trainer_idle, rollout_idle),
+        exchange_s=run.exchange_s,
+        bottleneck=bottleneck(trainer_idle, rollout_idle, selector=run.settings.policy.selector),
     )
 
 

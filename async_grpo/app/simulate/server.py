@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from async_grpo.app.simulate.engine import SimulatedEngine, SimulatedSample
+from async_grpo.app.simulate.timings import EngineTimings
 from async_grpo.wire import Group, Sample, Ticket
 from async_grpo.wire.records import VersionSpan
 from rollout_server.dispatch.concurrency import EVERY_S, SampleSlots, next_concurrency
@@ -68,16 +69,15 @@ class SimulatedGroup:
 class SimulatedServer:
     """One server. `world` has the clock, the buffer and the settings that all servers share."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, number: int) -> None:
         self._world = world
-        self.name = name
+        self._number = number
+        self.name = f"rollout-{number}"
         settings = world.settings
         self.slots = SampleSlots(settings.min_concurrency or settings.max_concurrency)
-        self.engine = SimulatedEngine(world.timings.engine, prompt_tokens=world.timings.prompt_tokens)
+        self.engine = SimulatedEngine(_engine_of(world, number), prompt_tokens=world.timings.prompt_tokens)
         self.groups: dict[int, SimulatedGroup] = {}
         self.is_up = True
-        self.asking = False
-        """Whether it has room and waits for a ticket."""
         self._queue: deque[SimulatedSample] = deque()
         self._early: list[SimulatedGroup] = []
         """Groups whose ticket is of a version that the engine does not have yet."""
@@ -95,12 +95,12 @@ class SimulatedServer:
     def ask(self) -> None:
         """Ask for tickets for all free slots, as long as the buffer gives any."""
         world, slots = self._world, self.slots
-        self.asking = False
+        world.waits_no_more(self._number)
         once = world.settings.groups_in_flight is not None
         while self.is_up and slots.has_room:
             tickets = world.admit(slots.groups_wanted(world.settings.started_samples), self.name)
             if not tickets:
-                self.asking = True
+                world.wait_for_ticket(self._number)
                 return
             for ticket in tickets:
                 self._take_up(ticket)
@@ -118,7 +118,7 @@ class SimulatedServer:
         if self.engine.version < newest:
             self._early.append(group)
         else:
-            world.events.after(world.timings.engine.call_s, lambda: self._begin(group))
+            world.exchange(lambda: world.events.after(world.timings.engine.call_s, lambda: self._begin(group)))
 
     def _uncommit(self, group: SimulatedGroup, samples: int) -> None:
         group.committed -= samples
@@ -184,7 +184,7 @@ class SimulatedServer:
         for extra in group.samples:  # over-sampling: the others are not needed
             self._abort(extra)
         self._uncommit(group, group.committed)
-        world.events.at(self._judged_s(group.needed), lambda: self._settle(group))
+        world.events.at(self._judged_s(group.needed), lambda: world.exchange(lambda: self._settle(group)))
 
     def _abort(self, sample: SimulatedSample, *, lose: float = 0.0) -> None:
         if sample.is_running:
@@ -303,7 +303,8 @@ class SimulatedServer:
         world = self._world
         lost_s = world.random() * world.settings.progress_interval_s
         rate = 1 / max(1e-9, self.engine.beside * world.timings.engine.step_s)
-        self.is_up, self.asking, self._pinned, self._draining = False, False, False, False
+        self.is_up, self._pinned, self._draining = False, False, False
+        world.waits_no_more(self._number)
         for group in list(self.groups.values()):
             self._drop(group, lose=lost_s * rate)
             world.events.after(world.settings.lease_s, self._give_back_later(group))
@@ -331,3 +332,9 @@ class SimulatedServer:
         self._fill()
         self._world.let_ask(self)
         self._world.events.after(EVERY_S, self._adjust)
+
+
+def _engine_of(world: World, number: int) -> EngineTimings:
+    """The engine of that server: one of the last may be slower."""
+    slower, last = world.timings.slow_servers, world.settings.servers - 1 - number
+    return world.timings.engine.times(slower[last] if last < len(slower) else 1.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from async_grpo.config import RunConfig
+from async_grpo.config.buffer import AutoStalenessConfig
 from async_grpo.staleness import ReplayPolicy, StalenessWindow
 
 
@@ -60,6 +61,8 @@ class SimulatedSettings:
     """Whether a group that is too old to be trained is generated again, with completions of the same lengths."""
     sync_every: int = 1
     """Steps between two versions that engines get."""
+    auto: AutoStalenessConfig | None = None
+    """max_staleness: auto. None: S stays as it is."""
 
     @property
     def started_samples(self) -> int:
@@ -97,6 +100,7 @@ class SimulatedSettings:
             checkpoint_steps=trainer.checkpoint.every_steps,
             eval_every=config.eval.every_steps,
             eval_samples=config.eval.prompts * (config.eval.samples + config.eval.greedy),
+            auto=config.auto_staleness,
         )
 
     def with_steps(self, steps: int) -> SimulatedSettings:

@@ -6,6 +6,7 @@
     one token of every running sample takes   step_s + request_s * running + context_s * tokens in the KV cache
     reading a prompt takes                    prefill_s a token, in which the engine's other samples wait
     a training step takes                     base_s + token_s * tokens read (prompts and completions)
+    the buffer's server                       exchange_s at a group's admission and at its insert, one after another
     weights arrive                            transfer_s after the trainer went on; loading pauses an engine for load_s
 
 All times are seconds, all speeds those of one server, or of all ranks of the trainer together.
@@ -46,6 +47,11 @@ class EngineTimings(StrictModel):
     cache_tokens: PositiveInt | None = None
     """Tokens for which the KV cache has room; used where rollout.min_concurrency lets the engine's load decide. None:
     no limit."""
+
+    def times(self, factor: float) -> EngineTimings:
+        """An engine that is so many times slower."""
+        keys = ("step_s", "request_s", "context_s", "prefill_s")
+        return self.model_copy(update={key: getattr(self, key) * factor for key in keys}) if factor != 1 else self
 
 
 class TrainerTimings(StrictModel):
@@ -89,6 +95,16 @@ class VerifierTimings(StrictModel):
     """rollout.dynamic_sampling: share of the groups whose rewards are all equal."""
 
 
+class BufferTimings(StrictModel):
+    """The server that holds the buffer, which does one thing after another. `async-grpo bench control-plane` measures
+    both figures."""
+
+    exchange_s: Span = 0.0
+    """Seconds of its processor for each of the two exchanges of a group: its admission and its insert."""
+    server_share: Share = 0.0
+    """Share of its processor that heartbeats and other repeated calls of one rollout server take."""
+
+
 class FaultTimings(StrictModel):
     """Failures and restarts. 0 seconds between failures: none."""
 
@@ -114,11 +130,21 @@ class Timings(StrictModel):
     trainer: TrainerTimings = TrainerTimings()
     sync: SyncTimings = SyncTimings()
     verifier: VerifierTimings = VerifierTimings()
+    buffer: BufferTimings = BufferTimings()
     faults: FaultTimings = FaultTimings()
     engine_beside: Factor = 1.0
     """How much slower engines are while the trainer computes: they share processors, power or memory."""
     trainer_beside: Factor = 1.0
     """How much slower the trainer is while an engine generates."""
+    task_s: Span = 0.0
+    """Seconds that the source of tasks takes for one. 0: nobody waits for it."""
+    slow_servers: list[Factor] = []
+    """How many times slower than `engine` the engines of the last servers are, one factor each."""
+    engine_contended: Share = 0.0
+    """Share of the engines' time in which they waited for a processor: with processors of their own, `engine` would be
+    faster by that."""
+    trainer_contended: Share = 0.0
+    """The same share of the trainer's computing."""
     first_step_s: Span = 0.0
     """Seconds before the first training step beside waiting: both sides start."""
 

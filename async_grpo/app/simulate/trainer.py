@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from async_grpo.auto_staleness import StalenessFigures, controller_for
 from async_grpo.staleness import age
 from async_grpo.wire import Batch
 
@@ -45,6 +46,8 @@ class SimulatedStep:
     """Groups that were READY when the step ended."""
     inserted: int = 0
     """Groups inserted since the run began."""
+    staleness: int = 0
+    """S in force during the step."""
 
 
 class SimulatedTrainer:
@@ -74,6 +77,7 @@ class SimulatedTrainer:
         """Seconds of work left, alone on the machine, and when that was computed."""
         self._work_at_s = 0.0
         self._beside = 1.0
+        self.controller = controller_for(world.settings.auto, world.settings.policy)
         self._life = 0
         """Counts restarts and changes of speed: what was planned before lapses."""
 
@@ -245,7 +249,25 @@ class SimulatedTrainer:
         row.tokens = self._tokens
         row.busy_s, row.slots = self._world.busy_since_last(), self._world.running
         row.ready, row.inserted = self._world.ready, self._world.buffer.inserted
+        self._adjust(row)
         self._began_s = now_s
+
+    def _adjust(self, row: SimulatedStep) -> None:
+        """Let the controller choose the S of the steps to come."""
+        buffer = self._world.buffer
+        row.staleness = buffer.policy.window.in_force
+        if self.controller is None or self.version + row.staleness >= self._world.settings.steps:
+            return
+        figures = StalenessFigures(
+            idle=row.wait_s / row.step_s,
+            tokens_per_s=row.tokens / row.step_s,
+            active=len(buffer.open) + len(buffer.taken),
+            ready=row.ready,
+        )
+        if decision := self.controller.observe(figures):
+            buffer.set_staleness(self.epoch, decision.staleness)
+            self._world.decisions.append((self.version, decision))
+            self._world.let_all_ask()
 
     def die(self) -> None:
         """The trainer dies, restarts, and goes on from its last checkpoint."""

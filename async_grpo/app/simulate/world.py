@@ -11,17 +11,19 @@ Only the waiting is of this file: after every change of the buffer, whoever wait
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from async_grpo.app.simulate.engine import SimulatedSample
-from async_grpo.app.simulate.events import EventQueue
+from async_grpo.app.simulate.events import Action, EventQueue
 from async_grpo.app.simulate.server import SimulatedGroup, SimulatedServer
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import Timings
 from async_grpo.app.simulate.trainer import SimulatedStep, SimulatedTrainer
+from async_grpo.auto_staleness import StalenessDecision
 from async_grpo.errors import ConfigError, LeaseLost, RunEnded
 from async_grpo.staleness import WALKING
 from async_grpo.wire import Batch, ReleaseReason, Task, Ticket
@@ -44,6 +46,10 @@ class SimulatedRun:
     """For training."""
     inserted: int
     ended_s: float
+    decisions: list[tuple[int, StalenessDecision]]
+    """max_staleness: auto. Versions at which another S came into force, and why."""
+    exchange_s: float = 0.0
+    """Mean seconds of an exchange with the buffer, its turn included; 0 if they cost nothing."""
 
 
 class World:
@@ -65,12 +71,27 @@ class World:
         self._claimed = -1
         self.evaluation_tokens = 0.0
         self._expired = self._stale = 0
-        self.servers = [SimulatedServer(self, f"rollout-{number}") for number in range(settings.servers)]
+        self.decisions: list[tuple[int, StalenessDecision]] = []
+        """max_staleness: auto. Versions at which another S came into force, and why."""
+        self._without_ticket: set[int] = set()
+        """Numbers of the servers that have room and wait for a ticket."""
+        self._line: list[int] = []
+        self._in_line: set[int] = set()
+        """A heap of their numbers, and of some that have stopped waiting; each is in it once."""
+        self._blocker: tuple[int, int] | None = None
+        """fifo: a version, and a group without which it cannot have its batch."""
+        self._exchange_s = self._exchange_time()
+        self._buffer_free_s = 0.0
+        self.exchanges_s: list[float] = []
+        """Seconds that each exchange with the buffer took, its turn included."""
+        self.servers = [SimulatedServer(self, number) for number in range(settings.servers)]
         self.trainer = SimulatedTrainer(self)
 
     def run(self) -> SimulatedRun:
         """Simulate to the last step. Raises ConfigError if the run would stall."""
         self._plan_faults()
+        if self.timings.task_s:
+            self._read_tasks(1)
         self.trainer.start()
         for server in self.servers:
             server.first()
@@ -87,6 +108,8 @@ class World:
             sum(server.engine.generated for server in self.servers) - self.evaluation_tokens,
             self.buffer.inserted,
             self.events.now_s,
+            self.decisions,
+            sum(self.exchanges_s) / max(1, len(self.exchanges_s)),
         )
 
     def random(self) -> float:
@@ -102,6 +125,27 @@ class World:
 
     # For servers
 
+    def wait_for_ticket(self, number: int) -> None:
+        """A server has room, and the buffer has no ticket for it."""
+        self._without_ticket.add(number)
+        if number not in self._in_line:
+            self._in_line.add(number)
+            heapq.heappush(self._line, number)
+
+    def waits_no_more(self, number: int) -> None:
+        """A server asks again, or has died."""
+        self._without_ticket.discard(number)
+
+    def exchange(self, action: Action) -> None:
+        """Do it once the buffer's server has worked on it, which does one thing after another."""
+        if self._exchange_s == 0:
+            action()
+            return
+        now_s = self.events.now_s
+        self._buffer_free_s = max(now_s, self._buffer_free_s) + self._exchange_s
+        self.exchanges_s.append(self._buffer_free_s - now_s)
+        self.events.at(self._buffer_free_s, action)
+
     def admit(self, limit: int, holder: str) -> list[Ticket]:
         """Tickets for at most so many groups; none if there is no room."""
         buffer, most = self.buffer, self.settings.groups_in_flight
@@ -109,14 +153,22 @@ class World:
             limit = min(1, most - sum(len(server.groups) for server in self.servers))
             if limit <= 0:
                 return []
-        if len(buffer.tasks) <= limit:
-            first = buffer.tasks_put
-            ahead = max(limit, TASKS_AHEAD * self.settings.policy.window.capacity)
-            buffer.put_tasks([task_of(index) for index in range(first, first + ahead)])
+        if not self.timings.task_s and len(buffer.tasks) <= limit:
+            self._read_tasks(limit)
         try:
             return buffer.admit(limit, holder, self.events.now_s)
         except RunEnded:
             return []
+
+    def _read_tasks(self, least: int) -> None:
+        """The source gives tasks without text, of which so many are missing; a slow one gives the next later."""
+        first, ahead = self.buffer.tasks_put, TASKS_AHEAD * self.settings.policy.window.capacity
+        count = min(1, ahead - len(self.buffer.tasks)) if self.timings.task_s else max(least, ahead)
+        tasks = [Task(index=first + place, prompt="", prompt_tokens=b"", answer="") for place in range(count)]
+        self.buffer.put_tasks(tasks)
+        if self.timings.task_s:
+            self.let_all_ask()
+            self.events.after(self.timings.task_s, lambda: self._read_tasks(1))
 
     def group_of(self, ticket: Ticket) -> SimulatedGroup:
         """The group of a ticket: new, or as an earlier attempt left it."""
@@ -152,7 +204,7 @@ class World:
         if self.settings.groups_in_flight is None:
             server.ask()
         else:
-            self._ask()
+            self.let_all_ask()
 
     def give_back(self, group: SimulatedGroup) -> None:
         """A server lets go of a group; another goes on with it."""
@@ -192,7 +244,11 @@ class World:
 
     def take(self, epoch: int, version: int, *, have: int, whole: bool) -> Batch | None:
         """What the buffer gives for the step `version`; then servers let go of what it found too old."""
+        if self._is_blocked(version):
+            return None
         batch = self.buffer.take(epoch, version, self.events.now_s, have=have, whole=whole)
+        if batch is None and whole and self.settings.policy.selector == "fifo":
+            self._blocker = self._find_blocker(version)
         expired = self.buffer.released[ReleaseReason.EXPIRED]
         if expired != self._expired:
             self._expired = expired
@@ -202,7 +258,7 @@ class World:
             self._stale = self.buffer.released[ReleaseReason.STALE]
             self._recycle()
         if batch is not None or self.settings.policy.selector not in WALKING:
-            self._ask()
+            self.let_all_ask()
         return batch
 
     def publish(self, epoch: int, version: int) -> None:
@@ -218,7 +274,7 @@ class World:
                 self.groups.pop(group.seq, None)
         elif len(self.groups) > 4 * self.settings.policy.window.capacity:
             self._forget_ended()
-        self._ask()
+        self.let_all_ask()
 
     def trainer_changed(self) -> None:
         """The trainer began or ended computing: engines beside it are slower or faster."""
@@ -238,15 +294,46 @@ class World:
 
     # Within
 
+    def _is_blocked(self, version: int) -> bool:
+        """Whether the group that kept this version from its batch is still not ready: the buffer need not be asked."""
+        if self._blocker is None or self._blocker[0] != version:
+            return False
+        slot = self.buffer.open.get(self._blocker[1])
+        return slot is not None and slot.group is None
+
+    def _find_blocker(self, version: int) -> tuple[int, int] | None:
+        """fifo takes the P oldest groups; of those that are not ready, the one with the most tokens to come."""
+        oldest = heapq.nsmallest(self.settings.groups_per_step, self.buffer.open)
+        unready = [seq for seq in oldest if self.buffer.open[seq].group is None and seq in self.groups]
+        left = {seq: max((sample.left for sample in self.groups[seq].samples), default=0.0) for seq in unready}
+        return (version, max(unready, key=left.__getitem__)) if unready else None
+
+    def _exchange_time(self) -> float:
+        """Seconds of one exchange, beside the repeated calls of all servers. Raises ConfigError if these are more than
+        the buffer's server can do."""
+        cost, servers = self.timings.buffer, self.settings.servers
+        left = 1 - servers * cost.server_share
+        if left <= 0:
+            raise ConfigError(
+                f"the heartbeats of {servers} servers alone need {1 - left:.2f} cores of the server that holds the "
+                f"buffer (buffer.server_share {cost.server_share:g} each), which has one. Use fewer and larger servers"
+            )
+        return cost.exchange_s / left
+
     def _changed(self) -> None:
         self.trainer.poll()
-        self._ask()
+        self.let_all_ask()
 
-    def _ask(self) -> None:
+    def let_all_ask(self) -> None:
+        """There is more to admit: servers that wait may have it."""
         if self.settings.groups_in_flight is None:
-            for server in self.servers:
-                if server.asking:
-                    server.ask()
+            while self._line:
+                first = self._line[0]
+                if first in self._without_ticket:
+                    self.servers[first].ask()
+                    if first in self._without_ticket:
+                        return  # nobody behind it would get one
+                self._in_line.remove(heapq.heappop(self._line))
         else:
             self._ask_the_emptiest()
 
@@ -287,8 +374,9 @@ class World:
                 self._forget(group)
 
     def _forget(self, group: SimulatedGroup) -> None:
-        del self.groups[group.seq]
-        if self.settings.recycles:
+        """Forget a group that ended untrained; one that was too old may have been forgotten while a server made it."""
+        known = self.groups.pop(group.seq, None)
+        if self.settings.recycles and known is not None:
             self._drawn.append([sample.done for sample in group.samples])
 
     def _plan_faults(self) -> None:
@@ -310,8 +398,3 @@ class World:
 def simulate(settings: SimulatedSettings, timings: Timings, *, seed: int = 1) -> SimulatedRun:
     """Simulate a run. The same arguments give the same run. Raises ConfigError if it would stall."""
     return World(settings, timings, seed).run()
-
-
-def task_of(index: int) -> Task:
-    """A task without text."""
-    return Task(index=index, prompt="", prompt_tokens=b"", answer="")

@@ -77,6 +77,10 @@ def test_the_verdict_agrees_with_the_shares_that_it_names(trainer: float, rollou
     assert rollout is None or f"generated nothing for {rollout:.0%}" in said
 
 
+def test_no_larger_staleness_is_recommended_where_the_selector_makes_both_sides_take_turns() -> None:
+    assert "max_staleness" in bottleneck(0.6, 0.4) and "max_staleness" not in bottleneck(0.6, 0.4, selector="exact_age")
+
+
 def test_evaluations_that_kept_servers_busy_are_named_and_nothing_is_said_of_a_run_without_steps() -> None:
     assert "Evaluations kept the servers busy for 16% of it." in bottleneck(0.55, 0.02, 0.16)
     assert "Evaluations" not in bottleneck(0.55, 0.02, 0.01)

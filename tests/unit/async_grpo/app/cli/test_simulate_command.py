@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
+from async_grpo.app.simulate.timings import Timings
+from tests.support.recorded_runs import recorded_run
 
 TIMINGS = """\
 lengths: {kind: lognormal, mean: 20, sigma: 0.8}
@@ -42,6 +44,17 @@ def test_without_a_grid_it_says_what_one_change_would_give(timings: str) -> None
     assert "what one change would give" in answer.output
     assert "rollout.servers=2" in answer.output
     assert "bottleneck" in answer.output
+
+
+def test_a_run_that_is_checked_stands_beside_its_simulation(timings: str, tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 1, Timings.read(Path(timings)))
+    options = ["--timings", timings, "--check", str(run.path), "--steps", "12", "--json", str(tmp_path / "out.json")]
+    answer = RUNNER.invoke(app, ["simulate", QUICKSTART, *options])
+    assert answer.exit_code == 0, answer.output
+    assert "simulated and measured" in answer.output
+    assert "run-1, S = 1" in answer.output
+    (check,) = json.loads((tmp_path / "out.json").read_text())["checks"]
+    assert check["simulated"]["tokens_per_s"] == pytest.approx(check["tokens_per_s"][0], rel=0.05)
 
 
 def test_a_device_gives_an_estimate_that_states_its_assumptions() -> None:

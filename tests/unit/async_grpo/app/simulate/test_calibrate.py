@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_grpo.app.simulate.calibrate import calibrate, measure
+from async_grpo.app.simulate.calibrate import calibrate, fit_source, fit_verifier, measure
 from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.app.simulate.prediction import compare
 from async_grpo.app.simulate.recorded import RecordedRun, read_recorded
 from async_grpo.app.simulate.results import figures_of
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
+from async_grpo.app.simulate.whatif import changes
 from async_grpo.app.simulate.world import simulate
 from async_grpo.errors import DataError
 from tests.support.recorded_runs import recorded_run, settings_of
@@ -19,7 +22,7 @@ from tests.support.recorded_runs import recorded_run, settings_of
 TRUE = Timings(
     prompt_tokens=20,
     lengths=LengthModel(kind="lognormal", mean=60, sigma=0.7, cap=200),
-    engine=EngineTimings(step_s=0.004, request_s=0.0002, prefill_s=0.0, call_s=0.003),
+    engine=EngineTimings(step_s=0.004, request_s=0.0002, prefill_s=0.0015, call_s=0.003),
     trainer=TrainerTimings(base_s=0.2, token_s=5e-5, take_s=0.004),
     sync=SyncTimings(stall_s=0.02, transfer_s=0.03, load_s=0.05),
     verifier=VerifierTimings(latency_s=0.02),
@@ -39,10 +42,23 @@ def found(recorded: list[RecordedRun]) -> Timings:
     return calibrate(recorded).timings
 
 
+def test_repetitions_of_a_run_that_was_not_fitted_to_are_compared_as_one(found: Timings, tmp_path: Path) -> None:
+    other = TRUE.model_copy(update={"trainer": TRUE.trainer.model_copy(update={"base_s": 0.15})})
+    runs = [recorded_run(tmp_path / name, 1, timings) for name, timings in (("a", TRUE), ("b", other))]
+    (one,) = compare(runs, found)
+    assert one.runs == runs
+    assert one.label == "run-1 x 2, S = 1"
+    assert len(one.tokens_per_s) == len(one.age_mean) == 2
+    assert one.speed_error == pytest.approx(one.simulated.tokens_per_s * 2 / sum(one.tokens_per_s) - 1)
+    assert one.speed_error < 0 < 0.1 + one.speed_error
+    assert abs(one.age_error) < 0.2
+
+
 def test_two_runs_tell_every_speed(found: Timings) -> None:
     assert found.prompt_tokens == pytest.approx(20, abs=0.1)
     assert found.engine.step_s == pytest.approx(TRUE.engine.step_s, rel=0.1)
     assert found.engine.request_s == pytest.approx(TRUE.engine.request_s, rel=0.1)
+    assert found.engine.prefill_s == pytest.approx(TRUE.engine.prefill_s, rel=0.3)
     assert found.engine_beside == pytest.approx(1.4, abs=0.1)
     assert found.trainer_beside == pytest.approx(1.2, abs=0.05)
     assert found.trainer.token_s == pytest.approx(5e-5, rel=0.1)
@@ -75,3 +91,44 @@ def test_a_folder_with_too_little_is_refused(recorded: list[RecordedRun], tmp_pa
     (tmp_path / "config.yaml").write_text((recorded[0].path / "config.yaml").read_text())
     with pytest.raises(DataError, match="0 steps and 0 groups in its timeline"):
         read_recorded(tmp_path)
+
+
+def test_what_holds_a_run_up_is_found_again(tmp_path: Path) -> None:
+    judging = TRUE.model_copy(update={"verifier": VerifierTimings(sample_s=0.1, workers=4)})
+    run = recorded_run(tmp_path / "verifiers", 2, judging, rewards={"workers": 4})
+    assert fit_verifier([run], 0.0).sample_s == pytest.approx(0.1, rel=0.1)
+    assert fit_source([run]) == 0
+    run = recorded_run(tmp_path / "tasks", 2, TRUE.model_copy(update={"task_s": 0.3}))
+    run.servers[0].starved = run.servers[0].ticket_waits
+    assert fit_source([run]) == pytest.approx(0.3, rel=0.2)
+    assert fit_verifier([run], 0.02) == TRUE.verifier
+
+
+def test_the_time_of_a_slow_server_does_not_count_as_that_of_the_others(tmp_path: Path) -> None:
+    slow = TRUE.model_copy(update={"slow_servers": [8.0], "engine_beside": 1.0, "trainer_beside": 1.0})
+    run = recorded_run(tmp_path, 1, slow, rollout={"servers": 3, "max_concurrency": 32})
+    found = calibrate([run]).timings
+    assert found.slow_servers == pytest.approx([8.0], rel=0.3)
+    assert found.engine.step_s == pytest.approx(TRUE.engine.step_s, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("hindrance", "label"),
+    [
+        ({"verifier": VerifierTimings(sample_s=0.1)}, "verifiers in half the time"),
+        ({"task_s": 0.3}, "tasks in half the time"),
+        ({"slow_servers": [8.0]}, "no server slower than the others"),
+        ({"engine_contended": 0.6, "trainer_contended": 0.6}, "processors of their own"),
+    ],
+)
+def test_the_change_that_gives_most_undoes_what_holds_a_run_up(
+    hindrance: dict[str, Any], label: str, tmp_path: Path
+) -> None:
+    settings, _ = settings_of(tmp_path, 1, rollout={"servers": 2, "max_concurrency": 32})
+    assert changes(settings, TRUE.model_copy(update=hindrance))[0].label == label
+
+
+def test_one_slot_becomes_two(tmp_path: Path) -> None:
+    settings, _ = settings_of(tmp_path, 1, rollout={"max_concurrency": 1})
+    found = {change.key: change.speedup for change in changes(settings.with_steps(4), TRUE)}
+    assert found["rollout.max_concurrency=2"] > 1.5

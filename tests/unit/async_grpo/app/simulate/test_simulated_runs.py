@@ -10,6 +10,7 @@ from async_grpo.app.simulate.lengths import LengthModel
 from async_grpo.app.simulate.results import figures_of
 from async_grpo.app.simulate.settings import SimulatedSettings
 from async_grpo.app.simulate.timings import (
+    BufferTimings,
     EngineTimings,
     FaultTimings,
     SyncTimings,
@@ -18,7 +19,7 @@ from async_grpo.app.simulate.timings import (
     VerifierTimings,
 )
 from async_grpo.app.simulate.whatif import changes, with_staleness
-from async_grpo.app.simulate.world import simulate
+from async_grpo.app.simulate.world import World, simulate
 from async_grpo.errors import ConfigError
 from async_grpo.staleness import OnStale, ReplayPolicy, Selector, StalenessWindow
 
@@ -100,6 +101,7 @@ def test_streaming_trains_what_is_there() -> None:
         ("windowed_fifo", 4, "drop"),
         ("freshest", 1, "drop"),
         ("uniform", 1, "mask"),
+        ("exact_age", 1, "drop"),
     ],
 )
 def test_no_trained_token_is_older_than_the_bound(
@@ -110,6 +112,13 @@ def test_no_trained_token_is_older_than_the_bound(
     assert len(run.steps) == 30
     assert max(age for row in run.steps for age in row.ages) <= settings.policy.age_bound
     assert run.released["trained"] == 30 * 4
+
+
+@pytest.mark.parametrize("interruption", ["keep", "abort"])
+def test_exact_age_simulates_as_many_steps_of_age_as_it_says(interruption: str) -> None:
+    settings = settings_of(3, selector="exact_age", interruption=interruption, oversample=1, servers=2)
+    run = simulate(settings, TAILED)
+    assert [set(row.ages) for row in run.steps] == [{min(version, 3)} for version in range(30)]
 
 
 @pytest.mark.parametrize("interruption", ["keep", "recompute", "drain", "abort"])
@@ -179,6 +188,28 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_a_buffer_that_does_one_thing_after_another_limits_the_groups_a_second() -> None:
+    # 8 servers with room for 4 groups, which take 10 s: 3.2 groups/s. The buffer needs 2 x 0.25 s for a group.
+    servers = settings_of(15, steps=120, servers=8)
+    at_once = {"trainer": TrainerTimings(base_s=0.0, token_s=0.0, take_s=0.0)}
+    free = CONSTANT.model_copy(update={**at_once, "sync": SyncTimings(stall_s=0.0, transfer_s=0.0, load_s=0.0)})
+    slow = free.model_copy(update={"buffer": BufferTimings(exchange_s=0.25)})
+    run = simulate(servers, slow)
+    assert figures_of(run).groups_per_s == pytest.approx(2.0, rel=0.1) and run.exchange_s > 0.25
+    assert figures_of(simulate(servers, free)).groups_per_s > 2.5
+    beats = slow.model_copy(update={"buffer": BufferTimings(exchange_s=0.25, server_share=0.05)})  # 0.4 cores of 8
+    assert figures_of(simulate(servers, beats)).groups_per_s == pytest.approx(2.0 * 0.6, rel=0.1)
+    with pytest.raises(ConfigError, match=r"heartbeats of 8 servers alone need 1.60 cores"):
+        simulate(servers, slow.model_copy(update={"buffer": BufferTimings(server_share=0.2)}))
+
+
+def test_the_trainer_is_not_kept_from_a_batch_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = settings_of(2, servers=3, max_concurrency=6)
+    shortcut = simulate(several, TAILED)
+    monkeypatch.setattr(World, "_is_blocked", lambda world, version: False)  # the buffer is asked after every insert
+    assert simulate(several, TAILED) == shortcut
+
+
 def test_a_run_that_would_stall_is_an_error() -> None:
     never = TAILED.model_copy(update={"verifier": VerifierTimings(filtered=1.0)})
     settings = replace(settings_of(0, steps=4), max_concurrency=0)
@@ -193,6 +224,23 @@ def test_what_a_change_gives_names_the_bottleneck() -> None:
     assert changes(settings_of(2), slow_engine)[0].label in ("engines twice as fast", "one more server")
 
 
+def test_steps_of_half_the_groups_cost_what_a_step_costs_beside_its_tokens() -> None:
+    slow_trainer = TAILED.model_copy(update={"trainer": TrainerTimings(base_s=40.0, token_s=0.0)})
+    found = {
+        change.label: change for change in changes(settings_of(2, selector="windowed_fifo", window=12), slow_trainer)
+    }
+    assert found["smaller steps"].key == "groups_per_step=2"
+    assert found["smaller steps"].speedup == pytest.approx(0.5, abs=0.05)
+
+
 def test_more_staleness_is_never_slower() -> None:
     speeds = [figures_of(simulate(with_staleness(settings_of(), bound), TAILED)).tokens_per_s for bound in (0, 1, 4)]
     assert speeds == sorted(speeds)
+
+
+def test_a_group_that_grew_too_old_while_a_server_made_it_ends_once() -> None:
+    settings = settings_of(1, selector="windowed_fifo", window=8, checkpoint_steps=100, finishes_stale=True)
+    slow_tail = TAILED.model_copy(update={"lengths": LengthModel(kind="lognormal", median=16, sigma=1.6, cap=2000)})
+    run = simulate(settings, slow_tail)
+    assert run.released["trained"] == 30 * 4
+    assert run.released["expired"] > 0

@@ -9,7 +9,7 @@ import pytest
 
 from async_grpo.app.simulate.lengths import LengthModel
 from async_grpo.app.simulate.timings import EngineTimings, SyncTimings, Timings, TrainerTimings, VerifierTimings
-from async_grpo.app.simulate.why import ADVICE, Cause, explain
+from async_grpo.app.simulate.why import ADVICE, Cause, WaitStage, explain
 from tests.support.recorded_runs import recorded_run
 
 BALANCED = Timings(
@@ -35,7 +35,7 @@ PLANTED: dict[Cause, tuple[int, dict[str, Any], dict[str, Any]]] = {
     Cause.TAIL: (0, {"lengths": LONG}, {}),
     Cause.SLOTS: (2, {}, {"rollout": {"max_concurrency": 8}}),
     Cause.ENGINE: (2, {"engine": EngineTimings(step_s=0.02, request_s=0.0005)}, {}),
-    Cause.TASKS: (2, {}, {"starve_s": 0.3}),
+    Cause.TASKS: (2, {"task_s": 0.3}, {}),
     Cause.SLOW_SERVER: (2, {}, {"rollout": {"servers": 3, "max_concurrency": 32}, "slow": 8.0}),
     Cause.EVALUATION: (1, {}, {"eval": {"every_steps": 2, "prompts": 200, "samples": 8}}),
 }
@@ -48,6 +48,50 @@ def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
     found = explain(run)
     assert found.cause is cause, found.shares()
     assert ADVICE[cause]
+
+
+def test_time_without_a_processor_is_told_from_the_work_that_it_held_up(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 1, BALANCED)
+    (server,) = run.servers
+    begin, end = server.groups[0].started_s, run.steps[-1]["time_s"]
+    server.contended = [(begin, end, 0.6 * (end - begin))]
+    computing_s = [row["train_s"] for row in run.steps]
+    for row in run.steps:
+        row["cpu_wait_s"] = 0.6 * row["train_s"]
+    found = explain(run)
+    assert found.cause is Cause.CPU
+    assert found.trainer[Cause.COMPUTING] == pytest.approx(0.4 * sum(computing_s[1:]))
+    generation = {part.cause: part.seconds for part in found.parts if part.stage is WaitStage.GENERATION}
+    assert generation[Cause.CPU] == pytest.approx(0.6 * sum(generation.values()), rel=0.05)
+    assert found.servers[0].contended == pytest.approx(0.6)
+    assert sum(share for _, _, share in found.shares()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_spans_without_tasks_say_how_much_of_a_wait_was_for_want_of_them(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 2, BALANCED.model_copy(update={"task_s": 0.3}))
+    for row in run.steps:
+        row["buffer_groups"] = {"waiting": 1}  # at the end of the step, which is too late
+    assert explain(run).cause is not Cause.TASKS
+    run.servers[0].starved = run.servers[0].ticket_waits
+    assert explain(run).cause is Cause.TASKS
+
+
+def test_the_critical_path_adds_up_to_a_mean_step(tmp_path: Path) -> None:
+    found = explain(recorded_run(tmp_path, 0, BALANCED))
+    links = dict(found.path())
+    assert list(links)[-2:] == ["computing", "publishing"]
+    assert sum(links.values()) == pytest.approx(found.seconds / found.steps, rel=0.02)
+
+
+def test_the_last_steps_are_explained_apart_from_those_before(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 1, BALANCED)
+    for row in run.steps[:30]:
+        row["checkpoint_s"], row["step_s"] = 50.0, row["step_s"] + 50.0
+    assert explain(run).cause is Cause.CHECKPOINTS
+    last = explain(run, last=8)
+    assert (last.steps, last.trainer[Cause.CHECKPOINTS]) == (8, 0.0)
+    assert last.cause is not Cause.CHECKPOINTS
+    assert sum(share for _, _, share in last.shares()) == pytest.approx(1.0, abs=0.02)
 
 
 def test_the_parts_make_up_the_whole(tmp_path: Path) -> None:
