@@ -1,0 +1,47 @@
+"""The benchmark of `tune`: its grids, and what it says of a choice."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from async_grpo.app.simulate.calibrate import Measured
+from async_grpo.app.tune.space import axes_of, combined
+from async_grpo.config import load
+from async_grpo.errors import ConfigError
+from benchmarks.tuning.__main__ import CALIBRATION, TUNE, Runs, name_of, verdict
+from benchmarks.tuning.workloads import WORKLOADS, TunedWorkload, TuningBench
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+def test_tune_chooses_among_the_points_of_the_grid(workload: TunedWorkload, tmp_path: Path) -> None:
+    bench = TuningBench(tmp_path, workload)
+    bench.prepare()
+    vary, fix = (
+        [o.partition("=")[2] for o in workload.options if o.startswith(f"--{kind}")] for kind in ("vary", "fix")
+    )
+    first, second = axes_of(load(bench.file), vary, fix)
+    chosen = {name_of(values): values for values in map(combined, product(first.choices, second.choices))}
+    grid = {name_of(values) for values in workload.grid}
+    assert grid <= chosen.keys() and len(grid) >= 12
+    for name in chosen.keys() - grid:
+        with pytest.raises(ConfigError, match="exceeds the capacity"):
+            bench.config(name, chosen[name])
+    config = bench.config("point", next(iter(workload.grid)))
+    assert (config.max_staleness, config.steps) == (0, 12 + 3)  # S + 3 steps in which the window fills
+
+
+def test_a_choice_is_held_against_the_best_in_the_grid_and_in_further_runs(tmp_path: Path) -> None:
+    def speed(tokens_per_s: float) -> Measured:
+        return Measured(tokens_per_s=tokens_per_s, trainer_idle=0.0, rollout_idle=0.0, age_mean=1.0)
+
+    runs = Runs(TuningBench(tmp_path, WORKLOADS["tail"]), 0.0)
+    runs.seconds = {"a": 60.0, "b": 60.0, "c": 80.0, CALIBRATION: 15.0, TUNE: 4.0, "a-again1": 70.0}
+    found = {"a": speed(100), "b": speed(95), "c": speed(50)}
+    again = {"a": [speed(96), speed(104)], "b": [speed(105), speed(99)]}
+    said = verdict(runs, found, again, "a", "b")
+    assert "tune chose b: -5.0% of the grid's best, a; in 2 further runs of each +2.0%" in said
+    assert "differs by up to 10.5%" in said
+    assert "took 19 s, the grid 200 s (0.095 of it)" in said
