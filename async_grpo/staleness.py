@@ -30,21 +30,22 @@ may be sampled while  R * I - (U + P) >= min_diff  and the table holds at least 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 UNLIMITED = 1e15
 """A diff that is never reached. A Lua number holds it exactly."""
 
-Selector = Literal["fifo", "windowed_fifo", "freshest", "uniform"]
+Selector = Literal["fifo", "windowed_fifo", "freshest", "uniform", "exact_age"]
 SELECTORS: dict[Selector, str] = {
     "fifo": "in the order of their tickets, waiting for unfinished ones",
     "windowed_fifo": "up to window - 1 may overtake an unfinished one",
     "freshest": "the newest tickets first",
     "uniform": "any, with equal chance",
+    "exact_age": "fifo once the whole window is finished, so that from step S on every token is exactly S steps old",
 }
 """Which READY groups make the next batch, in words."""
-WALKING: frozenset[Selector] = frozenset({"fifo", "windowed_fifo"})
+WALKING: frozenset[Selector] = frozenset({"fifo", "windowed_fifo", "exact_age"})
 """Selectors that go through the groups in ticket order, so that a batch may come in parts and the age of what they
 choose is bounded. The others choose a whole batch, and what grows too old meanwhile must be dropped or masked."""
 
@@ -92,16 +93,36 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class StalenessWindow:
-    """S, P and the horizon: the number of groups that the whole run trains, with repetitions (steps * P)."""
+    """S, P and the horizon: the number of groups that the whole run trains, with repetitions (steps * P).
+
+    S bounds the age. `staleness` is the S in force, at most S: groups are admitted as if it were S. A group keeps the
+    bound of its admission, so that S in force may rise and fall while the run is live, and nothing is lost.
+    """
 
     max_staleness: int
     groups_per_step: int
     horizon: int
+    staleness: int | None = None
+    """None: S itself."""
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None and self.staleness >= self.max_staleness:
+            object.__setattr__(self, "staleness", None)
+
+    @property
+    def in_force(self) -> int:
+        """The S by which groups are admitted."""
+        return self.max_staleness if self.staleness is None else self.staleness
 
     @property
     def capacity(self) -> int:
-        """(S + 1) * P groups."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        """(S in force + 1) * P groups."""
+        return (self.in_force + 1) * self.groups_per_step
+
+    @property
+    def largest(self) -> StalenessWindow:
+        """The window with the largest S that may ever be in force."""
+        return replace(self, staleness=None)
 
 
 def age(trainer_version: int, oldest_version: int) -> int:
@@ -140,7 +161,8 @@ class ReplayPolicy:
         """
         if self.on_stale != "wait":
             return self.window.max_staleness
-        return ((self.window.capacity + self.selector_window - 1) * self.max_uses - 1) // self.window.groups_per_step
+        most = (self.window.largest.capacity + self.selector_window - 1) * self.max_uses
+        return (most - 1) // self.window.groups_per_step
 
     @property
     def walks(self) -> bool:
@@ -148,9 +170,31 @@ class ReplayPolicy:
         return self.selector in WALKING
 
     @property
+    def min_ready(self) -> int:
+        """READY groups with which a step may begin, while that many are left to train.
+
+        exact_age waits for the whole window: then nothing is in flight when a version is published, each version
+        generates the P groups that its predecessor's batch made room for, and they are trained S steps later.
+        """
+        return self.window.capacity if self.selector == "exact_age" else self.rate.min_size
+
+    @property
     def size_to_take(self) -> int:
         """Number of READY groups that a take needs, while that many are left to train."""
-        return max(self.rate.min_size, self.window.groups_per_step)
+        return max(self.min_ready, self.window.groups_per_step)
+
+    @property
+    def least_staleness(self) -> int:
+        """The smallest S in force with room for a batch: (S + 1) * P >= max(W, min_size). exact_age and a limited
+        ratio count on the whole window."""
+        if self.selector == "exact_age" or self.rate.limits:
+            return self.window.max_staleness
+        return -(-max(1, self.selector_window, self.rate.min_size) // self.window.groups_per_step) - 1
+
+    def with_staleness(self, in_force: int) -> ReplayPolicy:
+        """The same with another S in force, kept between `least_staleness` and S."""
+        bounded = max(self.least_staleness, min(in_force, self.window.max_staleness))
+        return replace(self, window=replace(self.window, staleness=bounded))
 
     def mask_below(self, trainer_version: int) -> int:
         """Tokens of versions below this get no gradient at `trainer_version`; 0: all get one."""
@@ -169,6 +213,12 @@ class ReplayPolicy:
             raise ValueError(
                 f"selector.window ({self.selector_window}) exceeds the capacity (S + 1) * P = {capacity}: there are "
                 "never that many groups to choose from. Lower selector.window or raise max_staleness"
+            )
+        if self.selector == "exact_age" and (self.max_uses > 1 or self.rate != RateLimit()):
+            raise ValueError(
+                "selector exact_age gives every token the age S: with max_uses above 1 a group would be trained at "
+                "several ages, and an admission rule would have no effect or break the order. Set max_uses to 1 and "
+                "admission.kind to staleness_window"
             )
         if self.on_stale == "wait" and not self.walks:
             raise ValueError(

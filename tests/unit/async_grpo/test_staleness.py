@@ -52,6 +52,8 @@ def test_the_age_bound_of_every_selector(dials: dict[str, Any], bound: int) -> N
         ),
         ({"selector": "freshest", "on_stale": "wait"}, "hold their slots for ever"),
         ({"selector": "uniform", "on_stale": "wait"}, "hold their slots for ever"),
+        ({"selector": "exact_age", "max_uses": 2}, "trained at several ages"),
+        ({"selector": "exact_age", "rate": RateLimit(min_size=3)}, "an admission rule would have no effect"),
         ({"max_uses": 3}, r"max_uses \(3\) cannot be reached.*S \+ 1 = 2 steps"),
         ({"rate": RateLimit(min_size=5)}, r"min_size \(5\) exceeds the capacity"),
         ({"rate": RateLimit(samples_per_insert=2)}, r"samples_per_insert \(2\) exceeds max_uses \(1\)"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from random import Random
 
 import pytest
 
+from async_grpo.errors import LeaseLost
 from async_grpo.staleness import ReplayPolicy, age
-from async_grpo.wire import Ticket
+from async_grpo.wire import ReleaseReason, Ticket
 from buffer.state import BufferState
 from tests.support.buffer_cases import group_of, policy, tasks
 
@@ -22,6 +24,7 @@ POLICIES = [
     policy(S=2, P=1, selector_window=3, **WINDOWED),
     policy(S=1, P=2, max_uses=2, **WAIT),
     policy(S=2, P=2, steps=STEPS, selector="freshest"),
+    policy(S=2, P=2, steps=STEPS, selector="exact_age"),
     policy(S=2, P=2, steps=STEPS, selector="uniform", seed=3),
     policy(S=2, P=2, steps=STEPS, selector="windowed_fifo", selector_window=6),
 ]
@@ -55,6 +58,37 @@ def oldest_trained(dials: ReplayPolicy, seed: int) -> int:
 def test_no_order_of_events_breaks_the_bound_and_some_reach_it(dials: ReplayPolicy) -> None:
     ages = [oldest_trained(dials, seed) for seed in range(150)]
     assert max(ages) == dials.age_bound
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize(("S", "P"), [(0, 2), (1, 3), (4, 2), (20, 1)])
+def test_exact_age_trains_every_group_at_age_s_whatever_is_dropped_lost_or_resumed(S: int, P: int, seed: int) -> None:
+    random, buffer = Random(seed), BufferState(policy(S=S, P=P, steps=STEPS, selector="exact_age"), 1.0, 100)
+    buffer.rollback(0)
+    buffer.put_tasks(tasks(0, 40 * STEPS))
+    working: list[Ticket] = []
+    version, epoch, now_s = 0, 1, 0.0
+    while version < STEPS:
+        if random.random() < 0.02:  # the trainer dies and resumes from an earlier checkpoint
+            version = random.randint(0, version)
+            epoch = buffer.rollback(version).epoch
+        now_s += random.choice([0.0, 0.0, 1.5])  # leases of a second expire, and others begin the groups again
+        working = [*working, *buffer.admit(3, "server", now_s)]
+        for ticket in random.sample(working, min(2, len(working))):
+            working.remove(ticket)
+            with contextlib.suppress(LeaseLost):
+                if random.random() < 0.2:
+                    buffer.discard(ticket, ReleaseReason.FILTERED)
+                else:
+                    buffer.insert(ticket, group_of(ticket))
+        if (batch := buffer.take(epoch, version, now_s)) is not None:
+            assert {(group.oldest_version, group.newest_version) for group in batch.groups} == {
+                (max(0, version - S),) * 2
+            }
+            version += 1
+            buffer.publish_version(epoch, version)
+            buffer.release(batch)
+    assert len(buffer.open) == 0
 
 
 def greedy(S: int, P: int, *, free_at: str) -> int:

@@ -1,0 +1,203 @@
+"""max_staleness: auto. The controller, by itself and in the loop of a simulated run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+
+from async_grpo.app.simulate.lengths import LengthModel
+from async_grpo.app.simulate.settings import SimulatedSettings
+from async_grpo.app.simulate.timings import EngineTimings, Timings, TrainerTimings
+from async_grpo.app.simulate.trainer import SimulatedStep
+from async_grpo.app.simulate.world import World
+from async_grpo.auto_staleness import StalenessController, StalenessDecision, StalenessFigures
+from async_grpo.config.buffer import AutoStalenessConfig
+from async_grpo.staleness import ReplayPolicy, StalenessWindow
+
+P = 4
+QUIET = StalenessFigures(idle=0.05, tokens_per_s=100.0, active=0, ready=P)
+
+
+def controller(staleness: int = 2, *, least: int = 0, **config: object) -> StalenessController:
+    chosen = AutoStalenessConfig.model_validate({"start": staleness, **config})
+    return StalenessController(chosen, groups_per_step=P, least=least, staleness=staleness)
+
+
+def full(staleness: int) -> int:
+    """Groups that hold a slot of a full window once the step's own are released."""
+    return staleness * P
+
+
+def fed(
+    one: StalenessController, steps: int, make: Callable[[int], StalenessFigures]
+) -> list[tuple[int, int, StalenessDecision]]:
+    """Step, S before and the decision, for each decision in so many steps whose figures follow from S."""
+    found = []
+    for step in range(steps):
+        before = one.staleness
+        if decision := one.observe(make(before)):
+            found.append((step, before, decision))
+    return found
+
+
+def test_a_waiting_trainer_with_a_full_window_raises_it_after_patience_and_by_doubling() -> None:
+    one = controller(1, max=6, patience=3)
+    found = fed(one, 14, lambda s: replace(QUIET, idle=0.4, active=full(s), tokens_per_s=50.0 * (s + 1)))
+    assert [(step, before, d.staleness) for step, before, d in found] == [(2, 1, 2), (7, 2, 4), (12, 4, 6)]
+    assert "waits 40% of its time" in found[0][2].reason
+
+
+def test_a_waiting_trainer_whose_servers_are_full_lowers_it_instead() -> None:
+    one = controller(3, patience=2)
+    found = fed(one, 30, lambda s: replace(QUIET, idle=0.6, active=min(full(s), P)))
+    assert [d.staleness for _, _, d in found] == [2]
+    assert "room for 8 groups that did not come" in found[0][2].reason
+
+
+def test_batches_that_lie_ready_lower_it_until_one_is_left() -> None:
+    one = controller(8, patience=2)
+    found = fed(one, 60, lambda s: replace(QUIET, idle=0.0, active=full(s), ready=full(s)))
+    assert [d.staleness for _, _, d in found] == [4, 2, 1]
+    assert "batches lie ready: 7 to spare" in found[0][2].reason
+
+
+def test_an_increase_that_gives_nothing_is_taken_back_and_left_alone_until_the_speed_changes() -> None:
+    one = controller(2, max=4, patience=2)
+    waiting = replace(QUIET, idle=0.3)
+    found = fed(one, 25, lambda s: replace(waiting, active=full(s)))
+    assert [(before, d.staleness) for _, before, d in found] == [(2, 4), (4, 2)]
+    assert "changed by +0%" in found[1][2].reason
+    slower = replace(waiting, tokens_per_s=20.0)
+    assert fed(one, 6, lambda s: replace(slower, active=full(s)))[0][2].staleness == 4
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        (replace(QUIET, ess=0.3), "effective sample size is 0.30 (limit 0.5)"),
+        (replace(QUIET, clip_fraction=0.4), "40% of the tokens are clipped (limit 30%)"),
+    ],
+)
+def test_tokens_that_are_too_old_to_learn_from_lower_it(figures: StalenessFigures, says: str) -> None:
+    one = controller(2, patience=3)
+    ((step, before, decision),) = fed(one, 4, lambda s: replace(figures, idle=0.5, active=full(s)))
+    assert (step, before, decision.staleness) == (2, 2, 1)
+    assert says in decision.reason
+
+
+def test_it_does_not_rise_while_the_limits_are_near() -> None:
+    near = replace(QUIET, idle=0.5, ess=0.52)
+    assert fed(controller(1), 20, lambda s: replace(near, active=full(s))) == []
+
+
+def test_it_stays_between_its_bounds_and_above_what_the_buffer_needs() -> None:
+    draw = random.Random(3)
+    one = controller(2, min=0, max=5, patience=1, least=1)
+    seen = set()
+    for _ in range(2000):
+        idle, ess = draw.choice([0.0, 0.5]), draw.choice([0.2, 0.9])
+        active, ready = draw.randrange(5 * P), draw.randrange(5 * P)
+        one.observe(StalenessFigures(idle, draw.uniform(10, 100), active, ready, ess))
+        seen.add(one.staleness)
+    assert seen == {1, 2, 3, 4, 5}
+
+
+def test_a_decrease_that_was_wrong_is_repeated_ever_more_rarely() -> None:
+    one = controller(3, max=3, patience=2)
+
+    def step(s: int) -> StalenessFigures:
+        enough = s == 3
+        return StalenessFigures(0.0 if enough else 0.4, 100.0 if enough else 50.0, full(s), full(3) if enough else 0)
+
+    falls = [at for at, before, _ in fed(one, 400, step) if before == 3]
+    waits = [later - earlier for earlier, later in pairwise(falls)]
+    assert waits == sorted(waits) and waits[-1] > 2 * waits[0]
+
+
+@dataclass(slots=True)
+class SlowSide:
+    """A simulated run in which one side becomes five times as slow."""
+
+    staleness: int | None
+    """None: auto."""
+    side: str
+    steps: int = 110
+    slow_from: int = 50
+
+    def tokens_per_s(self) -> tuple[float, int]:
+        """Speed from 20 steps after the change on, and the largest age of all."""
+        auto = AutoStalenessConfig() if self.staleness is None else None
+        window = StalenessWindow(8 if self.staleness is None else self.staleness, P, self.steps * P)
+        policy = ReplayPolicy(window)
+        settings = SimulatedSettings(
+            policy=policy.with_staleness(1) if auto else policy,
+            steps=self.steps,
+            group_size=8,
+            servers=1,
+            max_concurrency=128,
+            auto=auto,
+        )
+        timings = Timings(
+            prompt_tokens=64,
+            lengths=LengthModel(kind="lognormal", mean=120, sigma=0.7, cap=512),
+            engine=EngineTimings(step_s=0.004, request_s=0.00006),
+            trainer=TrainerTimings(base_s=0.6, token_s=1e-5, variation=0.1),
+        )
+        steps = SlowedWorld(settings, timings, self).run().steps
+        counted = steps[self.slow_from + 20 : -8]
+        speed = sum(step.tokens for step in counted) / sum(step.step_s for step in counted)
+        return speed, max(age for step in steps for age in step.ages)
+
+
+class SlowedWorld(World):
+    """The world of such a run."""
+
+    def __init__(self, settings: SimulatedSettings, timings: Timings, slow: SlowSide) -> None:
+        super().__init__(settings, timings, 1)
+        self._slow = slow
+
+    def publish(self, epoch: int, version: int) -> None:
+        """Slow one side down at its version."""
+        if version == self._slow.slow_from and self._slow.side == "trainer":
+            slower = {"base_s": 3.0, "token_s": 5e-5}
+            trainer = self.timings.trainer.model_copy(update=slower)
+            self.timings = self.timings.model_copy(update={"trainer": trainer})
+        elif version == self._slow.slow_from:
+            for server in self.servers:
+                server.engine.slow_down(self.events.now_s, 5.0)
+                server.reschedule()
+        super().publish(epoch, version)
+
+
+@pytest.mark.parametrize("side", ["trainer", "server"])
+def test_after_a_side_became_five_times_as_slow_it_is_within_10_percent_of_the_best_fixed_s(side: str) -> None:
+    best = max(SlowSide(staleness, side).tokens_per_s()[0] for staleness in (0, 1, 2, 4, 8))
+    speed, oldest = SlowSide(None, side).tokens_per_s()
+    assert speed > 0.9 * best
+    assert oldest <= 8
+
+
+def test_a_simulated_run_says_what_was_decided_and_keeps_books() -> None:
+    steps: list[SimulatedStep]
+    run = SlowedWorld(
+        SimulatedSettings(
+            policy=ReplayPolicy(StalenessWindow(8, P, 60 * P)).with_staleness(0),
+            steps=60,
+            group_size=8,
+            servers=1,
+            max_concurrency=128,
+            auto=AutoStalenessConfig(start=0),
+        ),
+        Timings(lengths=LengthModel(mean=120), trainer=TrainerTimings(base_s=0.6)),
+        SlowSide(None, "none"),
+    ).run()
+    steps = run.steps
+    assert run.decisions and run.decisions[0][1].before == 0
+    version, decision = run.decisions[0]
+    assert {step.staleness for step in steps[:version]} == {0}
+    assert steps[version].staleness == decision.staleness
+    assert run.admitted == sum(run.released.values()) == 60 * P
