@@ -61,6 +61,8 @@ class BufferStats:
     released_by_length: dict[str, int] = field(default_factory=dict)
     """"<reason>:<n>": groups whose longest completion had at most n tokens and more than n / 2."""
     max_staleness: int = 0
+    staleness: int = 0
+    """S in force."""
     groups_per_step: int = 1
     horizon: int = 0
     selector: str = "fifo"
@@ -82,6 +84,11 @@ class BufferStats:
     def active(self) -> int:
         """Groups that hold a slot of the staleness window."""
         return self.admitted - self.released_total
+
+    @property
+    def capacity(self) -> int:
+        """(S in force + 1) * P: groups that may be active."""
+        return (self.staleness + 1) * self.groups_per_step
 
     @property
     def balanced(self) -> bool:
@@ -269,7 +276,16 @@ class ReplayBuffer(Protocol):
 
     async def update_admission(self, policy: ReplayPolicy) -> None:
         """Replace the policy of a live run. Groups that are taken stay taken, and a smaller window admits nothing until
-        enough groups are released."""
+        enough groups are released. P must stay while a step is taken in parts: its batch keeps its size, for which a
+        smaller window may have no room."""
+        ...
+
+    async def set_staleness(self, *, epoch: int, staleness: int) -> None:
+        """Put another S in force for admission, kept between `ReplayPolicy.least_staleness` and max_staleness.
+
+        A larger one admits at once. A smaller one admits nothing until enough groups are released; what was admitted
+        keeps the bound of its admission, and ends as it would have. Raises Fenced.
+        """
         ...
 
     async def end(self) -> None:

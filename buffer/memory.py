@@ -96,6 +96,10 @@ class InMemoryBuffer:
         with self._change() as state:
             state.policy = policy
 
+    async def set_staleness(self, *, epoch: int, staleness: int) -> None:
+        with self._change() as state:
+            state.set_staleness(epoch, staleness)
+
     async def end(self) -> None:
         with self._change() as state:
             state.ended = True

@@ -3,6 +3,7 @@
 All selectors look at ticket sequences, never at the order in which groups were finished.
 
     fifo, windowed_fifo   walk the open groups upwards; one in flight at sequence h ends the walk at h + W
+    exact_age             as fifo; the take waits until the whole window is READY
     freshest              the P highest READY sequences
     uniform               P ranks among the READY sequences, drawn without replacement
 
@@ -27,7 +28,7 @@ def select(policy: ReplayPolicy, trainer_version: int, open_groups: Sequence[tup
     """
     ready = [seq for seq, is_ready in open_groups if is_ready]
     match policy.selector:
-        case "fifo" | "windowed_fifo":
+        case "fifo" | "windowed_fifo" | "exact_age":
             chosen = list(_walk(open_groups, size, policy.selector_window))
         case "freshest":
             chosen = ready[-size:]

@@ -190,6 +190,10 @@ class BufferState:
         self.epoch += 1
         return Resume(self.epoch, self.version)
 
+    def set_staleness(self, epoch: int, staleness: int) -> None:
+        self._fence(epoch)
+        self.policy = self.policy.with_staleness(staleness)
+
     def stats(self) -> BufferStats:
         ready, window = self.ready, self.policy.window
         return BufferStats(
@@ -204,6 +208,7 @@ class BufferState:
             released={reason.value: self.released[reason.value] for reason in ReleaseReason},
             released_by_length={f"{reason}:{longest}": count for (reason, longest), count in self.lengths.items()},
             max_staleness=window.max_staleness,
+            staleness=window.in_force,
             groups_per_step=window.groups_per_step,
             horizon=window.horizon,
             selector=self.policy.selector,
@@ -288,7 +293,7 @@ class BufferState:
         if begun:
             return self.ready_count >= least
         window, policy = self.policy.window, self.policy
-        size = max(least, min(policy.rate.min_size, window.horizon - self.used))
+        size = max(least, min(policy.min_ready, window.horizon - self.used))
         balanced = policy.rate.may_sample(window.groups_per_step, inserts=self.inserted, uses=self.used)
         return self.ready_count >= size and balanced
 

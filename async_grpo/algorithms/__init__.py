@@ -10,7 +10,7 @@ They see the model through log-probabilities and entropies alone. docs/algorithm
 
 from async_grpo.algorithms.advantages import ADVANTAGES
 from async_grpo.algorithms.aggregation import AGGREGATIONS, denominator
-from async_grpo.algorithms.corrections import CORRECTIONS, PROXIMALS, ess_scale, ess_sums
+from async_grpo.algorithms.corrections import CORRECTIONS, PROXIMALS, ess_scale, ess_sums, sequence_weights
 from async_grpo.algorithms.custom import advantage_of, check_objective
 from async_grpo.algorithms.losses import LOSSES, TokenLoss
 from async_grpo.algorithms.objective import (
@@ -39,6 +39,7 @@ __all__ = [
     "ess_sums",
     "every_multiplier",
     "rewards_less_kl",
+    "sequence_weights",
     "token_kl",
     "token_objective",
     "whole_batch_multiplier",

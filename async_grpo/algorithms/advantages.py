@@ -69,6 +69,19 @@ def opo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
     return _less(rewards_BG, valid_BG, weighted_B1 / tokens_BG.sum(-1, keepdim=True).clamp(min=1))
 
 
+def opob(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
+    """(R - b) / (std + 1e-6), b = sum(n * R) / sum(n), n = len * w^2: the off-policy optimal baseline of VCPO, arXiv
+    2602.17616.
+
+    n is given in place of the lengths; w is the importance weight of the whole sample. The paper's n is w^2 times the
+    squared norm of the gradient of log pi; the length stands for that norm, as in OPO. The deviation is that of GRPO
+    (the authors' scripts set norm_by_std).
+    """
+    largest_B1 = _kept(lengths_BG, valid_BG).amax(-1, keepdim=True)
+    shares_BG = lengths_BG / torch.where(largest_B1 > 0, largest_B1, torch.ones_like(largest_B1))
+    return opo(rewards_BG, valid_BG, shares_BG) / (_deviation(rewards_BG, valid_BG) + EPS)
+
+
 def lite_ppo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor:
     """(R - mean of the group) / (std of the rewards of the batch + 1e-6): Lite PPO, arXiv 2508.08221."""
     deviation_11 = _deviation(rewards_BG.reshape(1, -1), valid_BG.reshape(1, -1))
@@ -76,7 +89,7 @@ def lite_ppo(rewards_BG: Tensor, valid_BG: Tensor, lengths_BG: Tensor) -> Tensor
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    rule.__name__: rule for rule in (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, lite_ppo)
+    rule.__name__: rule for rule in (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, opob, lite_ppo)
 }
 """Rule by its name in the configuration."""
 

@@ -79,13 +79,18 @@ CORRECTIONS: dict[str, Correction] = {
 """Multiplier by its name in the configuration."""
 
 
+def sequence_weights(tokens: Tokens) -> Tensor:
+    """The importance weight of each sequence, the product of rho; float64 [M]."""
+    return _product(tokens, tokens.log_rho_N).double()
+
+
 def ess_sums(tokens: Tokens) -> Tensor:
     """(sum of w, sum of w^2, count) over the sequences, w = product of rho; float64 [3].
 
     Add them up over micro-batches and ranks, then call `ess_scale`.
     """
     present_M = tokens.sum(torch.ones_like(tokens.log_rho_N)) > 0
-    weight_M = _product(tokens, tokens.log_rho_N).double() * present_M
+    weight_M = sequence_weights(tokens) * present_M
     return torch.stack([weight_M.sum(), weight_M.square().sum(), present_M.sum().double()])
 
 

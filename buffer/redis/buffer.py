@@ -36,7 +36,7 @@ from buffer.redis.scripts import RunKeys, script
 
 _COUNTERS = (
     *("epoch", "version", "tasks_put", "admitted", "inserted", "used"),
-    *("max_staleness", "groups_per_step", "horizon", "selector_window"),
+    *("max_staleness", "staleness", "groups_per_step", "horizon", "selector_window"),
 )
 
 
@@ -141,6 +141,9 @@ class RedisBuffer:
 
     async def update_admission(self, policy: ReplayPolicy) -> None:
         await self._script("update_admission", *_dials(policy))
+
+    async def set_staleness(self, *, epoch: int, staleness: int) -> None:
+        _check_epoch(await self._script("set_staleness", epoch, staleness), epoch)
 
     async def end(self) -> None:
         await self._script("end")
@@ -252,7 +255,7 @@ def _dials(policy: ReplayPolicy) -> tuple[object, ...]:
         *(window.max_staleness, window.groups_per_step, window.horizon),
         *(policy.selector, policy.selector_window, policy.on_stale),
         *(rate.min_size, rate.samples_per_insert, rate.min_diff, rate.max_diff),
-        *(policy.max_uses, policy.seed % (2**31 - 1)),
+        *(policy.max_uses, policy.seed % (2**31 - 1), window.in_force),
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_grpo.errors import RunEnded, StreamGap, WaitTimeout
+from async_grpo.errors import Fenced, RunEnded, StreamGap, WaitTimeout
 from async_grpo.wire import ReleaseReason
 from tests.support.buffer_cases import (
     LONG_S,
@@ -131,6 +131,51 @@ async def test_the_window_can_be_retuned_while_the_run_goes_on(open_buffer: Open
     with pytest.raises(WaitTimeout):
         await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
     assert (await buffer.stats()).max_staleness == 0
+
+
+async def test_the_staleness_in_force_rules_admission_and_the_bound_rules_age(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=2, P=2, selector="freshest").with_staleness(0))
+    first = await admit(buffer, 100)
+    assert len(first) == 2
+    await buffer.set_staleness(epoch=1, staleness=1)
+    second = await admit(buffer, 100)
+    await buffer.set_staleness(epoch=1, staleness=9)
+    third = await admit(buffer, 100)
+    assert (len(second), len(third)) == (2, 2)
+    stats = await buffer.stats()
+    assert (stats.staleness, stats.max_staleness, stats.capacity) == (2, 2, 6)
+    await buffer.set_staleness(epoch=1, staleness=0)
+    await finish(buffer, *first, *second, *third)
+    for version in range(3):  # the window drains; groups of age 2 are above the S in force, not above the bound
+        with pytest.raises(WaitTimeout):
+            await buffer.admit(1, holder="server-0", timeout_s=NO_WAIT_S)
+        await train(buffer, version)
+    assert len(await admit(buffer, 100)) == 2
+    assert (await buffer.stats()).released == {**dict.fromkeys(ReleaseReason, 0), "trained": 6}
+
+
+async def test_a_larger_staleness_wakes_whoever_waits_for_a_slot(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=1, P=2).with_staleness(0))
+    await admit(buffer, 2)
+    waiting = asyncio.create_task(admit(buffer, 2))
+    await asyncio.sleep(0.05)
+    await buffer.set_staleness(epoch=1, staleness=1)
+    async with asyncio.timeout(1):
+        assert [ticket.seq for ticket in await waiting] == [2, 3]
+
+
+async def test_a_smaller_staleness_leaves_room_for_what_a_batch_needs(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=3, P=2, selector="windowed_fifo", selector_window=5))
+    await buffer.set_staleness(epoch=1, staleness=0)
+    assert (await buffer.stats()).staleness == 2
+
+
+async def test_a_trainer_that_was_replaced_does_not_set_the_staleness(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=3, P=2))
+    await buffer.rollback(0)
+    with pytest.raises(Fenced):
+        await buffer.set_staleness(epoch=1, staleness=0)
+    assert (await buffer.stats()).staleness == 3
 
 
 async def test_admission_waits_for_a_task(open_buffer: Open) -> None:

@@ -65,6 +65,25 @@ async def test_freshest_takes_the_newest_and_ends_what_grew_too_old(open_buffer:
     assert (released(stats), stats.kept) == ({"trained": 2, "stale": 1}, 2)
 
 
+async def test_exact_age_waits_for_the_whole_window_and_then_every_group_has_age_s(open_buffer: Open) -> None:
+    buffer = await open_buffer(policy(S=2, P=2, steps=5, selector="exact_age"))
+    tickets = await admit(buffer, 6)
+    await finish(buffer, *tickets[:5])
+    await nothing_to_take(buffer, 0)  # group 5 would finish under version 1
+    await buffer.discard(tickets[5], ReleaseReason.FILTERED)
+    await finish(buffer, *await admit(buffer, 1))  # and so would the one that takes its place
+    ages = []
+    for version in range(5):
+        batch = await train(buffer, version)
+        ages += [version - group.oldest_version for group in batch.groups]
+        if version < 2:
+            late, *others = await admit(buffer, 2)
+            await finish(buffer, *others)
+            await nothing_to_take(buffer, version + 1)
+            await finish(buffer, late)
+    assert ages == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]  # the last two steps train what is left before the horizon
+
+
 async def test_what_ends_is_counted_by_the_length_of_its_longest_completion(open_buffer: Open) -> None:
     buffer = await open_buffer(policy(S=0, P=2))
     short, long = await admit(buffer, 2)
@@ -131,7 +150,7 @@ async def test_nothing_is_masked_unless_the_policy_says_so(open_buffer: Open) ->
 async def test_every_selector_takes_whole_batches_in_ticket_order_and_nothing_twice(
     open_buffer: Open, selector: Selector
 ) -> None:
-    buffer = await open_buffer(policy(S=3, P=2, selector=selector, seed=7))
+    buffer = await open_buffer(policy(S=3, P=2, steps=4, selector=selector, seed=7))
     await finish(buffer, *await admit(buffer, 8))
     batches = [seqs(await train(buffer, version)) for version in range(4)]
     assert all(batch == sorted(batch) for batch in batches)

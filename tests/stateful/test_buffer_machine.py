@@ -273,12 +273,25 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(dials=st.sampled_from(POLICIES))
     def retune(self, dials: ReplayPolicy) -> None:
-        """Not to `wait`, whose bound is that of groups that keep their promise."""
-        if dials.on_stale == "wait":
+        """Not to `wait`, whose bound is that of groups that keep their promise.
+
+        Nor, amid a step, to another P, for which
+        the window may have no room."""
+        other_size = dials.window.groups_per_step != self.policy.window.groups_per_step
+        if dials.on_stale == "wait" or (other_size and self.delivered.get(self.version)):
             return
         self.policy = dials
         self.policies.append(dials)
         self.both(lambda buffer: buffer.update_admission(dials))
+
+    @rule(staleness=st.integers(0, 3))
+    def set_staleness(self, staleness: int) -> None:
+        """The trainer puts another S in force; the bound of the age stays."""
+        outcome = self.both(lambda buffer: buffer.set_staleness(epoch=self.epoch, staleness=staleness))
+        assert outcome is None
+        self.policy = self.policy.with_staleness(staleness)
+        old = self.both(lambda buffer: buffer.set_staleness(epoch=self.epoch - 1, staleness=staleness))
+        assert old is Fenced
 
     @precondition(lambda self: self.version >= 4)
     @rule()

@@ -96,5 +96,8 @@ def _summary(made: Point, accuracy: float, spent_s: float) -> dict[str, Any]:
         "logprob_gap_mean": 1e-6,
         "logprob_gap_max": 1e-5,
         "balanced": True,
-        "evaluations": [{"version": 0, "prompts": 256, "samples": 4}, {"version": STEPS, "prompts": 256, "samples": 4}],
+        "evaluations": [
+            {"version": version, "prompts": 256, "samples": 4, "sampled_accuracy": share}
+            for version, share in ((0, 0.4), (STEPS // 2, accuracy), (STEPS, accuracy))
+        ],
     }

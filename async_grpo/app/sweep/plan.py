@@ -41,8 +41,9 @@ class Axis:
     values: tuple[str, ...]
 
 
-def parse_axis(text: str) -> Axis:
-    """The axis of one `--grid key=a,b,c`; a comma inside brackets or quotes belongs to its value.
+def parse_axis(text: str, option: str = "--grid") -> Axis:
+    """The axis of one `--grid key=a,b,c`, or of another option of that form; a comma inside brackets or quotes belongs
+    to its value.
 
     Raises ConfigError for another form, a reserved key or a repeated value.
 
@@ -52,12 +53,12 @@ def parse_axis(text: str) -> Axis:
     key, equals, values = text.partition("=")
     key, parts = key.strip(), split_values(values)
     if not equals or not key or not all(parts):
-        raise ConfigError(f"--grid {text!r} is not of the form key=value,value,... such as max_staleness=0,1,2,4")
+        raise ConfigError(f"{option} {text!r} is not of the form key=value,value,... such as max_staleness=0,1,2,4")
     if key in _RESERVED:
-        raise ConfigError(f"--grid {text!r}: {key} cannot be an axis. {_RESERVED[key]}")
+        raise ConfigError(f"{option} {text!r}: {key} cannot be an axis. {_RESERVED[key]}")
     twice = [value for value in parts if parts.count(value) > 1]
     if twice:
-        raise ConfigError(f"--grid {text!r}: the value {twice[0]} stands twice. Remove one")
+        raise ConfigError(f"{option} {text!r}: the value {twice[0]} stands twice. Remove one")
     return Axis(key, tuple(parts))
 
 

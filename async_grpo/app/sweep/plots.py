@@ -38,11 +38,13 @@ _LOG_FROM = 10
 """Ratio of the fastest to the slowest setting from which the axis of the throughput is logarithmic."""
 
 _PANELS = {
+    "accuracy_after": "Held-out score at the end",
+    "accuracy_mean": "Held-out score, mean over the run",
     "samples_per_s": "Samples trained per second",
     "tokens_per_s": "Tokens trained per second",
     "trainer_idle": "Trainer idle",
     "rollout_idle": "Rollout servers idle",
-    **{key: title_of(key) for key in ("age_mean", "age_max", "ess", "clip_fraction", "logprob_gap_mean")},
+    **{key: title_of(key) for key in ("age_mean", "age_max", "ess", "clip_fraction", "kl", "logprob_gap_mean")},
 }
 """Field of PointMetrics -> title of its panel."""
 _SHARES = ("trainer_idle", "rollout_idle", "clip_fraction")
@@ -76,12 +78,12 @@ def styles_of(settings: Sequence[GridSetting]) -> dict[str, LineStyle]:
     """Label -> style: a colour for each value of the first axis, a line for each combination of the others."""
     from matplotlib import colormaps
 
-    firsts = list(dict.fromkeys(_first(setting) for setting in settings))
-    rests = list(dict.fromkeys(_rest(setting) for setting in settings))
+    firsts = list(dict.fromkeys(setting.first for setting in settings))
+    rests = list(dict.fromkeys(setting.rest for setting in settings))
     styles = {}
     for setting in settings:
-        place = firsts.index(_first(setting)) / max(1, len(firsts) - 1)
-        rest = rests.index(_rest(setting))
+        place = firsts.index(setting.first) / max(1, len(firsts) - 1)
+        rest = rests.index(setting.rest)
         marker = _MARKERS[(rest + rest // len(DASHES)) % len(_MARKERS)]
         styles[setting.label] = LineStyle(colormaps["viridis"](0.9 * place), DASHES[rest % len(DASHES)], marker)
     return styles
@@ -190,17 +192,17 @@ def _rewards(settings: Sequence[GridSetting], styles: dict[str, LineStyle], *, o
     of the first axis. A line is the smoothed mean over seeds, its band reaches from the lowest to the highest seed."""
     bands = {s.label: band([point.curve for point in s.finished], over_seconds=over_seconds) for s in settings}
     drawn = [setting for setting in settings if bands[setting.label] is not None]
-    rests = list(dict.fromkeys(_rest(setting) for setting in drawn))
+    rests = list(dict.fromkeys(setting.rest for setting in drawn))
     if not rests:
         return None
-    firsts = list(dict.fromkeys(_first(setting) for setting in drawn))
+    firsts = list(dict.fromkeys(setting.first for setting in drawn))
     figure, panels = _panels(len(rests), min(_COLUMNS, len(rests)))
     for axes, rest in zip(panels, rests, strict=True):
-        title = textwrap.fill(_short(", ".join(rest), 120), 80 if len(rests) == 1 else 38)
+        title = textwrap.fill(_short(rest, 120), 80 if len(rests) == 1 else 38)
         axes.set_title(title or "Training reward", loc="left", fontsize=9, fontweight="bold")
-        for setting in (each for each in drawn if _rest(each) == rest):
-            dash = DASHES[firsts.index(_first(setting)) % len(DASHES)]
-            _draw_band(axes, bands[setting.label], styles[setting.label].color, dash, _first(setting))
+        for setting in (each for each in drawn if each.rest == rest):
+            dash = DASHES[firsts.index(setting.first) % len(DASHES)]
+            _draw_band(axes, bands[setting.label], styles[setting.label].color, dash, setting.first)
     _to_one_scale(panels)
     named = _named(panels)
     _legend(figure, [named[first] for first in firsts], firsts, title=next(iter(drawn[0].values)))
@@ -234,16 +236,20 @@ def _to_one_scale(panels: Sequence[Axes]) -> None:
 
 def _figures(settings: Sequence[GridSetting], styles: dict[str, LineStyle]) -> Figure | None:
     """Small multiples over the first axis: a dot for each seed, a line through the means of each combination of the
-    other axes."""
+    other axes, which has a colour of its own if there are several."""
+    from matplotlib import colormaps
+
     shown = {key: title for key, title in _PANELS.items() if any(setting.values_of(key) for setting in settings)}
     if not shown:
         return None
     figure, panels = _panels(len(shown), _COLUMNS)
-    firsts = list(dict.fromkeys(_first(setting) for setting in settings))
+    firsts = list(dict.fromkeys(setting.first for setting in settings))
+    rests = list(dict.fromkeys(setting.rest for setting in settings))
+    colors = {rest: colormaps["tab10"](place % 10) if len(rests) > 1 else None for place, rest in enumerate(rests)}
     for axes, (key, title) in zip(panels, shown.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=9)
-        for rest in dict.fromkeys(_rest(setting) for setting in settings):
-            _draw_panel(axes, [setting for setting in settings if _rest(setting) == rest], firsts, key, styles)
+        for rest, color in colors.items():
+            _draw_panel(axes, [setting for setting in settings if setting.rest == rest], firsts, key, styles, color)
         axes.set_xticks(range(len(firsts)), [_short(first, 16) for first in firsts], rotation=_turn(firsts))
         highest = max(value for setting in settings for value in setting.values_of(key))
         axes.set_ylim(0, 1.15 * highest or 1.0)
@@ -263,17 +269,23 @@ def _named(panels: Sequence[Axes]) -> dict[str, Artist]:
 
 
 def _draw_panel(
-    axes: Axes, settings: Sequence[GridSetting], firsts: Sequence[str], key: str, styles: dict[str, LineStyle]
+    axes: Axes,
+    settings: Sequence[GridSetting],
+    firsts: Sequence[str],
+    key: str,
+    styles: dict[str, LineStyle],
+    color: Any,
 ) -> None:
-    """Draw the settings of one combination of the other axes."""
-    means = [(firsts.index(_first(setting)), value) for setting in settings if (value := setting.mean(key)) is not None]
+    """Draw the settings of one combination of the other axes; `color` None: a grey line, and dots by the first axis."""
+    means = [(firsts.index(setting.first), value) for setting in settings if (value := setting.mean(key)) is not None]
     if not means:
         return
-    style, label = styles[settings[0].label], ", ".join(_rest(settings[0]))
-    axes.plot(*zip(*means, strict=True), color=GREY, linestyle=style.line, marker=style.marker, label=label, zorder=1)
+    style, label = styles[settings[0].label], settings[0].rest
+    line = color or GREY
+    axes.plot(*zip(*means, strict=True), color=line, linestyle=style.line, marker=style.marker, label=label, zorder=1)
     for setting in settings:
-        place, style, values = firsts.index(_first(setting)), styles[setting.label], setting.values_of(key)
-        dots: dict[str, Any] = {"color": style.color, "marker": style.marker, "s": 28, "zorder": 2}
+        place, style, values = firsts.index(setting.first), styles[setting.label], setting.values_of(key)
+        dots: dict[str, Any] = {"color": color or style.color, "marker": style.marker, "s": 28, "zorder": 2}
         axes.scatter([place] * len(values), values, clip_on=False, **dots)
 
 
@@ -299,11 +311,3 @@ def _short(text: str, longest: int) -> str:
     """
     keep = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[:keep]}…{text[-keep:]}"
-
-
-def _first(setting: GridSetting) -> str:
-    return next(iter(setting.values.values()))
-
-
-def _rest(setting: GridSetting) -> tuple[str, ...]:
-    return tuple(f"{key.split('.')[-1]}={value}" for key, value in list(setting.values.items())[1:])

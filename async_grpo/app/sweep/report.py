@@ -6,6 +6,7 @@ points.json, configs/, runs/NAME/  -->  PointMetrics  -->  GridSetting  -->  Rec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,16 @@ FORMAT = 1
 _WINDOWS = 4
 """A run with fewer windows of S + 1 steps than this does not reach its usual pace."""
 
+_BY_AXIS = {
+    "accuracy_after": ("held-out, after", ".3f"),
+    "accuracy_mean": ("held-out, mean over the run", ".3f"),
+    "reward_mean": ("training reward, mean", ".3f"),
+    "ess": ("ESS", ".3f"),
+    "clip_fraction": ("clipped", ".3f"),
+    "kl": ("KL, last tenth", ".3f"),
+}
+"""Field of PointMetrics -> title and format of its table."""
+
 _READING = """\
 - **Learning** is {measure}; ± is one standard error: the larger of the spread over the
   seeds and the sampling error of the evaluation (samples of one prompt count as one).
@@ -33,6 +44,7 @@ _READING = """\
   S + 1 steps (at most half of all) are left out, because their data were generated before the clock started.
 - **Idle**, as a share of the time of those steps: the trainer waited for a batch; a rollout server generated nothing.
   The report of each run has the same figures.
+- **KL** is the divergence from the reference model, where there is one (`trainer.reference`).
 - **Age** is the number of optimizer steps between generation and training of a token, mean / max (bound). **ESS** is
   the effective sample size of the importance weights, as a share of the tokens. **Clipped** is the share of the tokens
   that the loss clipped. **Gap** is the mean difference between engine and trainer in the log-probability of the same
@@ -70,10 +82,11 @@ def write_report(folder: SweepFolder, tolerance: float | None = None) -> SweepCo
 
 
 def read_all(folder: SweepFolder, record: SweepRecord) -> list[PointMetrics]:
-    """The metrics of every point, with the resolved values of every axis."""
+    """The metrics of every point, with the resolved values of every axis; of a whole section, what was typed."""
     keys, found = axes_of(record), []
     for point, known in zip(folder.points(record), record.points, strict=True):
-        values = shown_values(point.config.model_dump(mode="json"), keys)
+        sections = {key: value for key, value in known.values.items() if value.startswith("{")}
+        values = shown_values(point.config.model_dump(mode="json"), keys) | sections
         found.append(read_metrics(point, values, error=known.error, at_once=known.at_once))
     return found
 
@@ -107,6 +120,7 @@ def page(name: str, comparison: SweepComparison, settings: Sequence[GridSetting]
         _recommendation(comparison.choice),
         *pictures[:1],
         _settings_table(settings, comparison),
+        _by_axis(settings),
         *pictures[1:],
         _points_table(comparison.points),
         _troubles(comparison),
@@ -145,6 +159,34 @@ def _settings_table(settings: Sequence[GridSetting], comparison: SweepComparison
         "balanced": _balanced,
     }
     return f"## Settings (means over finished seeds)\n\n{_table(columns, settings)}"
+
+
+def _by_axis(settings: Sequence[GridSetting]) -> str:
+    """With several axes, what matters for learning as small tables: a column for each value of the first axis."""
+    firsts = list(dict.fromkeys(setting.first for setting in settings))
+    rows = list(dict.fromkeys(setting.rest for setting in settings))
+    if len(firsts) < 2 or len(rows) < 2:
+        return ""
+    at = {(setting.rest, setting.first): setting for setting in settings}
+    axis = next(iter(settings[0].values)).split(".")[-1]
+    texts = []
+    for key, (title, form) in _BY_AXIS.items():
+        if any(setting.values_of(key) for setting in settings):
+            columns: dict[str, Callable[[str], str]] = {title: lambda rest: _name(rest, bold=False)}
+            for first in firsts:
+                columns[f"{axis}={first}"] = partial(_cell, at, key=key, form=form, first=first)
+            texts.append(_table(columns, rows))
+    return "\n\n".join([f"## By {axis} (mean over finished seeds ± one standard error)", *texts])
+
+
+def _cell(at: Mapping[tuple[str, str], GridSetting], rest: str, *, first: str, key: str, form: str) -> str:
+    setting = at.get((rest, first))
+    if setting is None:
+        return ""
+    error, done = setting.standard_error(key), len(setting.finished)
+    spread = "" if error is None else f" ± {format(error, form)}"
+    missing = "" if done == len(setting.points) else f" ({done} of {len(setting.points)} seeds)"
+    return f"{figure(setting.mean(key), form)}{spread}{missing}"
 
 
 def _mean(key: str, form: str) -> Callable[[GridSetting], str]:

@@ -8,6 +8,7 @@ that the run's own report uses (`telemetry.rows`, `telemetry.idle`), so that bot
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 
@@ -58,6 +59,8 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    accuracy_mean: float | None = None
+    """The area under the accuracy over the versions that were evaluated, divided by their distance."""
     greedy_accuracy_before: float | None = None
     greedy_accuracy_after: float | None = None
     eval_prompts: int | None = None
@@ -87,6 +90,8 @@ class PointMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ess: float | None = None
     """Effective sample size of the importance weights, as a share of the tokens; mean over the steps."""
     clip_fraction: float | None = None
+    kl: float | None = None
+    """KL divergence from the reference model, where the run has one; mean over the last tenth of the steps."""
     logprob_gap_mean: float | None = None
     logprob_gap_max: float | None = None
     balanced: bool | None = None
@@ -126,12 +131,21 @@ def from_summary(summary: Facts) -> Facts:
     interval = (evaluations[-1].get("figures") or {}).get("mean") if evaluations and score == "reward" else None
     return {
         **{key: summary.get(key) for key in as_they_are},
+        "accuracy_mean": _area(evaluations),
         "held_out_score": score,
         "eval_error": interval and (interval["high"] - interval["low"]) / (2 * Z_95),
         "age_mean": summary.get("mean_age"),
         "age_max": summary.get("max_age"),
         "eval_prompts": evaluations[-1].get("prompts") if evaluations else None,
     }
+
+
+def _area(evaluations: Sequence[Facts]) -> float | None:
+    measured = [(one["version"], value) for one in evaluations if (value := one.get("sampled_accuracy")) is not None]
+    if len(measured) < 2:
+        return None
+    areas = [(v - u) * (a + b) / 2 for (u, a), (v, b) in itertools.pairwise(measured)]
+    return sum(areas) / (measured[-1][0] - measured[0][0])
 
 
 def from_rows(
@@ -150,6 +164,7 @@ def from_rows(
         "rollout_idle": rollout_idle_share(steady, servers),
         "ess": mean(numbers(rows, "ess")),
         "clip_fraction": mean(numbers(rows, "clip_fraction")),
+        "kl": mean(numbers(rows[-max(1, len(rows) // 10) :], "kl")),
         "curve": _curve(rows),
     }
 

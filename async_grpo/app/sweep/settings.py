@@ -44,6 +44,16 @@ class GridSetting:
         return ", ".join(f"{name}={value}" for name, value in zip(names, self.values.values(), strict=True))
 
     @property
+    def first(self) -> str:
+        """The value of the first axis."""
+        return next(iter(self.values.values()))
+
+    @property
+    def rest(self) -> str:
+        """The values of the other axes, such as `preset=grpo`; "" if there is one axis."""
+        return ", ".join(f"{key.split('.')[-1]}={value}" for key, value in list(self.values.items())[1:])
+
+    @property
     def finished(self) -> list[PointMetrics]:
         """The points whose runs have finished."""
         return [point for point in self.points if point.state == FINISHED]

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from async_grpo.app.launch.inputs import hub_inputs
@@ -76,8 +77,20 @@ def make_plan(options: SweepOptions) -> tuple[SweepFolder, SweepPlan]:
     return folder, lay_out(request, known, partial(resolve, options.config, held=held))
 
 
-async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions) -> int:
-    """Run the points that are not finished and write the report; returns the exit code.
+def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
+    """Print the recommendation and the path of the report."""
+    chosen = f"recommended: {comparison.choice.label}\n" if comparison.choice.label else ""
+    text = f"{chosen}{comparison.choice.reason}\nreport: {folder.path / 'report.md'}"
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+async def run_sweep(
+    folder: SweepFolder,
+    plan: SweepPlan,
+    options: SweepOptions,
+    show: Callable[[SweepFolder, SweepComparison], None] = print_result,
+) -> int:
+    """Run the points that are not finished, write the report and `show` it; returns the exit code.
 
     Raises ConfigError before anything is started if another sweep works in the folder or devices are missing.
     """
@@ -104,7 +117,7 @@ async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions)
         )
         results = await runner.work()
         comparison = write_report(folder, options.tolerance)
-    print_result(folder, comparison)
+    show(folder, comparison)
     failed = [result.point.name for result in results if result.outcome is AttemptOutcome.FAILED]
     if failed:
         Console(stderr=True).print(f"failed: {', '.join(failed)}; the same command tries again", soft_wrap=True)
@@ -113,20 +126,13 @@ async def run_sweep(folder: SweepFolder, plan: SweepPlan, options: SweepOptions)
     return INTERRUPTED if runner.stopping else FAILED if failed else 0
 
 
-def print_result(folder: SweepFolder, comparison: SweepComparison) -> None:
-    """Print the recommendation and the path of the report."""
-    chosen = f"recommended: {comparison.choice.label}\n" if comparison.choice.label else ""
-    text = f"{chosen}{comparison.choice.reason}\nreport: {folder.path / 'report.md'}"
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def describe_plan(folder: SweepFolder, plan: SweepPlan) -> Table:
     """A table of every point and what would happen to it."""
     table = Table(title=f"sweep {folder.path} (dry run: nothing is started)")
     for column in ("run", "point", "steps", "what happens"):
         table.add_column(column, overflow="fold")
     for point in plan.points:
-        table.add_row(point.name, str(point), str(point.config.steps), _future(point, point.name in plan.asked))
+        table.add_row(point.name, escape(str(point)), str(point.config.steps), _future(point, point.name in plan.asked))
     return table
 
 

@@ -5,7 +5,7 @@
 -- same request gets the same leases again, as far as they still hold.
 local limit, now = tonumber(ARGV[2]), now_ms()
 local grant, dials = payload('grant', ARGV[3]), {}
-for i, value in ipairs(redis.call('HMGET', META, 'lease_ms', 'version', 'max_staleness', 'groups_per_step', 'horizon',
+for i, value in ipairs(redis.call('HMGET', META, 'lease_ms', 'version', 'staleness', 'groups_per_step', 'horizon',
     'min_size', 'samples_per_insert', 'max_diff', 'used', 'inserted', 'tasks_put', 'admitted', 'ended', 'epoch',
     'used_active')) do
   dials[i] = tonumber(value) or 0

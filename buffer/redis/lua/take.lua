@@ -83,13 +83,14 @@ local function freshest()
   return redis.call('ZREVRANGE', READY, 0, missing - 1)
 end
 
-local select = ({fifo = walk, windowed_fifo = walk, freshest = freshest, uniform = draw})[dial('selector')]
+local select = ({fifo = walk, windowed_fifo = walk, exact_age = walk, freshest = freshest, uniform = draw})[dial('selector')]
 -- Those that walk upwards can stop and go on; the others choose a whole batch.
 local least = (whole or select ~= walk) and missing or 1
 
 -- How many READY groups it takes to go on with the step.
 local function needed()
-  return begun and least or math.max(least, math.min(meta('min_size'), meta('horizon') - meta('used')))
+  local min_ready = dial('selector') == 'exact_age' and (staleness + 1) * meta('groups_per_step') or meta('min_size')
+  return begun and least or math.max(least, math.min(min_ready, meta('horizon') - meta('used')))
 end
 
 local function balanced()

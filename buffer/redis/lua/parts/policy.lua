@@ -5,7 +5,7 @@ local FORMAT = 3
 local function write_policy(first)
   local on_stale_before = dial('on_stale')
   for i, name in ipairs({'max_staleness', 'groups_per_step', 'horizon', 'selector', 'selector_window', 'on_stale',
-      'min_size', 'samples_per_insert', 'min_diff', 'max_diff', 'max_uses', 'seed'}) do
+      'min_size', 'samples_per_insert', 'min_diff', 'max_diff', 'max_uses', 'seed', 'staleness'}) do
     redis.call('HSET', META, name, ARGV[first + i - 1])
   end
   local on_stale = dial('on_stale')

@@ -53,6 +53,16 @@ def reference(rule: str, groups: list[Group]) -> list[list[float]]:
             [r - sum(n * x for x, n in group) / sum(n for _, n in group) if len(group) > 1 else r for r, _ in group]
             for group in judged
         ]
+    if rule == "opob":
+        return [
+            [
+                (r - sum(n * x for x, n in group) / sum(n for _, n in group)) / (deviation([x for x, _ in group]) + EPS)
+                if len(group) > 1
+                else r
+                for r, _ in group
+            ]
+            for group in judged
+        ]
     everything = [reward for group in rewards for reward in group]
     if rule == "lite_ppo":
         return [[c / (deviation(everything) + EPS) for c in centred(group)] for group in rewards]
@@ -103,6 +113,24 @@ def test_equal_rewards_or_none_give_no_signal(rule: str) -> None:
 @pytest.mark.parametrize("rule", sorted({*ADVANTAGES} - {"reinforce_pp_baseline"}))
 def test_a_lone_judged_sample_has_baseline_zero_and_deviation_one(rule: str) -> None:
     assert found(rule, [[(0.5, 7), None]]).tolist()[0] == pytest.approx([0.5, 0.0], abs=1e-5)
+
+
+def test_the_off_policy_optimal_baseline_has_the_least_second_moment_of_the_weighted_gradient() -> None:
+    """E |w g (R - b)|^2 with |g|^2 = len, for weights from 1e-6 to 1e4: no other b has less."""
+    rewards, lengths, weights = [1.0, 0.0, 0.0, 1.0, 0.5], [10, 40, 5, 22, 9], [1e-6, 0.3, 1e4, 2.0, 40.0]
+    counts = torch.tensor([[n * w**2 for n, w in zip(lengths, weights, strict=True)]], dtype=torch.float64)
+    rewards_BG = torch.tensor([rewards], dtype=torch.float64)
+    advantages = ADVANTAGES["opob"](rewards_BG, torch.ones(1, 5, dtype=torch.bool), counts)[0]
+    baselines = (rewards_BG[0] - advantages * (statistics.stdev(rewards) + EPS)).tolist()
+    assert baselines == pytest.approx([baselines[0]] * 5)
+
+    def moment(b: float) -> float:
+        return sum(w**2 * n * (r - b) ** 2 for r, n, w in zip(rewards, lengths, weights, strict=True))
+
+    best = min((place / 1e7 for place in range(2000)), key=moment)
+    assert baselines[0] == pytest.approx(best, abs=2e-7)
+    tiny = ADVANTAGES["opob"](rewards_BG, torch.ones(1, 5, dtype=torch.bool), counts * 1e-30)[0]
+    assert tiny.tolist() == pytest.approx(advantages.tolist())
 
 
 def test_a_long_sample_weighs_more_in_the_whitening_than_a_short_one() -> None:

@@ -107,3 +107,11 @@ def test_legends_and_titles_of_reward_curves_hide_no_curve() -> None:
     assert not any(a.overlaps(b) for a, b in combinations(taken, 2))
     looks = [line.get_linestyle() for line in shown[0].lines[:4]]
     assert len(set(looks)) == 4, "settings differ without colour"
+
+
+def test_lines_of_the_small_multiples_are_told_apart_by_colour_where_there_are_several() -> None:
+    found = settings([0, 2, 8], ["grpo", "dapo", "areal"])
+    figure = plots._figures(found, plots.styles_of(found))
+    assert figure is not None
+    lines = figure.axes[0].get_lines()
+    assert len(lines) == 3 and len({str(line.get_color()) for line in lines}) == 3

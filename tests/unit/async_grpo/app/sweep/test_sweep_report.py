@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from async_grpo.app.cli.main import app
 from async_grpo.app.report.summary import summarize
 from async_grpo.app.sweep import plots
 from async_grpo.app.sweep.folder import PointRecord, SweepFolder, SweepRecord
+from async_grpo.app.sweep.plan import Point, SweepPlan
 from async_grpo.app.sweep.plots import pareto
 from async_grpo.app.sweep.report import SweepComparison, compare, page, read_all
 from async_grpo.app.sweep.results import (
@@ -24,6 +27,7 @@ from async_grpo.app.sweep.results import (
     read_metrics,
 )
 from async_grpo.app.sweep.settings import settings_of
+from async_grpo.app.sweep.sweep import describe_plan
 from async_grpo.telemetry.jsonl import read_rows
 from tests.support.sweep_fakes import STEPS, figures, leave_run, point
 
@@ -68,6 +72,7 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     leave_run(made, accuracy=0.9, step_s=2.0)
     found = read_metrics(made, {"max_staleness": "2"})
     assert (found.state, found.steps_done, found.accuracy_after, found.eval_prompts) == (FINISHED, STEPS, 0.9, 256)
+    assert found.accuracy_mean == pytest.approx((0.4 + 0.9) / 4 + 0.9 / 2)  # the first half rises from 0.4
     assert (found.steps_s, found.wall_s) == (20.0, 50.0)
     assert (found.samples_per_s, found.tokens_per_s) == (16 * 8 / 2.0, 500.0)
     assert (found.trainer_idle, found.rollout_idle) == (0.25, pytest.approx(0.5))
@@ -133,8 +138,36 @@ def test_sweep_json_has_every_figure_of_every_point(written: SweepFolder) -> Non
     for one in facts["points"]:
         missing = {key for key, value in one.items() if value is None}
         unmeasured = {"greedy_accuracy_before", "greedy_accuracy_after", "generated_tokens", "trained_tokens"}
-        assert missing == unmeasured | {"eval_error"}
+        assert missing == unmeasured | {"eval_error", "kl"}
         assert len(one["curve"]["reward"]) == STEPS
+
+
+def test_two_axes_give_a_table_for_each_figure_with_a_column_for_each_value_of_the_first(tmp_path: Path) -> None:
+    made = SweepFolder(tmp_path / "two-axes")
+    found = []
+    for staleness, lr, seed in itertools.product((0, 2), ("1e-05", "0.1"), (1, 2)):
+        one = point(made.runs_dir, f"s{staleness}-{lr}-{seed}", seed=seed, max_staleness=staleness)
+        leave_run(one, accuracy=0.9 - 0.1 * staleness + 0.02 * seed, step_s=1.0, finished=one.name != "s2-0.1-2")
+        found.append(read_metrics(one, {"max_staleness": str(staleness), "trainer.optimizer.lr": lr}))
+    settings = settings_of(found)
+    comparison = compare(SweepRecord(command="c", points=[]), [], settings, None)
+    text = page("p", comparison, settings, [])
+    assert "| held-out, after | max_staleness=0 | max_staleness=2 |" in text
+    assert "| lr=1e-05 | 0.930 ± 0.010 | 0.730 ± 0.010 |" in text
+    assert "| lr=0.1 | 0.930 ± 0.010 | 0.720 (1 of 2 seeds) |" in text
+
+
+def test_a_whole_section_as_a_value_is_shown_as_it_was_typed(tmp_path: Path) -> None:
+    made, typed = SweepFolder(tmp_path / "sections"), "{preset: dapo, corrections: [opsm]}"
+    one = point(made.runs_dir, trainer={"objective": {"preset": "dapo", "corrections": ["opsm"]}})
+    one = Point({"trainer.objective": typed}, one.config)
+    made.write_configs([one])
+    record = SweepRecord(command="c", points=[PointRecord(name=one.name, values=dict(one.values))])
+    assert [found.values for found in read_all(made, record)] == [{"trainer.objective": typed}]
+    console = Console(width=400)
+    with console.capture() as printed:
+        console.print(describe_plan(made, SweepPlan([one], frozenset([one.name]))))
+    assert f"trainer.objective={typed}, seed=1" in printed.get()
 
 
 def test_a_failed_point_is_shown_with_its_error_and_takes_its_setting_out(folder: SweepFolder) -> None:
