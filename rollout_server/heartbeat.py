@@ -1,4 +1,5 @@
-"""Writes this server's state to the run board every second, and counts its generated tokens.
+"""Writes this server's state to the run board every second, counts its generated tokens, and notes where its processes
+waited for a processor.
 
 It waits for its timer only. The first heartbeat means that the server is ready. The board forgets a server that is
 silent for `TTL_S`.
@@ -10,6 +11,7 @@ import asyncio
 import os
 import time
 
+from async_grpo.telemetry.contention import ContentionWatch, own_tree
 from async_grpo.telemetry.rows import GENERATED_TOKENS
 from async_grpo.wire.board import ServerBeat
 from rollout_server.context import ServerContext
@@ -21,6 +23,8 @@ from rollout_server.weight_watcher import WeightWatcher
 EVERY_S = 1.0
 TTL_S = 5.0
 SHORT_WAIT_S = 0.2
+NOTED_SHARE = 0.05
+"""Seconds in which the engine, or what runs beside it, waited so much for a processor are in the timeline."""
 
 
 class Heartbeat:
@@ -43,6 +47,7 @@ class Heartbeat:
         self._http = http
         self._counted = self._last_tokens = context.engine.load().generated_tokens  # of the proof
         self._last_s = time.monotonic()
+        self._contention = ContentionWatch(own_tree)
 
     async def run(self) -> None:
         """Send a heartbeat every second, until cancelled."""
@@ -73,6 +78,8 @@ class Heartbeat:
         )
         await self._context.board.beat(beat, ttl_s=TTL_S)
         await self.count_tokens()
+        if (found := self._contention.look()).share >= NOTED_SHARE:
+            self._context.logger.contention(found)
 
     async def count_tokens(self) -> None:
         """Add the tokens generated for training since the last call, dropped ones included, to the run's counter.

@@ -8,7 +8,8 @@ from async_grpo.wire.records import Group, Record
 
 
 class PublisherAddress(Record, frozen=True, kw_only=True, tag="publisher"):
-    """ZMQ endpoints of the publisher of one epoch: PUB announcements and ROUTER requests."""
+    """Where the weights of one epoch are published. `zmq`: the endpoints of PUB announcements and ROUTER requests. With
+    a `weights.location`: `announce` is the folder of the epoch in it, and `requests` is ""."""
 
     epoch: int
     announce: str

@@ -156,8 +156,8 @@ def table(title: str, figures: Sequence[Measurement], machine: Machine) -> Table
     for figure in figures:
         view.add_row(
             Text(figure.name),
-            f"{_short(figure.value)} {figure.unit}",
-            "" if figure.baseline is None else f"{_short(figure.baseline)} {figure.unit}",
+            f"{short(figure.value)} {figure.unit}",
+            "" if figure.baseline is None else f"{short(figure.baseline)} {figure.unit}",
             "" if figure.ratio is None else f"{figure.ratio:.2f}",
             Text(figure.baseline_name),
         )
@@ -181,7 +181,7 @@ def write(path: Path, figures: Sequence[Measurement], machine: Machine) -> None:
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three significant digits; whole numbers with separators from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 

@@ -30,10 +30,12 @@ PATIENCE_S = 5.0
 STOP_S = 5.0
 """Longest wait for a child whose input has closed; then it is killed."""
 LONGEST_LINE_BYTES = 16 << 20
+MEMORY_BYTES = 1 << 30
+"""Of the embedded server of a bench."""
 
 
 @contextlib.contextmanager
-def bench_server(url: str | None, fsync: Fsync = "always") -> Iterator[RedisConfig]:
+def bench_server(url: str | None, fsync: Fsync = "always", memory_bytes: int = MEMORY_BYTES) -> Iterator[RedisConfig]:
     """The configuration that reaches the server at `url`, or an embedded one. The embedded one is that of a run
     (append-only file included), except for `fsync`, and is gone afterwards. Call it in the main thread: the server dies
     with the thread that has started it."""
@@ -42,7 +44,7 @@ def bench_server(url: str | None, fsync: Fsync = "always") -> Iterator[RedisConf
         return
     os.environ.pop(PASSWORD_VARIABLE, None)  # it belongs to another server; ours has none and would refuse it
     with tempfile.TemporaryDirectory(prefix="async-grpo-bench-") as folder:
-        server = EmbeddedServer(Path(folder) / "server", RedisConfig(fsync=fsync))
+        server = EmbeddedServer(Path(folder) / "server", RedisConfig(fsync=fsync, max_memory_bytes=memory_bytes))
         try:
             yield RedisConfig(url=server.start())
         finally:

@@ -14,6 +14,7 @@ from async_grpo.app.cli.common import exit_with, progress_bar
 
 MODULES = {
     "buffer": "async_grpo.app.bench.buffer.bench",
+    "control-plane": "async_grpo.app.bench.control_plane.bench",
     "data": "async_grpo.app.bench.data",
     "pipeline": "async_grpo.app.bench.pipeline.bench",
     "rollout": "async_grpo.app.bench.rollout.bench",
@@ -91,6 +92,43 @@ def data(json_file: JsonFile = None, quick: Quick = False) -> None:
     Uses 20,000 made-up word problems and a tokenizer of 4,096 tokens. Takes about a minute.
     """
     _measure("data", json_file, quick=quick)
+
+
+@app.command("control-plane")
+def control_plane(
+    json_file: JsonFile = None,
+    quick: Quick = False,
+    servers: Annotated[str, typer.Option(metavar="64,256,1000", help="Numbers of servers.")] = "64,256,1000",
+    faster: Annotated[
+        str, typer.Option(metavar="4,16,64", help="With the fewest servers: tokens so many times as fast.")
+    ] = "4,16,64",
+    seconds: Annotated[float, typer.Option(min=1, help="How long each round is observed.")] = 30.0,
+    token_ms: Annotated[
+        float, typer.Option(min=1, help="Milliseconds of a token with all slots busy, unless a run is replayed.")
+    ] = 40.0,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Replay lengths and token times of this run.")
+    ] = None,
+    write_timings: Annotated[
+        Path | None, typer.Option("--write-timings", metavar="FILE", help="Write the costs for async-grpo simulate.")
+    ] = None,
+) -> None:
+    """Measure the control plane: many rollout servers whose engines replay timings, over a real Valkey.
+
+    Groups per second beside the same engines alone, latencies of admission and announcements, and what a group costs
+    Valkey. Takes about twelve minutes.
+    """
+    sizes, factors = _numbers("servers", servers), _numbers("faster", faster)
+    options = {"seconds": seconds, "token_ms": token_ms, "source": source, "write_timings": write_timings}
+    _measure("control-plane", json_file, None, quick=quick, servers=sizes, faster=factors, **options)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """The whole numbers of a list with commas. Raises BadParameter."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise typer.BadParameter(f"--{option} is {text!r}, and must be whole numbers above 0 with commas between")
+    return [int(word) for word in words]
 
 
 @app.command()

@@ -10,7 +10,8 @@ import pytest
 from async_grpo.weights.manifest import WeightVersion
 from async_grpo.wire import Ticket
 from buffer import InMemoryBuffer
-from rollout_server.dispatch.admission import AdmissionGate
+from rollout_server.dispatch import admission
+from rollout_server.dispatch.admission import AdmissionGate, TaskFeeder
 from rollout_server.engines.scripted import ScriptedEngine
 from rollout_server.server import RolloutServer
 from tests.support.http_fakes import House, dispatching, house_of
@@ -171,3 +172,23 @@ def test_a_server_that_drains_cannot_be_called_back() -> None:
     admission.resume()
     admission.pause()
     assert admission.is_draining
+
+
+async def test_what_a_slow_source_gives_is_appended_at_once_and_the_time_without_tasks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "READ_S", 0.0)  # one row takes longer
+    monkeypatch.setattr(admission, "NOTED_S", 0.0)
+    config, told = config_of(), list[tuple[float, float]]()
+    buffer = buffer_of(config)
+    source = context_of(tmp_path, config, FakeEngine()).source
+    feeder = TaskFeeder(buffer, source, target=4, starved=lambda *span: told.append(span))
+    feeding = asyncio.create_task(feeder.run())
+    await until_buffer(buffer, lambda stats: stats.waiting == 4)
+    assert (await buffer.stats()).tasks_put == 4
+    assert len(told) == 1  # of the first row; then one was waiting
+    await buffer.admit(1, holder="a", timeout_s=1.0)
+    feeder.notify()
+    await asyncio.sleep(0)
+    feeding.cancel()
+    assert len(told) == 1

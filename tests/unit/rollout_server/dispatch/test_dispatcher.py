@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import structlog
 
 from async_grpo.errors import EngineError, RoleFailed
-from async_grpo.utils.aio import root_cause
+from async_grpo.utils.aio import cancel_and_wait, root_cause
 from async_grpo.weights.manifest import WeightVersion
-from async_grpo.wire import Sample, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
+from async_grpo.wire import Sample, Task, Ticket, VersionSpan, logprobs_to_bytes, tokens_to_bytes
 from buffer import InMemoryBuffer
+from rollout_server.dispatch import admission
 from rollout_server.dispatch.admission import TaskFeeder
 from rollout_server.dispatch.group_rollout import GroupRollout
 from rollout_server.engines.base import GenerationRequest, sample_seed
@@ -266,6 +268,41 @@ async def test_an_engine_that_dies_surfaces_and_its_tickets_are_given_back(tmp_p
     assert isinstance(root_cause(raised.value), EngineError)
     tickets = await buffer.admit(1, holder="rollout-1", timeout_s=1.0)
     assert tickets[0].attempt == 2
+
+
+async def test_one_server_feeds_and_another_takes_over_when_it_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "FED_AT_ONCE", 3)
+    config = config_of()
+    buffer, holder, asked = buffer_of(config), "rollout-0", list[int]()
+    source = context_of(tmp_path, config, FakeEngine()).source
+
+    def feeder(name: str) -> TaskFeeder:
+        async def claim() -> bool:
+            return name == holder
+
+        return TaskFeeder(buffer, source, target=8, claim=claim)
+
+    put_tasks = buffer.put_tasks
+
+    async def put(tasks: Sequence[Task]) -> int:
+        asked.append(len(tasks))
+        return await put_tasks(tasks)
+
+    monkeypatch.setattr(buffer, "put_tasks", put)
+    assert not await feeder("rollout-1").top_up() and not asked
+    first = feeder("rollout-0")
+    assert [await first.top_up() for _ in range(4)] == [True] * 4 and asked == [3, 3, 2]
+    assert await feeder("rollout-1").top_up()  # nothing is missing, whoever is asked
+    await buffer.admit(4, holder="a", timeout_s=1.0)
+    monkeypatch.setattr(admission, "FEEDER_TTL_S", 0.01)
+    holder = ""
+    waiting = asyncio.create_task(feeder("rollout-1").run())
+    await asyncio.sleep(0)
+    holder = "rollout-1"  # the claim of rollout-0 has ended
+    await until(lambda: len(asked) > 3)
+    await cancel_and_wait(waiting)
 
 
 async def test_a_resumed_group_needs_the_version_of_its_newest_token(tmp_path: Path) -> None:

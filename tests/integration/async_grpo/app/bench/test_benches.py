@@ -117,6 +117,21 @@ def test_bench_rollout_compares_the_same_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_bench_control_plane_loses_no_server(tmp_path: Path) -> None:
+    timings = tmp_path / "timings.yaml"
+    done = bench("control-plane", tmp_path, "--write-timings", str(timings))
+    assert done.code == 0, done.error
+    assert not list(SHARED_MEMORY.glob("*bench-*"))
+    for servers in (2, 4):
+        known, inserted = (
+            done.by_name[f"{servers} servers: {what}"] for what in ("servers that the board knows", "inserted")
+        )
+        assert known["value"] == servers and inserted["value"] > 0 and inserted["baseline"] > 0
+        assert done.by_name[f"{servers} servers: published to applied, median"]["value"] > 0
+    assert "exchange_s" in timings.read_text()
+
+
+@pytest.mark.slow
 def test_bench_trainer_compares_steps_that_come_to_the_same_loss(tmp_path: Path) -> None:
     done = bench("trainer", tmp_path)
     assert done.code == 0, done.error
